@@ -1,0 +1,1 @@
+"""Checkpoint → file that runs elsewhere."""

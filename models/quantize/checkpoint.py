@@ -1,0 +1,144 @@
+"""Checkpoint files ↔ models: load a float one, load a quantized one, save with provenance.
+
+A file is judged by the class names in its pickle before anything in it runs, so that a wrong kind of checkpoint is
+answered with one line. Loading the pickled model itself executes code from the file: load only files you trust.
+"""
+import datetime
+import hashlib
+import pickletools
+import platform
+import zipfile
+from copy import deepcopy
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from models.common import RepConvN
+
+from models.quantize.convert import is_quantized
+from utils.qat.errors import QatError, atomic, require_file
+
+FORMAT = 1
+TWIN_MODULES = ('models.quantize.blocks', 'models.quantize.quantizers')
+
+
+def pickled_classes(path):
+    """Names ('module.Class') that the pickle inside a torch file refers to; nothing is executed.
+
+    Raises QatError if the file is no torch.save archive (the zip format, PyTorch 1.6 and later).
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(n for n in archive.namelist() if n.endswith('/data.pkl'))
+            pickled = archive.read(name)
+        return {arg.replace(' ', '.', 1) for op, arg, _ in pickletools.genops(pickled) if op.name == 'GLOBAL'}
+    except (zipfile.BadZipFile, StopIteration, ValueError, OSError) as e:
+        raise QatError(f'--weights {path}: not a PyTorch checkpoint (or cut short): {e or "no pickled data inside"}') from e
+
+
+def kind_of(path):
+    """'quantized' (ours), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model) or 'other'."""
+    names = pickled_classes(path)
+    if any(n.startswith(TWIN_MODULES) for n in names):
+        return 'quantized'
+    if any(n.startswith(('pytorch_quantization.', 'models.quantize')) for n in names):
+        return 'foreign'
+    return 'float' if any(n.startswith('models.yolo.') for n in names) else 'other'
+
+
+def _load(path, device):
+    """(checkpoint dict, FP32 model in eval mode) of a file that holds a YOLOv9 model; prefers the EMA weights."""
+    ckpt = torch.load(path, map_location='cpu', weights_only=False)
+    model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
+    if not hasattr(model, 'model'):
+        raise QatError(f'--weights {path}: holds no model (neither "ema" nor "model")')
+    model = model.to(device).float().eval()
+    if isinstance(model.names, (list, tuple)):  # upstream's older checkpoints
+        model.names = dict(enumerate(model.names))
+    return ckpt, model
+
+
+def _expect(path, wanted):
+    """Check that --weights names a file of kind `wanted`; says what to do about any other."""
+    path = require_file(path, '--weights', ('.pt', '.pth'))
+    kind = kind_of(path)
+    if kind == wanted:
+        return path
+    raise QatError(f'--weights {path}: ' + {
+        'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
+                   "start again from its float model: python qat.py quantize --weights FLOAT.pt",
+        'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
+        'float': f'is not quantized; quantize it first: python qat.py quantize --weights {path} '
+                 '(a float model is evaluated by upstream: python val.py)',
+        'other': 'holds no YOLOv9 model (a checkpoint of upstream train.py or train_dual.py has one)',
+    }[kind])
+
+
+@torch.no_grad()  # or the folded weights would hang on the graph of their making and could not be trained
+def fuse(model):
+    """Fold batch norms into convolutions and RepConvN into one 3x3 convolution, in place; returns the model."""
+    for m in model.modules():
+        if isinstance(m, RepConvN) and hasattr(m, 'conv1'):  # older upstream trees do not fuse these by themselves
+            m.fuse_convs()
+            m.forward = m.forward_fuse
+    return model.fuse()
+
+
+def load_dual_or_float(path, device='cpu'):
+    """(checkpoint dict, unfused FP32 model) of a float checkpoint, whatever its head."""
+    return _load(_expect(path, 'float'), device)
+
+
+def load_float(path, device='cpu'):
+    """The fused FP32 model of a single-branch float checkpoint, in eval mode on `device`."""
+    _, model = load_dual_or_float(path, device)
+    head = type(model.model[-1]).__name__
+    if head.startswith(('Dual', 'Triple')):
+        out = Path(path).with_name(f'{Path(path).stem}-converted.pt')
+        raise QatError(f'--weights {path}: still has its auxiliary branch ({head}); remove it first: '
+                       f'python reparameterization.py --weights {path} --save {out}')
+    return fuse(model)
+
+
+def load_quantized(path, device='cpu'):
+    """(quantized model in eval mode on `device`, its `quant` dict) of a checkpoint saved by `save_quantized`."""
+    path = _expect(path, 'quantized')
+    ckpt, model = _load(path, device)
+    quant = ckpt.get('quant') or {}
+    if quant.get('format') != FORMAT or not is_quantized(model):
+        raise QatError(f"--weights {path}: quantized checkpoint of format {quant.get('format')}, this version reads "
+                       f'format {FORMAT}; quantize the float model again')
+    return model, quant
+
+
+def load_any(path, device='cpu'):
+    """(model, `quant` dict or None): a quantized checkpoint, or a float one, fused."""
+    if kind_of(require_file(path, '--weights', ('.pt', '.pth'))) == 'quantized':
+        return load_quantized(path, device)
+    return load_float(path, device), None
+
+
+def sha256(path):
+    """Hex digest of a file."""
+    with open(path, 'rb') as f:
+        return hashlib.file_digest(f, 'sha256').hexdigest() if hasattr(hashlib, 'file_digest') \
+            else hashlib.sha256(f.read()).hexdigest()
+
+
+def versions():
+    """Versions of what decides the numbers."""
+    return {'python': platform.python_version(),
+            **{p: metadata.version(p) for p in ('torch', 'torchvision', 'numpy', 'pytorch-quantization')}}
+
+
+def save_quantized(path, model, recipe, source):
+    """Write a checkpoint that `load_quantized`, upstream's val.py and detect.py load.
+
+    The model is stored whole and in FP32: half precision would round weights and with them what was measured.
+    recipe: settings as plain values. source: path of the float checkpoint.
+    """
+    quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': sha256(source), 'versions': versions()}
+    model = deepcopy(model).cpu().eval().requires_grad_(False)
+    with atomic(path) as tmp:
+        torch.save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,
+                    'date': datetime.datetime.now().isoformat()}, tmp)

@@ -1,0 +1,75 @@
+"""Float model → quantized model, in place, and back. Says what was swapped and what stays float, and why."""
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+from models.common import DFL
+
+from models.quantize.blocks import TWINS, Twin
+from utils.qat.errors import QatError
+
+
+@dataclass
+class Conversion:
+    """What `quantize_model` did: layer path → kind of twin, and layer path → reason to stay float."""
+    swapped: dict = field(default_factory=dict)
+    kept_float: dict = field(default_factory=dict)
+
+    def summary(self):
+        kinds = list(self.swapped.values())
+        counts = ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds)))
+        return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} convolutions stay float'
+
+
+def float_convs(model):
+    """Convolutions that stay float: {layer path: reason}.
+
+    The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution holds the
+    integers 0..15: INT8 gains nothing there and costs box precision (DESIGN, decision 7).
+    """
+    head_index = len(model.model) - 1
+    kept = {}
+    for name, module in model.model[-1].named_modules(prefix=f'model.{head_index}'):
+        if isinstance(module, DFL):
+            kept[f'{name}.conv'] = 'integral over the box distribution'
+        # A branch of the head is a Sequential (Conv, Conv, nn.Conv2d): the bare last one is an output.
+        elif isinstance(module, nn.Sequential) and type(module[-1]) is nn.Conv2d:
+            kept[f'{name}.{len(module) - 1}'] = 'output of the head'
+    if not kept:
+        raise QatError(f'the last layer ({type(model.model[-1]).__name__}) is no YOLOv9 detection head')
+    return kept
+
+
+def quantize_model(model):
+    """Swap the blocks of a fused float model for their quantized twins, in place; returns a Conversion.
+
+    Blocks inside blocks are swapped too (a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks do not).
+    """
+    done = Conversion(kept_float=float_convs(model))
+
+    def visit(parent, prefix):
+        for name, child in list(parent.named_children()):
+            path = f'{prefix}{name}'
+            visit(child, f'{path}.')
+            twin = TWINS.get(type(child))
+            if twin and twin.suits(child) and path not in done.kept_float:
+                parent._modules[name] = twin.from_float(child)
+                done.swapped[path] = twin.float_class.__name__
+            elif isinstance(child, (nn.ConvTranspose2d, nn.Conv1d, nn.Linear)):
+                done.kept_float[path] = f'no INT8 twin of {type(child).__name__}'
+
+    visit(model, '')
+    return done
+
+
+def dequantize_model(model):
+    """Undo `quantize_model`, in place: every twin becomes its upstream block again."""
+    for name, child in list(model.named_children()):
+        dequantize_model(child)
+        if isinstance(child, Twin):
+            model._modules[name] = child.to_float()
+    return model
+
+
+def is_quantized(model):
+    """Whether any block of `model` is a quantized twin."""
+    return any(isinstance(m, Twin) for m in model.modules())

@@ -1,0 +1,100 @@
+"""The fake-quantizer: one class for activations and weights, and the contexts that switch it.
+
+The only file that imports pytorch_quantization (2.1.3). Its TensorQuantizer brings the state machine (enabled,
+quantizing, collecting) under the names users of such checkpoints know; the arithmetic here is PyTorch's native
+`fake_quantize_*` operators, because those are what the ONNX exporter turns into QuantizeLinear/DequantizeLinear:
+
+    scale = amax / 127,  q = clamp(round_half_even(x / scale), -128, 127),  y = q * scale
+
+Class paths in this file are a file format: checkpoints pickle them. Do not rename or move.
+"""
+import contextlib
+import logging
+
+import torch
+from absl import logging as absl_logging
+from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
+from pytorch_quantization.tensor_quant import QuantDescriptor
+
+QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
+# The smallest amax: its scale is still a normal number in FP16 (6.1e-5), which a strongly typed engine may store it in.
+MIN_AMAX = QMAX * 2.0 ** -14
+
+absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every construction and load
+logging.getLogger('absl').propagate = False
+
+
+class Quantizer(TensorQuantizer):
+    """Fake-quantize a tensor to INT8: per tensor (`axis=None`, activations) or per slice of `axis` (weights).
+
+    Buffers: `_amax`, the largest magnitude that INT8 represents, FP32 whatever the model's precision, shape [] or [C];
+    `_zero_point`, INT32 zeros of the same shape. Until `set_amax` the quantizer can only collect statistics.
+    """
+
+    def __init__(self, axis=None):
+        super().__init__(QuantDescriptor(num_bits=8, axis=axis, fake_quant=True))
+        self._calibrator = None  # attached while calibrating only, so that checkpoints stay small
+
+    def set_amax(self, amax):
+        """Take `amax` (FP32 tensor, shape [] or [C], values >= 0); values under MIN_AMAX are raised to it."""
+        amax = amax.detach().float().clamp(min=MIN_AMAX)
+        self.register_buffer('_amax', amax)
+        self.register_buffer('_zero_point', torch.zeros_like(amax, dtype=torch.int32))
+
+    @property
+    def scale(self):
+        """Real value of one INT8 step, FP32, shape [] or [C]."""
+        return self._amax / QMAX
+
+    def _quant_forward(self, inputs):
+        """Quantize and dequantize `inputs` (any float dtype; shape unchanged)."""
+        if self._axis is None:
+            return torch.fake_quantize_per_tensor_affine(inputs, self.scale, self._zero_point, QMIN, QMAX)
+        return torch.fake_quantize_per_channel_affine(inputs, self.scale, self._zero_point, self._axis, QMIN, QMAX)
+
+    def _apply(self, fn, *args, **kwargs):
+        """Move with the model but stay FP32: a scale rounded by `model.half()` is another scale."""
+        amax = self._buffers.get('_amax')
+        super()._apply(fn, *args, **kwargs)
+        if amax is not None and self._amax.dtype != torch.float32:
+            self._amax = amax.to(self._amax.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Create the buffers a calibrated state dict brings (the library would put them on the GPU)."""
+        if prefix + '_amax' in state_dict and not hasattr(self, '_amax'):
+            self.set_amax(state_dict[prefix + '_amax'])
+        torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self):
+        where = 'per-tensor' if self._axis is None else f'axis={self._axis}'
+        return f"int8 {where} amax={self._short_amax() if hasattr(self, '_amax') else None}" \
+               f"{' disabled' if self._disabled else ''}"
+
+
+def named_quantizers(model):
+    """(path, Quantizer) of every distinct quantizer; one shared by several modules appears under its first path."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, Quantizer)]
+
+
+@contextlib.contextmanager
+def _switched(model, **flags):
+    quantizers = [q for _, q in named_quantizers(model)]
+    before = [{k: getattr(q, k) for k in flags} for q in quantizers]
+    try:
+        for q in quantizers:
+            q.__dict__.update(flags)
+        yield model
+    finally:
+        for q, state in zip(quantizers, before):
+            q.__dict__.update(state)
+
+
+def quantizers_off(model):
+    """Context: `model` computes in float, as if no quantizer were there."""
+    return _switched(model, _disabled=True)
+
+
+def collecting(model):
+    """Context: quantizers with a calibrator show it every tensor they see and pass the tensor on unchanged."""
+    return _switched(model, _disabled=False, _if_calib=True, _if_quant=False)

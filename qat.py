@@ -1,0 +1,227 @@
+"""Quantize a trained YOLOv9 detector to INT8 and evaluate the result.
+
+    python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
+    python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
+"""
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from utils.qat.config import CALIB_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.log import BAR, LOGGER, log_to, quiet_upstream
+
+
+def parse_args(argv):
+    """Command line → QuantizeConfig or EvalConfig."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
+
+    def verb(name, config, help):
+        p = verbs.add_parser(name, help=help, description=help)
+        p.set_defaults(config=config)
+        p.add_argument('--weights', type=Path, required=True, help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
+        p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
+        p.add_argument('--device', default=config.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
+        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch')
+        p.add_argument('--imgsz', '--img', '--img-size', type=int, default=config.imgsz, help='image size in pixels')
+        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes')
+        p.add_argument('--project', type=Path, default=config.project, help='results go to PROJECT/NAME')
+        p.add_argument('--name', default=config.name, help='results go to PROJECT/NAME')
+        p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
+        return p
+
+    c = QuantizeConfig
+    p = verb('quantize', c, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint')
+    p.add_argument('--hyp', type=Path, default=Path('data/hyps/hyp.scratch-high.yaml'), help='augmentation for fine-tuning')
+    p.add_argument('--epochs', type=int, default=c.epochs, help='fine-tuning epochs; 0 = calibration only')
+    p.add_argument('--iters', type=int, default=c.iters, help='fine-tuning steps per epoch, at most')
+    p.add_argument('--lr', type=float, default=c.lr, help='highest learning rate of the fine-tuning')
+    p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
+    p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
+    p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
+    p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen')
+    p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
+    p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
+    p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
+
+    c = EvalConfig
+    p = verb('eval', c, 'evaluate a quantized checkpoint or an ONNX file')
+    p.add_argument('--conf-thres', type=float, default=c.conf_thres, help='lowest score that counts')
+    p.add_argument('--iou-thres', type=float, default=c.iou_thres, help='IoU above which NMS drops a box')
+    p.add_argument('--square', action='store_true', help='letterbox to IMGSZ x IMGSZ, as a deployed model sees images '
+                                                         '(always so for .onnx); default: rectangles, as val.py')
+
+    args = vars(parser.parse_args(argv))
+    config = args.pop('config')
+    del args['verb']
+    return config(**args)
+
+
+def new_folder(config):
+    """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given); the log goes there."""
+    from utils.general import increment_path
+    folder = increment_path(config.project / config.name, exist_ok=config.exist_ok)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_to(folder / 'log.txt')
+    return folder
+
+
+def bar(iterable, text, total=None):
+    from tqdm import tqdm
+    return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True)
+
+
+def quantize(config):
+    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk."""
+    require_file(config.weights, '--weights', ('.pt', '.pth'))
+    require_file(config.data, '--data', ('.yaml', '.yml'))
+    if config.epochs:
+        require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
+
+    import shutil
+    import time
+    from copy import deepcopy
+
+    import torch
+    from models.quantize import checkpoint
+    from models.quantize.calibrate import calibrate
+    from models.quantize.convert import quantize_model
+    from models.quantize.finetune import finetune
+    from utils.general import check_img_size, init_seeds
+    from utils.qat.backends import TorchModel, describe, select_device
+    from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+    from utils.qat.evaluate import evaluate
+    from utils.qat.plots import plot_ap
+    from utils.qat.report import run_table, write_report
+
+    device = select_device(config.device)
+    with quiet_upstream():
+        model = checkpoint.load_float(config.weights, device)
+    stride = int(max(model.stride))
+    config.imgsz = check_img_size(config.imgsz, stride)
+    data = load_data(config.data, model.model[-1].nc)
+    hyp = load_hyp(config.hyp) if config.epochs else None
+    loader = val_loader(data, config, stride)
+    calibration = calibration_images(data, config, stride, device)
+    training = training_images(data, config, stride, device, hyp) if config.epochs else None
+
+    folder = new_folder(config)
+    weights, stem = folder / 'weights', config.weights.stem
+    weights.mkdir(exist_ok=True)
+    init_seeds(config.seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
+    recipe = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+    report = {'settings': recipe, 'versions': checkpoint.versions(), 'device': describe(device), 'classes': data.names,
+              'origin': None, 'ptq': None, 'epochs': [], 'best': None, 'times': {}}
+    LOGGER.info(f'device {describe(device)}, results in {folder}')
+
+    def timed(what, start):
+        report['times'][what] = round(time.perf_counter() - start, 2)
+        return report['times'][what]
+
+    def score(model, what):
+        """Metrics of `model` as plain values, and the milliseconds per image."""
+        start = time.perf_counter()
+        metrics = evaluate(TorchModel(model), loader, data.names, device, annotations=data.annotations,
+                           progress=lambda it: bar(it, f'evaluating {what}'))
+        LOGGER.info(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
+                    f'R {metrics.recall:.4f}  ({timed(f"evaluate {what}", start):.1f} s)')
+        return metrics.plain()
+
+    def save_and_score(model, what, name, evaluating=True):
+        """Save, reload and score the reload: what is reported is what is on disk. Returns metrics with the file's name.
+
+        name: file name with {score}; until the score is known the file is hidden.
+        """
+        unscored = weights / '.unscored.pt'
+        checkpoint.save_quantized(unscored, model, recipe, config.weights)
+        metrics = score(checkpoint.load_quantized(unscored, device)[0], what) if evaluating else None
+        final = weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
+        os.replace(unscored, final)
+        return {**(metrics or {}), 'file': f'weights/{final.name}'}
+
+    if config.eval_origin:
+        report['origin'] = score(model, 'float')
+
+    start = time.perf_counter()
+    teacher = deepcopy(model)
+    conversion = quantize_model(model)
+    LOGGER.info(conversion.summary())
+    calibrate(model, bar(calibration, 'calibrating'), config)
+    LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method} "
+                f"({timed('calibrate', start):.1f} s)")
+    report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
+    write_report(folder, report)
+
+    def progress(batches, epoch, steps):
+        return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
+
+    for epoch in finetune(model, teacher, training, config, progress) if config.epochs else ():
+        result = save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{stem}.pt')
+        result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
+        report['epochs'].append(result)
+        report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
+        if not report['best'] or result['ap'] > report['best']['ap']:
+            with atomic(weights / f'qat_best_{stem}.pt') as tmp:
+                shutil.copyfile(folder / result['file'], tmp)
+            report['best'] = {**result, 'file': f'weights/qat_best_{stem}.pt'}
+        write_report(folder, report)
+        plot_ap(folder / 'ap.png', report)
+
+    final = folder / (report['best'] or report['ptq'])['file']
+    LOGGER.info(f'\n{run_table(report)}\n\nreport  {folder / "report.json"}\nweights {final}\n'
+                f'next: python export_qat.py --weights {final} --include onnx --imgsz {config.imgsz}')
+
+
+def eval_(config):
+    """Metrics of a quantized checkpoint, or of an ONNX file in ONNX Runtime."""
+    require_file(config.weights, '--weights', ('.pt', '.pth', '.onnx'))
+    require_file(config.data, '--data', ('.yaml', '.yml'))
+
+    import torch
+    from models.quantize import checkpoint
+    from utils.general import check_img_size
+    from utils.qat.backends import OnnxModel, TorchModel, describe, select_device
+    from utils.qat.data import load_data, val_loader
+    from utils.qat.evaluate import evaluate
+    from utils.qat.report import class_table, write_json
+
+    device = select_device(config.device)
+    torch.backends.cudnn.allow_tf32 = False  # see quantize
+    is_onnx = config.weights.suffix == '.onnx'
+    if is_onnx:
+        predict = OnnxModel(config.weights, device)
+        if set(predict.imgsz) != {config.imgsz}:
+            raise QatError(f"--imgsz {config.imgsz}: {config.weights} takes {' x '.join(map(str, predict.imgsz))}; "
+                           f'give that size, or export again with --imgsz {config.imgsz}')
+    else:
+        with quiet_upstream():
+            predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
+    config.imgsz = check_img_size(config.imgsz, predict.stride)
+    data = load_data(config.data, predict.nc)
+    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx)
+
+    folder = new_folder(config)
+    LOGGER.info(f'{config.weights} on {describe(device)}')
+    metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
+                       progress=lambda it: bar(it, 'evaluating'), predictions_file=folder / 'predictions.json')
+    write_json(folder / 'metrics.json', {
+        'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device), **metrics.plain(),
+        'times': {'ms_per_image': metrics.ms_per_image}})
+    LOGGER.info(f'{class_table(metrics.plain())}\n')
+    if metrics.coco:
+        LOGGER.info('pycocotools: ' + '  '.join(f'{k} {v:.4f}' for k, v in metrics.coco.items()))
+    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + f' per image\nresults {folder}')
+
+
+def main(argv=None):
+    config = parse_args(argv)
+    with explain_out_of_memory(config.batch_size):
+        (quantize if isinstance(config, QuantizeConfig) else eval_)(config)
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

@@ -1,0 +1,79 @@
+"""Dual-branch YOLOv9 checkpoint → single-branch checkpoint, the form that is quantized and deployed.
+
+    python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
+"""
+import sys
+from pathlib import Path
+
+from utils.qat.errors import Parser, QatError, atomic, require_file, run_command
+
+
+def parse_args(argv):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
+    parser.add_argument('--save', type=Path, required=True, help='file to write')
+    parser.add_argument('--device', default='cpu', help='accepted for old command lines; the conversion runs on the CPU')
+    checked = parser.add_argument_group('accepted for old command lines, and checked against the checkpoint')
+    checked.add_argument('--cfg', type=Path, help='YAML of the single-branch model, e.g. models/detect/gelan-c.yaml')
+    checked.add_argument('--model', choices=list('tsmce'), help='model size')
+    checked.add_argument('--classes_num', type=int, help='number of classes')
+    args = parser.parse_args(argv)
+    require_file(args.weights, '--weights', ('.pt', '.pth'))
+    if args.cfg:
+        require_file(args.cfg, '--cfg', ('.yaml', '.yml'))
+    if args.save.suffix not in ('.pt', '.pth'):
+        raise QatError(f'--save {args.save}: expected a file ending in .pt')
+    if args.save.resolve() == args.weights.resolve():
+        raise QatError('--save names the file of --weights; choose another')
+    return args
+
+
+def check_against(args, model, single):
+    """Compare what the command line claims with what the checkpoint holds; a mismatch is an error naming both."""
+    nc = model.model[-1].nc
+    if args.classes_num is not None and args.classes_num != nc:
+        raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')
+    wanted = {'--cfg': args.cfg, '--model': args.model and Path('models/detect') / f'gelan-{args.model}.yaml'}
+    for flag, cfg in wanted.items():
+        if cfg is None:
+            continue
+        if not cfg.exists():  # the reduced upstream tree has no YAML files
+            raise QatError(f'{flag}: {cfg} is not in this tree, so it cannot be checked; leave {flag} out')
+        claimed = {k: tuple(v.shape) for k, v in type(model)(str(cfg), nc=nc).state_dict().items()}
+        actual = {k: tuple(v.shape) for k, v in single.state_dict().items()}
+        differ = [k for k in claimed.keys() | actual.keys() if claimed.get(k) != actual.get(k)]
+        if differ:
+            raise QatError(f'{flag} {getattr(args, flag[2:])}: {cfg.name} is another model than the checkpoint '
+                           f'({getattr(model, "yaml_file", "its YAML")}): {len(differ)} of {len(claimed)} parameters differ; '
+                           f'leave {flag} out')
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    import torch
+    from models.quantize.checkpoint import load_dual_or_float
+    from models.quantize.reparameterize import largest_difference, reparameterize
+
+    ckpt, model = load_dual_or_float(args.weights)
+    parameters = sum(p.numel() for p in model.parameters())
+    result = reparameterize(model)
+    check_against(args, model, result.model)
+    difference = largest_difference(model, result.model)
+    if difference > 1e-3:
+        raise QatError(f'{args.weights}: the converted model differs from the main branch by {difference:.2g}; please report it')
+
+    single = result.model
+    remaining = sum(p.numel() for p in single.parameters())
+    with atomic(args.save) as tmp:
+        torch.save({**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, 'model': single.half(), 'ema': None,
+                    'updates': None, 'optimizer': None, 'epoch': -1}, tmp)
+    print(f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
+          f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
+          f'parameters  {parameters:,} -> {remaining:,}\n'
+          f'classes     {single.model[-1].nc}\n'
+          f'largest difference from the main branch on a random image: {difference:.2g}\n'
+          f'next: python qat.py quantize --weights {args.save} --data DATA.yaml')
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

@@ -1,0 +1,105 @@
+"""Settings of each command: dataclasses that check themselves and report every problem at once, quoting the flag."""
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from utils.qat.errors import QatError
+
+CALIB_METHODS = ('mse', 'percentile', 'max')
+
+
+def _check(problems):
+    bad = [text for is_bad, text in problems if is_bad]
+    if bad:
+        raise QatError('; '.join(bad))
+
+
+@dataclass
+class EvalConfig:
+    """`qat.py eval`."""
+    weights: Path
+    data: Path
+    batch_size: int = 10
+    imgsz: int = 640  # pixels, the longer side; rounded up to the stride
+    device: str = ''  # '' = first GPU, else the CPU
+    conf_thres: float = 0.001
+    iou_thres: float = 0.7  # of the NMS
+    square: bool = False  # letterbox to imgsz x imgsz, as a deployed model sees it
+    workers: int = 8
+    project: Path = Path('runs/qat_eval')
+    name: str = 'exp'
+    exist_ok: bool = False
+
+    def __post_init__(self):
+        _check([
+            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
+            (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
+            (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
+            (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
+            (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
+        ])
+
+
+@dataclass
+class QuantizeConfig:
+    """`qat.py quantize`."""
+    weights: Path
+    data: Path
+    hyp: Path
+    device: str = ''
+    batch_size: int = 10
+    imgsz: int = 640
+    project: Path = Path('runs/qat')
+    name: str = 'exp'
+    exist_ok: bool = False
+    epochs: int = 10  # 0 = calibration only (PTQ)
+    iters: int = 200  # fine-tuning steps per epoch, at most; an epoch ends with the training set
+    seed: int = 57
+    supervision_stride: int = 1  # compare every n-th layer with the float teacher
+    lr: float = 1e-5  # highest learning rate
+    calib_images: int = 512
+    calib_method: str = 'mse'
+    percentile: float = 99.99  # of |x|, for --calib-method percentile
+    workers: int = 8
+    eval_origin: bool = True
+    eval_ptq: bool = True
+
+    def __post_init__(self):
+        _check([
+            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
+            (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
+            (self.epochs < 0, f'--epochs {self.epochs}: must be 0 (calibration only) or more'),
+            (self.iters < 1, f'--iters {self.iters}: must be 1 or more (for calibration only use --epochs 0)'),
+            (self.seed < 0, f'--seed {self.seed}: must be 0 or more'),
+            (self.supervision_stride < 1, f'--supervision-stride {self.supervision_stride}: must be 1 or more'),
+            (not 0 < self.lr <= 1, f'--lr {self.lr}: must lie in (0, 1]'),
+            (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
+            (self.calib_method not in CALIB_METHODS,
+             f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),
+            (not 0 < self.percentile <= 100, f'--percentile {self.percentile}: must lie in (0, 100]'),
+            (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
+        ])
+
+
+@dataclass
+class ExportConfig:
+    """`export_qat.py`."""
+    weights: Path
+    include: list = field(default_factory=lambda: ['onnx'])
+    imgsz: list = field(default_factory=lambda: [640, 640])  # height, width in pixels
+    batch_size: int = 1
+    dynamic: bool = False  # the batch axis
+    simplify: bool = False
+    inplace: bool = False
+    opset: int = 17
+    device: str = 'cpu'
+
+    def __post_init__(self):
+        if len(self.imgsz) == 1:
+            self.imgsz = self.imgsz * 2
+        _check([
+            (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
+            (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
+            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
+            (not 13 <= self.opset <= 20, f'--opset {self.opset}: must lie in 13 (first with per-channel Q/DQ) to 20'),
+            (self.include != ['onnx'], f"--include {' '.join(self.include)}: only 'onnx' is available"),
+        ])

@@ -1,0 +1,72 @@
+"""The line between a user's mistake and a bug.
+
+A `QatError` is something the user can mend: it prints as one line on stderr and ends the command with exit code 2.
+Every other exception is a bug of ours (or of a library) and keeps its traceback.
+"""
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+
+class QatError(Exception):
+    """A mistake of the user's. The message names the file or flag, what is allowed, and what to do next."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line (no usage dump) and leave through QatError like every other bad input."""
+
+    def error(self, message):
+        raise QatError(f"{message} (see '{self.prog} -h')")
+
+
+def run_command(main, argv=None):
+    """Run `main(argv)` and turn what it raises into an exit status: 0 done, 2 user's mistake, 130 interrupted."""
+    try:
+        return main(argv) or 0
+    except QatError as e:
+        print(f'{Path(sys.argv[0]).name}: error: {e}', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f'{Path(sys.argv[0]).name}: interrupted; every file that was finished is whole', file=sys.stderr)
+        return 130
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(batch_size):
+    """Turn CUDA's out-of-memory error into advice: the batch size to try next."""
+    import torch  # here, so that `-h` does not pay for it
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as e:
+        advice = f'try --batch-size {batch_size // 2}' if batch_size > 1 else 'try a smaller --imgsz'
+        raise QatError(f'out of GPU memory at --batch-size {batch_size}: {advice}') from e
+
+
+def require_file(path, flag, suffixes=()):
+    """`path` as a Path if it is a readable file with one of `suffixes` (any if empty), else a QatError naming `flag`."""
+    path = Path(path)
+    if not path.exists():
+        raise QatError(f'{flag} {path}: no such file')
+    if not path.is_file():
+        raise QatError(f'{flag} {path}: not a file')
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise QatError(f"{flag} {path}: expected a file ending in {' or '.join(suffixes)}")
+    return path
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it if not.
+
+    The suffix is kept, because writers such as matplotlib choose the format by it.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
+    try:
+        yield tmp
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)

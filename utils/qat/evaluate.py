@@ -1,0 +1,147 @@
+"""Predictions → metrics. One evaluator for every backend: a model is a callable images → predictions.
+
+The figures are those of upstream's val.py: same NMS, same matching, same AP, taken from upstream itself.
+"""
+import json
+import time
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from utils.general import coco80_to_coco91_class, non_max_suppression, scale_boxes, xywh2xyxy, xyxy2xywh
+from utils.metrics import ap_per_class
+
+from utils.qat.errors import QatError
+
+IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
+
+
+@dataclass
+class Metrics:
+    """Detection metrics, all in 0..1. AP is the mean over IoU 0.50:0.95, P and R are taken at the best F1."""
+    ap: float
+    ap50: float
+    precision: float
+    recall: float
+    images: int
+    instances: int
+    per_class: list = field(default_factory=list)  # of {class, name, instances, ap, ap50, precision, recall}
+    coco: dict = None  # pycocotools' figures, where the data is COCO
+    ms_per_image: dict = field(default_factory=dict)  # pre-processing, inference, NMS
+
+    def plain(self):
+        """As plain values, without the times, which differ from run to run."""
+        return {k: v for k, v in asdict(self).items() if k != 'ms_per_image' and v is not None}
+
+
+class Stopwatch:
+    """Adds up wall time in seconds; waits for the GPU, so that work is booked where it was ordered."""
+
+    def __init__(self, device):
+        self.cuda, self.total = device.type == 'cuda', 0.0
+
+    def _now(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def __enter__(self):
+        self.start = self._now()
+
+    def __exit__(self, *_):
+        self.total += self._now() - self.start
+
+
+def _matches(pred, labels, image_shape, shape):
+    """Predictions in the pixels of the original image [n, 6], and which are correct at each IoU [n, 10]."""
+    from val import process_batch  # upstream's script; imported here because val.py pulls in the whole of upstream
+    native = pred.clone()
+    scale_boxes(image_shape, native[:, :4], shape[0], shape[1])
+    if not len(labels):
+        return native, torch.zeros(len(pred), len(IOUS), dtype=torch.bool)
+    boxes = xywh2xyxy(labels[:, 1:5])
+    scale_boxes(image_shape, boxes, shape[0], shape[1])
+    return native, process_batch(native, torch.cat((labels[:, :1], boxes), 1), IOUS.to(pred.device)).cpu()
+
+
+@torch.inference_mode()
+def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, max_det=300, progress=None, annotations=None,
+             predictions_file=None):
+    """Run `predict` over `loader` and score it.
+
+    predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores.
+    loader: see data.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
+    predictions_file: where to write the detections as COCO JSON.
+    """
+    clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
+    stats, detections, seen = [], [], 0
+    categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
+    for images, targets, paths, shapes in progress(loader) if progress else loader:
+        with clocks['pre']:
+            images = images.to(device, non_blocking=True).float() / 255
+            targets = targets.to(device)
+        with clocks['inference']:
+            predictions = predict(images)
+        height, width = images.shape[2:]
+        targets[:, 2:] *= torch.tensor((width, height, width, height), device=device)
+        with clocks['nms']:
+            predictions = non_max_suppression(predictions, conf_thres, iou_thres, multi_label=True, max_det=max_det)
+        for i, pred in enumerate(predictions):
+            labels = targets[targets[:, 0] == i, 1:]
+            native, correct = _matches(pred, labels, images.shape[2:], shapes[i])
+            stats.append((correct, pred[:, 4].cpu(), pred[:, 5].cpu(), labels[:, 0].cpu()))
+            if annotations or predictions_file:
+                detections += _coco_rows(native, paths[i], categories)
+        seen += len(images)
+
+    metrics = _score([torch.cat(x, 0).numpy() for x in zip(*stats)], names, seen)
+    metrics.ms_per_image = {k: round(c.total / seen * 1e3, 2) for k, c in clocks.items()}
+    if predictions_file:
+        predictions_file.write_text(json.dumps(detections))
+    if annotations:
+        metrics.coco = coco_figures(annotations, detections, paths_of(loader))
+    return metrics
+
+
+def _score(stats, names, seen):
+    correct, conf, predicted, true = stats
+    counts = np.bincount(true.astype(int), minlength=len(names))
+    if not counts.sum():
+        raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
+    if not correct.any():
+        return Metrics(0.0, 0.0, 0.0, 0.0, seen, int(counts.sum()))
+    _, _, p, r, _, ap, classes = ap_per_class(correct, conf, predicted, true, names=names)
+    per_class = [{'class': int(c), 'name': names[int(c)], 'instances': int(counts[c]), 'ap': float(ap[i].mean()),
+                  'ap50': float(ap[i, 0]), 'precision': float(p[i]), 'recall': float(r[i])}
+                 for i, c in enumerate(classes)]
+    return Metrics(float(ap.mean()), float(ap[:, 0].mean()), float(p.mean()), float(r.mean()), seen, int(counts.sum()),
+                   per_class)
+
+
+def _coco_rows(native, path, categories):
+    """Detections [n, 6] (xyxy, score, class) as rows of COCO's result format."""
+    stem = str(path).replace('\\', '/').rsplit('/', 1)[-1].rsplit('.', 1)[0]
+    box = xyxy2xywh(native[:, :4])
+    box[:, :2] -= box[:, 2:] / 2  # centre to corner
+    return [{'image_id': int(stem) if stem.isnumeric() else stem, 'category_id': categories[int(p[5])],
+             'bbox': [round(x, 3) for x in b], 'score': round(p[4], 5)} for p, b in zip(native.tolist(), box.tolist())]
+
+
+def paths_of(loader):
+    """Image files of a loader over upstream's dataset."""
+    return loader.dataset.im_files
+
+
+def coco_figures(annotations, detections, files):
+    """pycocotools' AP, AP50 and AP75 of `detections` on the images `files`."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+    truth = COCO(str(annotations))
+    if not detections:  # loadRes rejects an empty list
+        return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
+    scorer = COCOeval(truth, truth.loadRes(detections), 'bbox')
+    scorer.params.imgIds = [int(str(f).replace('\\', '/').rsplit('/', 1)[-1].rsplit('.', 1)[0]) for f in files]
+    scorer.evaluate()
+    scorer.accumulate()
+    scorer.summarize()
+    return dict(zip(('ap', 'ap50', 'ap75'), map(float, scorer.stats[:3])))

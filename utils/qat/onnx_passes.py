@@ -1,0 +1,80 @@
+"""Passes over an exported ONNX graph, one function each, each with the invariant it keeps.
+
+Imports no torch: the passes work on any Q/DQ graph.
+"""
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from utils.qat.errors import QatError
+
+
+def count_qdq(model):
+    """Number of (QuantizeLinear, DequantizeLinear) nodes."""
+    ops = [node.op_type for node in model.graph.node]
+    return ops.count('QuantizeLinear'), ops.count('DequantizeLinear')
+
+
+def constants(model):
+    """{tensor name: value} of every initializer and Constant node."""
+    found = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == 'Constant' and node.attribute[0].name == 'value':
+            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return found
+
+
+def merge_duplicate_qdq(model):
+    """Let all readers of a tensor that quantize it with the same scale share one Q and one DQ; in place.
+
+    Two nodes are the same if operator, attributes and inputs are, constants compared by value. Computes what it did.
+    """
+    values = constants(model)
+
+    def identity(name):
+        value = values.get(name)
+        return name if value is None else (value.dtype.str, value.shape, value.tobytes())
+
+    first, renamed, kept = {}, {}, []
+    for node in model.graph.node:  # in topological order, so a merged Q is known before its DQ comes
+        for i, name in enumerate(node.input):
+            node.input[i] = renamed.get(name, name)
+        if node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
+            key = (node.op_type, tuple(a.SerializeToString() for a in node.attribute), *map(identity, node.input))
+            if key in first:
+                renamed[node.output[0]] = first[key]
+                continue
+            first[key] = node.output[0]
+        kept.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def check_scales(model, scales):
+    """Raise QatError unless the scales in the graph are exactly `scales` (arrays), bit for bit, as sets."""
+    values = constants(model)
+    in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type == 'QuantizeLinear'}
+    wanted = {np.asarray(s, np.float32).tobytes() for s in scales}
+    if in_graph != wanted:
+        raise QatError(f'{len(wanted - in_graph)} of {len(wanted)} scales of the model are missing in the ONNX graph, and '
+                       f'{len(in_graph - wanted)} are new; please report this model')
+
+
+def simplify(model):
+    """Fold constants and drop what computes nothing (onnxslim). Keeps every Q and DQ, or raises QatError:
+    a simplifier that folds the DQ of a weight turns an INT8 convolution back into a float one."""
+    import onnxslim
+    before = count_qdq(model)
+    slim = onnxslim.slim(model)
+    if count_qdq(slim) != before:
+        raise QatError(f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
+                       'export without --simplify')
+    return slim
+
+
+def set_metadata(model, **props):
+    """Store `props` as text in the file's metadata; keeps what else is there."""
+    kept = {p.key: p.value for p in model.metadata_props}
+    onnx.helper.set_model_props(model, {**kept, **{k: str(v) for k, v in props.items()}})
+    return model

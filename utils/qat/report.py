@@ -1,0 +1,51 @@
+"""Metrics → report.json and a Markdown table. Files are whole at any moment: written aside, then renamed."""
+import json
+
+from utils.qat.errors import atomic
+
+COLUMNS = ('AP', 'AP50', 'P', 'R')
+
+
+def write_json(path, content):
+    with atomic(path) as tmp:
+        tmp.write_text(json.dumps(content, indent=2, default=str) + '\n', encoding='utf-8')
+
+
+def figures(metrics):
+    """AP, AP50, P and R of plain metrics, to four digits; '-' where there are none."""
+    return [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in ('ap', 'ap50', 'precision', 'recall')]
+
+
+def markdown_table(header, rows):
+    """A Markdown table whose columns also align as plain text; the first column is left-aligned, the rest right."""
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row):
+        return '| ' + ' | '.join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) + ' |'
+
+    rule = '|' + '|'.join('-' * (w + 1) + ('-' if i == 0 else ':') for i, w in enumerate(widths)) + '|'
+    return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+def class_table(metrics):
+    """Metrics over all classes and per class."""
+    rows = [['all', metrics['instances'], *figures(metrics)]]
+    rows += [[c['name'], c['instances'], *figures(c)] for c in metrics['per_class']]
+    return markdown_table(('class', 'instances', *COLUMNS), rows)
+
+
+def run_table(report):
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, best."""
+    rows = [['float', '', *figures(report['origin'])], ['PTQ', '', *figures(report['ptq'])]]
+    rows += [[f"QAT epoch {e['epoch']}", f"{e['loss']:.3g}", *figures(e)] for e in report['epochs']]
+    if report['best']:
+        rows.append([f"best (epoch {report['best']['epoch']})", '', *figures(report['best'])])
+    return markdown_table(('model', 'loss', *COLUMNS), rows)
+
+
+def write_report(folder, report):
+    """report.json and report.md of a `quantize` run."""
+    write_json(folder / 'report.json', report)
+    with atomic(folder / 'report.md') as tmp:
+        tmp.write_text(f"# {report['settings']['weights']}\n\n{run_table(report)}\n\n![AP per epoch](ap.png)\n", encoding='utf-8')

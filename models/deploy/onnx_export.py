@@ -91,10 +91,13 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
         _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
-        graph = onnx_passes.merge_duplicate_qdq(onnx.load(tmp))
+        graph = onnx_passes.merge_duplicate_qdq(onnx_passes.remove_identities(onnx.load(tmp)))
         if simplify:
             graph = onnx_passes.simplify(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
+        with torch.no_grad():
+            _, channels, anchors = traced(torch.zeros(1, 3, *imgsz, device=device)).shape
+        onnx_passes.set_output_shape(graph, 'batch' if dynamic else batch, channels, anchors)
         onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names)
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)

@@ -24,6 +24,35 @@ def constants(model):
     return found
 
 
+def _keep(model, keep, renamed):
+    """Rewrite the node list: inputs renamed by `renamed`, and only the nodes for which `keep(node)` is true.
+
+    Nodes come in topological order, so `keep` may add to `renamed` what later nodes shall read instead.
+    """
+    kept = []
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            node.input[i] = renamed.get(name, name)
+        if keep(node):
+            kept.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def remove_identities(model):
+    """Let readers of an Identity read its input, in place. Graph outputs keep their names."""
+    renamed, outputs = {}, {o.name for o in model.graph.output}
+
+    def keep(node):
+        if node.op_type != 'Identity' or node.output[0] in outputs:
+            return True
+        renamed[node.output[0]] = node.input[0]
+        return False
+
+    return _keep(model, keep, renamed)
+
+
 def merge_duplicate_qdq(model):
     """Let all readers of a tensor that quantize it with the same scale share one Q and one DQ; in place.
 
@@ -35,20 +64,19 @@ def merge_duplicate_qdq(model):
         value = values.get(name)
         return name if value is None else (value.dtype.str, value.shape, value.tobytes())
 
-    first, renamed, kept = {}, {}, []
-    for node in model.graph.node:  # in topological order, so a merged Q is known before its DQ comes
-        for i, name in enumerate(node.input):
-            node.input[i] = renamed.get(name, name)
-        if node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
-            key = (node.op_type, tuple(a.SerializeToString() for a in node.attribute), *map(identity, node.input))
-            if key in first:
-                renamed[node.output[0]] = first[key]
-                continue
-            first[key] = node.output[0]
-        kept.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
-    return model
+    first, renamed = {}, {}
+
+    def keep(node):
+        if node.op_type not in ('QuantizeLinear', 'DequantizeLinear'):
+            return True
+        key = (node.op_type, tuple(a.SerializeToString() for a in node.attribute), *map(identity, node.input))
+        if key in first:
+            renamed[node.output[0]] = first[key]
+            return False
+        first[key] = node.output[0]
+        return True
+
+    return _keep(model, keep, renamed)
 
 
 def check_scales(model, scales):
@@ -71,6 +99,15 @@ def simplify(model):
         raise QatError(f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
                        'export without --simplify')
     return slim
+
+
+def set_output_shape(model, *dims):
+    """Write the shape of the first output (ints, or a name for an open axis): with an open batch axis the exporter
+    leaves the other axes open too. Changes no node."""
+    shape = model.graph.output[0].type.tensor_type.shape
+    del shape.dim[:]
+    for d in dims:
+        shape.dim.add(**({'dim_param': d} if isinstance(d, str) else {'dim_value': d}))
 
 
 def set_metadata(model, **props):

@@ -16,6 +16,7 @@ import inspect
 import logging
 import os
 import pickle
+import re
 import shutil
 import sys
 import types
@@ -24,8 +25,14 @@ from pathlib import Path
 
 LOGGER = logging.getLogger("yolov9_qat.compat")
 
-# The patched tree. Not resolved: with `patch_yolov9.sh --link` this file is a symlink out of that tree.
-TREE = Path(os.path.abspath(__file__)).parents[2]
+
+
+def _folder(file):
+    """Real folder of a file. The file itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
+    return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))
+
+
+TREE = _folder(__file__).parents[1]  # the patched tree
 
 _fired = None  # names of the shims that fired; None until apply() has run
 
@@ -44,11 +51,8 @@ def called_from_upstream(depth=2):
     file = sys._getframe(depth).f_globals.get("__file__")
     if not file:  # interactive, or code built by exec
         return False
-    try:
-        inside = Path(os.path.abspath(file)).relative_to(TREE)
-    except ValueError:
-        return False
-    return "site-packages" not in inside.parts
+    folder = _folder(file)
+    return folder.is_relative_to(TREE) and "site-packages" not in folder.relative_to(TREE).parts
 
 
 def stand_in(name, doc, **members):
@@ -121,19 +125,21 @@ def missing_packages_reported():
     import pkg_resources
 
     real = pkg_resources.require
+    modules = {"opencv-python": "cv2", "ipython": "IPython"}  # headless builds and the stand-in below serve as well
 
     @functools.wraps(real)
     def require(*requirements):
         try:
             return real(*requirements)
-        except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict):
+        except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict) as missing:
             if called_from_upstream():
                 wanted = " ".join(map(str, requirements))
-                if wanted.startswith("opencv-python") and importlib.util.find_spec("cv2"):
-                    return None  # headless and container builds of OpenCV carry another name
-                if os.environ.get("YOLOv5_AUTOINSTALL", "true").lower() != "true":
-                    print(f"requirements: {wanted} is not installed; run ./install_dependencies.sh of yolov9-qat, "
-                          f"or pip install '{wanted}'", file=sys.stderr)
+                module = modules.get(re.split(r"[^\w.-]", wanted)[0])
+                if module and importlib.util.find_spec(module):
+                    return None
+                if os.environ["YOLOv5_AUTOINSTALL"].lower() != "true":
+                    LOGGER.warning("requirements: YOLOv9 asks for %s: %s. Nothing is installed by itself; if the command "
+                                   "fails for want of it: pip install '%s'", wanted, type(missing).__name__, wanted)
             raise
 
     pkg_resources.require = require
@@ -244,6 +250,25 @@ def torch_load_of_modules():
     return True
 
 
+def torchscript_onnx_export():
+    """export.py:105,167: torch.onnx.export with dynamic_axes and opset 12, written for the TorchScript exporter. Since
+    torch 2.9 the default is another one, which needs onnxscript. Delete when upstream passes `dynamo`."""
+    import torch
+
+    real = torch.onnx.export
+    if "dynamo" not in inspect.signature(real).parameters:  # before torch 2.5
+        return False
+
+    @functools.wraps(real)
+    def export(*args, **kwargs):
+        if called_from_upstream():
+            kwargs.setdefault("dynamo", False)
+        return real(*args, **kwargs)
+
+    torch.onnx.export = export
+    return True
+
+
 def cuda_amp():
     """train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use torch.cuda.amp: deprecated since
     torch 2.4 (a FutureWarning per batch), still there in 2.15. Delete when upstream uses torch.amp."""
@@ -263,4 +288,5 @@ def cuda_amp():
 
 
 SHIMS = (auto_install_off, pkg_resources_module, missing_packages_reported, ipython_module, numpy_trapz, numpy_float,
-         pillow_getsize, font_from_matplotlib, torch_load_of_modules, cuda_amp)
+         pillow_getsize, font_from_matplotlib, torch_load_of_modules, torchscript_onnx_export,
+         cuda_amp)

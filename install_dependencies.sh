@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Install what requirements.txt lists into the environment of $PYTHON (default python3). No root needed.
+#
+# Made for the NVIDIA PyTorch container as well as for a bare venv: what is installed and recent enough stays; the torch,
+# torchvision, TensorRT, NumPy and OpenCV that are there are handed to pip as constraints, so that it fails rather than
+# replaces them. Where there is no torch, torch and torchvision are installed.
+set -euo pipefail
+
+HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python3}
+
+usage() {
+    cat <<EOF
+Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--trex | --no-trex] [--dry-run]
+  --defaults  ask nothing (it never does; old command lines keep working)
+  --trex      also install what drawing engine graphs needs
+  --no-trex   do not (the default)
+  --dry-run   print what would be installed and change nothing
+EOF
+}
+fail() { # reason, next step
+    printf 'install_dependencies.sh: %s\n' "$@" >&2
+    exit 2
+}
+
+TREX=no DRY_RUN=no
+for arg in "$@"; do
+    case $arg in
+        --defaults) ;;
+        --trex) TREX=yes ;;
+        --no-trex) TREX=no ;;
+        --dry-run) DRY_RUN=yes ;;
+        -h | --help) usage && exit 0 ;;
+        *) fail "unknown option $arg; allowed: --defaults --trex --no-trex --dry-run" ;;
+    esac
+done
+command -v "$PYTHON" >/dev/null || fail "no $PYTHON on this machine" "set PYTHON to a Python 3.10 or newer"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$("$PYTHON" -V) is too old, 3.10 or newer is needed"
+"$PYTHON" -m pip --version >/dev/null 2>&1 || fail "$PYTHON has no pip" "make an environment: $PYTHON -m venv .venv, PYTHON=.venv/bin/python"
+
+TMP=$(mktemp -d)
+trap 'rm -rf "$TMP"' EXIT
+
+# ---- plan: requirements.txt minus what is there -> $TMP/install.txt, and $TMP/constraints.txt ---------------------------
+"$PYTHON" - "$HERE/requirements.txt" "$TREX" "$TMP" <<'EOF'
+import importlib.util
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+
+source, trex, out = Path(sys.argv[1]), sys.argv[2] == "yes", Path(sys.argv[3])
+# Modules that come under several distribution names, or (built from source) under none: what imports counts.
+MODULES = {"opencv-python-headless": "cv2", "onnxruntime": "onnxruntime", "torch": "torch", "torchvision": "torchvision"}
+# Replacing these breaks a container, so what is installed is what pip must work with.
+KEEP = re.compile(r"torch|torchvision|torchaudio|triton|numpy|(nvidia-)?tensorrt.*|opencv-.*|nvidia-.*|cuda-.*")
+
+installed = {canonicalize_name(d.metadata["Name"]): d.version for d in metadata.distributions() if d.metadata["Name"]}
+install, section = [], ""
+for line in source.read_text().splitlines():
+    if line.startswith("# ["):
+        section = line[3:line.index("]")]
+    text = line.split("#")[0].strip()
+    if not text or (section == "trex" and not trex):
+        continue
+    wanted = Requirement(text)
+    name = canonicalize_name(wanted.name)
+    have = installed.get(name)
+    module = MODULES.get(name)
+    if have is None and module and importlib.util.find_spec(module):
+        print(f"  keep     {module} (not installed under the name {name})")
+    elif have and (section == "torch" or KEEP.fullmatch(name)):
+        outside = "" if wanted.specifier.contains(have, prereleases=True) else f"; not tested, {wanted.specifier} is"
+        print(f"  keep     {name} {have}{outside}")
+    elif have and wanted.specifier.contains(have, prereleases=True):
+        print(f"  keep     {name} {have}")
+    else:
+        print(f"  {'replace' if have else 'install'}  {text}" + (f" (installed: {have})" if have else ""))
+        install.append(text)
+(out / "install.txt").write_text("".join(f"{text}\n" for text in install))
+(out / "constraints.txt").write_text("".join(f"{n}=={v}\n" for n, v in sorted(installed.items()) if KEEP.fullmatch(n)))
+EOF
+
+# ---- install -------------------------------------------------------------------------------------------------------------
+if [[ ! -s $TMP/install.txt ]]; then
+    echo "Everything is installed."
+elif [[ $DRY_RUN == yes ]]; then
+    echo "Dry run: nothing was changed. pip would have to keep: $(tr '\n' ' ' <"$TMP/constraints.txt")"
+else
+    "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/install.txt" -c "$TMP/constraints.txt" ||
+        fail "pip could not install the packages above (its message says which)" \
+            "offline: set PIP_FIND_LINKS to a folder of wheels; system Python: $PYTHON -m venv .venv, then PYTHON=.venv/bin/python $0"
+fi
+if [[ $TREX == yes ]] && ! command -v dot >/dev/null; then
+    echo "Engine graphs need the program 'dot' as well: install the system package graphviz (no pip package contains it)."
+fi
+[[ $DRY_RUN == no ]] || exit 0
+
+# ---- what is there now -----------------------------------------------------------------------------------------------------
+"$PYTHON" - "$HERE/requirements.txt" <<'EOF'
+import re
+import sys
+from importlib import metadata
+
+
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+print(f"Versions in {sys.executable} (Python {sys.version.split()[0]}):")
+for line in open(sys.argv[1]):
+    if name := re.match(r"[A-Za-z][\w-]*", line):
+        print(f"  {name[0]:24}{version(name[0]) or '-'}")
+print(f"  {'tensorrt':24}{version('tensorrt') or '- (only building and running engines needs it)'}")
+EOF

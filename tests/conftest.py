@@ -1,0 +1,75 @@
+"""The tests run on real upstream code: a copy of a YOLOv9 tree, patched with `patch_yolov9.sh --link`.
+
+The copy is first on sys.path when test modules are imported, so they write `from models.common import Conv` and
+`from utils.qat import compat` at their top, as code inside a patched tree does.
+"""
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+UPSTREAM = Path(os.environ.get("YOLOV9_DIR") or REPO / ".work" / "yolov9").resolve()
+
+
+def copy_upstream(destination):
+    """A copy of the upstream tree without history, data and results; unpatched even if UPSTREAM is patched."""
+    shutil.copytree(UPSTREAM, destination, symlinks=True,
+                    ignore=shutil.ignore_patterns(".git", "datasets", "runs", "figure", "__pycache__"))
+    if (destination / ".yolov9-qat.manifest").exists():
+        subprocess.run([REPO / "patch_yolov9.sh", destination, "--revert", "--force"], check=True, stdout=subprocess.DEVNULL)
+    return destination
+
+
+def make_tree():
+    """Path of the patched copy of this session. Upstream's settings (its font) stay beside it, not in the user's home."""
+    if not (UPSTREAM / "models" / "yolo.py").exists():
+        pytest.exit(f"no YOLOv9 tree at {UPSTREAM}. Set YOLOV9_DIR, or: scripts/get_yolov9.sh {REPO / '.work' / 'yolov9'}", 2)
+    scratch = Path(tempfile.mkdtemp(prefix="yolov9-qat-tests-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    os.environ["YOLOV5_CONFIG_DIR"] = str(scratch / "config")
+    tree = copy_upstream(scratch / "yolov9")
+    subprocess.run([REPO / "patch_yolov9.sh", tree, "--link"], check=True, stdout=subprocess.DEVNULL)
+    return tree
+
+
+TREE = make_tree()
+FULL_TREE = ((TREE / "models" / "detect" / "yolov9-t.yaml").is_file()
+             and "class ELAN1" in (TREE / "models" / "common.py").read_text())
+sys.path.insert(0, str(TREE))
+
+
+@pytest.fixture(scope="session")
+def tree():
+    """Path of the patched upstream tree, shared by all tests: leave it as it is."""
+    return TREE
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """An unpatched copy of upstream for this test alone, at a path with spaces."""
+    return copy_upstream(tmp_path / "my yolov9 clone")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    def has_gpu():
+        import torch
+        return torch.cuda.is_available()
+
+    for item in items:
+        if item.get_closest_marker("full_tree") and not FULL_TREE:
+            item.add_marker(pytest.mark.skip(reason=f"{UPSTREAM} lacks ELAN1 or its configs: it is the sdist, not a clone"))
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))

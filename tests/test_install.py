@@ -1,0 +1,137 @@
+"""install_dependencies.sh and scripts/get_yolov9.sh, without the network."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import FULL_TREE, REPO, UPSTREAM, copy_upstream
+
+INSTALL, GET = REPO / "install_dependencies.sh", REPO / "scripts" / "get_yolov9.sh"
+
+
+def run(script, *args, **env):
+    return subprocess.run([script, *args], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHON": sys.executable, **env})
+
+
+def requirements():
+    """(name, line) of each requirement."""
+    lines = (REPO / "requirements.txt").read_text().splitlines()
+    return [(re.match(r"[\w-]+", line)[0].lower(), line) for line in lines if re.match(r"\w", line)]
+
+
+def test_requirements_are_bounded_unique_and_explained():
+    names = [name for name, _ in requirements()]
+    assert len(names) == len(set(names))
+    assert "trex" not in names and "tensorrt" not in names  # the package "trex" is not NVIDIA's, TensorRT is the user's
+    assert ("pytorch-quantization", "2.1.3") in [(name, line.split("==")[-1].split()[0]) for name, line in requirements()]
+    for name, line in requirements():
+        assert re.search(r"==|<", line) or name == "thop", f"{name} has no upper bound"
+
+
+def test_dry_run_names_what_is_kept_and_changes_nothing():
+    before = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True).stdout
+    result = run(INSTALL, "--dry-run", "--defaults", "--no-trex")
+    assert result.returncode == 0, result.stderr
+    for name in ("torch", "torchvision", "numpy"):
+        assert re.search(rf"keep +{name} ", result.stdout)
+    assert "graphviz" not in result.stdout
+    assert "graphviz" in run(INSTALL, "--dry-run", "--trex").stdout
+    assert before == subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An environment with nothing but pip."""
+    folder = tmp_path_factory.mktemp("bare env")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def test_bare_environment_gets_torch(bare_python):
+    out = run(INSTALL, "--dry-run", PYTHON=str(bare_python)).stdout
+    for name, line in requirements():
+        assert (f"install  {line.split('#')[0].strip()}" in out) is (name != "graphviz")
+
+
+def fake_package(python, name, version, module=None):
+    """What a container has installed: metadata, and a module if pip does not know the name."""
+    site = next(python.parents[1].glob("lib/python*/site-packages"))
+    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if module:
+        (site / f"{module}.py").write_text("")
+
+
+def test_container_packages_are_kept_whatever_their_version(bare_python):
+    fake_package(bare_python, "torch", "2.3.0a0+ebedce2.nv24.02")
+    fake_package(bare_python, "numpy", "1.22.4")
+    fake_package(bare_python, "tensorrt", "8.6.3")
+    fake_package(bare_python, "onnxruntime-gpu", "1.20.0", module="onnxruntime")
+    fake_package(bare_python, "opencv", "4.7.0", module="cv2")
+    out = run(INSTALL, "--dry-run", PYTHON=str(bare_python)).stdout
+    assert "keep     torch 2.3.0a0+ebedce2.nv24.02; not tested" in out and "keep     numpy 1.22.4; not tested" in out
+    assert "keep     cv2" in out and "keep     onnxruntime" in out
+    assert "install  torchvision" in out
+    constraints = out.splitlines()[-1]
+    for pin in ("torch==2.3.0a0+ebedce2.nv24.02", "numpy==1.22.4", "tensorrt==8.6.3"):
+        assert pin in constraints
+
+
+def test_install_errors_are_one_line_with_a_way_out():
+    result = run(INSTALL, "--with-trex")
+    assert result.returncode == 2 and "--trex" in result.stderr
+    result = run(INSTALL, PYTHON="/no/such/python")
+    assert result.returncode == 2 and "set PYTHON" in result.stderr
+
+
+# ---- get_yolov9.sh --------------------------------------------------------------------------------------------------------
+
+def test_copies_the_tree_that_yolov9_dir_names(tmp_path):
+    source = copy_upstream(tmp_path / "my own clone")
+    (source / ".git").mkdir()
+    (source / "runs").mkdir()
+    before = sorted(source.rglob("*"))
+    target = tmp_path / "new folder" / "yolov9"
+    result = run(GET, str(target), YOLOV9_DIR=str(source))
+    assert result.returncode == 0, result.stderr
+    assert (target / "val.py").exists() and not (target / ".git").exists() and not (target / "runs").exists()
+    assert sorted(source.rglob("*")) == before
+    assert [path.name for path in target.parent.iterdir()] == ["yolov9"]  # nothing temporary stays
+    again = run(GET, str(target), YOLOV9_DIR="/not/looked/at")
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+
+
+def test_refuses_wrong_source_and_occupied_target(tmp_path):
+    result = run(GET, str(tmp_path / "new"), YOLOV9_DIR=str(tmp_path))
+    assert result.returncode == 2 and "YOLOV9_DIR" in result.stderr and not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    result = run(GET, str(tmp_path / "mine"), YOLOV9_DIR=str(UPSTREAM))
+    assert result.returncode == 2 and os.listdir(tmp_path / "mine") == ["notes.txt"]
+    assert run(GET).returncode == 2
+
+
+@pytest.mark.slow
+def test_sdist_where_github_cannot_be_reached(tmp_path):
+    """git sent to an address that does not answer; needs a package index."""
+    blocked = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{tmp_path}/none.insteadOf", "GIT_CONFIG_VALUE_0": "https://github.com/"}
+    result = run(GET, str(tmp_path / "yolov9"), YOLOV9_DIR="", **blocked)
+    if "could be fetched" in result.stderr:
+        pytest.skip("no package index")
+    assert result.returncode == 0, result.stderr
+    assert "ELAN1" in result.stdout and (tmp_path / "yolov9" / "val.py").exists()
+    assert not (tmp_path / "yolov9" / "__init__.py").exists()
+
+
+def test_what_the_sdist_lacks_is_what_the_script_says():
+    """The list in get_yolov9.sh, checked against whichever tree the tests run on."""
+    common, yolo = ((UPSTREAM / "models" / name).read_text() for name in ("common.py", "yolo.py"))
+    for block, source in (("ELAN1", common), ("UConv", common), ("DSegment", yolo), ("DualDSegment", yolo)):
+        assert (f"class {block}(" in source) is FULL_TREE, block
+        assert block in GET.read_text()
+    for name in ("detect_dual.py", "segment", "panoptic", "classify", "tools", "data", "utils/coco_utils.py"):
+        assert (UPSTREAM / name).exists() is FULL_TREE, name

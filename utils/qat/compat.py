@@ -1,0 +1,292 @@
+"""Lets upstream YOLOv9 run on today's libraries, without touching its files.
+
+In: a process about to import upstream's `utils` or `models` (the block that patch_yolov9.sh puts at the top of both
+`__init__.py` files calls `apply()`). Out: the same process, in which the names upstream still uses exist again.
+
+One function per shim. Each returns True if it had something to do, is guarded by the feature it replaces and not by a
+list of versions where a feature can be asked for, and says when it can be deleted. Line numbers are those of
+WongKinYiu/yolov9 at 5b1ea9a. Nothing here replaces a `forward` or assigns inside `torch.nn`.
+"""
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import logging
+import os
+import pickle
+import re
+import shutil
+import sys
+import types
+import warnings
+from pathlib import Path
+
+LOGGER = logging.getLogger("yolov9_qat.compat")
+
+
+
+def _folder(file):
+    """Real folder of a file. The file itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
+    return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))
+
+
+TREE = _folder(__file__).parents[1]  # the patched tree
+
+_fired = None  # names of the shims that fired; None until apply() has run
+
+
+def apply():
+    """Install every shim that this environment needs, once. Returns the names of those that fired."""
+    global _fired
+    if _fired is None:
+        _fired = [shim.__name__ for shim in SHIMS if shim()]
+        LOGGER.debug("compat: %s", ", ".join(_fired) or "nothing to do")
+    return list(_fired)
+
+
+def called_from_upstream(depth=2):
+    """Is the function `depth` frames up defined in the patched tree (and not in a venv that lies inside it)?"""
+    file = sys._getframe(depth).f_globals.get("__file__")
+    if not file:  # interactive, or code built by exec
+        return False
+    folder = _folder(file)
+    return folder.is_relative_to(TREE) and "site-packages" not in folder.relative_to(TREE).parts
+
+
+def stand_in(name, doc, **members):
+    """Put a module `name` with these members in sys.modules; it has a spec, so importlib.util.find_spec finds it."""
+    module = types.ModuleType(name, doc)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+    vars(module).update(members)
+    sys.modules[name] = module
+    return module
+
+
+def auto_install_off():
+    """utils/general.py:45,377-406: `check_requirements` runs `pip install` by itself, which replaces packages of a
+    container and hangs offline. A user who wants that back sets YOLOv5_AUTOINSTALL=true. Keep for ever."""
+    if "YOLOv5_AUTOINSTALL" in os.environ:
+        return False
+    os.environ["YOLOv5_AUTOINSTALL"] = "false"
+    return True
+
+
+def pkg_resources_module():
+    """utils/general.py:29 and utils/loggers/__init__.py:5 import pkg_resources: gone since setuptools 82, and the one of
+    old setuptools does not import on Python 3.12. Delete when upstream uses `packaging`."""
+    warnings.filterwarnings("ignore", message="pkg_resources is deprecated as an API")  # setuptools 67 to 81 say so
+    try:
+        importlib.import_module("pkg_resources")
+        return False
+    except (ImportError, AttributeError):  # AttributeError: pkgutil.ImpImporter, gone in Python 3.12
+        pass
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+    from packaging.version import parse
+
+    class DistributionNotFound(Exception):
+        """A required distribution is not installed."""
+
+    class VersionConflict(Exception):
+        """An installed distribution does not meet the requirement."""
+
+    def parse_requirements(lines):
+        """Requirements in an open file, a string or a list of lines; comments, blank lines and pip options are skipped."""
+        for line in lines.splitlines() if isinstance(lines, str) else lines:
+            line = line.split(" #")[0].strip()
+            if line and not line.startswith(("#", "-")):
+                yield Requirement(line)
+
+    def require(*requirements):
+        """Raise unless every requirement is met. Unlike the real one, it does not follow their dependencies."""
+        for text in requirements:
+            for requirement in parse_requirements(text):
+                if requirement.marker and not requirement.marker.evaluate():
+                    continue
+                try:
+                    version = metadata.version(requirement.name)
+                except metadata.PackageNotFoundError:
+                    raise DistributionNotFound(str(requirement)) from None
+                if not requirement.specifier.contains(version, prereleases=True):
+                    raise VersionConflict(f"{requirement.name} {version} is installed, {requirement} is required")
+
+    stand_in("pkg_resources", "Stand-in of yolov9-qat for setuptools' removed module.", parse_version=parse,
+             parse_requirements=parse_requirements, require=require, Requirement=Requirement,
+             VersionConflict=VersionConflict, DistributionNotFound=DistributionNotFound)
+    return True
+
+
+def missing_packages_reported():
+    """utils/general.py:377-406: with automatic installation off, `check_requirements` finds what is missing and says
+    nothing. Report it where upstream asks. Delete when upstream logs it."""
+    import pkg_resources
+
+    real = pkg_resources.require
+    modules = {"opencv-python": "cv2", "ipython": "IPython"}  # headless builds and the stand-in below serve as well
+
+    @functools.wraps(real)
+    def require(*requirements):
+        try:
+            return real(*requirements)
+        except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict) as missing:
+            if called_from_upstream():
+                wanted = " ".join(map(str, requirements))
+                module = modules.get(re.split(r"[^\w.-]", wanted)[0])
+                if module and importlib.util.find_spec(module):
+                    return None
+                if os.environ["YOLOv5_AUTOINSTALL"].lower() != "true":
+                    LOGGER.warning("requirements: YOLOv9 asks for %s: %s. Nothing is installed by itself; if the command "
+                                   "fails for want of it: pip install '%s'", wanted, type(missing).__name__, wanted)
+            raise
+
+    pkg_resources.require = require
+    return True
+
+
+def ipython_module():
+    """utils/general.py:26, models/common.py:21 and utils/__init__.py import IPython, for notebooks only. Delete when
+    upstream imports it inside notebook_init."""
+    if importlib.util.find_spec("IPython"):
+        return False
+
+    def display(*things, **_):
+        print(*things)
+
+    shown = stand_in("IPython.display", "Stand-in of yolov9-qat.", display=display, clear_output=lambda *_, **__: None)
+    stand_in("IPython", "Stand-in of yolov9-qat: no notebook.", get_ipython=lambda: None, display=shown, __path__=[],
+             version_info=(8, 24, 0))  # matplotlib reads version_info of any IPython it finds; 8.24 needs no fix of its
+    return True
+
+
+def numpy_trapz():
+    """utils/metrics.py:113 calls np.trapz: renamed trapezoid in NumPy 2.0, gone in 2.4. Delete when upstream renames."""
+    import numpy as np
+
+    if hasattr(np, "trapz"):
+        # NumPy 2.0 to 2.3 warn once per class and threshold
+        warnings.filterwarnings("ignore", message="`trapz` is deprecated", category=DeprecationWarning)
+        return False
+    np.trapz = np.trapezoid
+    return True
+
+
+def numpy_float():
+    """models/common.py:908 (CoreML outputs) uses np.float: gone since NumPy 1.24. Delete when upstream uses float."""
+    import numpy as np
+
+    if "float" in vars(np):  # not hasattr: NumPy 1.20 to 1.23 warn when asked
+        return False
+    np.float = float
+    return True
+
+
+def pillow_getsize():
+    """utils/plots.py:86,165 call font.getsize: gone since Pillow 10. The height counts from the ascender line, as it
+    did. Delete when upstream uses getbbox."""
+    from PIL import ImageFont
+
+    def getsize(self, text, *args, **kwargs):
+        left, _, right, bottom = self.getbbox(text, *args, **kwargs)
+        return right - left, bottom
+
+    fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, "getsize")]
+    for font in fonts:
+        font.getsize = getsize
+    return bool(fonts)
+
+
+def font_from_matplotlib():
+    """utils/general.py:483-490 (check_font, called by check_dataset and the plots) downloads Arial: hangs or fails without
+    internet. matplotlib brings DejaVu Sans; it is stored under the name that upstream looks for. Delete when upstream
+    does without the download."""
+    import torch
+
+    real = torch.hub.download_url_to_file
+
+    @functools.wraps(real)
+    def download_url_to_file(url, dst, *args, **kwargs):
+        name = str(url).rsplit("/", 1)[-1]
+        if not (name in ("Arial.ttf", "Arial.Unicode.ttf") and called_from_upstream()):
+            return real(url, dst, *args, **kwargs)
+        import matplotlib
+
+        part = f"{dst}.{os.getpid()}"  # renamed when whole: the ranks of a training all come here
+        shutil.copyfile(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), part)
+        os.replace(part, dst)
+
+    torch.hub.download_url_to_file = download_url_to_file
+    return True
+
+
+def torch_load_of_modules():
+    """models/experimental.py:243, train*.py, hubconf.py, utils/general.py:999: bare torch.load of checkpoints that hold
+    pickled modules; refused since torch 2.6 (weights_only=True by default). For calls from the tree that do not say,
+    try the safe way first and the full pickle, which executes code, only for a file that needs it. Delete when upstream
+    passes weights_only."""
+    import torch
+
+    real = torch.load
+    if "weights_only" not in inspect.signature(real).parameters:  # before torch 1.13
+        return False
+
+    @functools.wraps(real)
+    def load(f, *args, **kwargs):
+        # pickle_module is the second positional argument after map_location; with it the caller has chosen already
+        if "weights_only" in kwargs or "pickle_module" in kwargs or len(args) > 1 or not called_from_upstream():
+            return real(f, *args, **kwargs)
+        start = f.tell() if hasattr(f, "seek") else None
+        try:
+            return real(f, *args, weights_only=True, **kwargs)
+        except pickle.UnpicklingError:
+            LOGGER.debug("compat: %s holds more than weights, loading the full pickle", getattr(f, "name", f))
+        if start is not None:
+            f.seek(start)
+        return real(f, *args, weights_only=False, **kwargs)
+
+    torch.load = load
+    return True
+
+
+def torchscript_onnx_export():
+    """export.py:105,167: torch.onnx.export with dynamic_axes and opset 12, written for the TorchScript exporter. Since
+    torch 2.9 the default is another one, which needs onnxscript. Delete when upstream passes `dynamo`."""
+    import torch
+
+    real = torch.onnx.export
+    if "dynamo" not in inspect.signature(real).parameters:  # before torch 2.5
+        return False
+
+    @functools.wraps(real)
+    def export(*args, **kwargs):
+        if called_from_upstream():
+            kwargs.setdefault("dynamo", False)
+        return real(*args, **kwargs)
+
+    torch.onnx.export = export
+    return True
+
+
+def cuda_amp():
+    """train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use torch.cuda.amp: deprecated since
+    torch 2.4 (a FutureWarning per batch), still there in 2.15. Delete when upstream uses torch.amp."""
+    import torch
+
+    warnings.filterwarnings("ignore", category=FutureWarning,
+                            message=r"`torch\.cuda\.amp\.(autocast|GradScaler)\(args\.\.\.\)` is deprecated")
+    if importlib.util.find_spec("torch.cuda.amp"):
+        return False
+
+    def autocast(enabled=True, dtype=None, cache_enabled=True):
+        return torch.amp.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    torch.cuda.amp = stand_in("torch.cuda.amp", "Stand-in of yolov9-qat over torch.amp.", autocast=autocast,
+                              GradScaler=functools.partial(torch.amp.GradScaler, "cuda"))
+    return True
+
+
+SHIMS = (auto_install_off, pkg_resources_module, missing_packages_reported, ipython_module, numpy_trapz, numpy_float,
+         pillow_getsize, font_from_matplotlib, torch_load_of_modules, torchscript_onnx_export,
+         cuda_amp)

@@ -82,7 +82,8 @@ This is $SDIST, YOLOv9 of February 2024. Compared with ${COMMIT:0:7} it lacks:
   blocks    ELAN1 (yolov9-t, yolov9-s, gelan-t, gelan-s), UConv: such checkpoints do not load
   heads     DSegment, DualDSegment: no YOLOv9 segmentation checkpoints; Panoptic is there, but parse_model refuses it
   configs   data/ (coco.yaml, hyps/), models/detect|segment|panoptic|hub/*.yaml: bring a config and pass --hyp, --cfg
-  scripts   detect_dual.py, segment/, panoptic/, classify/, tools/, scripts/
+  scripts   detect_dual.py (detect.py takes reparameterized checkpoints only), segment/, panoptic/, classify/, tools/,
+            scripts/
   export    export.py --include onnx_end2end
   modules   utils/coco_utils.py, so utils/panoptic/dataloaders.py does not import
 and it differs in two places: fuse() leaves RepConvN in its training form (same outputs, slower), and an activation set

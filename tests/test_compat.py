@@ -81,10 +81,13 @@ def test_nothing_in_torch_nn_changes(fresh):
 
 def test_every_warning_filter_names_its_message(fresh):
     fresh("""
-        import warnings, numpy, torch, PIL.ImageFont
+        import contextlib, warnings, numpy, torch, PIL.ImageFont
+        with contextlib.suppress(ImportError):
+            import pkg_resources  # adds a filter of its own
         before = list(warnings.filters)
         import utils.qat.compat
-        added = [f for f in warnings.filters if f not in before and "pkg_resources" not in str(f[3])]
+        added = [f for f in warnings.filters if f not in before]
+        assert added
         assert all(message is not None for _, message, *_ in added), added
     """)
 
@@ -268,7 +271,7 @@ def test_cuda_amp_is_quiet(fresh):
 
 def test_cuda_amp_that_is_gone(fresh):
     fresh("""
-        import sitecustomize, sys, torch
+        import sitecustomize, sys, torch, torch._dynamo, torchvision  # today's torch still imports it for itself
         del sys.modules["torch.cuda.amp"], torch.cuda.amp
         sitecustomize.hidden.add("torch.cuda.amp")
         from models.common import amp  # from torch.cuda import amp
@@ -351,7 +354,8 @@ def test_train_validate_detect(fresh, tiny_data):
            "--img", "64", "--epochs", "1", "--name", "train", *common], hide=hide)
     out = fresh(["val_dual.py", *data, "--weights", weights, "--img", "64", "--name", "val", *common], hide=hide)
     assert "mAP50" in out
-    detect = "detect_dual.py" if (TREE / "detect_dual.py").exists() else "detect.py"
-    fresh([detect, "--weights", weights, "--source", str(tiny_data / "images" / "val"), "--img", "64", "--name", "detect",
+    if not (TREE / "detect_dual.py").exists():
+        pytest.skip("trained and validated; this tree has no detect_dual.py, and its detect.py takes single-branch models only")
+    fresh(["detect_dual.py", "--weights", weights, "--source", str(tiny_data / "images" / "val"), "--img", "64", "--name", "detect",
            *common], hide=hide)
     assert len(list((tiny_data / "detect").glob("*.png"))) == 2

@@ -18,8 +18,7 @@ device= epochs=80 batch=128 workers=8 train=3200 val=100 size=320 minutes=
 (( $# >= 2 )) || fail "needs YOLOV9_DIR and OUT_DIR"
 [[ -f $1/train_dual.py ]] || fail "$1 is not a YOLOv9 tree (no train_dual.py)"
 tree=$(cd "$1" && pwd)
-mkdir -p "$2" || fail "cannot make $2"
-out=$(cd "$2" && pwd)
+out=$2
 shift 2
 while (( $# )); do
   case $1 in
@@ -31,6 +30,8 @@ while (( $# )); do
     *) fail "unknown argument $1 (allowed: --device --epochs --batch --workers --train --val --size --minutes)" ;;
   esac
 done
+mkdir -p "$out" 2> /dev/null || fail "cannot make the folder $out"
+out=$(cd "$out" && pwd)
 
 "$python" "$here/make_data.py" --out "$out/data" --train "$train" --val "$val" --size "$size"
 

@@ -24,7 +24,7 @@ while (( $# )); do
   case $1 in
     --device | --epochs | --batch | --workers | --train | --val | --size | --minutes)
       (( $# >= 2 )) || fail "$1 needs a value"
-      [[ $1 == --device || $2 =~ ^[0-9]+$ ]] || fail "$1 $2: not a whole number"
+      [[ $1 == --device || $2 =~ ^[1-9][0-9]*$ || $1$2 == --workers0 ]] || fail "$1 $2: not a positive whole number"
       printf -v "${1#--}" %s "$2"
       shift 2 ;;
     *) fail "unknown argument $1 (allowed: --device --epochs --batch --workers --train --val --size --minutes)" ;;

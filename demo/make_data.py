@@ -76,7 +76,7 @@ def glyph(rng, digit, side):
     shift = canvas / 2 - matrix @ [3.5, 3.5]  # centre of the source onto the centre of the canvas
     ink = cv2.warpAffine((digit / digit.max()).astype(np.float32), np.column_stack([matrix, shift]), (canvas, canvas),
                          flags=cv2.INTER_CUBIC)
-    threshold = rng.uniform(0.25, 0.4)  # pen width; higher would break faint strokes
+    threshold = rng.uniform(0.3, 0.42)  # pen width: lower fills the holes of an 8, higher breaks faint strokes
     ramp = 1.5 / scale  # ink rises by at most about 1/scale per pixel
     mask = np.clip((ink - threshold) / ramp + 0.5, 0, 1)
 

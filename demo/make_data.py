@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""Make a small detection data set: handwritten digits on textured canvases.
+
+Enters: nothing but scikit-learn's bundled digits (1797 grey images of 8x8 pixels), so no download is needed.
+Leaves: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format: class cx cy w h, in 0..1) and DIR/data.yaml.
+
+Why it exists: the quickstart, the tests and the demo weights need a detection task that is real (handwriting, not
+rectangles), small, and the same on every machine. What is promised:
+
+* Digits of the val images are never seen in train images: the 1797 sources are split first.
+* Image i of a split depends on --seed, --size and i alone. So `--train 400` makes the first 400 images of
+  `--train 4000`, and the val images stay the same: weights trained on more images are tested on the same ones.
+* Same arguments, same bytes. A second run with the same arguments does nothing.
+* The folder appears complete or not at all: it is written beside its destination and renamed.
+
+    python demo/make_data.py --out .work/demo-data
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+VERSION = 1  # raise it when the same arguments would give other pictures
+STAMP = 'made-with.json'  # the arguments a folder was made with
+SPLITS = 'train', 'val'
+VAL_SHARE = 0.2  # of the source digits
+DIGITS_PER_IMAGE = 3, 8
+DIGIT_SIZE = 24, 110  # pixels of the longer side at --size 320; scales with --size
+ASPECTS = (1.0, 1.0), (0.8, 1.0), (1.0, 0.8)  # height, width in units of --size: letterboxing has work to do
+JPEG_QUALITY = 90
+
+
+def source_split(seed, count):
+    """Indices of the source digits per split: {'train': [..], 'val': [..]}, disjoint, together all of `count`."""
+    order = np.random.default_rng(seed).permutation(count)
+    n_val = round(VAL_SHARE * count)
+    return {'train': order[n_val:], 'val': order[:n_val]}
+
+
+def texture(rng, height, width):
+    """A canvas [height, width, 3], float32 in 0..255: noise of several octaves between two colours, plus a gradient."""
+    noise = np.zeros((height, width), np.float32)
+    for octave in range(1, 7):  # coarse to fine: each octave has twice the cells and about half the weight
+        cells = rng.random((2 ** octave + 1, 2 ** octave + 1), dtype=np.float32) - 0.5
+        noise += cv2.resize(cells, (width, height), interpolation=cv2.INTER_CUBIC) * rng.uniform(0.5, 1.5) / octave
+    noise = (noise - noise.min()) / (np.ptp(noise) + 1e-6)  # 0..1
+
+    dark, light = np.sort(rng.uniform(20, 235, (2, 3)).astype(np.float32), axis=0)
+    light = dark + (light - dark) * rng.uniform(0.3, 0.8)  # keep the canvas calmer than the digits
+    canvas = dark + noise[..., None] * (light - dark)  # [height, width, 3]
+
+    angle = rng.uniform(0, 2 * np.pi)
+    y, x = np.mgrid[-1:1:height * 1j, -1:1:width * 1j].astype(np.float32)
+    return canvas + rng.uniform(0, 30) * (np.cos(angle) * x + np.sin(angle) * y)[..., None]
+
+
+def glyph(rng, digit, side):
+    """A soft mask in 0..1, cropped to what is visible, of an 8x8 digit drawn about `side` pixels high.
+
+    Scale, slight rotation and stretch are one cubic warp from the 8x8 source. The warp alone would leave an edge of
+    side/8 pixels, too vague to say where a box ends: a steep ramp sharpens it to a pixel or two.
+    """
+    angle = np.deg2rad(rng.uniform(-12, 12))
+    stretch = rng.uniform(0.85, 1.2)
+    scale = side / 8
+    matrix = scale * np.array([[np.cos(angle) * stretch, -np.sin(angle)], [np.sin(angle) * stretch, np.cos(angle)]])
+    canvas = int(np.ceil(side * 1.6))  # room for the rotated and stretched corners
+    shift = canvas / 2 - matrix @ [3.5, 3.5]  # centre of the source onto the centre of the canvas
+    ink = cv2.warpAffine((digit / digit.max()).astype(np.float32), np.column_stack([matrix, shift]), (canvas, canvas),
+                         flags=cv2.INTER_CUBIC)
+    threshold = rng.uniform(0.3, 0.42)  # pen width: lower fills the holes of an 8, higher breaks faint strokes
+    ramp = 1.5 / scale  # ink rises by at most about 1/scale per pixel
+    mask = np.clip((ink - threshold) / ramp + 0.5, 0, 1)
+
+    rows, columns = (np.flatnonzero((mask > 0.5).any(axis)) for axis in (1, 0))
+    return mask[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+
+
+def contrasting_colour(rng, background):
+    """A colour [3] that differs clearly in brightness from the mean colour `background` [3]."""
+    brightness = float(background.mean())
+    room = {1: 250 - brightness, -1: brightness - 5}  # how far one can go up and down
+    sign = max(room, key=room.get) if min(room.values()) < 60 else rng.choice([1, -1])
+    target = brightness + sign * rng.uniform(60, min(room[sign], 170))
+    colour = rng.uniform(0, 255, 3)
+    return np.clip(target + 0.5 * (colour - colour.mean()), 0, 255).astype(np.float32)
+
+
+def free_place(rng, taken, box_hw, canvas_hw, tries=30):
+    """A top-left corner (y, x) at which the box overlaps none of `taken` [(x1, y1, x2, y2)] by much, or None."""
+    (h, w), (height, width) = box_hw, canvas_hw
+    if h > height or w > width:
+        return None
+    for _ in range(tries):
+        y, x = int(rng.integers(0, height - h + 1)), int(rng.integers(0, width - w + 1))
+        for x1, y1, x2, y2 in taken:
+            overlap = max(0, min(x2, x + w) - max(x1, x)) * max(0, min(y2, y + h) - max(y1, y))
+            if overlap > 0.05 * min(h * w, (x2 - x1) * (y2 - y1)):
+                break
+        else:
+            return y, x
+    return None
+
+
+def make_image(rng, digits, targets, size):
+    """One picture and its labels: (BGR uint8 [height, width, 3], [(class, x1, y1, x2, y2)] in pixels)."""
+    height, width = (round(size * side) for side in ASPECTS[rng.integers(len(ASPECTS))])
+    canvas = texture(rng, height, width)
+    boxes = []
+    for _ in range(rng.integers(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)):
+        # Uniform in the logarithm: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 all have work
+        side = np.exp(rng.uniform(*np.log(DIGIT_SIZE))) * size / 320
+        which = rng.integers(len(digits))
+        mask = glyph(rng, digits[which], side)
+        h, w = mask.shape
+        place = free_place(rng, [box[1:] for box in boxes], (h, w), (height, width))
+        if place is None:  # the canvas is full
+            continue
+        y, x = place
+        under = canvas[y:y + h, x:x + w]
+        colour = contrasting_colour(rng, under.mean((0, 1)))
+        under += mask[..., None] * (colour - under)
+        boxes.append((int(targets[which]), x, y, x + w, y + h))
+    canvas += rng.standard_normal(canvas.shape, dtype=np.float32) * np.float32(rng.uniform(1, 5))  # sensor noise
+    return np.clip(canvas, 0, 255).round().astype(np.uint8), boxes
+
+
+def yolo_lines(boxes, height, width):
+    """Labels as text, one line per box: class cx cy w h, relative to the picture."""
+    return ''.join(f'{c} {(x1 + x2) / 2 / width:.6f} {(y1 + y2) / 2 / height:.6f} '
+                   f'{(x2 - x1) / width:.6f} {(y2 - y1) / height:.6f}\n' for c, x1, y1, x2, y2 in boxes)
+
+
+def make_split(folder, split, count, size, seed):
+    """Write `count` pictures and label files of one split under `folder`."""
+    digits = load_digits()
+    sources = source_split(seed, len(digits.images))[split]
+    images, labels = folder / 'images' / split, folder / 'labels' / split
+    images.mkdir(parents=True)
+    labels.mkdir(parents=True)
+    for i in tqdm(range(count), desc=f'{split} images', file=sys.stdout, disable=not sys.stdout.isatty()):
+        rng = np.random.default_rng([seed, SPLITS.index(split), i])  # every image has its own stream
+        image, boxes = make_image(rng, digits.images[sources], digits.target[sources], size)
+        ok, jpeg = cv2.imencode('.jpg', image, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+        assert ok, 'OpenCV could not encode a JPEG'
+        (images / f'{i:05d}.jpg').write_bytes(jpeg.tobytes())
+        (labels / f'{i:05d}.txt').write_text(yolo_lines(boxes, *image.shape[:2]))
+
+
+def data_yaml(out):
+    """Text of data.yaml. The path is absolute, because upstream looks up a relative one beside its own sources."""
+    return (f'path: {json.dumps(str(out))}\ntrain: images/train\nval: images/val\nnc: 10\n'
+            f'names: {json.dumps([str(c) for c in range(10)])}\n')
+
+
+def make_data(out, train=400, val=100, size=320, seed=0):
+    """Make the data set at `out`. Returns False when it was already there with the same arguments.
+
+    Raises ValueError if `out` holds anything else: nothing is ever overwritten.
+    """
+    out = Path(out).absolute()
+    stamp = json.dumps(dict(version=VERSION, train=train, val=val, size=size, seed=seed)) + '\n'
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        made_with = out / STAMP
+        if not made_with.is_file():
+            raise ValueError(f'--out {out} exists and was not made by this program; choose another folder')
+        if made_with.read_text() != stamp:
+            raise ValueError(f'--out {out} was made with {made_with.read_text().strip()}; delete it or choose another folder')
+        if (out / 'data.yaml').read_text() != data_yaml(out):  # the folder was moved
+            (out / 'data.yaml').write_text(data_yaml(out))
+        return False
+
+    part = out.with_name(f'.{out.name}.{os.getpid()}.part')
+    try:
+        part.mkdir(parents=True)
+        for split, count in zip(SPLITS, (train, val)):
+            make_split(part, split, count, size, seed)
+        (part / 'data.yaml').write_text(data_yaml(out))
+        (part / STAMP).write_text(stamp)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return True
+
+
+def integer(low, high):
+    """An argparse type: a whole number from low to high."""
+    def parse(text):
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f'{text!r} is not a whole number from {low} to {high}')
+        return int(text)
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without the usage block: a mistake gets one line and exit code 2."""
+
+    def error(self, message):
+        self.exit(2, f'{self.prog}: {message}\n')
+
+
+def main():
+    parser = Parser(description='Make a small detection data set of handwritten digits.')
+    parser.add_argument('--out', required=True, metavar='DIR', help='folder to make')
+    parser.add_argument('--train', type=integer(1, 100_000), default=400, help='training images (default 400)')
+    parser.add_argument('--val', type=integer(1, 100_000), default=100, help='validation images (default 100)')
+    parser.add_argument('--size', type=integer(96, 2048), default=320, help='longer side in pixels (default 320)')
+    parser.add_argument('--seed', type=integer(0, 2 ** 32 - 1), default=0, help='seed (default 0)')
+    args = parser.parse_args()
+    try:
+        made = make_data(**vars(args))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f'{args.out}: {args.train} train and {args.val} val images', '' if made else '(already there)')
+
+
+if __name__ == '__main__':
+    main()

@@ -22,7 +22,7 @@ usage() {
     cat <<EOF
 Usage: patch_yolov9.sh YOLOV9_DIR [--check | --revert | --link | --force]
   (nothing)  copy the toolkit into YOLOV9_DIR; running it again updates what is older
-  --link     symlink instead of copying, for work on the toolkit itself
+  --link     symlink (commands: a launcher) instead of copying, for work on the toolkit itself
   --check    write nothing; exit 0 if the tree is patched and up to date, 1 if not, with the difference
   --revert   restore the tree byte for byte
   --force    go on where it refuses: foreign files are moved to $BACKUP (--revert brings them back), edited files of
@@ -93,11 +93,20 @@ untouched() {
     elif [[ -n ${LISTED[$1]:-} ]]; then
         [[ $(sum "$1") == "${LISTED[$1]}" ]]
     else
-        cmp -s "$1" "$HERE/$1" # a copy that was interrupted before it could write the manifest
+        cmp -s "$1" "$HERE/$1" || launcher "$1" | cmp -s - "$1" # interrupted before it could write the manifest
     fi
 }
+# A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
+is_command() { [[ $1 != */* || $1 == scripts/*.py || $1 == segment/*.py ]]; }
+launcher() { printf 'import runpy\n\nrunpy.run_path("%s", run_name="__main__")\n' "$HERE/$1"; }
 current() { # is it what this version would write, in this mode?
-    if [[ $MODE == link ]]; then [[ -L $1 && $1 -ef $HERE/$1 ]]; else [[ ! -L $1 ]] && cmp -s "$1" "$HERE/$1"; fi
+    if [[ $MODE == copy ]]; then
+        [[ ! -L $1 ]] && cmp -s "$1" "$HERE/$1"
+    elif is_command "$1"; then
+        [[ ! -L $1 ]] && launcher "$1" | cmp -s - "$1"
+    else
+        [[ -L $1 && $1 -ef $HERE/$1 ]]
+    fi
 }
 
 # ---- the verbs -----------------------------------------------------------------------------------------------------------
@@ -171,7 +180,13 @@ patch() {
         if exists "$f" && current "$f"; then continue; fi
         make_folder "$(dirname "$f")"
         rm -f "$f"
-        if [[ $MODE == link ]]; then ln -s "$HERE/$f" "$f"; else cp --preserve=mode "$HERE/$f" "$f"; fi
+        if [[ $MODE == copy ]]; then
+            cp --preserve=mode "$HERE/$f" "$f"
+        elif is_command "$f"; then
+            launcher "$f" >"$f"
+        else
+            ln -s "$HERE/$f" "$f"
+        fi
         written+=("$f")
     done
     for f in "${HOOKED[@]}"; do

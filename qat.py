@@ -172,6 +172,8 @@ def quantize(config):
         plot_ap(folder / 'ap.png', report)
 
     final = folder / (report['best'] or report['ptq'])['file']
+    if report['best'] and report['best']['ap'] < report['ptq'].get('ap', 0):
+        LOGGER.info(f"note: the calibrated model scores higher than every epoch: {folder / report['ptq']['file']}")
     LOGGER.info(f'\n{run_table(report)}\n\nreport  {folder / "report.json"}\nweights {final}\n'
                 f'next: python export_qat.py --weights {final} --include onnx --imgsz {config.imgsz}')
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from utils.qat.errors import Parser, QatError, atomic, require_file, run_command
+from utils.qat.log import LOGGER, quiet_upstream
 
 
 def parse_args(argv):
@@ -54,10 +55,11 @@ def main(argv=None):
     from models.quantize.checkpoint import load_dual_or_float
     from models.quantize.reparameterize import largest_difference, reparameterize
 
-    ckpt, model = load_dual_or_float(args.weights)
-    parameters = sum(p.numel() for p in model.parameters())
-    result = reparameterize(model)
-    check_against(args, model, result.model)
+    with quiet_upstream():
+        ckpt, model = load_dual_or_float(args.weights)
+        parameters = sum(p.numel() for p in model.parameters())
+        result = reparameterize(model)
+        check_against(args, model, result.model)
     difference = largest_difference(model, result.model)
     if difference > 1e-3:
         raise QatError(f'{args.weights}: the converted model differs from the main branch by {difference:.2g}; please report it')
@@ -67,12 +69,12 @@ def main(argv=None):
     with atomic(args.save) as tmp:
         torch.save({**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, 'model': single.half(), 'ema': None,
                     'updates': None, 'optimizer': None, 'epoch': -1}, tmp)
-    print(f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
-          f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
-          f'parameters  {parameters:,} -> {remaining:,}\n'
-          f'classes     {single.model[-1].nc}\n'
-          f'largest difference from the main branch on a random image: {difference:.2g}\n'
-          f'next: python qat.py quantize --weights {args.save} --data DATA.yaml')
+    LOGGER.info(f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
+                f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
+                f'parameters  {parameters:,} -> {remaining:,}\n'
+                f'classes     {single.model[-1].nc}\n'
+                f'largest difference from the main branch on a random image: {difference:.2g}\n'
+                f'next: python qat.py quantize --weights {args.save} --data DATA.yaml')
 
 
 if __name__ == '__main__':

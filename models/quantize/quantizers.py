@@ -10,11 +10,15 @@ Class paths in this file are a file format: checkpoints pickle them. Do not rena
 """
 import contextlib
 import logging
+import warnings
 
 import torch
 from absl import logging as absl_logging
-from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
-from pytorch_quantization.tensor_quant import QuantDescriptor
+
+with warnings.catch_warnings():  # the library scripts a function when it is imported; nothing here calls it
+    warnings.filterwarnings('ignore', message='.torch.jit.script. is deprecated', category=FutureWarning)
+    from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
+    from pytorch_quantization.tensor_quant import QuantDescriptor
 
 QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
 # The smallest amax: its scale is still a normal number in FP16 (6.1e-5), which a strongly typed engine may store it in.

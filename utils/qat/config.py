@@ -69,7 +69,7 @@ class QuantizeConfig:
             (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (self.epochs < 0, f'--epochs {self.epochs}: must be 0 (calibration only) or more'),
             (self.iters < 1, f'--iters {self.iters}: must be 1 or more (for calibration only use --epochs 0)'),
-            (self.seed < 0, f'--seed {self.seed}: must be 0 or more'),
+            (not 0 <= self.seed < 2 ** 32, f'--seed {self.seed}: must lie in 0 to 2**32 - 1'),
             (self.supervision_stride < 1, f'--supervision-stride {self.supervision_stride}: must be 1 or more'),
             (not 0 < self.lr <= 1, f'--lr {self.lr}: must lie in (0, 1]'),
             (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),

@@ -1,4 +1,5 @@
 """Data YAML → images: checks the YAML and the labels, and builds loaders on upstream's dataset class."""
+import glob
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths,
 from utils.general import ROOT
 
 from utils.qat.errors import QatError, require_file
-from utils.qat.log import quiet_upstream
+from utils.qat.log import LOGGER, quiet_upstream
 
 
 @dataclass
@@ -81,23 +82,22 @@ def _has_images(path):
     return any(p.suffix[1:].lower() in IMG_FORMATS for p in path.rglob('*.*'))
 
 
-def _check_labels(dataset, data, found):
-    """Upstream drops images with bad labels silently: say which label is out of range instead."""
-    for file in sorted(set(found) - set(dataset.im_files)):
+def _check_labels(dataset, data, dropped):
+    """Name the label that is out of range: upstream leaves its image out (`dropped`), or fails on it later."""
+    for file in dropped:
         label = Path(img2label_paths([file])[0])
-        if label.is_file():
-            for number, line in enumerate(label.read_text(errors='ignore').splitlines(), 1):
-                try:
-                    bad = [v for v in map(float, line.split()[1:]) if not 0 <= v <= 1]
-                except ValueError:
-                    raise QatError(f'label {label}:{number}: not numbers: {line[:60]!r}') from None
-                if bad or (line.strip() and len(line.split()) < 5):
-                    raise QatError(f'label {label}:{number}: expected "class x y width height" with coordinates in 0..1, '
-                                   f'not {line[:60]!r}')
+        for number, line in enumerate(label.read_text(errors='ignore').splitlines() if label.is_file() else (), 1):
+            try:
+                values = [float(v) for v in line.split()]
+            except ValueError:
+                values = []
+            if line.strip() and (len(values) < 5 or not all(0 <= v <= 1 for v in values[1:])):
+                raise QatError(f'label {label}:{number}: expected "class x y width height" with coordinates in 0..1, '
+                               f'not {line[:60]!r}')
     for label, rows in zip(dataset.label_files, dataset.labels):
-        wrong = rows[(rows[:, 0] >= data.nc) | (rows[:, 0] < 0)] if len(rows) else rows
-        if len(wrong):
-            raise QatError(f'label {label}: class {wrong[0, 0]:.0f}, but {data.file} has classes 0..{data.nc - 1}')
+        wrong = [int(c) for c in rows[:, 0] if not 0 <= c < data.nc]
+        if wrong:
+            raise QatError(f'label {label}: class {wrong[0]}, but {data.file} has classes 0..{data.nc - 1}')
 
 
 def _dataset(data, split, config, stride, **options):
@@ -108,16 +108,19 @@ def _dataset(data, split, config, stride, **options):
                                           prefix=f'{split}: ', **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
             raise QatError(f'--data {data.file}: {split}: {e}') from e
-    _check_labels(dataset, data, _image_files(getattr(data, split)))
+    dropped = sorted(set(_image_files(getattr(data, split))) - set(dataset.im_files))
+    _check_labels(dataset, data, dropped)
+    if dropped:
+        LOGGER.warning(f'{split}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
     return dataset
 
 
 def _image_files(paths):
-    """The image files upstream finds under `paths`."""
+    """The image files that upstream's dataset looks for under `paths`."""
     files = []
     for p in map(Path, paths):
         if p.is_dir():
-            files += [str(f) for f in p.rglob('*.*')]
+            files += glob.glob(str(p / '**' / '*.*'), recursive=True)
         else:
             lines = p.read_text().strip().splitlines()
             files += [x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines]

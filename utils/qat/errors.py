@@ -5,6 +5,7 @@ Every other exception is a bug of ours (or of a library) and keeps its traceback
 """
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,12 @@ def run_command(main, argv=None):
         return main(argv) or 0
     except QatError as e:
         print(f'{Path(sys.argv[0]).name}: error: {e}', file=sys.stderr)
+        return 2
+    except OSError as e:
+        if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f'{Path(sys.argv[0]).name}: error: {e.filename or "output"}: {e.strerror}; '
+              'free space or choose another folder (--project, --save)', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f'{Path(sys.argv[0]).name}: interrupted; every file that was finished is whole', file=sys.stderr)

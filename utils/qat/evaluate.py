@@ -85,7 +85,9 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
         height, width = images.shape[2:]
         targets[:, 2:] *= torch.tensor((width, height, width, height), device=device)
         with clocks['nms']:
-            predictions = non_max_suppression(predictions, conf_thres, iou_thres, multi_label=True, max_det=max_det)
+            # Image by image: upstream's NMS gives up on the rest of a batch when a time limit is over.
+            predictions = [non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det)[0]
+                           for p in predictions]
         for i, pred in enumerate(predictions):
             labels = targets[targets[:, 0] == i, 1:]
             native, correct = _matches(pred, labels, images.shape[2:], shapes[i])

@@ -30,7 +30,7 @@ def run_command(main, argv=None):
         print(f'{Path(sys.argv[0]).name}: error: {e}', file=sys.stderr)
         return 2
     except OSError as e:
-        if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+        if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR):
             raise
         print(f'{Path(sys.argv[0]).name}: error: {e.filename or "output"}: {e.strerror}; '
               'free space or choose another folder (--project, --save)', file=sys.stderr)

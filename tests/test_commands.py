@@ -1,0 +1,266 @@
+"""The commands as a user types them: the whole job end to end, what it leaves on disk, and what bad input is answered with."""
+import importlib.util
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+import yaml
+from conftest import REPO, TREE
+
+SIZE = '128'
+
+
+def run(*command, cwd=TREE, code=0):
+    """Run `python COMMAND...` in the patched tree; returns its output. Fails unless it exits with `code`."""
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, env=environment,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    assert done.returncode == code, f'{command}: exit code {done.returncode}\n{done.stdout[-3000:]}'
+    return done.stdout
+
+
+def command(name):
+    """`main` of one of our command files, to call in this process (a launcher in the tree would run on import)."""
+    spec = importlib.util.spec_from_file_location(f'command_{name}', REPO / f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture(scope='session')
+def job(tmp_path_factory):
+    """A folder in which the whole job was done once: data/, dual.pt, single.pt, runs/exp, qat_best_single.onnx."""
+    folder = tmp_path_factory.mktemp('job')
+    run(REPO / 'demo/make_data.py', '--out', folder / 'data', '--train', 16, '--val', 8)
+    run(REPO / 'demo/weights.py', 'build', REPO / 'demo/demo-weights.pt', folder / 'dual.pt')
+    run('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
+    run(*quantize(folder, '--epochs', 2))
+    run('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
+    return folder
+
+
+def quantize(folder, *more):
+    return ('qat.py', 'quantize', '--weights', folder / 'single.pt', '--data', folder / 'data/data.yaml',
+            '--hyp', REPO / 'demo/hyp.yaml', '--imgsz', SIZE, '--batch-size', 4, '--iters', 2, '--device', 'cpu',
+            '--workers', 0, '--project', folder / 'runs', *more)
+
+
+def report_of(folder):
+    report = json.loads((folder / 'report.json').read_text())
+    report.pop('times')
+    return report
+
+
+# ---- what the job leaves ------------------------------------------------------------------------------------------------
+
+def test_files_of_quantize(job):
+    exp = job / 'runs/exp'
+    report = report_of(exp)
+    names = sorted(p.name for p in (exp / 'weights').iterdir() if p.suffix == '.pt')
+    epochs = [f"qat_ep_{e['epoch']}_ap_{e['ap']:.4f}_single.pt" for e in report['epochs']]
+    assert names == sorted([f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt", 'qat_best_single.pt', *epochs])
+    assert len(epochs) == 2
+    assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
+    assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
+    assert report['best']['ap'] == max(e['ap'] for e in report['epochs'])
+    assert report['settings']['seed'] == 57 and torch.__version__.startswith(report['versions']['torch'])
+    assert 'QAT epoch 2' in (exp / 'report.md').read_text() and 'PTQ' in (exp / 'log.txt').read_text()
+
+
+def test_same_seed_same_report(job):
+    run(*quantize(job, '--epochs', 2, '--name', 'again', '--exist-ok'))
+    first, second = report_of(job / 'runs/exp'), report_of(job / 'runs/again')
+    for report in (first, second):
+        report['settings'].pop('name'), report['settings'].pop('exist_ok')
+    assert first == second
+
+
+def test_calibration_only(job):
+    run(*quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--exist-ok', '--calib-method', 'percentile'))
+    report = report_of(job / 'runs/ptq')
+    assert report['origin'] is None and report['epochs'] == [] and report['best'] is None and report['ptq']['ap'] > 0.2
+    assert [p.name for p in (job / 'runs/ptq/weights').iterdir()] == [f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt"]
+
+
+def test_eval_repeats_the_reported_figures(job):
+    best = report_of(job / 'runs/exp')['best']
+    out = run('qat.py', 'eval', '--weights', job / 'runs/exp' / best['file'], '--data', job / 'data/data.yaml', '--imgsz', SIZE,
+              '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'pt', '--exist-ok')
+    metrics = json.loads((job / 'eval/pt/metrics.json').read_text())
+    assert {k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall')} == {k: best[k] for k in ('ap', 'ap50', 'precision', 'recall')}
+    assert f"{best['ap']:.4f}" in out
+    detections = json.loads((job / 'eval/pt/predictions.json').read_text())
+    assert {'image_id', 'category_id', 'bbox', 'score'} == set(detections[0])
+
+
+def test_onnx_scores_like_pytorch(job):
+    weights = job / 'runs/exp/weights/qat_best_single'
+    figures = {}
+    for suffix, more in (('.onnx', ()), ('.pt', ('--square',))):
+        run('qat.py', 'eval', '--weights', weights.with_suffix(suffix), '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
+            '--device', 'cpu', '--project', job / 'eval', '--name', 'sq' + suffix, '--exist-ok', *more)
+        figures[suffix] = json.loads((job / f'eval/sq{suffix}/metrics.json').read_text())
+    # 8 images: one box that changes sides moves AP; on a real set the figures agree to 0.1 points (README)
+    assert abs(figures['.onnx']['ap'] - figures['.pt']['ap']) < 0.03
+    assert figures['.onnx']['instances'] == figures['.pt']['instances'] > 20
+
+
+def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
+    best = report_of(job / 'runs/exp')['best']
+    weights = job / 'runs/exp' / best['file']
+    out = run('val.py', '--weights', weights, '--data', job / 'data/data.yaml', '--img', SIZE, '--batch', 4, '--device', 'cpu',
+              '--workers', 0, '--project', job / 'val')
+    p, r, ap50, ap = map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', out).groups())
+    ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
+    assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
+    run('detect.py', '--weights', weights, '--source', job / 'data/images/val', '--img', SIZE, '--device', 'cpu',
+        '--project', job / 'detect')
+    assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
+
+
+# ---- interruptions ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('how', [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_in_an_epoch_keeps_what_was_finished(job, how):
+    name = f'stopped{how}'
+    process = subprocess.Popen([sys.executable, *map(str, quantize(job, '--epochs', 50, '--no-eval-origin', '--name', name))],
+                               cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    weights, deadline = job / 'runs' / name / 'weights', time.time() + 240
+    while not list(weights.glob('qat_ep_2_*')) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(how)
+    out = process.communicate(timeout=60)[0]
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and 'interrupted' in out and 'Traceback' not in out, out[-2000:]
+    report = report_of(job / 'runs' / name)
+    assert report['epochs'] and report['best']
+    for e in (*report['epochs'], report['ptq'], report['best']):
+        assert torch.load(job / 'runs' / name / e['file'], weights_only=False)['quant']['format'] == 1
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='session')
+def wrong(job, tmp_path_factory):
+    """A folder of wrong files."""
+    folder = tmp_path_factory.mktemp('wrong')
+    good = yaml.safe_load((job / 'data/data.yaml').read_text())
+    (folder / 'empty').mkdir()
+    for name, change in {'no_train': {'train': None}, 'no_names': {'names': None}, 'classes': {'names': ['a', 'b'], 'nc': 2},
+                         'nc': {'nc': 3}, 'missing': {'val': 'images/nowhere'}, 'empty': {'val': str(folder / 'empty')}}.items():
+        (folder / f'{name}.yaml').write_text(yaml.safe_dump({k: v for k, v in {**good, **change}.items() if v is not None}))
+    for name, line in (('coordinates', '1 0.5 0.5 1.5 0.1'), ('class', '10 0.5 0.5 0.1 0.1'), ('text', 'one 0.5 0.5 0.1 0.1')):
+        shutil.copytree(job / 'data', folder / name, ignore=shutil.ignore_patterns('*.cache'))
+        (folder / name / 'labels/val/00003.txt').write_text(line + '\n')
+        (folder / f'{name}.yaml').write_text(yaml.safe_dump({**good, 'path': str(folder / name)}))
+    (folder / 'not_yaml.yaml').write_text('train: [\n')
+    (folder / 'list.yaml').write_text('- 1\n')
+    (folder / 'text.pt').write_text('no checkpoint')
+    whole = (job / 'single.pt').read_bytes()
+    (folder / 'cut.pt').write_bytes(whole[:len(whole) // 2])
+    torch.save({'a': 1}, folder / 'dict.pt')
+    with zipfile.ZipFile(folder / 'foreign.pt', 'w') as archive:  # what the pickle of the other tool's checkpoint refers to
+        archive.writestr('foreign/data.pkl', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.')
+    (folder / 'broken.onnx').write_bytes(b'no graph')
+    (folder / 'hyp.yaml').write_text('mosaic: 1.0\n')
+    return folder
+
+
+QUANTIZE = ('qat', 'quantize', '--weights', '{job}/single.pt', '--data', '{job}/data/data.yaml', '--hyp', '{repo}/demo/hyp.yaml',
+            '--imgsz', SIZE, '--workers', '0')
+EVAL = ('qat', 'eval', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--data', '{job}/data/data.yaml', '--imgsz', SIZE,
+        '--workers', '0')
+EXPORT = ('export_qat', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
+REPARAMETERIZE = ('reparameterization', '--weights', '{job}/dual.pt', '--save', '{job}/other.pt')
+
+BAD = [  # command, the arguments added to it, what the line must say
+    (QUANTIZE, '--weights {wrong}/none.pt', ['--weights', 'no such file']),
+    (QUANTIZE, '--weights {wrong}', ['--weights', 'not a file']),
+    (QUANTIZE, '--weights {wrong}/text.pt', ['text.pt', 'not a PyTorch checkpoint']),
+    (QUANTIZE, '--weights {wrong}/cut.pt', ['cut.pt', 'not a PyTorch checkpoint']),
+    (QUANTIZE, '--weights {wrong}/dict.pt', ['dict.pt', 'no YOLOv9 model']),
+    (QUANTIZE, '--weights {job}/dual.pt', ['auxiliary branch', 'python reparameterization.py --weights']),
+    (QUANTIZE, '--weights {job}/runs/exp/weights/qat_best_single.pt', ['already quantized', 'qat.py eval']),
+    (QUANTIZE, '--weights {wrong}/foreign.pt', ['another yolov9-qat tool', 'qat.py quantize']),
+    (QUANTIZE, '--data {wrong}/none.yaml', ['--data', 'no such file']),
+    (QUANTIZE, '--data {wrong}/not_yaml.yaml', ['not valid YAML']),
+    (QUANTIZE, '--data {wrong}/list.yaml', ['train:', 'names:']),
+    (QUANTIZE, '--data {wrong}/no_train.yaml', ['train: missing']),
+    (QUANTIZE, '--data {wrong}/no_names.yaml', ['names: missing']),
+    (QUANTIZE, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
+    (QUANTIZE, '--data {wrong}/nc.yaml', ['nc: 3', '10 names']),
+    (QUANTIZE, '--data {wrong}/missing.yaml', ['val:', 'does not exist']),
+    (QUANTIZE, '--data {wrong}/empty.yaml', ['val:', 'no images']),
+    (QUANTIZE, '--data {wrong}/coordinates.yaml', ['00003.txt:1', 'coordinates in 0..1']),
+    (QUANTIZE, '--data {wrong}/text.yaml', ['00003.txt:1', 'class x y width height']),
+    (QUANTIZE, '--data {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
+    (QUANTIZE, '--hyp {wrong}/none.yaml', ['--hyp', 'no such file']),
+    (QUANTIZE, '--hyp {wrong}/hyp.yaml', ['--hyp', 'hsv_h', 'missing']),
+    (QUANTIZE, '--iters 0', ['--iters 0', '1 or more', '--epochs 0']),
+    (QUANTIZE, '--iters -3 --batch-size 0', ['--iters -3', '--batch-size 0']),
+    (QUANTIZE, '--iters many', ['--iters', "'many'"]),
+    (QUANTIZE, '--calib-method best', ['--calib-method', 'mse']),
+    (QUANTIZE, '--device 7', ['--device 7', '--device cpu']),
+    (QUANTIZE, '--device gpu', ['--device gpu', "'cpu'"]),
+    (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
+    (EVAL, '--weights {job}/single.pt', ['is not quantized', 'qat.py quantize', 'val.py']),
+    (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
+    (EVAL, '--weights {job}/runs/exp/weights/qat_best_single.onnx --imgsz 640', ['--imgsz 640', '128 x 128']),
+    (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
+    (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
+    (EXPORT, '--opset 9', ['--opset 9', '13']),
+    (EXPORT, '--include engine', ['--include engine', "'onnx'"]),
+    (EXPORT, '--weights {job}/dual.pt', ['auxiliary branch', 'reparameterization.py']),
+    (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
+    (REPARAMETERIZE, '--weights {job}/single.pt', ['DDetect', 'auxiliary branch']),
+    (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
+    (REPARAMETERIZE, '--save {job}/dual.pt', ['--save', 'choose another']),
+    (REPARAMETERIZE, '--cfg {wrong}/none.yaml', ['--cfg', 'no such file']),
+]
+
+
+@pytest.mark.parametrize('base, more, says', BAD, ids=[f'{b[0]} {m}' for b, m, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, monkeypatch, base, more, says):
+    from utils.qat.errors import run_command
+    monkeypatch.chdir(TREE)
+    argv = [a.format(job=job, wrong=wrong, repo=REPO) for a in (*base[1:], *more.split())]
+    if base in (QUANTIZE, EVAL) and '--project' not in more:
+        argv += ['--project', str(tmp_path / 'runs')]
+    before = {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'}
+    capsys.readouterr()
+    assert run_command(command(base[0]), argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    line = lines[-1]
+    assert ': error: ' in line and all(text in line for text in says), line
+    assert not any('Traceback' in text for text in lines)
+    assert {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'} == before
+    assert not (tmp_path / 'runs').exists(), 'nothing is written before the input has been checked'
+
+
+def test_out_of_gpu_memory_says_what_to_try():
+    from utils.qat.errors import QatError, explain_out_of_memory
+    for batch_size, advice in ((10, '--batch-size 5'), (1, '--imgsz')):
+        with pytest.raises(QatError, match=advice), explain_out_of_memory(batch_size):
+            raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+
+def test_a_wrong_checkpoint_is_judged_without_running_it(tmp_path):
+    from models.quantize.checkpoint import kind_of
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / 'sprung'), 'w'))
+
+    with zipfile.ZipFile(tmp_path / 'trap.pt', 'w') as archive:
+        archive.writestr('trap/data.pkl', pickle.dumps({'model': Trap()}, protocol=2))
+    assert kind_of(tmp_path / 'trap.pt') == 'other'
+    assert not (tmp_path / 'sprung').exists()

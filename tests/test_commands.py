@@ -102,6 +102,32 @@ def test_eval_repeats_the_reported_figures(job):
     assert {'image_id', 'category_id', 'bbox', 'score'} == set(detections[0])
 
 
+def test_coco_data_gets_pycocotools_figures(job):
+    """COCO is recognised by val2017.txt; the same boxes as COCO annotations must give about the same AP."""
+    from PIL import Image
+    from utils.general import coco80_to_coco91_class
+    data, categories = job / 'data', coco80_to_coco91_class()
+    images, boxes = [], []
+    for file in sorted((data / 'images/val').glob('*.jpg')):
+        width, height = Image.open(file).size
+        images.append({'id': int(file.stem), 'width': width, 'height': height})
+        for line in (data / f'labels/val/{file.stem}.txt').read_text().splitlines():
+            c, x, y, w, h = map(float, line.split())
+            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
+            boxes.append({'id': len(boxes) + 1, 'image_id': int(file.stem), 'category_id': categories[int(c)], 'bbox': box,
+                          'area': box[2] * box[3], 'iscrowd': 0})
+    (data / 'annotations').mkdir(exist_ok=True)
+    (data / 'annotations/instances_val2017.json').write_text(json.dumps(
+        {'info': {}, 'images': images, 'annotations': boxes, 'categories': [{'id': i, 'name': str(i)} for i in categories[:10]]}))
+    (data / 'val2017.txt').write_text(''.join(f'./images/val/{i["id"]:05d}.jpg\n' for i in images))
+    (data / 'coco.yaml').write_text((data / 'data.yaml').read_text().replace('val: images/val', 'val: val2017.txt'))
+    out = run('qat.py', 'eval', '--weights', job / 'runs/exp/weights/qat_best_single.pt', '--data', data / 'coco.yaml', '--imgsz', SIZE,
+              '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'coco', '--exist-ok')
+    metrics = json.loads((job / 'eval/coco/metrics.json').read_text())
+    assert metrics['coco']['ap'] == pytest.approx(metrics['ap'], abs=0.03), out  # they interpolate precision differently
+    assert 'pycocotools' in out
+
+
 def test_onnx_scores_like_pytorch(job):
     weights = job / 'runs/exp/weights/qat_best_single'
     figures = {}

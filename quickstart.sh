@@ -76,9 +76,9 @@ step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" --hyp ../../demo/hyp.yaml \
     --epochs 2 --iters 10 --calib-images 100 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
-    python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
+    python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic
 step "Export the float model too, to compare with" $OUT/yolov9-demo.onnx \
-    python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic --simplify
+    python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic
 step "Score the INT8 ONNX file in ONNX Runtime" $OUT/eval_onnx_int8 \
     python qat.py eval --weights $BEST.onnx "${DATA[@]}" --project $OUT --name eval_onnx_int8
 step "Score the float ONNX file" $OUT/eval_onnx_float \

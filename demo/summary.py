@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The quickstart's closing table: the float model and its INT8 forms, scored as files.
+"""The quickstart's closing table: the float model and its INT8 forms, each scored from its file.
 
     python demo/summary.py .work/demo
 """
@@ -11,34 +11,38 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.report import COLUMNS, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
 
+NOTES = """
+Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees
+images. Compare rows with the same images. ms/image is inference alone, on this machine, where it was measured; PyTorch
+only simulates INT8, so its time says nothing about INT8."""
+
 
 def rows(folder):
     """One row per scored file: what it is, what ran it, on which images, AP AP50 P R, MB on disk, ms per image."""
-    run = folder / 'qat'
-    report = json.loads((run / 'report.json').read_text())
-    float_model = folder / Path(report['settings']['weights']).name
-
-    def row(name, runtime, images, metrics, file):
-        ms = metrics.get('times', {}).get('ms_per_image', {}).get('inference')
-        return [name, runtime, images, *figures(metrics), f'{file.stat().st_size / 1e6:.1f}', '-' if ms is None else f'{ms:.1f}']
-
-    yield row('float', 'PyTorch', 'rectangles', report['origin'], float_model)
-    yield row('PTQ', 'PyTorch', 'rectangles', report['ptq'], run / report['ptq']['file'])
-    yield row(f"QAT epoch {report['best']['epoch']}", 'PyTorch', 'rectangles', report['best'], run / report['best']['file'])
-    for name, runtime, scored in (('QAT', 'PyTorch', 'eval_qat_square'), ('INT8', 'ONNX Runtime', 'eval_onnx_int8'),
-                                  ('float', 'ONNX Runtime', 'eval_onnx_float')):
+    report = json.loads((folder / 'qat' / 'report.json').read_text())
+    single, best = folder / 'yolov9-demo.pt', folder / 'qat' / report['best']['file']
+    trained = f"QAT, epoch {report['best']['epoch']}"
+    for name, metrics, file in (('float', report['origin'], single),
+                                ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
+                                (trained, report['best'], best)):
+        yield [name, 'PyTorch', 'rectangles', *figures(metrics), megabytes(file), '-']
+    for name, runtime, scored, file in ((trained, 'PyTorch', 'eval_qat_square', best),
+                                        ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
+                                        ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx'))):
         metrics = json.loads((folder / scored / 'metrics.json').read_text())
-        size = metrics['settings']['imgsz']
-        best = run / report['best']['file']
-        file = {'eval_qat_square': best, 'eval_onnx_int8': best.with_suffix('.onnx')}.get(scored, float_model.with_suffix('.onnx'))
-        yield row(name, runtime, f'{size}x{size}', metrics, file)
+        size, ms = metrics['settings']['imgsz'], metrics['times']['ms_per_image']['inference']
+        yield [name, runtime, f'{size} x {size}', *figures(metrics), megabytes(file), f'{ms:.1f}']
+
+
+def megabytes(file):
+    return f'{file.stat().st_size / 1e6:.1f}'
 
 
 def main():
+    if len(sys.argv) != 2 or not Path(sys.argv[1], 'qat', 'report.json').is_file():
+        sys.exit('summary.py: needs the folder that quickstart.sh filled, .work/demo')
     print(markdown_table(('model', 'run by', 'images', *COLUMNS, 'MB', 'ms/image'), rows(Path(sys.argv[1]))))
-    print('\nRectangles: padded as little as the shape of the image allows, as upstream\'s val.py does. Squares: as a deployed\n'
-          'model sees images. Compare rows with the same images. ms/image: inference alone, on this machine; PyTorch only\n'
-          'simulates INT8, so its time says nothing about INT8.')
+    print(NOTES)
 
 
 if __name__ == '__main__':

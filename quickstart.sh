@@ -80,9 +80,9 @@ step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" --hyp ../../demo/hyp.yaml \
     --epochs 2 --iters 20 --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
-    python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic
+    python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Export the float model too, to compare with" $OUT/yolov9-demo.onnx \
-    python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic
+    python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Score the quantized checkpoint on square images, as a deployed model sees them" $OUT/eval_qat_square \
     python qat.py eval --weights $BEST.pt "${DATA[@]}" --square --project $OUT --name eval_qat_square
 step "Score the float ONNX file in ONNX Runtime" $OUT/eval_onnx_float \

@@ -73,3 +73,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
+
+
+from zoo import demo  # noqa: E402, F401  a fixture; it needs the tree on sys.path

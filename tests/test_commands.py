@@ -159,7 +159,9 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
 def test_interrupted_in_an_epoch_keeps_what_was_finished(job, how):
     name = f'stopped{how}'
     process = subprocess.Popen([sys.executable, *map(str, quantize(job, '--epochs', 50, '--no-eval-origin', '--name', name))],
-                               cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                               cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               # a shell's background job, and so a CI job, may ignore SIGINT, and children inherit that
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     weights, deadline = job / 'runs' / name / 'weights', time.time() + 240
     while not list(weights.glob('qat_ep_2_*')) and process.poll() is None and time.time() < deadline:
         time.sleep(0.05)

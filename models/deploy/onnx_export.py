@@ -91,7 +91,7 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
         _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
-        graph = onnx_passes.merge_duplicate_qdq(onnx_passes.remove_identities(onnx.load(tmp)))
+        graph = onnx_passes.merge_duplicates(onnx_passes.remove_identities(onnx.load(tmp)))
         if simplify:
             graph = onnx_passes.simplify(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])

@@ -63,7 +63,7 @@ def amax_max(hist):
 def amax_percentile(hist, percentile):
     """The smallest bin edge that covers `percentile` % of the values."""
     share = hist.counts.cumsum(0) / hist.counts.sum()
-    return hist.edges[torch.searchsorted(share, torch.tensor(percentile / 100, device=share.device)).clamp(max=BINS - 1)]
+    return hist.edges[torch.searchsorted(share, share.new_tensor(percentile / 100)).clamp(max=BINS - 1)]
 
 
 def amax_mse(hist):
@@ -97,17 +97,17 @@ def calibrate_weights(model):
 
 @torch.no_grad()
 def calibrate(model, batches, config):
-    """Give every quantizer of `model` its amax.
+    """Give every quantizer of `model` its amax, whether it had one before or not.
 
     batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile.
     Raises QatError naming the quantizers that saw no data or only zeros.
     """
     calibrate_weights(model)
-    waiting = {name: q for name, q in named_quantizers(model) if not hasattr(q, '_amax')}
+    weights = [m.weight_quantizer for m in model.modules() if hasattr(m, 'weight_quantizer')]
+    waiting = {name: q for name, q in named_quantizers(model) if q not in weights}
     try:
         for q in waiting.values():
             q._calibrator = Histogram()
-        weights = [q for name, q in named_quantizers(model) if name not in waiting]
         with collecting(model):
             for q in weights:
                 q._disabled = True

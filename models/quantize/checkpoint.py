@@ -7,7 +7,9 @@ import datetime
 import hashlib
 import pickletools
 import platform
+import struct
 import zipfile
+import zlib
 from copy import deepcopy
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +21,7 @@ from models.quantize.convert import is_quantized
 from utils.qat.errors import QatError, atomic, require_file
 
 FORMAT = 1
+DAMAGED = (ValueError, OSError, EOFError, RuntimeError, struct.error, zlib.error)  # what unzipping bad bytes raises
 TWIN_MODULES = ('models.quantize.blocks', 'models.quantize.quantizers')
 
 
@@ -32,7 +35,7 @@ def pickled_classes(path):
             name = next(n for n in archive.namelist() if n.endswith('/data.pkl'))
             pickled = archive.read(name)
         return {arg.replace(' ', '.', 1) for op, arg, _ in pickletools.genops(pickled) if op.name == 'GLOBAL'}
-    except (zipfile.BadZipFile, StopIteration, ValueError, OSError) as e:
+    except (zipfile.BadZipFile, StopIteration, *DAMAGED) as e:
         raise QatError(f'--weights {path}: not a PyTorch checkpoint (or cut short): {e or "no pickled data inside"}') from e
 
 

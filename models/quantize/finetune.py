@@ -107,7 +107,11 @@ def finetune(student, teacher, loader, config, progress=None):
                                    f'finished epochs are kept; try a smaller --lr than {config.lr}')
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(student.parameters(), 10.0)
+                norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 10.0)
+                if not torch.isfinite(norm):  # one step would make every weight NaN, and INT8 rounding would hide it
+                    at = next(n for n, p in student.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
+                    raise QatError(f'fine-tuning: the gradient of {at} is not finite (epoch {number}); '
+                                   f'finished epochs are kept; try a smaller --lr than {config.lr}')
                 optimizer.step()
                 schedule.step()
                 losses.append(loss.detach())

@@ -15,8 +15,11 @@ from models.common import Silence
 from utils.qat.errors import QatError
 
 # Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first
-# half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main).
+# half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head
+# (yolov9-cf) has two auxiliary branches; val_triple.py evaluates the last third, with cv6/cv7/dfl3.
 HEADS = {
+    'TripleDetect': ('Detect', {'cv6': 'cv2', 'cv7': 'cv3', 'dfl3': 'dfl'}),
+    'TripleDDetect': ('DDetect', {'cv6': 'cv2', 'cv7': 'cv3', 'dfl3': 'dfl'}),
     'DualDetect': ('Detect', {'cv4': 'cv2', 'cv5': 'cv3', 'dfl2': 'dfl'}),
     'DualDDetect': ('DDetect', {'cv4': 'cv2', 'cv5': 'cv3', 'dfl2': 'dfl'}),
     'DualDSegment': ('DSegment', {'cv4': 'cv2', 'cv5': 'cv3', 'dfl2': 'dfl', 'cv7': 'cv4', 'proto2': 'proto'}),
@@ -39,12 +42,11 @@ def _sources(layer):
 
 
 def _main_inputs(head):
-    """The inputs of a Dual head that its main branch reads: second half of the maps, and the last prototype map."""
+    """The inputs of a Dual or Triple head that its main branch reads: the last `nl` maps, and the last prototype map."""
     f = list(head.f)
     if type(head).__name__ == 'DualDSegment':
-        maps, protos = f[:-2], f[-2:]
-        return maps[len(maps) // 2:] + protos[1:]
-    return f[len(f) // 2:]
+        return f[:-2][-head.nl:] + f[-1:]
+    return f[-head.nl:]
 
 
 def _reached(model, inputs):
@@ -130,4 +132,4 @@ def largest_difference(dual, single, size=64):
     """Largest absolute difference between the main outputs of `dual` and the outputs of `single` on a random image."""
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     ours, theirs = (m.eval()(image)[0] for m in (single, dual))
-    return (ours - (theirs[1] if isinstance(theirs, (list, tuple)) else theirs)).abs().max().item()
+    return (ours - (theirs[-1] if isinstance(theirs, (list, tuple)) else theirs)).abs().max().item()

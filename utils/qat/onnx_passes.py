@@ -53,12 +53,15 @@ def remove_identities(model):
     return _keep(model, keep, renamed)
 
 
-def merge_duplicate_qdq(model):
-    """Let all readers of a tensor that quantize it with the same scale share one Q and one DQ; in place.
+def merge_duplicates(model):
+    """Merge nodes that compute the same, in place: above all, let every reader of a tensor that quantizes it with the
+    same scale share one Q and one DQ.
 
-    Two nodes are the same if operator, attributes and inputs are, constants compared by value. Computes what it did.
+    Two nodes are the same if operator, attributes and inputs are, constants compared by value (the operators of these
+    graphs have no state and no randomness). Graph outputs keep their names.
     """
     values = constants(model)
+    outputs = {o.name for o in model.graph.output}
 
     def identity(name):
         value = values.get(name)
@@ -67,14 +70,15 @@ def merge_duplicate_qdq(model):
     first, renamed = {}, {}
 
     def keep(node):
-        if node.op_type not in ('QuantizeLinear', 'DequantizeLinear'):
+        if outputs.intersection(node.output):
             return True
-        key = (node.op_type, tuple(a.SerializeToString() for a in node.attribute), *map(identity, node.input))
-        if key in first:
-            renamed[node.output[0]] = first[key]
-            return False
-        first[key] = node.output[0]
-        return True
+        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+        key = (node.domain, node.op_type, *attributes, *map(identity, node.input))
+        if node.op_type == 'Constant' or key not in first:
+            first[key] = list(node.output)
+            return True
+        renamed.update(zip(node.output, first[key]))
+        return False
 
     return _keep(model, keep, renamed)
 

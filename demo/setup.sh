@@ -1,0 +1,48 @@
+# Sourced by quickstart.sh and run_tests.sh: what both need first. Whatever is there already is left as it is.
+#
+#   set_up_python   .venv with the packages of requirements.txt; from then on `python` is the one in it
+#   set_up_yolov9   upstream YOLOv9 at .work/yolov9 (a copy of $YOLOV9_DIR where that is set)
+#
+# $PYTHON names the interpreter that .venv is made with (default python3). Needs HERE, the folder of the toolkit.
+# shellcheck shell=bash
+
+fail() { # reason, next step
+    printf "${0##*/}: %s\n" "$@" >&2
+    exit 2
+}
+say() { printf '\n== %s\n' "$*"; }
+
+set_up_python() {
+    local python=${PYTHON:-python3} venv=$HERE/.venv
+    local installed=$venv/requirements.installed # the requirements.txt that was installed; written last
+    say "Python environment: .venv"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or one that was interrupted
+        command -v "$python" >/dev/null || fail "no $python on this machine" "install Python 3.10 or newer, or name one with PYTHON="
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+            fail "$("$python" -V) is too old" "install Python 3.10 or newer, or name one with PYTHON="
+        # Debian and Ubuntu cut ensurepip out of Python and put it into a package of its own
+        "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+            fail "$python cannot make environments: it lacks the module venv or ensurepip" \
+                "Debian, Ubuntu: apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); or name another Python with PYTHON="
+        "$python" -m venv --clear "$venv" || fail "$python -m venv $venv failed, its message is above"
+    fi
+    # Not `source activate`: it holds the absolute path of the day it was made, and this folder may have been moved.
+    export PATH="$venv/bin:$PATH" PYTHON="$venv/bin/python"
+    if cmp -s "$HERE/requirements.txt" "$installed"; then
+        echo "$("$PYTHON" -V), requirements.txt is installed"
+    else
+        "$HERE/install_dependencies.sh" --defaults
+        cp "$HERE/requirements.txt" "$installed"
+    fi
+}
+
+set_up_yolov9() {
+    local tree=$HERE/.work/yolov9 origin=$HERE/.work/yolov9.origin
+    local wanted=${YOLOV9_DIR:+$(readlink -f "$YOLOV9_DIR")}
+    say "Upstream YOLOv9: .work/yolov9"
+    if [[ -d $tree && -n $wanted && $wanted != "$(cat "$origin" 2>/dev/null)" ]]; then
+        fail "$tree is there, and is no copy of YOLOV9_DIR=$YOLOV9_DIR" "unset YOLOV9_DIR, or remove that folder (quickstart.sh --fresh does)"
+    fi
+    "$HERE/scripts/get_yolov9.sh" "$tree"
+    [[ -f $origin ]] || echo "$wanted" >"$origin"
+}

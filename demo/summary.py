@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""The quickstart's closing table: the float model and its INT8 forms, each scored from its file.
+
+    python demo/summary.py .work/demo
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.report import COLUMNS, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
+
+NOTES = """
+Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees
+images. Compare rows with the same images. ms/image is inference alone, on this machine, where it was measured; PyTorch
+only simulates INT8, so its time says nothing about INT8."""
+
+
+def rows(folder):
+    """One row per scored file: what it is, what ran it, on which images, AP AP50 P R, MB on disk, ms per image."""
+    report = json.loads((folder / 'qat' / 'report.json').read_text())
+    single, best = folder / 'yolov9-demo.pt', folder / 'qat' / report['best']['file']
+    trained = f"QAT, epoch {report['best']['epoch']}"
+    for name, metrics, file in (('float', report['origin'], single),
+                                ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
+                                (trained, report['best'], best)):
+        yield [name, 'PyTorch', 'rectangles', *figures(metrics), megabytes(file), '-']
+    for name, runtime, scored, file in ((trained, 'PyTorch', 'eval_qat_square', best),
+                                        ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
+                                        ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx'))):
+        metrics = json.loads((folder / scored / 'metrics.json').read_text())
+        size, ms = metrics['settings']['imgsz'], metrics['times']['ms_per_image']['inference']
+        yield [name, runtime, f'{size} x {size}', *figures(metrics), megabytes(file), f'{ms:.1f}']
+
+
+def megabytes(file):
+    return f'{file.stat().st_size / 1e6:.1f}'
+
+
+def main():
+    if len(sys.argv) != 2 or not Path(sys.argv[1], 'qat', 'report.json').is_file():
+        sys.exit('summary.py: needs the folder that quickstart.sh filled, .work/demo')
+    print(markdown_table(('model', 'run by', 'images', *COLUMNS, 'MB', 'ms/image'), rows(Path(sys.argv[1]))))
+    print(NOTES)
+
+
+if __name__ == '__main__':
+    main()

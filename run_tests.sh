@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The tests, set-up included. Arguments go to pytest:
+#
+#   ./run_tests.sh                     all of them, in two processes
+#   ./run_tests.sh -n 0 -k reparam     some of them, in one process
+#   ./run_tests.sh --slow              those that take more than half a minute too
+#
+# They run on the tree that $YOLOV9_DIR names, else on .work/yolov9. Neither a GPU nor GitHub is needed.
+set -euo pipefail
+
+HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=demo/setup.sh
+source "$HERE/demo/setup.sh"
+
+[[ -z ${YOLOV9_DIR:-} ]] || YOLOV9_DIR=$(readlink -f "$YOLOV9_DIR") # relative to where it was typed
+set_up_python
+[[ -n ${YOLOV9_DIR:-} ]] || set_up_yolov9
+
+say "Tests on ${YOLOV9_DIR:-.work/yolov9}"
+cd "$HERE"
+# One torch thread per process: two processes of two threads each on two cores were measured to be 4 times slower, because
+# torch's threads spin while they wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec python -m pytest -n 2 --dist loadfile "$@"

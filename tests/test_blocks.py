@@ -1,0 +1,250 @@
+"""Laws of the quantized twins and of the fake-quantizer inside them."""
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
+from models.quantize.blocks import TWINS
+from models.quantize.checkpoint import fuse
+from models.quantize.quantizers import MIN_AMAX, QMAX, QMIN, Quantizer, collecting, named_quantizers, quantizers_off
+from models.yolo import BaseModel
+from utils.qat.log import quiet_upstream
+from zoo import same
+
+SAMPLES = {  # upstream class → a block with the operation its twin is for
+    nn.Conv2d: lambda: nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=2),
+    Bottleneck: lambda: Bottleneck(8, 8),
+    RepNBottleneck: lambda: RepNBottleneck(8, 8),
+    AConv: lambda: AConv(8, 16),
+    ADown: lambda: ADown(8, 16),
+    CBFuse: lambda: CBFuse([0, 1]),
+}
+each_block = pytest.mark.parametrize('cls', SAMPLES, ids=lambda c: c.__name__)
+
+
+def block_of(cls):
+    """A fused block as it sits in a model: with upstream's attributes, and its batch norms (not identity) folded away."""
+    torch.manual_seed(1)
+    block = SAMPLES[cls]()
+    for norm in (m for m in block.modules() if isinstance(m, nn.BatchNorm2d)):
+        for tensor in (norm.weight, norm.running_var):
+            nn.init.uniform_(tensor, 0.5, 1.5)
+        for tensor in (norm.bias, norm.running_mean):
+            nn.init.normal_(tensor)
+    model = BaseModel()
+    model.model = nn.Sequential(block)
+    with quiet_upstream():
+        fuse(model.eval())
+    block.i, block.f, block.type, block.np = 7, [-1, 4], 'models.common.X', 123
+    return block
+
+
+def input_of(cls):
+    generator = torch.Generator().manual_seed(2)
+
+    def rand(size, channels=8):
+        return torch.randn(2, channels, size, size, generator=generator)
+
+    if cls is CBFuse:
+        return [(rand(4), rand(4, 3)), (rand(8, 5), rand(8)), rand(16)]  # entries 0 and 1 of the tuples are fused
+    return rand(16)
+
+
+def calibrated(module, amax=1.5):
+    """Give every quantizer of `module` an amax: `amax`, or that of the weight's channels."""
+    for m in module.modules():
+        if hasattr(m, 'weight_quantizer'):
+            m.weight_quantizer.set_amax(m.weight.detach().abs().amax((1, 2, 3)))
+    for _, q in named_quantizers(module):
+        if not hasattr(q, '_amax'):
+            q.set_amax(torch.tensor(amax))
+    return module
+
+
+def reference(x, scale):
+    """Quantize and dequantize in NumPy (FP64): round half to even, INT8 in full range."""
+    return np.clip(np.round(np.asarray(x, np.float64) / scale), -128, 127) * scale  # np.round rounds halves to even
+
+
+# ---- twins --------------------------------------------------------------------------------------------------------------
+
+def test_every_twin_is_tested():
+    assert set(SAMPLES) == set(TWINS)
+
+
+@each_block
+@torch.no_grad()
+def test_off_is_float(cls):
+    block = block_of(cls)
+    twin = TWINS[cls].from_float(block)
+    with quantizers_off(twin):
+        assert same(twin(input_of(cls)), block(input_of(cls)))
+    assert not same(calibrated(twin)(input_of(cls)), block(input_of(cls))), 'on, it makes a difference'
+
+
+@each_block
+@torch.no_grad()
+def test_there_and_back(cls):
+    block = block_of(cls)
+    expected, keys = block(input_of(cls)), set(block.state_dict())
+    twin = TWINS[cls].from_float(block)
+    back = calibrated(twin).to_float()
+    assert type(back) is cls and isinstance(twin, cls) and type(block) is cls
+    for other in (twin, back):
+        assert all(dict(other.named_parameters())[name] is p for name, p in block.named_parameters()), 'shared, not copied'
+        assert (other.i, other.f, other.type, other.np) == (7, [-1, 4], 'models.common.X', 123)
+        assert other.training == block.training
+    assert set(block.state_dict()) == set(back.state_dict()) == keys
+    assert named_quantizers(twin) and not named_quantizers(back) and not named_quantizers(block)
+    assert same(back(input_of(cls)), expected)
+
+
+@each_block
+def test_an_instance_forward_does_not_shadow_the_twin(cls):
+    block = block_of(cls)
+    block.forward = lambda x: 1 / 0  # what upstream's fuse() leaves on some blocks is set the same way
+    twin = TWINS[cls].from_float(block)
+    assert 'forward' not in vars(twin) and 'forward' not in vars(twin.to_float())
+    calibrated(twin)(input_of(cls))
+
+
+@pytest.mark.parametrize('block', [Bottleneck(8, 8, shortcut=False), Bottleneck(8, 16), RepNBottleneck(8, 16),
+                                   type('Derived', (AConv,), {})(8, 8)], ids=['no shortcut', 'widens', 'widens', 'derived'])
+def test_blocks_without_the_operation_get_no_twin(block):
+    assert not any(twin.suits(block) for twin in TWINS.values())
+
+
+WITH_QUANTIZED_INPUTS = {  # what each twin computes, written with its float block and one function q
+    Bottleneck: lambda b, x, q: q(x) + q(b.cv2(b.cv1(x))),
+    RepNBottleneck: lambda b, x, q: q(x) + q(b.cv2(b.cv1(x))),
+    AConv: lambda b, x, q: b(q(x)),
+    ADown: lambda b, x, q: b(q(x)),
+    CBFuse: lambda b, x, q: b([(q(x[0][0]),), (None, q(x[1][1])), q(x[2])]),
+}
+
+
+@pytest.mark.parametrize('cls', WITH_QUANTIZED_INPUTS, ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_twin_quantizes_the_inputs_of_its_operation(cls):
+    block = block_of(cls)
+    twin = calibrated(TWINS[cls].from_float(block))
+    [(_, q)] = named_quantizers(twin)
+    assert same(twin(input_of(cls)), WITH_QUANTIZED_INPUTS[cls](block, input_of(cls), q))
+
+
+@torch.no_grad()
+def test_quant_conv_is_the_reference():
+    conv, x = block_of(nn.Conv2d), input_of(nn.Conv2d)
+    twin = calibrated(TWINS[nn.Conv2d].from_float(conv), amax=127 / 64)  # scale 1/64: halves are hit exactly
+    x = (x * 128).round() / 128
+    assert (x * 64 % 1 == 0.5).float().mean() > 0.3, 'many inputs lie between two steps'
+    scales = conv.weight.detach().abs().amax((1, 2, 3)).numpy().astype(np.float64) / 127
+    weight = torch.from_numpy(reference(conv.weight, scales[:, None, None, None]))
+    expected = F.conv2d(torch.from_numpy(reference(x, 1 / 64)), weight, conv.bias.double(), conv.stride, conv.padding,
+                        conv.dilation, conv.groups)
+    torch.testing.assert_close(twin(x).double(), expected, rtol=1e-5, atol=1e-5)  # one step is 1/64
+
+
+# ---- the fake-quantizer -------------------------------------------------------------------------------------------------
+
+def test_exact_on_powers_of_two():
+    q = Quantizer()
+    q.set_amax(torch.tensor(127 / 8))
+    x = torch.arange(-2100, 2100) / 128  # 16 values per step, beyond the range on both sides
+    assert np.array_equal(q(x).numpy(), reference(x, 1 / 8))
+    assert q(x).min() == QMIN / 8 and q(x).max() == QMAX / 8
+
+
+@pytest.mark.parametrize('axis', [None, 0])
+def test_any_scale_rounds_to_the_nearest_step(axis):
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, 31)
+    amax = torch.tensor(2.7) if axis is None else x.abs().amax((1, 2)) * torch.tensor([1, 0.5, 1, 2, 0.1])
+    q = Quantizer(axis)
+    q.set_amax(amax)
+    assert torch.equal(q.scale, amax / 127)
+    scale = q.scale.double().view(-1, 1, 1).numpy()
+    steps, exact = q(x).double().numpy() / scale, x.double().numpy() / scale
+    assert np.abs(steps - np.round(steps)).max() < 1e-4 and steps.min() >= -128 - 1e-4 and steps.max() <= 127 + 1e-4
+    assert (np.abs(steps - np.clip(exact, -128, 127)) <= 0.5 + 1e-4).all()
+
+
+@pytest.mark.parametrize('axis', [None, 0])
+def test_gradients_pass_straight_through_inside_and_stop_outside(axis):
+    q = Quantizer(axis)
+    q.set_amax(torch.tensor(1.27) if axis is None else torch.tensor([1.27, 1.27]))
+    x = torch.tensor([[-9.0, -1.30, -1.27, -0.004, 0.0, 0.003, 1.0, 1.27, 1.30, 9.0]] * 2, requires_grad=True)
+    q(x).backward(torch.full_like(x, 3.0))
+    assert x.grad.tolist() == [[0, 0, 3, 3, 3, 3, 3, 3, 0, 0]] * 2
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('axis', [None, 0])
+def test_scales_stay_fp32(axis, dtype):
+    q = Quantizer(axis)
+    amax = torch.tensor(0.3) if axis is None else torch.tensor([0.3, 0.7])
+    q.set_amax(amax)
+    assert torch.equal(q.to(dtype)._amax, amax) and q._amax.dtype == torch.float32
+    assert torch.equal(q.float()._amax, amax) and torch.equal(q.scale, amax / 127)
+
+
+@pytest.mark.parametrize('axis', [None, 0])
+def test_half_model_quantizes_half_tensors(axis):
+    q = Quantizer(axis).half()
+    q.set_amax(torch.tensor(127 / 64) if axis is None else torch.full((3,), 127 / 64))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).half()
+    assert q(x).dtype == torch.float16 and np.array_equal(q(x).numpy(), reference(x, 1 / 64))
+
+
+@pytest.mark.parametrize('axis, amax', [(None, torch.tensor(0.3)), (0, torch.tensor([0.3, 0.7]))])
+def test_state_dict_round_trip(axis, amax):
+    source, fresh, other = Quantizer(axis), Quantizer(axis), Quantizer(axis)
+    source.set_amax(amax)
+    other.set_amax(amax * 2)
+    assert not fresh.state_dict()
+    for target in (fresh, other):
+        target.load_state_dict(source.state_dict())
+        assert torch.equal(target._amax, amax) and target._amax.device.type == 'cpu'
+        assert same(target.state_dict(), source.state_dict()) and not target._zero_point.any()
+    with pytest.raises(RuntimeError, match='_amax'):
+        other.load_state_dict({})
+
+
+def test_scale_is_never_too_small():
+    q = Quantizer(0)
+    q.set_amax(torch.tensor([0, 1e-30, 1.0]))
+    assert q._amax.tolist() == [MIN_AMAX, MIN_AMAX, 1.0] and q.scale.half().min() >= torch.finfo(torch.float16).tiny
+    assert q(torch.zeros(3, 1)).tolist() == [[0], [0], [0]]
+
+
+# ---- contexts -----------------------------------------------------------------------------------------------------------
+
+def flags(model):
+    return [(q._disabled, q._if_quant, q._if_calib) for _, q in named_quantizers(model)]
+
+
+@pytest.mark.parametrize('context, inside', [(quantizers_off, {(True, True, False), (True, False, False)}),
+                                             (collecting, {(False, False, True)})])
+def test_contexts_restore_what_was(context, inside):
+    model = nn.Sequential(*(TWINS[nn.Conv2d].from_float(nn.Conv2d(3, 3, 1)) for _ in range(3)))
+    model[1].input_quantizer._disabled = True  # whatever was there before, not a default
+    model[2].weight_quantizer._if_quant = False
+    before = flags(model)
+    with context(model):
+        assert set(flags(model)) == inside
+    assert flags(model) == before
+    with pytest.raises(KeyboardInterrupt), context(model), quantizers_off(model):
+        raise KeyboardInterrupt
+    assert flags(model) == before
+
+
+def test_collecting_changes_no_output_and_shows_every_tensor():
+    seen = []
+    block = block_of(Bottleneck)
+    twin = TWINS[Bottleneck].from_float(block)
+    twin.add_quantizer._calibrator = type('Recorder', (), {'collect': staticmethod(seen.append)})
+    x = input_of(Bottleneck)
+    with torch.no_grad(), collecting(twin):
+        assert same(twin(x), block(x))
+    assert len(seen) == 2 and seen[0] is x, 'both addends pass the one quantizer'

@@ -1,0 +1,225 @@
+"""Laws of calibration: histograms lose nothing, each search finds what brute force finds, and what cannot be is named."""
+import numpy as np
+import pytest
+import torch
+from models.quantize.calibrate import BINS, SEARCH, Histogram, calibrate, calibrate_weights
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from pytorch_quantization.calib import HistogramCalibrator
+from utils.qat.errors import QatError
+from zoo import image, same, settings, state
+
+
+def activations(seed, size=20_000, scale=1.0):
+    """What layers emit: SiLU of a Gaussian with a few outliers."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=generator)
+    x[:20] *= 6
+    return torch.nn.functional.silu(x) * scale
+
+
+def histogram(*batches):
+    hist = Histogram()
+    for x in batches:
+        hist.collect(x)
+    return hist
+
+
+def whole_edges(hist):
+    return np.concatenate(([0], hist.edges.numpy()))
+
+
+# ---- histograms ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('scales', [(1, 1, 1), (1e-3, 1, 40), (40, 1, 1e-3), (1e-20, 1e20, 1), (2.0, 1.0, 0.5)])
+def test_counts_are_those_of_numpy(scales):
+    batches = [activations(seed, scale=scale) for seed, scale in enumerate(scales)]
+    hist = histogram(*batches)
+    values = np.abs(torch.cat(batches).numpy())
+    expected, _ = np.histogram(values, whole_edges(hist))
+    assert np.array_equal(hist.counts.numpy(), expected) and expected.sum() == values.size
+    assert hist.edges[-1] / 2 <= values.max() < hist.edges[-1] and len(hist.edges) == BINS
+
+
+def test_order_and_slicing_do_not_matter():
+    batches = [activations(seed, scale=scale) for seed, scale in enumerate((1, 30, 0.01))]
+    first = histogram(*batches)
+    for other in (histogram(*batches[::-1]), histogram(torch.cat(batches).view(3, -1)), histogram(*(-b for b in batches))):
+        assert torch.equal(other.counts, first.counts) and other.exponent == first.exponent
+
+
+@pytest.mark.parametrize('largest', [1.0, 2.0, 0.5, 127.0, 2.0 ** -130])
+def test_a_power_of_two_still_fits(largest):
+    hist = histogram(torch.tensor([largest, largest / 3]))
+    assert hist.counts.sum() == 2 and largest < hist.edges[-1] <= 2 * largest
+
+
+def test_more_than_fp32_can_count():
+    n = 2 ** 24 + 3
+    hist = histogram(torch.full((n,), 0.7), torch.full((5,), 0.7))
+    assert hist.counts.max() == hist.counts.sum() == n + 5
+
+
+def test_half_precision_is_counted_as_it_is():
+    x = activations(0).half()
+    assert torch.equal(histogram(x).counts, histogram(x.float()).counts)
+
+
+# ---- searches -----------------------------------------------------------------------------------------------------------
+
+SAMPLES = {'activations': activations(0, 50_000), 'uniform': torch.rand(50_000), 'large': activations(1, scale=300.0),
+           'few values': torch.tensor([0.1, 0.1, 3.0]), 'one outlier': torch.cat((activations(2), torch.tensor([90.0])))}
+each_sample = pytest.mark.parametrize('x', SAMPLES.values(), ids=SAMPLES)
+
+
+def squared_error(x, amax):
+    """Of the INT8 approximation, with many amax at once: x [N], amax [K] → [K]."""
+    scale = np.atleast_1d(amax)[:, None] / 127
+    return np.array([((np.clip(np.round(x / s), -128, 127) * s - x) ** 2).sum() for s in scale])
+
+
+@each_sample
+def test_max_covers_everything_and_no_bin_more(x):
+    hist = histogram(x)
+    amax = SEARCH['max'](hist, settings()).item()
+    assert 0 <= amax - x.abs().max() <= hist.edges[0]
+
+
+@each_sample
+@pytest.mark.parametrize('percentile', [50, 99, 99.9, 99.99, 100])
+def test_percentile_is_the_first_edge_that_covers_it(x, percentile):
+    hist = histogram(x)
+    amax = SEARCH['percentile'](hist, settings(percentile=percentile)).item()
+    values, width = x.abs().double(), hist.edges[0].item()
+    assert (values < amax).double().mean() >= percentile / 100
+    assert (values < amax - width).double().mean() < percentile / 100
+
+
+@pytest.mark.parametrize('x', [x for x in SAMPLES.values() if len(x) > 1000], ids=[k for k, x in SAMPLES.items() if len(x) > 1000])
+def test_mse_loses_no_more_than_brute_force(x):
+    values = x.abs().double().numpy()
+    amax = SEARCH['mse'](histogram(x), settings()).item()
+    best = squared_error(values, np.linspace(values.max() / 64, values.max() * 1.01, 1500)).min()
+    # the histogram knows a value to half a bin, 2^-13 of its range; 512 amax are tried
+    assert squared_error(values, amax)[0] <= 1.05 * best + values.size * (values.max() / 4096) ** 2
+
+
+@pytest.mark.parametrize('method', ['mse', 'percentile'])
+@pytest.mark.parametrize('x', [SAMPLES[k] for k in ('activations', 'uniform', 'large', 'one outlier')])
+def test_agrees_with_the_library(x, method, monkeypatch):
+    """pytorch_quantization's own calibrator, with 2048 bins from 0 to the largest value."""
+    monkeypatch.setattr(torch.Tensor, 'cuda', lambda self: self)  # it insists on a GPU for arithmetic that needs none
+    theirs = HistogramCalibrator(8, None, False)
+    theirs.collect(x.abs())
+    expected = theirs.compute_amax(method, **({'percentile': 99.9} if method == 'percentile' else {})).item()
+    ours = SEARCH[method](histogram(x), settings(percentile=99.9)).item()
+    bins = abs(ours - expected) / (x.abs().max().item() / 2048)
+    if method == 'percentile':
+        assert bins <= 2
+    else:  # the error has many shallow minima: either the same amax, or one that is as good
+        values = x.abs().double().numpy()
+        assert bins <= 2 or squared_error(values, ours)[0] <= 1.01 * squared_error(values, expected)[0]
+
+
+# ---- models -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def model(demo):
+    model = demo.float_model()
+    quantize_model(model)
+    return model
+
+
+BATCHES = [image(seed=seed, batch=2) for seed in range(3)]
+
+
+def amaxes(model):
+    return {name: q._amax.clone() for name, q in named_quantizers(model)}
+
+
+def assert_ready(model):
+    for name, q in named_quantizers(model):
+        assert (q._disabled, q._if_quant, q._if_calib, q._calibrator) == (False, True, False, None), name
+        assert q._amax.isfinite().all() and (q._amax > 0).all() and q._amax.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize('method', list(SEARCH))
+def test_every_quantizer_is_ready(model, method):
+    before = state(model)
+    calibrate(model, BATCHES, settings(calib_method=method))
+    assert_ready(model)
+    after = state(model)
+    assert same({k: after[k] for k in before}, before), 'calibration changes no weight'
+    for m in model.modules():
+        if hasattr(m, 'weight_quantizer'):
+            assert torch.equal(m.weight_quantizer._amax, m.weight.detach().abs().amax((1, 2, 3)).clamp(min=127 * 2.0 ** -14))
+            assert m.weight_quantizer._amax.shape == (m.out_channels,) and m.input_quantizer._amax.shape == ()
+
+
+def test_it_is_the_float_model_that_is_measured(model):
+    """Scales chosen early do not change what later quantizers see: the input of the last convolutions is the float one."""
+    calibrate(model, BATCHES, settings(calib_method='max'))
+    largest, hooks = {}, []
+    for name, m in model.named_modules():
+        if hasattr(m, 'input_quantizer'):
+            hooks.append(m.register_forward_pre_hook(lambda m, x, name=name: largest.__setitem__(
+                name, max(largest.get(name, 0), max(t.abs().max().item() for t in _flat(m, x[0]))))))
+    with torch.no_grad(), quantizers_off(model):
+        for images in BATCHES:
+            model(images)
+    for name, value in largest.items():
+        amax = model.get_submodule(name).input_quantizer._amax.item()
+        assert value <= amax * (1 + 1e-6) and (amax <= max(value * (1 + 2 / BINS), 127 * 2.0 ** -14) * (1 + 1e-6)), name
+
+
+def _flat(module, x):
+    """The tensors a twin quantizes: of the tuples that CBFuse gets, one entry each."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [*(parts[i] for parts, i in zip(x[:-1], module.idx)), x[-1]]
+
+
+def test_same_images_same_scales(model):
+    calibrate(model, BATCHES, settings())
+    first = amaxes(model)
+    calibrate(model, BATCHES[::-1], settings())
+    assert same(amaxes(model), first)
+
+
+def test_other_images_other_scales(model, demo):
+    """Calibrating again is calibrating afresh."""
+    calibrate(model, [10 * b for b in BATCHES], settings())
+    calibrate(model, BATCHES, settings())
+    fresh = demo.float_model()
+    quantize_model(fresh)
+    calibrate(fresh, BATCHES, settings())
+    assert same(amaxes(model), amaxes(fresh))
+
+
+def test_weights_count(model):
+    assert calibrate_weights(model) == sum(hasattr(m, 'weight_quantizer') for m in model.modules())
+
+
+@pytest.mark.parametrize('batches, message', [
+    ([], r'(?s)quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer.*…'),
+    ([torch.zeros(1, 3, 64, 64)], r'1 quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer;'),
+    ([torch.full((1, 3, 64, 64), float('nan'))], 'not finite'),
+    ([BATCHES[0], torch.full((1, 3, 64, 64), float('inf'))], 'not finite')], ids=['none', 'zeros', 'nan', 'inf'])
+def test_what_cannot_be_calibrated_is_named_and_can_be_tried_again(model, batches, message):
+    with pytest.raises(QatError, match=message):
+        calibrate(model, batches, settings())
+    for _, q in named_quantizers(model):
+        assert (q._disabled, q._if_quant, q._if_calib, q._calibrator) == (False, True, False, None)
+    calibrate(model, BATCHES, settings())
+    assert_ready(model)
+
+
+def test_a_dead_layer_is_named(model):
+    """A convolution whose input is zero for every image."""
+    name = next(n for n, m in model.named_modules() if n.endswith('cv2.0.m.0.cv2'))
+    block = model.get_submodule(name.rsplit('.', 1)[0])
+    with torch.no_grad():
+        block.cv1.conv.weight.zero_()
+        block.cv1.conv.bias.zero_()
+    with pytest.raises(QatError, match=f'{name}.conv.input_quantizer'.replace('.', r'\.')):
+        calibrate(model, BATCHES, settings())

@@ -1,0 +1,245 @@
+"""Laws of checkpoint files: what is saved is what runs, in any process; every other file is refused by name, unexecuted."""
+import io
+import pickle
+import random
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from models.quantize import blocks
+from models.quantize.checkpoint import (kind_of, load_any, load_dual_or_float, load_float, load_quantized, pickled_classes,
+                                        save_quantized, sha256)
+from models.quantize.convert import is_quantized
+from models.quantize.quantizers import Quantizer
+from utils.qat.errors import QatError
+from zoo import image, output, python, same, state
+
+FROZEN = {'models.quantize.quantizers.Quantizer', *(f'models.quantize.blocks.{name}' for name in (
+    'QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse'))}
+
+RELOAD = """
+import sys, torch
+torch.set_num_threads(1)
+images = torch.load(sys.argv[2])
+if sys.argv[4] == 'ours':
+    from models.quantize.checkpoint import load_quantized
+    model = load_quantized(sys.argv[1])[0]
+else:
+    from models.experimental import attempt_load
+    model = attempt_load(sys.argv[1], device='cpu')
+with torch.no_grad():
+    torch.save(model(images)[0], sys.argv[3])
+"""
+
+
+# ---- what is saved ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('loader', ['ours', 'upstream'])
+def test_a_fresh_process_computes_the_same(demo, tmp_path, loader):
+    torch.save(image(96, 2), tmp_path / 'images.pt')
+    python('-c', RELOAD, demo.quantized, tmp_path / 'images.pt', tmp_path / 'out.pt', loader)
+    model = demo.quantized_model()
+    assert same(torch.load(tmp_path / 'out.pt'), output(model, image(96, 2))[0])
+    assert not same(output(demo.float_model(), image(96, 2))[0], output(model, image(96, 2))[0]), 'it is quantized'
+
+
+def test_class_paths_are_a_file_format(demo):
+    """Names in files that people have on disk. Add to this set; never change it."""
+    ours = {name for name in pickled_classes(demo.quantized) if name.startswith(('models.quantize', 'utils.qat'))}
+    assert ours == FROZEN - {'models.quantize.blocks.QuantBottleneck'}, 'the demo has no Bottleneck'
+    classes = {*blocks.TWINS.values(), Quantizer}
+    assert {f'{c.__module__}.{c.__qualname__}' for c in classes} == FROZEN
+    assert not [name for name in pickled_classes(demo.quantized) if name.startswith('pytorch_quantization')]
+
+
+def test_saving_changes_neither_the_model_nor_its_output(demo, tmp_path):
+    model = demo.quantized_model().train().requires_grad_(True)
+    before, flags = state(model), [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()]
+    save_quantized(tmp_path / 'new.pt', model, {}, demo.single)
+    assert same(state(model), before)
+    assert [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()] == flags
+    again, _ = load_quantized(tmp_path / 'new.pt')
+    assert same(state(again), before) and not again.training and not [p for p in again.parameters() if p.requires_grad]
+    assert all(t.dtype == torch.float32 for t in state(again).values() if t.is_floating_point())
+    assert [p.name for p in tmp_path.iterdir()] == ['new.pt']
+
+
+def test_half_models_are_saved_with_their_scales_whole(demo, tmp_path):
+    """Upstream's val.py halves and un-halves the model it evaluates; weights suffer, scales must not."""
+    model = demo.quantized_model()
+    scales = {k: v for k, v in state(model).items() if k.endswith('_amax')}
+    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, demo.single)
+    loaded = state(load_quantized(tmp_path / 'new.pt')[0])
+    assert scales and same({k: loaded[k] for k in scales}, scales)
+
+
+def test_provenance(demo):
+    _, quant = load_quantized(demo.quantized)
+    assert quant['source_sha256'] == sha256(demo.single) and quant['recipe'] == {'imgsz': 128}
+    assert set(quant['versions']) >= {'python', 'torch', 'pytorch-quantization'}
+
+
+def test_names_and_stride_come_along(demo):
+    ours, theirs = demo.quantized_model(), demo.float_model()
+    assert ours.names == theirs.names and list(ours.names) == list(range(10))
+    assert torch.equal(ours.stride, theirs.stride) and ours.stride.tolist() == [8, 16, 32] and ours.yaml == theirs.yaml
+
+
+def test_a_failed_save_leaves_the_old_file(demo, tmp_path):
+    (tmp_path / 'new.pt').write_bytes(b'the old one')
+    model = demo.quantized_model()
+    model.cannot_be_pickled = lambda: None
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        save_quantized(tmp_path / 'new.pt', model, {}, demo.single)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'new.pt': b'the old one'}
+
+
+# ---- what is loaded -----------------------------------------------------------------------------------------------------
+
+def test_kinds(demo):
+    assert [kind_of(f) for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
+
+
+def test_any(demo):
+    (ours, quant), (theirs, none) = load_any(demo.quantized), load_any(demo.single)
+    assert is_quantized(ours) and quant and not is_quantized(theirs) and none is None
+
+
+def test_ema_goes_first(demo, tmp_path):
+    ckpt = torch.load(demo.single, weights_only=False)
+    other = torch.load(demo.single, weights_only=False)['model']
+    for p in other.parameters():
+        p.data.zero_()
+    torch.save({**ckpt, 'model': other, 'ema': ckpt['model']}, tmp_path / 'both.pt')
+    assert same(output(load_float(tmp_path / 'both.pt'), image()), output(load_float(demo.single), image()))
+
+
+def pickle_of(*names):
+    """Bytes of a pickle (as torch.save writes them, protocol 2) that refers to classes which need not exist."""
+    return b'\x80\x02' + b''.join(b'c' + n.rsplit('.', 1)[0].encode() + b'\n' + n.rsplit('.', 1)[1].encode() + b'\n0' for n in names) + b'}.'
+
+
+def archive(path, pickled):
+    with zipfile.ZipFile(path, 'w') as file:
+        file.writestr('archive/data.pkl', pickled)
+        file.writestr('archive/version', '3\n')
+    return path
+
+
+class Malicious:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return (open, (self.target, 'w'))
+
+
+def test_judging_executes_nothing(tmp_path):
+    for content in ({'model': Malicious(tmp_path / 'executed')}, Malicious(tmp_path / 'executed')):
+        torch.save(content, tmp_path / 'bad.pt')
+        assert kind_of(tmp_path / 'bad.pt') == 'other'
+        for load in (load_float, load_quantized, load_any, load_dual_or_float):
+            with pytest.raises(QatError, match='bad.pt: holds no YOLOv9 model'):
+                load(tmp_path / 'bad.pt')
+    assert not (tmp_path / 'executed').exists()
+    torch.load(tmp_path / 'bad.pt', weights_only=False)
+    assert (tmp_path / 'executed').exists(), 'it would have'
+
+
+def test_a_peer_is_recognized_by_its_class_names(tmp_path):
+    for names in (['models.yolo.DetectionModel', 'pytorch_quantization.nn.modules.quant_conv.QuantConv2d'],
+                  ['models.yolo.DetectionModel', 'models.quantize.QuantADown'], ['models.quantize_rules.Anything']):
+        file = archive(tmp_path / 'peer.pt', pickle_of(*names))
+        assert pickled_classes(file) == set(names) and kind_of(file) == 'foreign'
+
+
+DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'
+MISTAKES = {  # kind of file → who is asked to load it, and what the answer names
+    'missing': [((load_float, load_quantized, load_any, load_dual_or_float), 'no such file')],
+    'folder': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a file')],
+    'text': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
+    'empty': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
+    'cut short': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint .or cut short')],
+    'plain zip': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
+    'state dict': [((load_float, load_quantized, load_any, load_dual_or_float), 'upstream train.py')],
+    'other module': [((load_float, load_quantized, load_any, load_dual_or_float), 'upstream train.py')],
+    'peer': [((load_float, load_quantized, load_any, load_dual_or_float), 'another yolov9-qat tool.*python qat.py quantize')],
+    'wrong suffix': [((load_float, load_quantized, load_any, load_dual_or_float), 'ending in .pt or .pth')],
+    DUAL: [((load_float, load_any), 'auxiliary branch.*python reparameterization.py --weights .*dual.pt --save .*converted.pt'),
+           ((load_quantized,), 'not quantized.*python qat.py quantize')],
+    FLOAT: [((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt')],
+    QUANTIZED: [((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py')],
+}
+
+
+@pytest.fixture
+def mistakes(demo, tmp_path):
+    """name → file of every kind in MISTAKES."""
+    files = {DUAL: demo.dual, FLOAT: demo.single, QUANTIZED: demo.quantized,
+             **{name: tmp_path / f'{name}.pt' for name in MISTAKES if name not in (DUAL, FLOAT, QUANTIZED)}}
+    files['folder'].mkdir()
+    files['text'].write_text('hello')
+    files['empty'].write_bytes(b'')
+    files['cut short'].write_bytes(demo.single.read_bytes()[:-5000])
+    with zipfile.ZipFile(files['plain zip'], 'w') as file:
+        file.writestr('readme.txt', 'hello')
+    torch.save({'model': demo.float_model().state_dict()}, files['state dict'])
+    torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, files['other module'])
+    archive(files['peer'], pickle_of('models.yolo.DetectionModel', 'models.quantize.QuantUpsample'))
+    files['wrong suffix'] = tmp_path / 'weights.onnx'
+    files['wrong suffix'].write_bytes(demo.single.read_bytes())
+    return files
+
+
+def test_mistakes_name_the_file_and_what_to_do(mistakes):
+    for name, answers in MISTAKES.items():
+        for loaders, wanted in answers:
+            for load in loaders:
+                with pytest.raises(QatError, match=wanted) as error:
+                    load(mistakes[name])
+                message = str(error.value)
+                assert message.startswith(f'--weights {mistakes[name]}') and '\n' not in message, name
+
+
+def test_another_format_is_refused(demo, tmp_path):
+    ckpt = torch.load(demo.quantized, weights_only=False)
+    for quant in ({**ckpt['quant'], 'format': 2}, None):
+        torch.save({**ckpt, 'quant': quant}, tmp_path / 'new.pt')
+        with pytest.raises(QatError, match=f"new.pt: quantized checkpoint of format {2 if quant else None}"):
+            load_quantized(tmp_path / 'new.pt')
+
+
+@pytest.mark.filterwarnings('ignore:.*invalid .*escape')
+def test_damaged_files_are_mistakes_not_bugs(demo, tmp_path):
+    """Whatever bytes a file holds, judging it ends in an answer or in a QatError."""
+    whole, rng, file = demo.single.read_bytes(), random.Random(0), tmp_path / 'damaged.pt'
+    with zipfile.ZipFile(io.BytesIO(whole)) as z:
+        pickled = next(z.read(n) for n in z.namelist() if n.endswith('/data.pkl'))
+    for _ in range(60):
+        start = rng.randrange(len(pickled))
+        damaged = bytearray(pickled)
+        damaged[start:start + 8] = rng.randbytes(8)
+        for content in (bytes(damaged), pickled[:start]):
+            archive(file, content)
+            _judge(file)
+        damaged = bytearray(whole)
+        start = rng.choice([rng.randrange(len(whole)), rng.randrange(2000), len(whole) - rng.randrange(1, 20000)])
+        damaged[start:start + 16] = rng.randbytes(16)
+        file.write_bytes(damaged)
+        _judge(file)
+
+
+def _judge(file):
+    try:
+        assert kind_of(file) in ('float', 'quantized', 'foreign', 'other')
+    except QatError as e:
+        assert str(file) in str(e)
+
+
+def test_the_suggested_file_does_not_overwrite(demo):
+    with pytest.raises(QatError) as error:
+        load_float(demo.dual)
+    assert Path(str(error.value).rsplit('--save ', 1)[1]) != demo.dual

@@ -1,0 +1,120 @@
+"""Laws of float model ↔ quantized model, on every model size: nothing is lost, nothing is forgotten, nothing is patched."""
+import inspect
+from copy import deepcopy
+
+import models.common
+import models.yolo
+import pytest
+import torch
+import torch.nn as nn
+from models.common import AConv, ADown, CBFuse, RepConvN
+from models.quantize.blocks import TWINS, QuantConv2d, Twin
+from models.quantize.convert import dequantize_model, is_quantized, quantize_model
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from utils.qat.errors import QatError
+from zoo import DUAL, SINGLE, build, fuse, image, output, same
+
+
+@pytest.mark.parametrize('name', [*SINGLE, *DUAL])
+def test_every_law_on_every_model(name):
+    unfused = build(name)
+    model = fuse(deepcopy(unfused))
+    quantized = deepcopy(model)
+    done = quantize_model(quantized)
+    for law in (fusing_changes_nothing_and_is_complete, off_is_float, every_convolution_is_accounted_for,
+                only_the_ends_of_the_head_stay_float, every_other_operation_is_swapped, upstream_finds_its_attributes,
+                and_back):
+        law(unfused=unfused, model=model, quantized=quantized, done=done)
+
+
+def fusing_changes_nothing_and_is_complete(unfused, model, **_):
+    """In FP64, where nothing but a mistake makes a difference; upstream's fuse() builds layers of the default type."""
+    exact, default = unfused.double(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        for ours, theirs in zip(output(fuse(deepcopy(exact)), image().double()), output(exact, image().double()), strict=True):
+            assert ours.dtype == torch.float64 and (ours - theirs).norm() <= 1e-9 * theirs.norm()
+    finally:
+        torch.set_default_dtype(default)
+    assert not [m for m in model.modules() if isinstance(m, nn.BatchNorm2d) or isinstance(m, RepConvN) and hasattr(m, 'conv1')]
+
+
+def off_is_float(model, quantized, **_):
+    with quantizers_off(quantized):
+        assert same(output(quantized, image()), output(model, image()))
+
+
+def every_convolution_is_accounted_for(model, quantized, done, **_):
+    convs = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    after = {n for n, m in quantized.named_modules() if isinstance(m, QuantConv2d)}
+    assert after.isdisjoint(done.kept_float) and after | set(done.kept_float) == convs
+    assert after == {n for n, kind in done.swapped.items() if kind == 'Conv2d'}
+
+
+def only_the_ends_of_the_head_stay_float(model, done, **_):
+    """A branch has two towers of convolutions (box, class) on each of three levels, and one DFL."""
+    head, i = type(model.model[-1]).__name__, len(model.model) - 1
+    branches = {'Dual': 2, 'Trip': 3}.get(head[:4], 1)
+    ends = {f'model.{i}.cv{2 + tower}.{level}.2' for tower in range(2 * branches) for level in range(3)}
+    ends |= {f'model.{i}.dfl{branch or ""}.conv' for branch in (0, 2, 3)[:branches]}
+    assert set(done.kept_float) == ends and all(done.kept_float.values())
+    assert all(type(model.get_submodule(n)) is nn.Conv2d and model.get_submodule(n).kernel_size == (1, 1) for n in ends)
+
+
+def every_other_operation_is_swapped(model, quantized, done, **_):
+    left = [n for n, m in quantized.named_modules() if type(m) in TWINS and TWINS[type(m)].suits(m)]
+    assert set(left) == set(done.kept_float)
+    wanted = [type(m).__name__ for m in model.modules() if isinstance(m, (AConv, ADown, CBFuse)) or getattr(m, 'add', False)]
+    found = [kind for kind in done.swapped.values() if kind != 'Conv2d']
+    assert sorted(found) == sorted(wanted) and found
+    assert all(str(n) in done.summary() for n in (len(done.swapped), len(done.kept_float), found.count(found[0])))
+
+
+def upstream_finds_its_attributes(model, quantized, **_):
+    for ours, theirs in zip(quantized.model, model.model, strict=True):
+        assert isinstance(ours, type(theirs))
+        assert (ours.i, ours.f, ours.type, ours.np) == (theirs.i, theirs.f, theirs.type, theirs.np)
+
+
+def and_back(model, quantized, **_):
+    back = dequantize_model(deepcopy(quantized))
+    assert is_quantized(quantized) and not is_quantized(back) and not is_quantized(model) and not named_quantizers(back)
+    assert [(n, type(m)) for n, m in back.named_modules()] == [(n, type(m)) for n, m in model.named_modules()]
+    assert same(back.state_dict(), model.state_dict())
+    assert same(output(back, image()), output(model, image()))
+
+
+def test_quantized_model_has_only_quantizers_more():
+    model = fuse(build('demo'))
+    before = dict(model.named_parameters())
+    quantize_model(model)
+    assert all(p is before[n] for n, p in model.named_parameters()) and len(dict(model.named_parameters())) == len(before)
+    twins = sum(len(m.quantizer_names) for m in model.modules() if isinstance(m, Twin))
+    assert len(named_quantizers(model)) == twins, 'every quantizer belongs to a twin'
+
+
+def test_quantizing_again_changes_nothing():
+    model = fuse(build('demo'))
+    quantize_model(model)
+    kinds = [(n, type(m)) for n, m in model.named_modules()]
+    assert not quantize_model(model).swapped and [(n, type(m)) for n, m in model.named_modules()] == kinds
+
+
+def test_no_class_is_patched():
+    """Neither upstream's classes nor PyTorch's change when a model is quantized, run and turned back."""
+    spaces = [cls for module in (models.common, models.yolo, nn) for _, cls in inspect.getmembers(module, inspect.isclass)]
+    spaces += [models.common, models.yolo, nn, nn.functional, torch.Tensor]
+    model = fuse(build('demo'))
+    before = [dict(vars(space)) for space in spaces]
+    quantize_model(model)
+    with quantizers_off(model):
+        output(model, image())
+    dequantize_model(model)
+    assert [dict(vars(space)) for space in spaces] == before
+
+
+def test_a_model_without_a_detection_head_is_refused():
+    model = fuse(build('demo'))
+    model.model = model.model[:-1]
+    with pytest.raises(QatError, match='no YOLOv9 detection head'):
+        quantize_model(model)

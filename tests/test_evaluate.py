@@ -1,0 +1,180 @@
+"""Laws of the evaluator: upstream's figures on upstream's data, the same from every backend, and what can be said by hand."""
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import TREE
+from models.deploy.onnx_export import export_onnx
+from utils.qat.backends import OnnxModel, TorchModel
+from utils.qat.config import EvalConfig
+from utils.qat.data import load_data, val_loader
+from utils.qat.errors import QatError
+from utils.qat.evaluate import evaluate
+from zoo import python
+
+CPU = torch.device('cpu')
+SIZE, BATCH = 320, 4  # the images' own size: nothing is resized, so that figures by hand are exact
+FIGURES = ('ap', 'ap50', 'precision', 'recall')
+
+
+def loader_of(demo, square=False, size=SIZE):
+    config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=size, workers=0)
+    return val_loader(load_data(demo.data), config, 32, square=square)
+
+
+def metrics_of(demo, predict, loader=None, **options):
+    return evaluate(predict, loader or loader_of(demo), load_data(demo.data).names, CPU, **options)
+
+
+# ---- against upstream and between backends ------------------------------------------------------------------------------
+
+UPSTREAM = """
+import argparse, json, sys, val
+val.opt = argparse.Namespace(min_items=0)  # run() reads this global of the script
+(p, r, ap50, ap, *_), per_class, _ = val.run(sys.argv[1], sys.argv[2], batch_size=int(sys.argv[3]), imgsz=int(sys.argv[4]), device='cpu',
+    workers=0, half=False, plots=False, project=sys.argv[5], name='val')
+json.dump({'ap': ap, 'ap50': ap50, 'precision': p, 'recall': r, 'per_class': per_class.tolist()}, open(sys.argv[6], 'w'))
+"""
+
+
+def test_figures_are_those_of_upstreams_val(demo, tmp_path):
+    python('-c', UPSTREAM, demo.data, demo.single, BATCH, SIZE, tmp_path, tmp_path / 'theirs.json')
+    theirs = json.loads((tmp_path / 'theirs.json').read_text())
+    ours = metrics_of(demo, TorchModel(demo.float_model()))
+    for name in FIGURES:
+        assert abs(getattr(ours, name) - theirs[name]) < 1e-3, name
+    assert 0.3 < ours.ap < 1 and ours.images == 12
+    for row in ours.per_class:
+        assert abs(row['ap'] - theirs['per_class'][row['class']]) < 1e-3
+
+
+def test_onnx_and_torch_agree_on_square_images(demo, tmp_path):
+    model = demo.float_model()
+    loader = loader_of(demo, square=True)
+    expected = metrics_of(demo, TorchModel(model), loader)
+    for options in ({'batch': 1}, {'batch': 5}, {'dynamic': True}):  # 5 does not divide the batches: the last part is padded
+        export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), **options)
+        predict = OnnxModel(tmp_path / 'model.onnx')
+        assert (predict.nc, predict.stride, predict.names, list(predict.imgsz)) == (10, 32, model.names, [SIZE, SIZE])
+        ours = metrics_of(demo, predict, loader)
+        assert all(abs(getattr(ours, name) - getattr(expected, name)) < 1e-3 for name in FIGURES), options
+
+
+def test_the_batch_size_does_not_matter(demo):
+    """On square images; rectangles are padded to the largest of their batch."""
+    loader = loader_of(demo, square=True)
+    single = torch.utils.data.DataLoader(loader.dataset, 1, collate_fn=loader.dataset.collate_fn)
+    predict = TorchModel(demo.float_model())
+    first, second = (metrics_of(demo, predict, x) for x in (loader, single))
+    assert all(abs(getattr(first, name) - getattr(second, name)) < 1e-3 for name in FIGURES)
+
+
+def test_figures_repeat(demo):
+    predict, loader = TorchModel(demo.float_model()), loader_of(demo)
+    assert metrics_of(demo, predict, loader).plain() == metrics_of(demo, predict, loader).plain()
+
+
+def test_overall_is_the_mean_over_classes(demo):
+    metrics = metrics_of(demo, TorchModel(demo.float_model()))
+    for name in FIGURES:
+        assert np.mean([row[name] for row in metrics.per_class]) == pytest.approx(getattr(metrics, name), abs=1e-9)
+    assert sum(row['instances'] for row in metrics.per_class) == metrics.instances
+    names = load_data(demo.data).names
+    assert all(row['name'] == names[row['class']] for row in metrics.per_class)
+    assert metrics.instances == sum(len(file.read_text().splitlines()) for file in (demo.data.parent / 'labels' / 'val').iterdir())
+
+
+# ---- by hand ------------------------------------------------------------------------------------------------------------
+
+class Oracle:
+    """Predicts the labels of the images it is asked about, changed by `change(boxes xywh, classes, scores)`."""
+
+    def __init__(self, loader, change=lambda boxes, classes, scores: (boxes, classes, scores)):
+        self.batches, self.change = list(loader), change
+
+    def __call__(self, images):
+        of = next(b for b in self.batches if b[0].shape == images.shape and torch.equal(b[0].float() / 255, images))
+        targets, (height, width) = of[1], images.shape[2:]
+        out = torch.zeros(len(images), 4 + 10, 40)
+        for i in range(len(images)):
+            mine = targets[targets[:, 0] == i]
+            boxes, classes, scores = self.change(mine[:, 2:] * torch.tensor((width, height, width, height)), mine[:, 1].long(),
+                                                 torch.full((len(mine),), 0.9))
+            out[i, :4, :len(boxes)] = boxes.T
+            out[i, 4 + classes, range(len(classes))] = scores
+        return out
+
+
+ALL_RIGHT = 0.995  # what upstream's interpolation makes of a perfect result
+
+
+def narrower(share):
+    """Boxes of the same centre and height whose IoU with the truth is `share`."""
+    return lambda boxes, classes, scores: (boxes * torch.tensor((1, 1, share, 1)), classes, scores)
+
+
+@pytest.mark.parametrize('change, ap, ap50, recall', [
+    (lambda b, c, s: (b, c, s), 1, 1, 1),
+    (narrower(0.63), 0.3, 1, 1),  # right at 0.50, 0.55 and 0.60
+    (narrower(0.93), 0.9, 1, 1),
+    (narrower(0.45), 0, 0, 0),
+    (lambda b, c, s: (b, (c + 1) % 10, s), 0, 0, 0),
+    (lambda b, c, s: (b[:0], c[:0], s[:0]), 0, 0, 0),
+    (lambda b, c, s: (b, c, s * 1e-5), 0, 0, 0)],  # below --conf-thres
+    ids=['perfect', 'IoU 0.63', 'IoU 0.93', 'IoU 0.45', 'wrong class', 'nothing', 'too low'])
+def test_figures_by_hand(demo, change, ap, ap50, recall):
+    loader = loader_of(demo)
+    metrics = metrics_of(demo, Oracle(loader, change), loader)
+    assert metrics.ap == pytest.approx(ap * ALL_RIGHT, abs=1e-3) and metrics.ap50 == pytest.approx(ap50 * ALL_RIGHT, abs=1e-3)
+    assert metrics.recall == pytest.approx(recall, abs=0.01) and metrics.precision == pytest.approx(recall, abs=0.01)
+    assert metrics.images == 12 and metrics.instances > 30
+
+
+def test_thresholds_are_used(demo):
+    loader = loader_of(demo)
+    assert metrics_of(demo, Oracle(loader), loader, conf_thres=0.95).ap == 0
+    assert metrics_of(demo, Oracle(loader), loader, max_det=1).recall < 0.5
+
+
+def test_detections_are_written_in_pixels_of_the_original(demo, tmp_path):
+    loader = loader_of(demo)
+    metrics = metrics_of(demo, Oracle(loader), loader, predictions_file=tmp_path / 'predictions.json')
+    rows = json.loads((tmp_path / 'predictions.json').read_text())
+    assert len(rows) == metrics.instances
+    import cv2
+    for file in sorted((demo.data.parent / 'labels' / 'val').iterdir()):
+        height, width = cv2.imread(str(demo.data.parent / 'images' / 'val' / f'{file.stem}.jpg')).shape[:2]
+        wanted = []
+        for line in file.read_text().splitlines():
+            c, x, y, w, h = map(float, line.split())
+            wanted.append((c, (x - w / 2) * width, (y - h / 2) * height, w * width, h * height))
+        found = [(row['category_id'], *row['bbox']) for row in rows if row['image_id'] == int(file.stem)]
+        assert np.abs(np.array(sorted(wanted)) - np.array(sorted(found))).max() < 0.01, file.name
+
+
+def test_pycocotools_agrees_on_perfect_and_on_nothing(demo, tmp_path):
+    """Through COCO's own scorer and category numbers (1 to 11 for the first classes)."""
+    loader = loader_of(demo)
+    metrics_of(demo, Oracle(loader), loader, predictions_file=tmp_path / 'p.json')
+    truth = [{**row, 'id': i, 'area': row['bbox'][2] * row['bbox'][3], 'iscrowd': 0, 'category_id': row['category_id'] + 1}
+             for i, row in enumerate(json.loads((tmp_path / 'p.json').read_text()), 1)]
+    (tmp_path / 'instances.json').write_text(json.dumps({
+        'images': [{'id': i} for i in {row['image_id'] for row in truth}], 'annotations': truth,
+        'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)]}))
+    perfect = metrics_of(demo, Oracle(loader), loader, annotations=tmp_path / 'instances.json')
+    assert perfect.coco['ap'] == pytest.approx(1, abs=1e-3) and perfect.coco['ap50'] == pytest.approx(1, abs=1e-3)
+    nothing = metrics_of(demo, Oracle(loader, lambda b, c, s: (b[:0], c[:0], s[:0])), loader, annotations=tmp_path / 'instances.json')
+    assert nothing.coco['ap'] == 0 and nothing.ap == 0
+
+
+def test_without_labels_there_is_nothing_to_score(demo, tmp_path):
+    loader = loader_of(demo)
+    unlabelled = [(images, targets[:0], paths, shapes) for images, targets, paths, shapes in loader]
+    with pytest.raises(QatError, match='no labels.*val: in --data'):
+        metrics_of(demo, Oracle(loader), unlabelled)
+
+
+def test_upstream_is_asked_in_the_patched_tree():
+    import val
+    assert str(TREE) in val.__file__

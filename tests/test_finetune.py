@@ -1,0 +1,156 @@
+"""Laws of fine-tuning: it learns, repeats itself, moves weights and nothing else, and stops at what is not finite."""
+import math
+
+import pytest
+import torch
+from models.quantize.finetune import distillation_loss, finetune, supervised_layers
+from models.quantize.quantizers import quantizers_off
+from utils.qat.errors import QatError
+from zoo import build, image, output, same, settings, state
+
+LOADER = [image(96, 2, seed) for seed in range(4)]
+
+
+def run(demo, loader=LOADER, **changes):
+    """(student, [Epoch, ...]) after fine-tuning the calibrated demo model."""
+    student = demo.quantized_model()
+    return student, list(finetune(student, demo.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes})))
+
+
+def test_the_loss_falls_and_the_student_comes_closer(demo):
+    student, epochs = run(demo, epochs=3)
+    assert [e.number for e in epochs] == [1, 2, 3] and [e.steps for e in epochs] == [4, 4, 4]
+    assert epochs[2].loss < epochs[1].loss < epochs[0].loss < 1 and all(e.seconds > 0 for e in epochs)
+
+    def distance(model):
+        ours, theirs = output(model.eval(), LOADER[0]), output(demo.float_model(), LOADER[0])
+        return sum(((a - b).norm() / b.norm()).item() for a, b in zip(ours[1:], theirs[1:], strict=True))  # raw maps
+
+    assert distance(student) < distance(demo.quantized_model())
+
+
+def test_same_start_same_end(demo):
+    (first, epochs), (second, again) = run(demo), run(demo)
+    assert same(state(first), state(second)) and [e.loss for e in epochs] == [e.loss for e in again]
+
+
+def test_only_weights_move(demo):
+    before, after = state(demo.quantized_model()), state(run(demo, epochs=1)[0])
+    moved = {k for k in before if not torch.equal(before[k], after[k])}
+    fixed = {k for k in before if k.endswith(('._amax', '._zero_point')) or '.dfl.' in k}
+    assert before.keys() == after.keys() and fixed and not moved & fixed
+    assert {k.rsplit('.', 1)[1] for k in moved} == {'weight', 'bias'}
+    assert moved == before.keys() - fixed, 'every convolution learns, the float ends of the head too'
+
+
+def test_the_teacher_stays_as_it_is(demo):
+    teacher = demo.float_model()
+    before = state(teacher)
+    flags = [p.requires_grad for p in teacher.parameters()]
+    list(finetune(demo.quantized_model(), teacher, LOADER, settings(epochs=1, iters=2)))
+    assert same(state(teacher), before) and [p.requires_grad for p in teacher.parameters()] == flags
+    assert not any(p.grad is not None for p in teacher.parameters())
+    assert not any(m._forward_hooks for m in teacher.modules())
+
+
+def test_nothing_is_left_on_the_student(demo):
+    student, _ = run(demo, epochs=1, iters=1)
+    assert not any(m._forward_hooks for m in student.modules()) and not any(p.grad is not None for p in student.parameters())
+    with torch.no_grad():
+        decoded, raw = student.eval()(LOADER[0])
+    assert decoded.shape[1] == 14 and len(raw) == 3
+
+
+def test_an_epoch_is_at_most_iters_and_at_most_the_loader(demo):
+    assert [e.steps for e in run(demo, iters=3)[1]] == [3, 3]
+    assert [e.steps for e in run(demo, iters=100, epochs=1)[1]] == [4]
+
+
+def test_the_caller_sees_every_epoch_before_the_next_begins(demo):
+    student = demo.quantized_model()
+    seen = [state(student)]
+    for _ in finetune(student, demo.float_model(), LOADER, settings(epochs=2, iters=1)):
+        seen.append(state(student))
+    assert len(seen) == 3 and not same(seen[0], seen[1]) and not same(seen[1], seen[2])
+
+
+def test_progress_wraps_the_batches(demo):
+    calls = []
+
+    def progress(batches, epoch, steps):
+        calls.append((epoch, steps))
+        return batches
+
+    list(finetune(demo.quantized_model(), demo.float_model(), LOADER, settings(epochs=2, iters=3), progress))
+    assert calls == [(1, 3), (2, 3)]
+
+
+# ---- what is not finite -------------------------------------------------------------------------------------------------
+
+class Loader(list):
+    """Good batches in the first epoch, a bad one in the second."""
+
+    def __iter__(self):
+        self.epoch = getattr(self, 'epoch', 0) + 1
+        yield from LOADER[:2] if self.epoch == 1 else [LOADER[2], torch.full_like(LOADER[0], math.nan)]
+
+
+def test_not_finite_stops_and_keeps_what_was_learnt(demo):
+    student = demo.quantized_model()
+    epochs = finetune(student, demo.float_model(), Loader(LOADER), settings(epochs=3, iters=2))
+    assert next(epochs).number == 1
+    with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'):
+        next(epochs)
+    assert all(t.isfinite().all() for t in state(student).values()), 'the bad step was not taken'
+    assert not any(m._forward_hooks for m in student.modules())
+
+
+def test_the_layer_at_fault_is_named(demo):
+    student = demo.quantized_model()
+    index = 5
+    list(student.model[index].parameters())[-1].data.fill_(math.inf)  # a bias: INT8 would clamp a weight
+    with pytest.raises(QatError, match=rf'not finite from layer model\.{index} on \(epoch 1\)'):
+        list(finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1)))
+
+
+def test_a_gradient_that_is_not_finite_is_not_followed(demo):
+    """One overflow in the backward pass: the loss is fine, and the step would turn every weight into NaN."""
+    student = demo.quantized_model()
+    before = state(student)
+    student.model[3].cv1.conv.weight.requires_grad_(True).register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(QatError, match=r'gradient of model\.3\.cv1\.conv\.weight is not finite \(epoch 1\)'):
+        list(finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1)))
+    assert same(state(student), before)
+
+
+# ---- what is supervised -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('stride', [1, 2, 3, 7, 1000])
+def test_supervision_stride(stride):
+    model = build('demo')
+    weighted = [i for i, layer in enumerate(model.model) if list(layer.parameters())]
+    chosen = supervised_layers(model, stride)
+    assert chosen == sorted(set(chosen)) and set(chosen) <= set(weighted) and chosen[-1] == len(model.model) - 1
+    assert len(chosen) == math.ceil((len(weighted) - 1) / stride) + 1
+    places = [weighted.index(i) for i in chosen[:-1]]
+    assert all(b - a == stride for a, b in zip(places, places[1:])) and places[-1] == len(weighted) - 2
+
+
+def test_fewer_layers_are_another_loss(demo):
+    assert run(demo, epochs=1, iters=1)[1][0].loss != run(demo, epochs=1, iters=1, supervision_stride=3)[1][0].loss
+
+
+def test_distillation_loss_by_hand():
+    teacher = {0: [torch.tensor([3.0, 4.0])], 2: [torch.tensor([2.0]), torch.tensor([0.0])]}
+    student = {0: [torch.tensor([3.0, 3.0])], 2: [torch.tensor([1.0]), torch.tensor([1.0])]}
+    loss, terms = distillation_loss(student, teacher)
+    assert terms[0].item() == pytest.approx(1 / 25) and terms[2].item() == pytest.approx(2 / 4)
+    assert loss.item() == pytest.approx((1 / 25 + 2 / 4) / 2)
+    assert distillation_loss(teacher, teacher)[0] == 0
+
+
+def test_a_student_without_quantizers_has_nothing_to_learn(demo):
+    student = demo.quantized_model()
+    with quantizers_off(student):
+        [epoch] = finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1))
+    assert epoch.loss == 0

@@ -1,0 +1,296 @@
+"""Laws of ONNX export: the file computes what the model computes, with the very same scales, or there is no file."""
+import ast
+import math
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from models.deploy.onnx_export import FLOAT_LIMIT, INT8_LIMIT, export_onnx
+from models.quantize.blocks import QuantConv2d
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from onnx import TensorProto, helper, numpy_helper
+from utils.qat import onnx_passes
+from utils.qat.errors import QatError
+from zoo import image, output, same, state
+
+
+def run_onnx(model, feeds):
+    """Outputs of an ONNX model (or file) in ONNX Runtime, nothing optimized away: what the graph says, node by node."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider']).run(None, feeds)
+
+
+def relative(ours, theirs):
+    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+
+
+def logit(scores):
+    scores = np.clip(scores.astype(np.float64), 1e-6, 1 - 1e-6)
+    return np.log(scores / (1 - scores))
+
+
+# ---- whole models -------------------------------------------------------------------------------------------------------
+
+EXPORTS = [('float', {}), ('float', {'dynamic': True, 'simplify': True, 'opset': 13}), ('quantized', {'opset': 13}),
+           ('quantized', {'dynamic': True, 'simplify': True, 'opset': 13}), ('quantized', {'simplify': True, 'batch': 2}),
+           ('quantized', {'dynamic': True, 'imgsz': (64, 96), 'inplace': True}), ('quantized', {'opset': 20})]
+
+
+@pytest.mark.parametrize('kind, options', EXPORTS, ids=lambda x: x if isinstance(x, str) else '-'.join(map(str, x)) or 'defaults')
+def test_every_law_on_every_export(demo, tmp_path, kind, options):
+    model = demo.float_model() if kind == 'float' else demo.quantized_model()
+    before, expected_before = state(model), output(model, image(96))
+    options = {'imgsz': (96, 96), **options}
+    (height, width), batch = options['imgsz'], options.get('batch', 1)
+    file = tmp_path / 'model.onnx'
+    done = export_onnx(model, file, **options)
+    graph = onnx.load(file)
+
+    # the file
+    onnx.checker.check_model(graph, full_check=True)
+    assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
+    assert next(o.version for o in graph.opset_import if o.domain in ('', 'ai.onnx')) == options.get('opset', 17)
+    meta = {p.key: p.value for p in graph.metadata_props}
+    assert int(meta['stride']) == 32 and ast.literal_eval(meta['names']) == model.names
+    [given], [returned] = graph.graph.input, graph.graph.output
+    anchors = sum(height * width // stride ** 2 for stride in (8, 16, 32))
+    first = 'batch' if options.get('dynamic') else batch
+    assert (given.name, dims(given)) == ('images', [first, 3, height, width])
+    assert (returned.name, dims(returned)) == ('output0', [first, 14, anchors])
+
+    # what it computes
+    for n in (1, 3) if options.get('dynamic') else (batch,):
+        images = torch.rand(n, 3, height, width, generator=torch.Generator().manual_seed(n))
+        [ours] = run_onnx(file, {'images': images.numpy()})
+        theirs = output(model, images)[0].numpy()
+        assert ours.shape == theirs.shape == (n, 14, anchors)
+        assert relative(ours[:, :4], theirs[:, :4]) <= (1e-4 if kind == 'float' else INT8_LIMIT)
+        assert relative(logit(ours[:, 4:]), logit(theirs[:, 4:])) <= (FLOAT_LIMIT if kind == 'float' else INT8_LIMIT)
+        assert kind != 'float' or np.abs(ours[:, 4:] - theirs[:, 4:]).max() <= 1e-4
+    assert done.limit == (FLOAT_LIMIT if kind == 'float' else INT8_LIMIT) and max(done.boxes, done.scores) <= done.limit
+
+    # its scales
+    assert done.qdq == onnx_passes.count_qdq(graph)
+    if kind == 'float':
+        assert done.qdq == (0, 0)
+    else:
+        assert scales_of(graph) == {q.scale.numpy().tobytes() for _, q in named_quantizers(model)}
+        assert_int8(graph, model)
+
+    # the model is as it was
+    assert same(state(model), before) and same(output(model, image(96)), expected_before)
+
+
+def dims(value):
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def scales_of(graph):
+    """Bytes of the scale of every QuantizeLinear."""
+    values = onnx_passes.constants(graph)
+    return {np.asarray(values[n.input[1]]).tobytes() for n in graph.graph.node if n.op_type == 'QuantizeLinear'}
+
+
+def assert_int8(graph, model):
+    """Zero points are INT8 zeros, weights are quantized along axis 0, and every quantized convolution reads two DQ."""
+    values = onnx_passes.constants(graph)
+    made_by = {o: n for n in graph.graph.node for o in n.output}
+    for node in graph.graph.node:
+        if node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
+            zero = values[node.input[2]]
+            assert zero.dtype == np.int8 and not zero.any()
+            if values[node.input[1]].ndim:
+                assert {a.name: helper.get_attribute_value(a) for a in node.attribute}['axis'] == 0
+    convs = [n for n in graph.graph.node if n.op_type == 'Conv']
+    int8 = [n for n in convs if all(made_by.get(i) is not None and made_by[i].op_type == 'DequantizeLinear' for i in n.input[:2])]
+    assert len(int8) == sum(isinstance(m, QuantConv2d) for m in model.modules())
+    assert all(not any(made_by.get(i) is not None and made_by[i].op_type == 'DequantizeLinear' for i in n.input)
+               for n in convs if n not in int8), 'float convolutions are all float'
+
+
+def test_int8_is_not_float(demo, tmp_path):
+    """The limit of INT8 is worth something: the float model is farther from the quantized one than ONNX Runtime is."""
+    model, images = demo.quantized_model(), image(96)
+    export_onnx(model, tmp_path / 'model.onnx', (96, 96))
+    [ours] = run_onnx(tmp_path / 'model.onnx', {'images': images.numpy()})
+    with quantizers_off(model):
+        floating = output(model, images)[0].numpy()
+    theirs = output(model, images)[0].numpy()
+    assert relative(ours[:, :4], theirs[:, :4]) < relative(floating[:, :4], theirs[:, :4])
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------------
+
+def test_a_model_that_is_not_finite_leaves_the_old_file(demo, tmp_path):
+    (tmp_path / 'model.onnx').write_bytes(b'the old one')
+    model = demo.float_model()
+    next(model.parameters()).data.fill_(math.nan)
+    with pytest.raises(QatError, match='no file was written'):
+        export_onnx(model, tmp_path / 'model.onnx', (96, 96))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'model.onnx': b'the old one'}
+
+
+def test_an_unknown_opset_leaves_no_file(demo, tmp_path):
+    with pytest.raises(Exception):  # whatever PyTorch says
+        export_onnx(demo.float_model(), tmp_path / 'model.onnx', (96, 96), opset=99)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_scales_leaves_no_file(demo, tmp_path):
+    model = demo.quantized_model()
+    q = named_quantizers(model)[0][1]
+    del q._amax
+    with pytest.raises(AttributeError):
+        export_onnx(model, tmp_path / 'model.onnx', (96, 96))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- passes, on graphs made by hand -------------------------------------------------------------------------------------
+
+FLOAT = TensorProto.FLOAT
+
+
+def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17):
+    values = {'scale': np.float32(0.1), 'same scale': np.float32(0.1), 'other scale': np.float32(0.2), 'zero': np.int8(0),
+              'same zero': np.int8(0), 'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), **(initializers or {})}
+    used = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('x', FLOAT, shape)],
+                              [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
+                              [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
+    onnx.checker.check_model(model)
+    return model
+
+
+def q(given, out, scale='scale', zero='zero', **attributes):
+    return helper.make_node('QuantizeLinear', [given, scale, zero], [out], **attributes)
+
+
+def dq(given, out, scale='scale', zero='zero', **attributes):
+    return helper.make_node('DequantizeLinear', [given, scale, zero], [out], **attributes)
+
+
+def node(op, *names, **attributes):
+    return helper.make_node(op, list(names[:-1]), [names[-1]], **attributes)
+
+
+def pair(given, out, **options):
+    return [q(given, f'{out} int8', **options), dq(f'{out} int8', out, **options)]
+
+
+TWICE = [*pair('x', 'a'), *pair('x', 'b'), node('Relu', 'a', 'c'), node('MatMul', 'b', 'weight', 'd'), node('Add', 'c', 'd', 'y')]
+GRAPHS = {  # name → graph, and the Q and DQ that merging leaves
+    'twice': (graph_of(TWICE), (1, 1)),
+    'equal constants under two names': (graph_of([*pair('x', 'a'), *pair('x', 'b', scale='same scale', zero='same zero'),
+                                                  node('Add', 'a', 'b', 'y')]), (1, 1)),
+    'two scales': (graph_of([*pair('x', 'a'), *pair('x', 'b', scale='other scale'), node('Add', 'a', 'b', 'y')]), (2, 2)),
+    'two tensors': (graph_of([node('Relu', 'x', 'r'), *pair('x', 'a'), *pair('r', 'b'), node('Add', 'a', 'b', 'y')]), (2, 2)),
+    'one after the other': (graph_of([*pair('x', 'a'), *pair('a', 'b'), *pair('a', 'c'), node('Add', 'b', 'c', 'y')]), (2, 2)),
+    'two axes': (graph_of([*pair('weight', 'a', scale='scales', zero='zeros', axis=0), *pair('weight', 'b', scale='scales', zero='zeros', axis=1),
+                           node('MatMul', 'x', 'a', 'c'), node('MatMul', 'c', 'b', 'y')],
+                          initializers={'scales': np.float32([0.1, 0.2, 0.3]), 'zeros': np.zeros(3, np.int8)}), (2, 2)),
+    'constants as nodes': (graph_of([helper.make_node('Constant', [], ['s1'], value=numpy_helper.from_array(np.float32(0.1))),
+                                     helper.make_node('Constant', [], ['s2'], value=numpy_helper.from_array(np.float32(0.1))),
+                                     *pair('x', 'a', scale='s1'), *pair('x', 'b', scale='s2'), node('Add', 'a', 'b', 'y')]), (1, 1)),
+    'identities': (graph_of([node('Identity', 'x', 'i'), node('Identity', 'i', 'j'), *pair('j', 'a'), *pair('x', 'b'),
+                             node('Add', 'a', 'b', 'c'), node('Identity', 'c', 'y')]), (2, 2)),
+    'pooled twice': (graph_of([*(n for side in 'ab' for n in (
+        *pair('x', f'{side}1'), node('AveragePool', f'{side}1', f'{side}2', kernel_shape=[2]), *pair(f'{side}2', f'{side}3'))),
+        node('Add', 'a3', 'b3', 'y')], shape=(2, 3, 5), returns=(2, 3, 4)), (2, 2)),
+    'pooled in two ways': (graph_of([*(n for side, pad in (('a', 0), ('b', 1)) for n in (
+        *pair('x', f'{side}1'), node('AveragePool', f'{side}1', f'{side}2', kernel_shape=[3], pads=[1, 1], count_include_pad=pad),
+        *pair(f'{side}2', f'{side}3'))), node('Add', 'a3', 'b3', 'y')], shape=(2, 3, 5)), (3, 3)),
+    'split twice': (graph_of([helper.make_node('Split', ['x'], [f'{side}1', f'{side}2'], axis=1, num_outputs=2) for side in 'ab']
+                             + [node('Add', 'a1', 'b2', 'y')], shape=(2, 4), returns=(2, 2), opset=18), (0, 0)),
+    'none': (graph_of([node('Relu', 'x', 'y')]), (0, 0)),
+}
+
+
+def x_of(model):
+    return {'x': np.random.default_rng(0).normal(size=dims(model.graph.input[0])).astype(np.float32)}
+
+
+def copy(model):
+    return onnx.ModelProto.FromString(model.SerializeToString())
+
+
+@pytest.mark.parametrize('merge', [onnx_passes.merge_duplicates, onnx_passes.remove_identities])
+@pytest.mark.parametrize('name', GRAPHS)
+def test_passes_change_no_output_and_are_idempotent(name, merge):
+    model, _ = GRAPHS[name]
+    once = merge(copy(model))
+    onnx.checker.check_model(once, full_check=True)
+    assert all(np.array_equal(a, b) for a, b in zip(run_onnx(once, x_of(model)), run_onnx(model, x_of(model)), strict=True))
+    assert [o.name for o in once.graph.output] == [o.name for o in model.graph.output]
+    assert merge(copy(once)) == once
+
+
+@pytest.mark.parametrize('name', GRAPHS)
+def test_merging_leaves_one_pair_per_tensor_and_scale(name):
+    model, left = GRAPHS[name]
+    assert onnx_passes.count_qdq(onnx_passes.merge_duplicates(copy(model))) == left
+    assert onnx_passes.count_qdq(onnx_passes.remove_identities(copy(model))) == onnx_passes.count_qdq(model)
+
+
+@pytest.mark.parametrize('name, op', [('pooled twice', 'AveragePool'), ('split twice', 'Split')])
+def test_other_duplicates_go_too(name, op):
+    left = onnx_passes.merge_duplicates(copy(GRAPHS[name][0]))
+    assert [n.op_type for n in left.graph.node].count(op) == 1
+
+
+def test_identities_go_but_for_the_output():
+    model, _ = GRAPHS['identities']
+    left = onnx_passes.remove_identities(copy(model))
+    assert [n.output[0] for n in left.graph.node if n.op_type == 'Identity'] == ['y']
+    assert onnx_passes.count_qdq(onnx_passes.merge_duplicates(left)) == (1, 1), 'now both read x'
+
+
+def test_two_outputs_of_equal_pairs_both_stay():
+    """Merging must not take away a tensor that the graph returns."""
+    model = graph_of([*pair('x', 'y'), *pair('x', 'z')], outputs=('y', 'z'))
+    merged = onnx_passes.merge_duplicates(copy(model))
+    onnx.checker.check_model(merged, full_check=True)
+    assert all(np.array_equal(a, b) for a, b in zip(run_onnx(merged, x_of(model)), run_onnx(model, x_of(model)), strict=True))
+
+
+def test_check_scales_is_exact():
+    model, _ = GRAPHS['two scales']
+    good = [np.float32(0.2), np.float32(0.1), np.float32(0.1)]
+    onnx_passes.check_scales(model, good)
+    for bad in ([np.float32(0.1)], [*good, np.float32(0.3)], [np.float32(0.2), np.nextafter(np.float32(0.1), np.float32(1))], []):
+        with pytest.raises(QatError, match='scales'):
+            onnx_passes.check_scales(model, bad)
+
+
+def test_check_scales_of_a_model(demo, tmp_path):
+    model = demo.quantized_model()
+    export_onnx(model, tmp_path / 'model.onnx', (96, 96))
+    graph, scales = onnx.load(tmp_path / 'model.onnx'), [q.scale.numpy() for _, q in named_quantizers(model)]
+    onnx_passes.check_scales(graph, scales)
+    with pytest.raises(QatError):
+        onnx_passes.check_scales(graph, [*scales[:-1], np.nextafter(scales[-1], np.float32(9))])
+
+
+def test_simplify_keeps_pairs_and_outputs():
+    model, _ = GRAPHS['two axes']
+    slim = onnx_passes.simplify(copy(model))
+    assert onnx_passes.count_qdq(slim) == (2, 2) and np.array_equal(run_onnx(slim, x_of(model))[0], run_onnx(model, x_of(model))[0])
+
+
+def test_simplify_that_would_drop_a_pair_is_refused():
+    model = graph_of([*pair('x', 'unused'), *pair('x', 'a', scale='other scale'), node('Relu', 'a', 'y')])
+    with pytest.raises(QatError, match=r'--simplify: .*from \(2, 2\) to \(1, 1\); export without --simplify'):
+        onnx_passes.simplify(model)
+
+
+def test_metadata_and_shapes_are_written():
+    model = onnx_passes.set_metadata(copy(GRAPHS['none'][0]), stride=32, names={0: 'a "b"'})
+    onnx_passes.set_metadata(model, stride=16)
+    assert {p.key: p.value for p in model.metadata_props} == {'stride': '16', 'names': str({0: 'a "b"'})}
+    onnx_passes.set_output_shape(model, 'batch', 3)
+    assert dims(model.graph.output[0]) == ['batch', 3]

@@ -1,0 +1,189 @@
+"""Laws of dual-branch → single-branch: same main outputs, the parameters of the single model and no others."""
+import math
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FULL_TREE, TREE
+from models.quantize.checkpoint import load_float, sha256
+from models.quantize.reparameterize import largest_difference, reparameterize
+from utils.qat.errors import QatError, run_command
+from utils.qat.log import quiet_upstream
+from zoo import build, config, config_file, full, image, output, program, python, same, state
+
+TWIN_OF = {**{f'yolov9-{size}': f'gelan-{size}' for size in 'tsmce'}, 'yolov9-cf': 'gelan-c'}
+CUSTOM = config('demo')['head']
+CUSTOM = {'nc': 1, 'head': [*CUSTOM[:13], [-1, 1, 'RepNCSPELAN4', [56, 80, 24, 2]], *CUSTOM[14:]]}  # another P3 output
+MODELS = [pytest.param('demo', {'nc': 7}, id='demo'), pytest.param('demo', CUSTOM, id='custom'),
+          pytest.param('yolov9-t', {'nc': 5, 'width_multiple': 0.5}, id='custom width', marks=pytest.mark.full_tree),
+          *(pytest.param(p.values[0], {'nc': nc}, id=p.values[0], marks=p.marks)
+            for p, nc in zip(full(*TWIN_OF, 'yolov9-c-dseg'), (1, 2, 3, 80, 11, 4, 5)))]
+# (gelan-c-dseg.yaml is not the main branch of yolov9-c-dseg.yaml: their last blocks differ in depth)
+
+
+def main_branch(dual_output):
+    """Of what a Dual (or Triple) model returns in eval mode: the decoded predictions of its last branch."""
+    decoded = dual_output[0]
+    return decoded if isinstance(decoded, torch.Tensor) else decoded[-1]
+
+
+def shapes(model):
+    return {k: tuple(v.shape) for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize('name, changes', MODELS)
+def test_every_law_on_every_model(name, changes):
+    dual = build(name, **changes)
+    before = state(dual)
+    with quiet_upstream():
+        done = reparameterize(dual)
+        single = done.model
+        rebuilt = type(single)(single.yaml).eval()
+
+    # the main branch's outputs, and nothing of the auxiliary one
+    with torch.no_grad():
+        ours, theirs = single(image())[0], main_branch(dual(image()))
+    assert torch.equal(ours, theirs) and ours.isfinite().all() and ours.std() > 0
+    assert largest_difference(dual, single) == 0
+    assert same(state(dual), before), 'the dual model is not changed'
+    assert sum(p.numel() for p in single.parameters()) < sum(p.numel() for p in dual.parameters())
+
+    # what came along
+    assert single.names == dual.names and single.nc == single.yaml['nc'] == single.model[-1].nc == changes['nc']
+    assert torch.equal(single.stride, dual.stride) and torch.equal(single.model[-1].stride, dual.stride)
+    assert not single.training and type(single) is type(dual)
+
+    # every layer is kept or dropped
+    assert sorted([*done.kept, *done.dropped]) in (list(range(len(dual.model) - 1)), list(range(1, len(dual.model) - 1)))
+    assert [m.i for m in single.model] == list(range(len(done.kept) + 1)) and type(single.model[-1]).__name__ == done.head
+    assert [type(m) for m in single.model[:-1]] == [type(dual.model[i]) for i in done.kept]
+
+    # its YAML makes the same model
+    rebuilt.load_state_dict(single.state_dict(), strict=True)
+    with torch.no_grad():
+        assert torch.equal(rebuilt(image())[0], ours)
+
+    # upstream's own single model has the same parameters
+    if name in TWIN_OF:
+        with quiet_upstream():
+            twin = type(single)(config(TWIN_OF[name], **changes)).eval()
+        assert shapes(single) == shapes(twin)
+        twin.load_state_dict(single.state_dict(), strict=True)
+        with torch.no_grad():
+            assert torch.equal(twin(image())[0], ours)
+
+
+OTHER_HEADS = {'DualDetect': ('Detect', 2), 'TripleDetect': ('Detect', 3), 'TripleDDetect': ('DDetect', 3)}
+
+
+@pytest.mark.parametrize('head', OTHER_HEADS)
+def test_other_heads(head):
+    single, branches = OTHER_HEADS[head]
+    rows = config('demo')['head']
+    inputs = [28, 25, 22, *[35, 38, 41] * (branches - 1)]  # of three branches, the last two share their inputs
+    dual = build('demo', head=[*rows[:-1], [inputs, 1, head, ['nc']]])
+    with quiet_upstream():
+        done = reparameterize(dual)
+    assert done.head == single and done.dropped == [0, *range(22, 29)]
+    with torch.no_grad():
+        decoded, ours = dual(image())[0], done.model(image())[0]
+    assert torch.equal(ours, main_branch([decoded]))
+    if isinstance(decoded, list):  # TripleDDetect decodes its last branch only
+        assert len(decoded) == branches and not any(torch.equal(ours, auxiliary) for auxiliary in decoded[:-1])
+
+
+def test_a_broken_auxiliary_branch_does_not_matter():
+    dual = build('demo')
+    with quiet_upstream():
+        expected = output(reparameterize(dual).model, image())
+        for i in range(22, 29):  # as the demo's YAML says
+            for p in dual.model[i].parameters():
+                p.data.fill_(math.nan)
+        assert same(output(reparameterize(dual).model, image()), expected)
+
+
+def test_a_single_model_has_nothing_to_remove():
+    with quiet_upstream():
+        single = reparameterize(build('demo')).model
+        with pytest.raises(QatError, match='the head is DDetect: only .*DualDDetect.* auxiliary branch'):
+            reparameterize(single)
+
+
+def test_parameters_that_do_not_fit_are_named():
+    dual = build('demo')
+    dual.model[-1].cv5[0].register_parameter('surplus', torch.nn.Parameter(torch.zeros(1)))
+    with quiet_upstream(), pytest.raises(QatError, match=r'1 parameters do not match, the first is model\.\d+\.cv3\.0\.surplus'):
+        reparameterize(dual)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+def test_command_converts(demo, tmp_path):
+    before = sha256(demo.dual)
+    out = python('reparameterization.py', '--weights', demo.dual, '--save', tmp_path / 'out.pt', '--classes_num', 10)
+    assert sha256(demo.dual) == before and [p.name for p in tmp_path.iterdir()] == ['out.pt']
+    model = torch.load(tmp_path / 'out.pt', weights_only=False)['model']
+    assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
+    assert same(output(load_float(tmp_path / 'out.pt'), image()), output(demo.float_model(), image()))
+    for word in ('DualDDetect', 'DDetect', 'layers', 'parameters', f'{sum(p.numel() for p in model.parameters()):,}', 'classes     10',
+                 f'python qat.py quantize --weights {tmp_path / "out.pt"}'):
+        assert word in out
+    assert out.count('\n') <= 10 and 'model.0.' not in out, 'a summary, not a line per tensor'
+
+
+def mistakes(demo, folder):
+    """arguments → what the one line names."""
+    save = ('--save', folder / 'out.pt')
+    yield ('--weights', demo.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
+    yield ('--weights', demo.single, *save), 'DDetect.*DualDDetect'
+    yield ('--weights', demo.quantized, *save), 'already quantized'
+    yield ('--weights', folder / 'none.pt', *save), '--weights .*none.pt: no such file'
+    yield ('--weights', demo.dual, '--save', demo.dual), '--save'
+    yield ('--weights', demo.dual, '--save', folder / 'out.onnx'), '--save .*out.onnx.*pt'
+    yield ('--weights', demo.dual, *save, '--cfg', folder / 'none.yaml'), '--cfg .*none.yaml: no such file'
+    yield ('--weights', demo.dual, *save, '--model', 'x'), '--model.*t.*s.*m.*c.*e'
+    yield ('--weights', demo.dual, *save, '--cfg', config_file('demo')), '--cfg .*yolov9-demo.yaml.*another model'
+    if FULL_TREE:
+        yield ('--weights', demo.dual, *save, '--model', 'c'), '--model c.*gelan-c.yaml.*leave --model out'
+        yield ('--weights', demo.dual, *save, '--cfg', config_file('gelan-t')), '--cfg .*gelan-t.yaml.*another model'
+
+
+def test_command_names_every_mistake(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(TREE)
+    main, before = program('reparameterization.py').main, sha256(demo.dual)
+    for arguments, wanted in mistakes(demo, tmp_path):
+        assert run_command(main, list(map(str, arguments))) == 2, arguments
+        [line] = capsys.readouterr().err.strip().splitlines()
+        assert re.search(wanted, line), line
+        assert not list(tmp_path.iterdir()), arguments
+    assert sha256(demo.dual) == before
+
+
+@pytest.mark.skipif(FULL_TREE, reason='this tree has the configs that --model is checked against')
+def test_model_goes_unchecked_where_the_tree_has_no_configs(demo, tmp_path):
+    out = python('reparameterization.py', '--weights', demo.dual, '--save', tmp_path / 'out.pt', '--model', 'c')
+    assert '--model c is not checked' in out and (tmp_path / 'out.pt').exists()
+
+
+@pytest.mark.full_tree
+def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
+    monkeypatch.chdir(TREE)
+    torch.save({'model': build('yolov9-t', nc=3).half(), 'ema': None}, tmp_path / 'dual.pt')
+    program('reparameterization.py').main(list(map(str, (
+        '--weights', tmp_path / 'dual.pt', '--save', tmp_path / 'out.pt', '--model', 't', '--classes_num', 3,
+        '--cfg', config_file('gelan-t'), '--device', 'cpu'))))
+    assert load_float(tmp_path / 'out.pt').nc == 3
+
+
+def test_a_full_disk_leaves_no_half_file(demo, tmp_path):
+    """The file-size limit of the process stands in for the disk: the write itself fails half-way."""
+    (tmp_path / 'out.pt').write_bytes(b'the old one')
+    limit = Path(demo.single).stat().st_size // 2
+    python('-c', 'import runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n'
+                 'try:\n    runpy.run_path("reparameterization.py", run_name="__main__")\n'
+                 'except SystemExit as e:\n    sys.exit(7 if e.code else 0)\nexcept Exception:\n    sys.exit(7)',
+           '--weights', demo.dual, '--save', tmp_path / 'out.pt', code=7,
+           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'out.pt': b'the old one'}

@@ -1,0 +1,173 @@
+"""Models for the tests: real upstream ones, built quietly, with weights that make a difference; and the demo's, trained.
+
+In: the patched tree, which conftest.py puts on sys.path before it imports this file. Out: functions that build models,
+the configs as pytest parameters, and session fixtures for what is dear (per pytest-xdist worker, so keep them cheap).
+"""
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import REPO, TREE
+from models.quantize import checkpoint
+from models.quantize.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.reparameterize import reparameterize
+from models.yolo import DetectionModel, SegmentationModel
+from utils.qat.config import QuantizeConfig
+from utils.qat.data import calibration_images, load_data
+from utils.qat.log import quiet_upstream
+
+torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
+
+DEMO = REPO / 'demo' / 'yolov9-demo.yaml'
+SIZE = 64  # pixels; the strides end at 32
+
+
+def full(*names):
+    """Pytest parameters for configs that only the full upstream tree has."""
+    return [pytest.param(name, marks=pytest.mark.full_tree) for name in names]
+
+
+SINGLE = full(*(f'gelan-{size}' for size in 'tsmce'))
+DUAL = ['demo', *full(*(f'yolov9-{size}' for size in ('t', 's', 'm', 'c', 'e', 'cf')))]
+
+
+def config_file(name):
+    """YAML of a config: 'demo', or a name in models/detect or models/segment of the tree."""
+    if name == 'demo':
+        return DEMO
+    return TREE / 'models' / ('segment' if name.endswith('seg') else 'detect') / f'{name}.yaml'
+
+
+def config(name, **changes):
+    """A config as a dict, with keys such as nc= or width_multiple= replaced."""
+    return {**yaml.safe_load(config_file(name).read_text(encoding='ascii', errors='ignore')), **changes}
+
+
+def _take_statistics(norm, inputs):
+    """Forward pre-hook: give a batch norm the statistics of what it is about to see."""
+    norm.running_mean.copy_(inputs[0].mean((0, 2, 3)))
+    norm.running_var.copy_(inputs[0].var((0, 2, 3)).clamp(min=0.01))
+
+
+def build(name, seed=0, **changes):
+    """An upstream model in eval mode, FP32, not fused, with random weights and batch norms that are far from identity.
+
+    The running statistics are those of `image(batch=4)`, so that activations keep their size through all layers.
+    """
+    torch.manual_seed(seed)
+    with quiet_upstream():
+        model = (SegmentationModel if name.endswith('seg') else DetectionModel)(config(name, **changes)).eval()
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        torch.nn.init.normal_(norm.bias, 0, 0.2)
+    hooks = [norm.register_forward_pre_hook(_take_statistics) for norm in norms]
+    output(model, image(batch=4))
+    for hook in hooks:
+        hook.remove()
+    model.names = {i: f'class {i}' for i in range(model.yaml['nc'])}
+    model.nc = model.yaml['nc']
+    return model
+
+
+def fuse(model):
+    """Fuse as `load_float` does it, in place."""
+    with quiet_upstream():
+        return checkpoint.fuse(model)
+
+
+def image(size=SIZE, batch=1, seed=0):
+    """Random images, FP32 [batch, 3, size, size] in 0..1."""
+    return torch.rand(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(output):
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [t for part in (output.values() if isinstance(output, dict) else output) for t in tensors(part)]
+
+
+def same(first, second):
+    """Whether two outputs, or two state dicts, are equal bit for bit (same keys, shapes, dtypes and values)."""
+    if isinstance(first, dict) and first.keys() != second.keys():
+        return False
+    first, second = tensors(first), tensors(second)
+    return len(first) == len(second) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second))
+
+
+@torch.no_grad()
+def output(model, images):
+    """What `model` computes; the head's cached anchors do not leak from one call to the next."""
+    return tensors(model(images))
+
+
+def state(model):
+    """A copy of the state dict."""
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def settings(**changes):
+    """A QuantizeConfig for tests; the files it names are not read."""
+    return QuantizeConfig(**{'weights': Path('w.pt'), 'data': Path('d.yaml'), 'hyp': Path('h.yaml'), 'workers': 0,
+                             'batch_size': 4, 'imgsz': 128, 'calib_images': 8, **changes})
+
+
+def program(file):
+    """A Python file of the repository as a module, its folder not on sys.path."""
+    spec = importlib.util.spec_from_file_location(f'program_{Path(file).stem}', REPO / file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(*arguments, code=0, **options):
+    """Run `python ARGUMENTS...` in the patched tree, one thread; returns stdout + stderr. Fails unless it exits with `code`."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=TREE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **options)
+    assert done.returncode == code, f'{arguments}: exit code {done.returncode}\n{done.stdout[-3000:]}'
+    return done.stdout
+
+
+@dataclass
+class Demo:
+    """Files of the demo: data set, dual-branch checkpoint, reparameterized, calibrated. Do not write to them."""
+    data: Path  # data.yaml
+    dual: Path
+    single: Path
+    quantized: Path
+
+    def float_model(self):
+        """A new fused float model."""
+        with quiet_upstream():
+            return checkpoint.load_float(self.single)
+
+    def quantized_model(self):
+        """A new calibrated model."""
+        return checkpoint.load_quantized(self.quantized)[0]
+
+
+@pytest.fixture(scope='session')
+def demo(tmp_path_factory):
+    """The demo with its trained weights, on a few images."""
+    folder = tmp_path_factory.mktemp('demo files')
+    demo = Demo(folder / 'data' / 'data.yaml', folder / 'dual.pt', folder / 'single.pt', folder / 'quantized.pt')
+    program('demo/make_data.py').make_data(folder / 'data', train=12, val=12)
+    with quiet_upstream():
+        import models.yolo as upstream
+        program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', demo.dual, upstream)
+        _, dual = checkpoint.load_dual_or_float(demo.dual)
+        torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
+    model, options = demo.float_model(), settings()
+    quantize_model(model)
+    images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
+    calibrate(model, images, options)
+    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, demo.single)
+    return demo

@@ -21,8 +21,9 @@ def select_device(text):
         raise QatError(f"--device {text}: use one GPU number (such as 0) or 'cpu'")
     if int(index) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
+        others = {0: '', 1: ' or 0'}.get(found, f' or 0..{found - 1}')
         raise QatError(f'--device {text}: this machine has {found or "no"} GPU{"s" * (found != 1)} that PyTorch can use; '
-                       f'use --device cpu{f" or 0..{found - 1}" if found else ""}')
+                       f'use --device cpu{others}')
     return torch.device('cuda', int(index))
 
 

@@ -24,7 +24,11 @@ set_up_python() {
         "$python" -c 'import ensurepip, venv' 2>/dev/null ||
             fail "$python cannot make environments: it lacks the module venv or ensurepip" \
                 "Debian, Ubuntu: apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); or name another Python with PYTHON="
-        "$python" -m venv --clear "$venv" || fail "$python -m venv $venv failed, its message is above"
+        # in a container that brings its own torch, use that one rather than download another
+        local share=()
+        "$python" -c 'import sys; from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("torchvision")))' &&
+            share=(--system-site-packages)
+        "$python" -m venv --clear ${share[@]+"${share[@]}"} "$venv" || fail "$python -m venv $venv failed, its message is above"
     fi
     # Not `source activate`: it holds the absolute path of the day it was made, and this folder may have been moved.
     export PATH="$venv/bin:$PATH" PYTHON="$venv/bin/python"

@@ -15,6 +15,7 @@ from models.quantize.quantizers import Quantizer
 from utils.qat.errors import QatError
 from zoo import image, output, python, same, state
 
+EVERY = load_float, load_quantized, load_any, load_dual_or_float
 FROZEN = {'models.quantize.quantizers.Quantizer', *(f'models.quantize.blocks.{name}' for name in (
     'QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse'))}
 
@@ -117,7 +118,8 @@ def test_ema_goes_first(demo, tmp_path):
 
 def pickle_of(*names):
     """Bytes of a pickle (as torch.save writes them, protocol 2) that refers to classes which need not exist."""
-    return b'\x80\x02' + b''.join(b'c' + n.rsplit('.', 1)[0].encode() + b'\n' + n.rsplit('.', 1)[1].encode() + b'\n0' for n in names) + b'}.'
+    parts = [n.rsplit('.', 1) for n in names]
+    return b'\x80\x02' + b''.join(f'c{module}\n{cls}\n0'.encode() for module, cls in parts) + b'}.'
 
 
 def archive(path, pickled):
@@ -141,7 +143,7 @@ def test_judging_executes_nothing(tmp_path):
     for content in ({'model': Malicious(tmp_path / 'executed')}, Malicious(tmp_path / 'executed')):
         torch.save(content, tmp_path / 'bad.pt')
         assert kind_of(tmp_path / 'bad.pt') == 'other'
-        for load in (load_float, load_quantized, load_any, load_dual_or_float):
+        for load in EVERY:
             with pytest.raises(QatError, match='bad.pt: holds no YOLOv9 model'):
                 load(tmp_path / 'bad.pt')
     assert not (tmp_path / 'executed').exists()
@@ -158,16 +160,16 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
 
 DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'
 MISTAKES = {  # kind of file → who is asked to load it, and what the answer names
-    'missing': [((load_float, load_quantized, load_any, load_dual_or_float), 'no such file')],
-    'folder': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a file')],
-    'text': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
-    'empty': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
-    'cut short': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint .or cut short')],
-    'plain zip': [((load_float, load_quantized, load_any, load_dual_or_float), 'not a PyTorch checkpoint')],
-    'state dict': [((load_float, load_quantized, load_any, load_dual_or_float), 'upstream train.py')],
-    'other module': [((load_float, load_quantized, load_any, load_dual_or_float), 'upstream train.py')],
-    'peer': [((load_float, load_quantized, load_any, load_dual_or_float), 'another yolov9-qat tool.*python qat.py quantize')],
-    'wrong suffix': [((load_float, load_quantized, load_any, load_dual_or_float), 'ending in .pt or .pth')],
+    'missing': [(EVERY, 'no such file')],
+    'folder': [(EVERY, 'not a file')],
+    'text': [(EVERY, 'not a PyTorch checkpoint')],
+    'empty': [(EVERY, 'not a PyTorch checkpoint')],
+    'cut short': [(EVERY, 'not a PyTorch checkpoint .or cut short')],
+    'plain zip': [(EVERY, 'not a PyTorch checkpoint')],
+    'state dict': [(EVERY, 'upstream train.py')],
+    'other module': [(EVERY, 'upstream train.py')],
+    'peer': [(EVERY, 'another yolov9-qat tool.*python qat.py quantize')],
+    'wrong suffix': [(EVERY, 'ending in .pt or .pth')],
     DUAL: [((load_float, load_any), 'auxiliary branch.*python reparameterization.py --weights .*dual.pt --save .*converted.pt'),
            ((load_quantized,), 'not quantized.*python qat.py quantize')],
     FLOAT: [((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt')],

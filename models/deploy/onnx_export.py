@@ -19,6 +19,7 @@ from utils.qat.errors import QatError, atomic
 # With INT8, a value between two steps rounds either way, and each such flip is one whole step to the next layer;
 # PyTorch in FP64 is about as far from PyTorch in FP32. The scales themselves must agree bit for bit.
 FLOAT_LIMIT, INT8_LIMIT = 1e-3, 0.05
+MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float rounding, and no threshold is lower
 
 
 @dataclass
@@ -75,7 +76,7 @@ def compare(model, path, imgsz, batch):
         raise QatError(f'ONNX Runtime returns {tuple(ours.shape)}, PyTorch {tuple(theirs.shape)}')
     difference = (ours - theirs).abs()
     return {'boxes': _relative(ours[:, :4], theirs[:, :4]),
-            'scores': _relative(ours[:, 4:].logit(1e-6), theirs[:, 4:].logit(1e-6)),
+            'scores': _relative(ours[:, 4:].logit(MIN_SCORE), theirs[:, 4:].logit(MIN_SCORE)),
             'boxes_max': difference[:, :4].max().item(), 'scores_max': difference[:, 4:].max().item()}
 
 

@@ -22,7 +22,8 @@ class Histogram:
     Follows pytorch_quantization's calibrator protocol, as far as its TensorQuantizer calls it (`collect`).
     """
 
-    def __init__(self):
+    def __init__(self, name='a histogram'):
+        self.name = name  # for messages
         self.counts = None  # FP64 [BINS]: integers, exact up to 2^53
         self.exponent = None  # limit = 2 ** exponent
 
@@ -33,7 +34,7 @@ class Histogram:
         if largest == 0:
             return
         if largest != largest or largest == float('inf'):
-            raise QatError('calibration met a value that is not finite: the model itself is broken on these images')
+            raise QatError(f'calibration: {self.name} met a value that is not finite: the float model is broken, or the images')
         exponent = int(torch.tensor(largest).frexp().exponent)  # 2^(e-1) <= largest < 2^e
         if self.counts is None:
             self.counts, self.exponent = torch.zeros(BINS, dtype=torch.float64, device=x.device), exponent
@@ -103,14 +104,14 @@ def calibrate(model, batches, config):
     Raises QatError naming the quantizers that saw no data or only zeros.
     """
     calibrate_weights(model)
-    weights = [m.weight_quantizer for m in model.modules() if hasattr(m, 'weight_quantizer')]
-    waiting = {name: q for name, q in named_quantizers(model) if q not in weights}
+    quantizers = named_quantizers(model)
+    waiting = {name: q for name, q in quantizers if q._axis is None}
     try:
-        for q in waiting.values():
-            q._calibrator = Histogram()
+        for name, q in waiting.items():
+            q._calibrator = Histogram(name)
         with collecting(model):
-            for q in weights:
-                q._disabled = True
+            for _, q in quantizers:
+                q._disabled = q._axis is not None  # weights are calibrated already
             for images in batches:
                 model(images)
         empty = [name for name, q in waiting.items() if q._calibrator.counts is None]

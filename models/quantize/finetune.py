@@ -84,7 +84,6 @@ def finetune(student, teacher, loader, config, progress=None):
         p.requires_grad_(p.is_floating_point())
     _head_emits_raw_maps(student)
     _head_emits_raw_maps(teacher)
-    student.model[-1].dfl.requires_grad_(False)  # constants, not weights
     optimizer = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], lr=config.lr)
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch

@@ -45,7 +45,7 @@ class TorchModel:
 
 
 class OnnxModel:
-    """An ONNX file run by ONNX Runtime: real INT8 arithmetic where the graph has Q/DQ.
+    """An ONNX file run by ONNX Runtime, its Q/DQ included.
 
     Its own size and batch size come from the graph: `imgsz` (height, width), `batch` (None if the axis is dynamic).
     """

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import CALIB_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.config import CALIB_METHODS, SCALE_POLICIES, EvalConfig, QuantizeConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import BAR, LOGGER, log_to, quiet_upstream
 
@@ -43,6 +43,8 @@ def parse_args(argv):
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
     p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
+    p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
+                   help='tied: tensors joined by Concat, MaxPool, split, resize or Add share one scale')
     p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
     p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
 
@@ -89,6 +91,7 @@ def quantize(config):
     from models.quantize.calibrate import calibrate
     from models.quantize.convert import quantize_model
     from models.quantize.finetune import finetune
+    from models.quantize.scales import tie_scales
     from utils.general import check_img_size, init_seeds
     from utils.qat.backends import TorchModel, describe, select_device
     from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
@@ -150,6 +153,9 @@ def quantize(config):
     teacher = deepcopy(model)
     conversion = quantize_model(model)
     LOGGER.info(conversion.summary())
+    if config.scale_policy == 'tied':
+        groups = tie_scales(model)
+        LOGGER.info(f'{sum(map(len, groups))} activation quantizers share {len(groups)} scales')
     calibrate(model, bar(calibration, 'calibrating'), config)
     LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method} "
                 f"({timed('calibrate', start):.1f} s)")

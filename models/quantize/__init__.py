@@ -1,1 +1,1 @@
-"""Float YOLOv9 model → quantized checkpoint. One step per file: reparameterize, convert, calibrate, finetune, checkpoint."""
+"""Float YOLOv9 model → quantized checkpoint. One step per file: reparameterize, convert, scales, calibrate, finetune, checkpoint."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from utils.qat.errors import QatError
 
 CALIB_METHODS = ('mse', 'percentile', 'max')
+SCALE_POLICIES = ('free', 'tied')
 
 
 def _check(problems):
@@ -59,6 +60,7 @@ class QuantizeConfig:
     calib_images: int = 512
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
+    scale_policy: str = 'free'  # tied: tensors that a runtime moves Q/DQ across share one scale
     workers: int = 8
     eval_origin: bool = True
     eval_ptq: bool = True
@@ -75,6 +77,8 @@ class QuantizeConfig:
             (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
             (self.calib_method not in CALIB_METHODS,
              f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),
+            (self.scale_policy not in SCALE_POLICIES,
+             f"--scale-policy {self.scale_policy}: must be one of {', '.join(SCALE_POLICIES)}"),
             (not 0 < self.percentile <= 100, f'--percentile {self.percentile}: must lie in (0, 100]'),
             (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
         ])

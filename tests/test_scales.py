@@ -1,0 +1,90 @@
+"""Laws of scale sharing: every quantizer is in one group, sharing survives a reload, and the exported graph needs no requantization."""
+from copy import deepcopy
+
+import onnx
+import pytest
+from models.deploy.onnx_export import export_onnx
+from models.quantize.calibrate import calibrate
+from models.quantize.checkpoint import load_quantized, save_quantized
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.scales import scale_groups, tie_scales
+from utils.qat.onnx_passes import constants
+from zoo import DUAL, SINGLE, build, fuse, image, output, same, settings
+
+MOVES = {'Concat', 'MaxPool', 'Resize', 'Split', 'Slice', 'Reshape', 'Transpose', 'Unsqueeze', 'Gather'}  # Q commutes with these
+
+
+def quantized(name):
+    model = fuse(build(name))
+    quantize_model(model)
+    return model
+
+
+def activations(model):
+    return [n for n, q in named_quantizers(model) if q._axis is None]
+
+
+@pytest.mark.parametrize('name', ['demo', *SINGLE, *[d for d in DUAL if d != 'demo']])
+def test_groups_are_a_partition_and_tying_changes_no_float_value(name):
+    model = quantized(name)
+    before, groups = activations(model), scale_groups(model)
+    assert sorted(p for g in groups for p in g) == sorted(before)
+    with quantizers_off(model):
+        expected = output(model, image())
+        assert tie_scales(model) == groups
+        assert same(output(model, image()), expected)
+    assert len(activations(model)) == len(groups) < len(before)
+    assert [len(g) for g in scale_groups(model)] == [1] * len(groups), 'nothing is left to tie'
+
+
+def test_what_is_known_of_the_blocks():
+    groups = {path: set(g) for g in scale_groups(quantized('demo')) for path in g}
+    elan = 'model.3.'  # RepNCSPELAN4: cv1 -> chunk -> (y0, y1, cv2(y1), cv3(...)) -> cat -> cv4
+    assert groups[f'{elan}cv4.conv.input_quantizer'] >= {f'{elan}cv2.0.cv1.conv.input_quantizer', f'{elan}cv3.0.cv2.conv.input_quantizer'}
+    assert f'{elan}cv1.conv.input_quantizer' not in groups[f'{elan}cv4.conv.input_quantizer'], 'a convolution computes'
+    residual = f'{elan}cv2.0.m.0.'
+    assert groups[f'{residual}add_quantizer'] == {f'{residual}add_quantizer', f'{residual}cv1.conv.input_quantizer'}
+    down = 'model.6.'  # ADown: average pooling computes; then chunk, and MaxPool on one half
+    assert f'{down}cv1.conv.input_quantizer' in groups[f'{down}cv2.conv.input_quantizer']
+    assert f'{down}input_quantizer' not in groups[f'{down}cv2.conv.input_quantizer']
+
+
+@pytest.fixture(scope='module')
+def tied(demo):
+    """The trained demo, tied and calibrated."""
+    model = demo.float_model()
+    quantize_model(model)
+    tie_scales(model)
+    calibrate(model, [image(batch=4)], settings())
+    return model
+
+
+def test_sharing_survives_a_reload(tied, demo, tmp_path):
+    save_quantized(tmp_path / 'tied.pt', tied, {}, demo.single)
+    again = load_quantized(tmp_path / 'tied.pt')[0]
+    assert len(activations(again)) == len(activations(tied)) == len(activations(deepcopy(tied)))
+    assert same(output(again, image()), output(tied, image()))
+
+
+def test_the_graph_asks_every_tensor_for_one_scale(tied, tmp_path):
+    """Independent of how the groups were found: follow each Q of the ONNX graph back to where its values are computed."""
+    export_onnx(tied, tmp_path / 'tied.onnx', (64, 64))
+    graph = onnx.load(tmp_path / 'tied.onnx')
+    values, producer = constants(graph), {o: n for n in graph.graph.node for o in n.output}
+
+    def origins(tensor):
+        node = producer.get(tensor)
+        if node is None or node.op_type not in MOVES:
+            return {tensor}
+        if node.op_type == 'Split':  # its outputs are parts of one tensor
+            return origins(node.input[0])
+        return {o for i in node.input if i and i not in values for o in origins(i)}
+
+    scales = {}
+    for node in graph.graph.node:
+        if node.op_type == 'QuantizeLinear' and node.input[0] not in values:
+            for origin in origins(node.input[0]):
+                scales.setdefault(origin, set()).add(values[node.input[1]].tobytes())
+    assert len(scales) > 100
+    assert {o: len(s) for o, s in scales.items() if len(s) > 1} == {}

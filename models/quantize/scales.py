@@ -3,8 +3,8 @@
 TensorRT moves a Q backward and a DQ forward across operations that only move or select values (Concat, MaxPool, split,
 nearest resize, reshape). Where the scales on both sides differ it must requantize, which costs a kernel and precision.
 So all tensors joined by such operations form one group with one scale; so do tensors that meet at one quantizer (the
-addends of a residual Add). See facts on Q/DQ propagation: NVIDIA's guidance for yolov7 QAT, and
-`get_concat_eliminated_tensors` of TensorRT Model Optimizer.
+addends of a residual Add). Sources: NVIDIA-AI-IOT/yolo_deepstream, yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md,
+and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
 Nothing is guessed from names: a dry run records every operation on every tensor, and union-find does the rest.
 """

@@ -126,7 +126,7 @@ def quantize(config):
         return report['times'][what]
 
     def score(model, what):
-        """Metrics of `model` as plain values, and the milliseconds per image."""
+        """Metrics of `model` as plain values; logs them."""
         start = time.perf_counter()
         metrics = evaluate(TorchModel(model), loader, data.names, device, annotations=data.annotations,
                            progress=lambda it: bar(it, f'evaluating {what}'))

@@ -65,12 +65,8 @@ def _relative(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def compare(model, path, imgsz, batch):
-    """Run `model` (as from `prepare`) and the ONNX file on the same images; returns the figures of Exported."""
-    device = next(model.parameters()).device
-    images = test_images(batch, imgsz)
-    with torch.no_grad():
-        theirs = model(images.to(device)).cpu()
+def compare(path, images, theirs):
+    """Run the ONNX file on `images` and compare with `theirs`, what PyTorch makes of them; the figures of Exported."""
     ours = OnnxModel(path)(images)
     if ours.shape != theirs.shape:
         raise QatError(f'ONNX Runtime returns {tuple(ours.shape)}, PyTorch {tuple(theirs.shape)}')
@@ -96,13 +92,14 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         if simplify:
             graph = onnx_passes.simplify(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
+        images = test_images(2 if dynamic else batch, imgsz)
         with torch.no_grad():
-            _, channels, anchors = traced(torch.zeros(1, 3, *imgsz, device=device)).shape
-        onnx_passes.set_output_shape(graph, 'batch' if dynamic else batch, channels, anchors)
+            theirs = traced(images.to(device)).cpu()
+        onnx_passes.set_output_shape(graph, 'batch' if dynamic else batch, *theirs.shape[1:])
         onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names)
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
-        figures = compare(traced, tmp, imgsz, 2 if dynamic else batch)
+        figures = compare(tmp, images, theirs)
         exported = Exported(onnx_passes.count_qdq(graph), limit=INT8_LIMIT if quantizers else FLOAT_LIMIT, **figures)
         if not (exported.boxes <= exported.limit and exported.scores <= exported.limit):
             raise QatError(f'ONNX Runtime differs from PyTorch by {exported.boxes:.2%} (boxes) and {exported.scores:.2%} '

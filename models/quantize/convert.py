@@ -24,7 +24,7 @@ def float_convs(model):
     """Convolutions that stay float: {layer path: reason}.
 
     The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution holds the
-    integers 0..15: INT8 gains nothing there and costs box precision (DESIGN, decision 7).
+    integers 0..15: INT8 gains nothing there and costs box precision.
     """
     head_index = len(model.model) - 1
     kept = {}

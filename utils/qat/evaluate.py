@@ -5,6 +5,7 @@ The figures are those of upstream's val.py: same NMS, same matching, same AP, ta
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
     if predictions_file:
         predictions_file.write_text(json.dumps(detections))
     if annotations:
-        metrics.coco = coco_figures(annotations, detections, paths_of(loader))
+        metrics.coco = coco_figures(annotations, detections, loader.dataset.im_files)
     return metrics
 
 
@@ -120,18 +121,18 @@ def _score(stats, names, seen):
                    per_class)
 
 
+def _image_id(path):
+    """COCO's image id: the file's name, as a number where it is one."""
+    stem = Path(path).stem
+    return int(stem) if stem.isnumeric() else stem
+
+
 def _coco_rows(native, path, categories):
     """Detections [n, 6] (xyxy, score, class) as rows of COCO's result format."""
-    stem = str(path).replace('\\', '/').rsplit('/', 1)[-1].rsplit('.', 1)[0]
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
-    return [{'image_id': int(stem) if stem.isnumeric() else stem, 'category_id': categories[int(p[5])],
+    return [{'image_id': _image_id(path), 'category_id': categories[int(p[5])],
              'bbox': [round(x, 3) for x in b], 'score': round(p[4], 5)} for p, b in zip(native.tolist(), box.tolist())]
-
-
-def paths_of(loader):
-    """Image files of a loader over upstream's dataset."""
-    return loader.dataset.im_files
 
 
 def coco_figures(annotations, detections, files):
@@ -142,7 +143,7 @@ def coco_figures(annotations, detections, files):
     if not detections:  # loadRes rejects an empty list
         return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
     scorer = COCOeval(truth, truth.loadRes(detections), 'bbox')
-    scorer.params.imgIds = [int(str(f).replace('\\', '/').rsplit('/', 1)[-1].rsplit('.', 1)[0]) for f in files]
+    scorer.params.imgIds = [_image_id(f) for f in files]
     scorer.evaluate()
     scorer.accumulate()
     scorer.summarize()

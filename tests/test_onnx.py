@@ -11,7 +11,7 @@ from models.deploy.onnx_export import FLOAT_LIMIT, INT8_LIMIT, export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from onnx import TensorProto, helper, numpy_helper
-from utils.qat import onnx_passes
+from utils.qat import onnx_graph, onnx_passes
 from utils.qat.errors import QatError
 from zoo import image, output, same, state
 
@@ -75,7 +75,7 @@ def test_every_law_on_every_export(demo, tmp_path, kind, options):
     assert done.limit == (FLOAT_LIMIT if kind == 'float' else INT8_LIMIT) and max(done.boxes, done.scores) <= done.limit
 
     # its scales
-    assert done.qdq == onnx_passes.count_qdq(graph)
+    assert done.qdq == onnx_graph.count_qdq(graph)
     if kind == 'float':
         assert done.qdq == (0, 0)
     else:
@@ -92,13 +92,13 @@ def dims(value):
 
 def scales_of(graph):
     """Bytes of the scale of every QuantizeLinear."""
-    values = onnx_passes.constants(graph)
+    values = onnx_graph.constants(graph)
     return {np.asarray(values[n.input[1]]).tobytes() for n in graph.graph.node if n.op_type == 'QuantizeLinear'}
 
 
 def assert_int8(graph, model):
     """Zero points are INT8 zeros, weights are quantized along axis 0, and every quantized convolution reads two DQ."""
-    values = onnx_passes.constants(graph)
+    values = onnx_graph.constants(graph)
     made_by = {o: n for n in graph.graph.node for o in n.output}
     for node in graph.graph.node:
         if node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
@@ -234,8 +234,8 @@ def test_passes_change_no_output_and_are_idempotent(name, merge):
 @pytest.mark.parametrize('name', GRAPHS)
 def test_merging_leaves_one_pair_per_tensor_and_scale(name):
     model, left = GRAPHS[name]
-    assert onnx_passes.count_qdq(onnx_passes.merge_duplicates(copy(model))) == left
-    assert onnx_passes.count_qdq(onnx_passes.remove_identities(copy(model))) == onnx_passes.count_qdq(model)
+    assert onnx_graph.count_qdq(onnx_passes.merge_duplicates(copy(model))) == left
+    assert onnx_graph.count_qdq(onnx_passes.remove_identities(copy(model))) == onnx_graph.count_qdq(model)
 
 
 @pytest.mark.parametrize('name, op', [('pooled twice', 'AveragePool'), ('split twice', 'Split')])
@@ -248,7 +248,7 @@ def test_identities_go_but_for_the_output():
     model, _ = GRAPHS['identities']
     left = onnx_passes.remove_identities(copy(model))
     assert [n.output[0] for n in left.graph.node if n.op_type == 'Identity'] == ['y']
-    assert onnx_passes.count_qdq(onnx_passes.merge_duplicates(left)) == (1, 1), 'now both read x'
+    assert onnx_graph.count_qdq(onnx_passes.merge_duplicates(left)) == (1, 1), 'now both read x'
 
 
 def test_two_outputs_of_equal_pairs_both_stay():
@@ -280,7 +280,7 @@ def test_check_scales_of_a_model(demo, tmp_path):
 def test_simplify_keeps_pairs_and_outputs():
     model, _ = GRAPHS['two axes']
     slim = onnx_passes.simplify(copy(model))
-    assert onnx_passes.count_qdq(slim) == (2, 2) and np.array_equal(run_onnx(slim, x_of(model))[0], run_onnx(model, x_of(model))[0])
+    assert onnx_graph.count_qdq(slim) == (2, 2) and np.array_equal(run_onnx(slim, x_of(model))[0], run_onnx(model, x_of(model))[0])
 
 
 def test_simplify_that_would_drop_a_pair_is_refused():

@@ -9,7 +9,7 @@ from models.quantize.checkpoint import load_quantized, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
-from utils.qat.onnx_passes import constants
+from utils.qat.onnx_graph import constants
 from zoo import DUAL, SINGLE, build, fuse, image, output, same, settings
 
 MOVES = {'Concat', 'MaxPool', 'Resize', 'Split', 'Slice', 'Reshape', 'Transpose', 'Unsqueeze', 'Gather'}  # Q commutes with these

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
-from utils.qat import onnx_passes
+from utils.qat import onnx_graph, onnx_passes
 from utils.qat.backends import OnnxModel
 from utils.qat.errors import QatError, atomic
 
@@ -100,7 +100,7 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
         figures = compare(tmp, images, theirs)
-        exported = Exported(onnx_passes.count_qdq(graph), limit=INT8_LIMIT if quantizers else FLOAT_LIMIT, **figures)
+        exported = Exported(onnx_graph.count_qdq(graph), limit=INT8_LIMIT if quantizers else FLOAT_LIMIT, **figures)
         if not (exported.boxes <= exported.limit and exported.scores <= exported.limit):
             raise QatError(f'ONNX Runtime differs from PyTorch by {exported.boxes:.2%} (boxes) and {exported.scores:.2%} '
                            f'(scores), more than {exported.limit:.1%}; no file was written')

@@ -4,24 +4,9 @@ Imports no torch: the passes work on any Q/DQ graph.
 """
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from utils.qat.errors import QatError
-
-
-def count_qdq(model):
-    """Number of (QuantizeLinear, DequantizeLinear) nodes."""
-    ops = [node.op_type for node in model.graph.node]
-    return ops.count('QuantizeLinear'), ops.count('DequantizeLinear')
-
-
-def constants(model):
-    """{tensor name: value} of every initializer and Constant node."""
-    found = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
-    for node in model.graph.node:
-        if node.op_type == 'Constant' and node.attribute[0].name == 'value':
-            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
-    return found
+from utils.qat.onnx_graph import constants, count_qdq
 
 
 def _keep(model, keep, renamed):

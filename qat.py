@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import CALIB_METHODS, SCALE_POLICIES, EvalConfig, QuantizeConfig
+from utils.qat.config import ADD_POLICIES, CALIB_METHODS, SCALE_POLICIES, EvalConfig, QuantizeConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import BAR, LOGGER, log_to, quiet_upstream
 
@@ -44,7 +44,11 @@ def parse_args(argv):
     p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
     p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
-                   help='tied: tensors joined by Concat, MaxPool, split, resize or Add share one scale')
+                   help='tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do')
+    p.add_argument('--add-policy', choices=ADD_POLICIES, default=c.add_policy,
+                   help='residual Add: quantize both addends, or only the shortcut')
+    p.add_argument('--dry-run', action='store_true', help='print what would be quantized, what shares a scale and what stays '
+                                                          'float, and stop; needs only --weights')
     p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
     p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
 
@@ -75,6 +79,36 @@ def bar(iterable, text, total=None):
     return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True)
 
 
+def prepare(model, config):
+    """Quantize `model` in place as `config` says, not calibrated yet; returns (Conversion, groups that share a scale)."""
+    from models.quantize.convert import quantize_model
+    from models.quantize.scales import shared_scales, tie_scales
+    conversion = quantize_model(model, config.add_policy)
+    if conversion.unknown:
+        unknown = ', '.join(f'{path} ({name})' for path, name in conversion.unknown.items())
+        LOGGER.warning(f'not known to this toolkit: {unknown}; their convolutions are quantized, their other operations are '
+                       'not looked at: export, then check with scripts/audit_onnx.py')
+    if config.scale_policy == 'tied':
+        tie_scales(model)
+    groups = shared_scales(model)
+    LOGGER.info(f'{conversion.summary()}\n{sum(map(len, groups))} activation quantizers, {len(groups)} scales ({config.scale_policy})')
+    return conversion, groups
+
+
+def dry_run(config):
+    """Print the plan of `quantize`; computes one blank image, writes nothing."""
+    require_file(config.weights, '--weights', ('.pt', '.pth'))
+
+    from models.quantize import checkpoint
+    from utils.qat.report import plan
+
+    with quiet_upstream():
+        model = checkpoint.load_float(config.weights)
+    layers = [(m.i, type(m).__name__) for m in model.model]
+    conversion, groups = prepare(model, config)
+    LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
+
+
 def quantize(config):
     """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
@@ -89,9 +123,7 @@ def quantize(config):
     import torch
     from models.quantize import checkpoint
     from models.quantize.calibrate import calibrate
-    from models.quantize.convert import quantize_model
     from models.quantize.finetune import finetune
-    from models.quantize.scales import tie_scales
     from utils.general import check_img_size, init_seeds
     from utils.qat.backends import TorchModel, describe, select_device
     from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
@@ -151,12 +183,9 @@ def quantize(config):
 
     start = time.perf_counter()
     teacher = deepcopy(model)
-    conversion = quantize_model(model)
-    LOGGER.info(conversion.summary())
-    if config.scale_policy == 'tied':
-        groups = tie_scales(model)
-        LOGGER.info(f'{sum(map(len, groups))} activation quantizers share {len(groups)} scales')
-    calibrate(model, bar(calibration, 'calibrating'), config)
+    prepare(model, config)
+    for layer, channels in calibrate(model, bar(calibration, 'calibrating'), config).items():
+        LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method} "
                 f"({timed('calibrate', start):.1f} s)")
     report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
@@ -228,7 +257,10 @@ def eval_(config):
 def main(argv=None):
     config = parse_args(argv)
     with explain_out_of_memory(config.batch_size):
-        (quantize if isinstance(config, QuantizeConfig) else eval_)(config)
+        if isinstance(config, EvalConfig):
+            eval_(config)
+        else:
+            (dry_run if config.dry_run else quantize)(config)
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 from models.quantize.blocks import TWINS
 from models.quantize.checkpoint import fuse
-from models.quantize.quantizers import MIN_AMAX, QMAX, QMIN, Quantizer, collecting, named_quantizers, quantizers_off
+from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, Quantizer, collecting, named_quantizers, quantizers_off
 from models.yolo import BaseModel
 from utils.qat.log import quiet_upstream
 from zoo import same
@@ -133,13 +133,25 @@ def test_twin_quantizes_the_inputs_of_its_operation(cls):
     assert same(twin(input_of(cls)), WITH_QUANTIZED_INPUTS[cls](block, input_of(cls), q))
 
 
+@pytest.mark.parametrize('cls', [Bottleneck, RepNBottleneck], ids=lambda c: c.__name__)
+@torch.no_grad()
+def test_the_residual_policy_quantizes_the_shortcut_only(cls):
+    block, x = block_of(cls), input_of(cls)
+    twin = calibrated(TWINS[cls].from_float(block))
+    twin.add_policy = 'residual'
+    assert same(twin(x), twin.add_quantizer(x) + twin.cv2(twin.cv1(x)))
+    with quantizers_off(twin):
+        assert same(twin(x), block(x))
+    assert set(vars(twin.to_float())) <= set(vars(block)), 'and leaves no trace'
+
+
 @torch.no_grad()
 def test_quant_conv_is_the_reference():
     conv, x = block_of(nn.Conv2d), input_of(nn.Conv2d)
     twin = calibrated(TWINS[nn.Conv2d].from_float(conv), amax=127 / 64)  # scale 1/64: halves are hit exactly
     x = (x * 128).round() / 128
     assert (x * 64 % 1 == 0.5).float().mean() > 0.3, 'many inputs lie between two steps'
-    scales = conv.weight.detach().abs().amax((1, 2, 3)).numpy().astype(np.float64) / 127
+    scales = (conv.weight.detach().abs().amax((1, 2, 3)) / 127).half().double().numpy()  # a scale is an FP16 number
     weight = torch.from_numpy(reference(conv.weight, scales[:, None, None, None]))
     expected = F.conv2d(torch.from_numpy(reference(x, 1 / 64)), weight, conv.bias.double(), conv.stride, conv.padding,
                         conv.dilation, conv.groups)
@@ -163,7 +175,7 @@ def test_any_scale_rounds_to_the_nearest_step(axis):
     amax = torch.tensor(2.7) if axis is None else x.abs().amax((1, 2)) * torch.tensor([1, 0.5, 1, 2, 0.1])
     q = Quantizer(axis)
     q.set_amax(amax)
-    assert torch.equal(q.scale, amax / 127)
+    assert torch.equal(q.scale, (amax / 127).half().float())
     scale = q.scale.double().view(-1, 1, 1).numpy()
     steps, exact = q(x).double().numpy() / scale, x.double().numpy() / scale
     assert np.abs(steps - np.round(steps)).max() < 1e-4 and steps.min() >= -128 - 1e-4 and steps.max() <= 127 + 1e-4
@@ -183,10 +195,10 @@ def test_gradients_pass_straight_through_inside_and_stop_outside(axis):
 @pytest.mark.parametrize('axis', [None, 0])
 def test_scales_stay_fp32(axis, dtype):
     q = Quantizer(axis)
-    amax = torch.tensor(0.3) if axis is None else torch.tensor([0.3, 0.7])
-    q.set_amax(amax)
+    q.set_amax(torch.tensor(0.3) if axis is None else torch.tensor([0.3, 0.7]))
+    amax, scale = q._amax.clone(), q.scale
     assert torch.equal(q.to(dtype)._amax, amax) and q._amax.dtype == torch.float32
-    assert torch.equal(q.float()._amax, amax) and torch.equal(q.scale, amax / 127)
+    assert torch.equal(q.float()._amax, amax) and torch.equal(q.scale, scale)
 
 
 @pytest.mark.parametrize('axis', [None, 0])
@@ -197,7 +209,7 @@ def test_half_model_quantizes_half_tensors(axis):
     assert q(x).dtype == torch.float16 and np.array_equal(q(x).numpy(), reference(x, 1 / 64))
 
 
-@pytest.mark.parametrize('axis, amax', [(None, torch.tensor(0.3)), (0, torch.tensor([0.3, 0.7]))])
+@pytest.mark.parametrize('axis, amax', [(None, torch.tensor(127 / 512)), (0, torch.tensor([127 / 512, 381 / 512]))])
 def test_state_dict_round_trip(axis, amax):
     source, fresh, other = Quantizer(axis), Quantizer(axis), Quantizer(axis)
     source.set_amax(amax)
@@ -213,9 +225,20 @@ def test_state_dict_round_trip(axis, amax):
 
 def test_scale_is_never_too_small():
     q = Quantizer(0)
-    q.set_amax(torch.tensor([0, 1e-30, 1.0]))
-    assert q._amax.tolist() == [MIN_AMAX, MIN_AMAX, 1.0] and q.scale.half().min() >= torch.finfo(torch.float16).tiny
+    q.set_amax(torch.tensor([0, 1e-30, 127 / 128]))
+    assert q._amax.tolist() == [MIN_AMAX, MIN_AMAX, 127 / 128] and q.scale.half().min() >= torch.finfo(torch.float16).tiny
     assert q(torch.zeros(3, 1)).tolist() == [[0], [0], [0]]
+
+
+def test_every_scale_is_an_fp16_number_close_to_what_was_asked():
+    amax = torch.logspace(-12, 12, 4001)
+    q = Quantizer(0)
+    q.set_amax(amax)
+    scale = q.scale
+    assert torch.equal(scale.half().float(), scale) and scale.isfinite().all()
+    inside = (amax >= MIN_AMAX) & (amax <= MAX_AMAX)
+    assert inside.sum() > 1000 and ((q._amax - amax).abs() / amax)[inside].max() <= 2.0 ** -11
+    assert torch.equal(scale * QMAX / QMAX, scale) and torch.equal(scale * QMAX, q._amax), 'exact both ways'
 
 
 # ---- contexts -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 import torch
-from models.quantize.calibrate import BINS, SEARCH, Histogram, calibrate, calibrate_weights
+from models.quantize.calibrate import BINS, SEARCH, Histogram, calibrate
 from models.quantize.convert import quantize_model
-from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
 from pytorch_quantization.calib import HistogramCalibrator
 from utils.qat.errors import QatError
 from zoo import image, same, settings, state
@@ -152,7 +152,8 @@ def test_every_quantizer_is_ready(model, method):
     assert same({k: after[k] for k in before}, before), 'calibration changes no weight'
     for m in model.modules():
         if hasattr(m, 'weight_quantizer'):
-            assert torch.equal(m.weight_quantizer._amax, m.weight.detach().abs().amax((1, 2, 3)).clamp(min=127 * 2.0 ** -14))
+            largest = m.weight.detach().abs().amax((1, 2, 3)).clamp(min=MIN_AMAX)
+            assert torch.equal(m.weight_quantizer.scale, (largest / 127).half().float())  # a scale is an FP16 number
             assert m.weight_quantizer._amax.shape == (m.out_channels,) and m.input_quantizer._amax.shape == ()
 
 
@@ -169,7 +170,8 @@ def test_it_is_the_float_model_that_is_measured(model):
             model(images)
     for name, value in largest.items():
         amax = model.get_submodule(name).input_quantizer._amax.item()
-        assert value <= amax * (1 + 1e-6) and (amax <= max(value * (1 + 2 / BINS), 127 * 2.0 ** -14) * (1 + 1e-6)), name
+        rounding = 1 + 2.0 ** -11  # to an FP16 scale
+        assert value <= amax * rounding and amax <= max(value * (1 + 2 / BINS), MIN_AMAX) * rounding, name
 
 
 def _flat(module, x):
@@ -196,8 +198,12 @@ def test_other_images_other_scales(model, demo):
     assert same(amaxes(model), amaxes(fresh))
 
 
-def test_weights_count(model):
-    assert calibrate_weights(model) == sum(hasattr(m, 'weight_quantizer') for m in model.modules())
+def test_ranges_too_small_are_raised_and_named(model):
+    assert calibrate(model, BATCHES, settings()) == {}
+    conv = model.model[0].conv
+    conv.weight.data[2:5] = 0
+    assert calibrate(model, BATCHES, settings()) == {'model.0.conv.weight_quantizer': 3}
+    assert (conv.weight_quantizer._amax == MIN_AMAX).tolist()[:6] == [False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize('batches, message', [

@@ -208,9 +208,9 @@ def test_mistakes_name_the_file_and_what_to_do(mistakes):
 
 def test_another_format_is_refused(demo, tmp_path):
     ckpt = torch.load(demo.quantized, weights_only=False)
-    for quant in ({**ckpt['quant'], 'format': 2}, None):
+    for quant in ({**ckpt['quant'], 'format': 1}, None):
         torch.save({**ckpt, 'quant': quant}, tmp_path / 'new.pt')
-        with pytest.raises(QatError, match=f"new.pt: quantized checkpoint of format {2 if quant else None}"):
+        with pytest.raises(QatError, match=f"new.pt: quantized checkpoint of format {1 if quant else None}"):
             load_quantized(tmp_path / 'new.pt')
 
 

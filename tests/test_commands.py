@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
+from models.quantize.checkpoint import FORMAT
 
 SIZE = '128'
 
@@ -153,6 +154,18 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
 
 
+def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
+    out = run('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml', '--project', tmp_path / 'runs')
+    stored = torch.load(job / 'runs/exp' / report_of(job / 'runs/exp')['best']['file'], weights_only=False)['quant']
+    shared = [line.split(': ', 1)[1].split() for line in out.splitlines() if line.startswith('  scale ')]
+    assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
+    assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] == 'both'
+    assert re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out) and 'nothing was written' in out
+    assert out.count('output of the head') == 6 and not list(tmp_path.iterdir())
+    free = run('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
+    assert '  none' in free and '  scale ' not in free
+
+
 # ---- interruptions ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('how', [signal.SIGINT, signal.SIGKILL])
@@ -172,7 +185,7 @@ def test_interrupted_in_an_epoch_keeps_what_was_finished(job, how):
     report = report_of(job / 'runs' / name)
     assert report['epochs'] and report['best']
     for e in (*report['epochs'], report['ptq'], report['best']):
-        assert torch.load(job / 'runs' / name / e['file'], weights_only=False)['quant']['format'] == 1
+        assert torch.load(job / 'runs' / name / e['file'], weights_only=False)['quant']['format'] == FORMAT
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------

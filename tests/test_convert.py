@@ -7,8 +7,8 @@ import models.yolo
 import pytest
 import torch
 import torch.nn as nn
-from models.common import AConv, ADown, CBFuse, RepConvN
-from models.quantize.blocks import TWINS, QuantConv2d, Twin
+from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
+from models.quantize.blocks import TWINS, QuantConv2d, QuantResidual, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.errors import QatError
@@ -22,7 +22,7 @@ def test_every_law_on_every_model(name):
     quantized = deepcopy(model)
     done = quantize_model(quantized)
     for law in (fusing_changes_nothing_and_is_complete, off_is_float, every_convolution_is_accounted_for,
-                only_the_ends_of_the_head_stay_float, every_other_operation_is_swapped, upstream_finds_its_attributes,
+                only_the_ends_of_the_head_stay_float, every_other_operation_is_swapped, nothing_is_unknown_but_a_dual_head, upstream_finds_its_attributes,
                 and_back):
         law(unfused=unfused, model=model, quantized=quantized, done=done)
 
@@ -68,6 +68,11 @@ def every_other_operation_is_swapped(model, quantized, done, **_):
     found = [kind for kind in done.swapped.values() if kind != 'Conv2d']
     assert sorted(found) == sorted(wanted) and found
     assert all(str(n) in done.summary() for n in (len(done.swapped), len(done.kept_float), found.count(found[0])))
+
+
+def nothing_is_unknown_but_a_dual_head(model, done, **_):
+    """Dual heads are not quantized: reparameterization comes first."""
+    assert set(done.unknown.values()) <= {'DualDDetect', 'TripleDDetect'}
 
 
 def upstream_finds_its_attributes(model, quantized, **_):
@@ -118,3 +123,25 @@ def test_a_model_without_a_detection_head_is_refused():
     model.model = model.model[:-1]
     with pytest.raises(QatError, match='no YOLOv9 detection head'):
         quantize_model(model)
+
+
+class UsersBlock(nn.Module):
+    """A block of a user's own, with a residual Add that nothing here knows."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+def test_a_block_of_the_users_is_quantized_at_its_convolution_and_reported():
+    model = fuse(build('demo'))
+    i, elan = next((m.i, m) for m in model.model if isinstance(m, RepNCSPELAN4))
+    elan.cv2[1] = nn.Sequential(elan.cv2[1], UsersBlock(elan.cv2[1].conv.out_channels))
+    done = quantize_model(model, add_policy='residual')
+    assert done.unknown == {f'model.{i}.cv2.1.1': 'UsersBlock', f'model.{len(model.model) - 1}': 'DualDDetect'}
+    assert done.swapped[f'model.{i}.cv2.1.1.conv'] == 'Conv2d'
+    policies = {m.add_policy for m in model.modules() if isinstance(m, QuantResidual)}
+    assert policies == {'residual'}

@@ -220,7 +220,11 @@ def copy(model):
     return onnx.ModelProto.FromString(model.SerializeToString())
 
 
-@pytest.mark.parametrize('merge', [onnx_passes.merge_duplicates, onnx_passes.remove_identities])
+PASSES = [onnx_passes.merge_duplicates, onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
+          onnx_passes.quantize_moves]
+
+
+@pytest.mark.parametrize('merge', PASSES)
 @pytest.mark.parametrize('name', GRAPHS)
 def test_passes_change_no_output_and_are_idempotent(name, merge):
     model, _ = GRAPHS[name]
@@ -236,6 +240,67 @@ def test_merging_leaves_one_pair_per_tensor_and_scale(name):
     model, left = GRAPHS[name]
     assert onnx_graph.count_qdq(onnx_passes.merge_duplicates(copy(model))) == left
     assert onnx_graph.count_qdq(onnx_passes.remove_identities(copy(model))) == onnx_graph.count_qdq(model)
+
+
+def moved(made, asked, shape=(1, 2, 4, 4), returns=None, opset=17):
+    """x and Relu(x) into the nodes `made`, whose output m is read as `asked` says: one letter per reader, s and o for two
+    scales, f for float."""
+    kinds = {'s': lambda i: [*pair('m', f'r{i}')], 'o': lambda i: [*pair('m', f'r{i}', scale='other scale')],
+             'f': lambda i: [node('Relu', 'm', f'r{i}')]}
+    reads = [n for i, kind in enumerate(asked) for n in kinds[kind](i)]
+    return graph_of([node('Relu', 'x', 'a'), node('Neg', 'x', 'b'), *made, *reads,
+                     helper.make_node('Sum', [f'r{i}' for i in range(len(asked))], ['y'])], shape=shape, returns=returns or shape, opset=opset,
+                    initializers={'end': np.int64([3]), 'start': np.int64([1]), 'axis': np.int64([2]), 'sizes': np.float32([1, 1, 2, 2])})
+
+
+CONCAT = [node('Concat', 'a', 'b', 'm', axis=1)]
+MOVED = {  # name → graph, and the pairs before and after
+    'concat': (moved(CONCAT, 's', returns=(1, 4, 4, 4)), 1, 3),
+    'read twice': (moved(CONCAT, 'ss', returns=(1, 4, 4, 4)), 2, 4),
+    'two scales': (moved(CONCAT, 'so', returns=(1, 4, 4, 4)), 2, 2),
+    'read in float too': (moved(CONCAT, 'sf', returns=(1, 4, 4, 4)), 1, 1),
+    'only in float': (moved(CONCAT, 'f', returns=(1, 4, 4, 4)), 0, 0),
+    'pools in a row': (moved([node('MaxPool', 'a', 'p', kernel_shape=[2, 2]), node('MaxPool', 'p', 'm', kernel_shape=[2, 2])], 's',
+                             returns=(1, 2, 2, 2)), 1, 3),
+    'a pool beside the concat': (moved([node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+                                        node('Concat', 'a', 'p', 'm', axis=1)], 's', returns=(1, 4, 4, 4)), 1, 4),
+    'slice': (moved([node('Slice', 'a', 'start', 'end', 'axis', 'm')], 's', returns=(1, 2, 2, 4)), 1, 2),
+    'nearest': (moved([node('Resize', 'a', '', 'sizes', 'm', mode='nearest')], 's', returns=(1, 2, 8, 8)), 1, 2),
+    'linear': (moved([node('Resize', 'a', '', 'sizes', 'm', mode='linear')], 's', returns=(1, 2, 8, 8)), 1, 1),
+    'average': (moved([node('AveragePool', 'a', 'm', kernel_shape=[1, 1])], 's'), 1, 1),
+    'its shape is read': (moved([*CONCAT, node('Shape', 'm', 'shape'), node('ConstantOfShape', 'shape', 'n')], 's', returns=(1, 4, 4, 4)), 1, 3),
+    'quantized before': (moved([*pair('a', 'c'), node('Concat', 'c', 'b', 'm', axis=1)], 's', returns=(1, 4, 4, 4)), 2, 3),
+    'quantized before, otherwise': (moved([*pair('a', 'c', scale='other scale'), node('Concat', 'c', 'b', 'm', axis=1)], 's',
+                                          returns=(1, 4, 4, 4)), 2, 4),
+}
+
+
+@pytest.mark.parametrize('name', MOVED)
+def test_moves_are_quantized_where_one_scale_is_asked_for(name):
+    model, before, after = MOVED[name]
+    assert onnx_graph.count_qdq(model) == (before, before)
+    once = onnx_passes.quantize_moves(copy(model))
+    onnx.checker.check_model(once, full_check=True)
+    assert onnx_graph.count_qdq(once) == (after, after)
+    assert all(np.array_equal(a, b) for a, b in zip(run_onnx(once, x_of(model)), run_onnx(model, x_of(model)), strict=True))
+    assert onnx_passes.quantize_moves(copy(once)) == once
+
+
+def test_no_constant_node_is_left():
+    model, _ = GRAPHS['constants as nodes']
+    left = onnx_passes.constants_to_initializers(copy(model))
+    assert {n.op_type for n in left.graph.node}.isdisjoint({'Constant'}) and {i.name for i in left.graph.initializer} >= {'s1', 's2'}
+
+
+def test_the_axis_is_written_where_it_was_the_default():
+    weights = graph_of([helper.make_node('QuantizeLinear', ['weight', 'scales', 'zeros'], ['q']),
+                        helper.make_node('DequantizeLinear', ['q', 'scales', 'zeros'], ['d']), node('MatMul', 'x', 'd', 'y')],
+                       initializers={'scales': np.float32([0.1, 0.2, 0.3]), 'zeros': np.zeros(3, np.int8)})
+    written = onnx_passes.write_axis(copy(weights))
+    assert [onnx_graph.attribute(n, 'axis') for n in written.graph.node[:2]] == [1, 1]
+    assert np.array_equal(run_onnx(written, x_of(weights))[0], run_onnx(weights, x_of(weights))[0])
+    per_tensor = GRAPHS['twice'][0]
+    assert onnx_passes.write_axis(copy(per_tensor)) == per_tensor
 
 
 @pytest.mark.parametrize('name, op', [('pooled twice', 'AveragePool'), ('split twice', 'Split')])

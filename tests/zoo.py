@@ -18,6 +18,7 @@ from models.quantize import checkpoint
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
+from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config import QuantizeConfig
 from utils.qat.data import calibration_images, load_data
@@ -167,6 +168,7 @@ def demo(tmp_path_factory):
         torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
     model, options = demo.float_model(), settings()
     quantize_model(model)
+    tie_scales(model)
     images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
     calibrate(model, images, options)
     checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, demo.single)

@@ -7,7 +7,11 @@ block, known or not, gets its convolutions quantized; a block needs a twin of it
 
 Class paths in this file are a file format: checkpoints pickle them. Do not rename or move.
 """
+from functools import reduce
+
+import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 
 from models.quantize.quantizers import Quantizer
@@ -66,23 +70,34 @@ class QuantConv2d(Twin, nn.Conv2d):
         return self._conv_forward(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
 
 
-class _QuantResidual(Twin):
-    """Bottleneck with its residual Add in INT8: both addends pass one quantizer, so the Add needs no rescaling."""
+class QuantResidual(Twin):
+    """Bottleneck with its residual Add in INT8. `add_policy` says which addends pass its one quantizer:
+
+    'both': the Add is an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler may let the last
+    convolution add it before it rounds (NVIDIA's advice for Conv+Add; here an activation stands between).
+    """
     quantizer_names = ('add_quantizer',)
+    add_policy = 'both'
 
     @classmethod
     def suits(cls, block):
         return super().suits(block) and block.add
 
+    def to_float(self):
+        block = super().to_float()
+        block.__dict__.pop('add_policy', None)
+        return block
+
     def forward(self, x):  # [B, C, H, W], same shape out
-        return self.add_quantizer(x) + self.add_quantizer(self.cv2(self.cv1(x)))
+        branch = self.cv2(self.cv1(x))
+        return self.add_quantizer(x) + (self.add_quantizer(branch) if self.add_policy == 'both' else branch)
 
 
-class QuantBottleneck(_QuantResidual, Bottleneck):
+class QuantBottleneck(QuantResidual, Bottleneck):
     float_class = Bottleneck
 
 
-class QuantRepNBottleneck(_QuantResidual, RepNBottleneck):
+class QuantRepNBottleneck(QuantResidual, RepNBottleneck):
     float_class = RepNBottleneck
 
 
@@ -109,9 +124,10 @@ class QuantCBFuse(Twin, CBFuse):
     float_class = CBFuse
 
     def forward(self, xs):  # xs[:-1]: tuples of [B, C, h, w]; xs[-1]: [B, C, H, W]
-        # Upstream takes x[self.idx[i]] of each tuple: hand it a mapping with just that entry, quantized.
-        chosen = [{j: self.input_quantizer(x[j])} for x, j in zip(xs[:-1], self.idx)]
-        return super().forward(chosen + [self.input_quantizer(xs[-1])])
+        # Added one by one, in upstream's order: an engine has INT8 kernels for Add, but none for a sum over a stack.
+        size = xs[-1].shape[2:]
+        maps = [F.interpolate(self.input_quantizer(x[j]), size=size, mode='nearest') for x, j in zip(xs[:-1], self.idx)]
+        return reduce(torch.add, [*maps, self.input_quantizer(xs[-1])])
 
 
 TWINS = {twin.float_class: twin

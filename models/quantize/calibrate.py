@@ -7,7 +7,7 @@ Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Infer
 """
 import torch
 
-from models.quantize.quantizers import QMAX, QMIN, collecting, named_quantizers
+from models.quantize.quantizers import MIN_AMAX, QMAX, QMIN, collecting, named_quantizers
 from utils.qat.errors import QatError
 
 BINS = 4096
@@ -86,14 +86,11 @@ SEARCH = {
 
 
 def calibrate_weights(model):
-    """Set the amax of every weight quantizer to the largest magnitude of each output channel; returns how many."""
-    done = 0
+    """Set the amax of every weight quantizer to the largest magnitude of each output channel."""
     for module in model.modules():
         quantizer = getattr(module, 'weight_quantizer', None)
         if quantizer is not None:
             quantizer.set_amax(module.weight.detach().abs().amax(dim=(1, 2, 3)))  # [K]
-            done += 1
-    return done
 
 
 @torch.no_grad()
@@ -101,6 +98,7 @@ def calibrate(model, batches, config):
     """Give every quantizer of `model` its amax, whether it had one before or not.
 
     batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile.
+    Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
     Raises QatError naming the quantizers that saw no data or only zeros.
     """
     calibrate_weights(model)
@@ -123,3 +121,5 @@ def calibrate(model, batches, config):
     finally:
         for q in waiting.values():
             q._calibrator = None
+    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers}
+    return {name: channels for name, channels in raised.items() if channels}

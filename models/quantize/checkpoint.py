@@ -18,9 +18,10 @@ import torch
 from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
+from models.quantize.scales import shared_scales
 from utils.qat.errors import QatError, atomic, require_file
 
-FORMAT = 1
+FORMAT = 2  # 2: every scale is an FP16 number
 DAMAGED = (ValueError, OSError, EOFError, RuntimeError, struct.error, zlib.error)  # what unzipping bad bytes raises
 TWIN_MODULES = ('models.quantize.blocks', 'models.quantize.quantizers')
 
@@ -138,9 +139,10 @@ def save_quantized(path, model, recipe, source):
     """Write a checkpoint that `load_quantized`, upstream's val.py and detect.py load.
 
     The model is stored whole and in FP32: half precision would round weights and with them what was measured.
-    recipe: settings as plain values. source: path of the float checkpoint.
+    recipe: settings as plain values, the policies among them. source: path of the float checkpoint.
     """
-    quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': sha256(source), 'versions': versions()}
+    quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': sha256(source), 'versions': versions(),
+             'scale_groups': shared_scales(model)}
     model = deepcopy(model).cpu().eval().requires_grad_(False)
     with atomic(path) as tmp:
         torch.save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,

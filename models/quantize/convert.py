@@ -4,15 +4,25 @@ from dataclasses import dataclass, field
 import torch.nn as nn
 from models.common import DFL
 
-from models.quantize.blocks import TWINS, Twin
+from models.quantize.blocks import TWINS, QuantResidual, Twin
 from utils.qat.errors import QatError
+
+# Upstream's modules whose every operation has been looked at: what must be INT8 in them is, by a twin or by the
+# quantized convolutions around it.
+REVIEWED = {
+    'models.common': {'Conv', 'DWConv', 'AConv', 'ADown', 'RepConvN', 'DFL', 'Bottleneck', 'RepNBottleneck', 'RepNCSP', 'SP',
+                      'SPPELAN', 'ELAN1', 'RepNCSPELAN4', 'CBLinear', 'CBFuse', 'Concat', 'Silence', 'UConv', 'Proto'},
+    'models.yolo': {'DetectionModel', 'SegmentationModel', 'Detect', 'DDetect', 'Segment', 'DSegment'},
+}
 
 
 @dataclass
 class Conversion:
-    """What `quantize_model` did: layer path → kind of twin, and layer path → reason to stay float."""
+    """What `quantize_model` did: layer path → kind of twin, layer path → reason to stay float, and path → class of
+    modules that this toolkit has not met: their convolutions are quantized, their other operations are not looked at."""
     swapped: dict = field(default_factory=dict)
     kept_float: dict = field(default_factory=dict)
+    unknown: dict = field(default_factory=dict)
 
     def summary(self):
         kinds = list(self.swapped.values())
@@ -39,12 +49,20 @@ def float_convs(model):
     return kept
 
 
-def quantize_model(model):
+def unknown_modules(model):
+    """{path: class} of modules with a convolution inside that are not of PyTorch and not REVIEWED."""
+    return {path: type(m).__name__ for path, m in model.named_modules()
+            if not type(m).__module__.startswith('torch.') and type(m).__name__ not in REVIEWED.get(type(m).__module__, ())
+            and any(isinstance(inner, nn.Conv2d) for inner in m.modules())}
+
+
+def quantize_model(model, add_policy='both'):
     """Swap the blocks of a fused float model for their quantized twins, in place; returns a Conversion.
 
     Blocks inside blocks are swapped too (a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks do not).
+    add_policy: see blocks.QuantResidual.
     """
-    done = Conversion(kept_float=float_convs(model))
+    done = Conversion(kept_float=float_convs(model), unknown=unknown_modules(model))
 
     def visit(parent, prefix):
         for name, child in list(parent.named_children()):
@@ -52,7 +70,9 @@ def quantize_model(model):
             visit(child, f'{path}.')
             twin = TWINS.get(type(child))
             if twin and twin.suits(child) and path not in done.kept_float:
-                parent._modules[name] = twin.from_float(child)
+                parent._modules[name] = new = twin.from_float(child)
+                if isinstance(new, QuantResidual):
+                    new.add_policy = add_policy
                 done.swapped[path] = twin.float_class.__name__
             elif isinstance(child, (nn.ConvTranspose2d, nn.Conv1d, nn.Linear)):
                 done.kept_float[path] = f'no INT8 twin of {type(child).__name__}'

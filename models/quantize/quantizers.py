@@ -21,8 +21,9 @@ with warnings.catch_warnings():  # the library scripts a function when it is imp
     from pytorch_quantization.tensor_quant import QuantDescriptor
 
 QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
-# The smallest amax: its scale is still a normal number in FP16 (6.1e-5), which a strongly typed engine may store it in.
-MIN_AMAX = QMAX * 2.0 ** -14
+# Scales are FP16 numbers, because a strongly typed engine stores them so: what is simulated here is then exact in every
+# engine. The smallest is FP16's smallest normal number (6.1e-5), the largest its largest; rounding moves a range by 0.05 %.
+MIN_AMAX, MAX_AMAX = QMAX * 2.0 ** -14, QMAX * 65504.0
 
 absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every construction and load
 logging.getLogger('absl').propagate = False
@@ -40,14 +41,15 @@ class Quantizer(TensorQuantizer):
         self._calibrator = None  # attached while calibrating only, so that checkpoints stay small
 
     def set_amax(self, amax):
-        """Take `amax` (FP32 tensor, shape [] or [C], values >= 0); values under MIN_AMAX are raised to it."""
-        amax = amax.detach().float().clamp(min=MIN_AMAX)
+        """Take `amax` (tensor, shape [] or [C], values >= 0), rounded to the nearest whose scale is an FP16 number;
+        values under MIN_AMAX are raised to it."""
+        amax = (amax.detach().float().clamp(MIN_AMAX, MAX_AMAX) / QMAX).half().float() * QMAX  # 11 bits times 7: exact in FP32
         self.register_buffer('_amax', amax)
         self.register_buffer('_zero_point', torch.zeros_like(amax, dtype=torch.int32))
 
     @property
     def scale(self):
-        """Real value of one INT8 step, FP32, shape [] or [C]."""
+        """Real value of one INT8 step, FP32 (an FP16 number), shape [] or [C]."""
         return self._amax / QMAX
 
     def _quant_forward(self, inputs):

@@ -61,7 +61,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        nearest = func is F.interpolate and kwargs.get('mode', 'nearest') == 'nearest'
+        nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
         if func in COMMUTING or nearest:
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         return result
@@ -114,3 +114,13 @@ def tie_scales(model, size=64):
             for module, name in owners[id(by_path[path])]:
                 module._modules[name] = shared
     return found
+
+
+def shared_scales(model):
+    """Paths of the activation quantizers of `model`, those that are one and the same together: lists, as `scale_groups`
+    finds them, but read from a model that is tied already."""
+    groups = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Quantizer) and module._axis is None:
+            groups.setdefault(id(module), []).append(path)
+    return list(groups.values())

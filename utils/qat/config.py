@@ -5,7 +5,8 @@ from pathlib import Path
 from utils.qat.errors import QatError
 
 CALIB_METHODS = ('mse', 'percentile', 'max')
-SCALE_POLICIES = ('free', 'tied')
+SCALE_POLICIES = ('tied', 'free')
+ADD_POLICIES = ('both', 'residual')
 
 
 def _check(problems):
@@ -60,7 +61,9 @@ class QuantizeConfig:
     calib_images: int = 512
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
-    scale_policy: str = 'free'  # tied: tensors that a runtime moves Q/DQ across share one scale
+    scale_policy: str = 'tied'  # tensors joined by operations that Q/DQ commutes with share one scale
+    add_policy: str = 'both'  # which addends of a residual Add are quantized
+    dry_run: bool = False  # print the plan, write nothing
     workers: int = 8
     eval_origin: bool = True
     eval_ptq: bool = True
@@ -79,6 +82,7 @@ class QuantizeConfig:
              f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),
             (self.scale_policy not in SCALE_POLICIES,
              f"--scale-policy {self.scale_policy}: must be one of {', '.join(SCALE_POLICIES)}"),
+            (self.add_policy not in ADD_POLICIES, f"--add-policy {self.add_policy}: must be one of {', '.join(ADD_POLICIES)}"),
             (not 0 < self.percentile <= 100, f'--percentile {self.percentile}: must lie in (0, 100]'),
             (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
         ])

@@ -2,6 +2,7 @@
 import onnx
 from onnx import numpy_helper
 
+QDQ = ('QuantizeLinear', 'DequantizeLinear')
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. Resize is one if it takes the nearest.
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 

@@ -4,9 +4,10 @@ Imports no torch: the passes work on any Q/DQ graph.
 """
 import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from utils.qat.errors import QatError
-from utils.qat.onnx_graph import constants, count_qdq
+from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
 
 
 def _keep(model, keep, renamed):
@@ -66,6 +67,70 @@ def merge_duplicates(model):
         return False
 
     return _keep(model, keep, renamed)
+
+
+def constants_to_initializers(model):
+    """Turn every Constant node into an initializer of the same name and value, in place: TensorRT 8.6 reads scales and
+    zero points from initializers only."""
+    values = constants(model)
+    made = [n.output[0] for n in model.graph.node if n.op_type == 'Constant']
+    if lost := [name for name in made if name not in values]:
+        raise QatError(f'the graph has a Constant of an unusual kind ({lost[0]}); please report this model')
+    model.graph.initializer.extend(numpy_helper.from_array(values[name], name) for name in made)
+    return _keep(model, lambda node: node.op_type != 'Constant', {})
+
+
+def write_axis(model):
+    """Write the axis of every per-channel Q and DQ that leaves it to the default (1), in place: importers disagree on it."""
+    values = constants(model)
+    for node in model.graph.node:
+        if node.op_type in QDQ and values[node.input[1]].ndim and attribute(node, 'axis') is None:
+            node.attribute.append(onnx.helper.make_attribute('axis', 1))
+    return model
+
+
+def quantize_moves(model):
+    """Q/DQ on the inputs of operations that only move values (Concat, MaxPool, Split, Slice, nearest Resize ...), where
+    all that is made of their outputs is quantized with one scale; in place.
+
+    The operation then runs in INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat
+    beside it. Changes no value: quantizing with one scale before and after a move is quantizing once. Moves whose
+    readers ask for several scales, or for a scale and float, stay as they are.
+    """
+    values, outputs = constants(model), {o.name for o in model.graph.output}
+    made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
+
+    def grid(node):
+        """Scale and zero point of a Q or DQ, to compare."""
+        return [values[name].tobytes() for name in node.input[1:3]]
+
+    def demand(node):
+        """The Q that everything made of the outputs of `node` asks for; None if there are several, or float readers."""
+        found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']  # it reads no value
+        if not found or outputs.intersection(node.output) or any(r.op_type != 'QuantizeLinear' for r in found):
+            return None
+        return found[0] if all(grid(r) == grid(found[0]) for r in found) else None
+
+    put_before = {}  # position of a move → the pairs to put in front of it
+    for at in reversed(range(len(nodes))):
+        move = nodes[at]
+        wanted = demand(move) if moved_inputs(move) else None
+        for i in moved_inputs(move) if wanted else ():
+            given = move.input[i]
+            source = made_by.get(given)
+            if given in values or (source is not None and source.op_type == 'DequantizeLinear' and grid(source) == grid(wanted)):
+                continue
+            name = f'{move.name or move.output[0]}/input_{i}'
+            q = onnx.helper.make_node('QuantizeLinear', [given, *wanted.input[1:]], [f'{name}_q'], f'{name}/QuantizeLinear')
+            dq = onnx.helper.make_node('DequantizeLinear', [f'{name}_q', *wanted.input[1:]], [f'{name}_dq'], f'{name}/DequantizeLinear')
+            put_before.setdefault(at, []).extend((q, dq))
+            move.input[i] = f'{name}_dq'
+            # for the moves further up: this one no longer reads `given`, its Q does
+            read_by[given] = [r for r in read_by[given] if not (r[0] is move and r[1] == i)] + [(q, 0)]
+    graph = [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)]
+    del model.graph.node[:]
+    model.graph.node.extend(graph)
+    return model
 
 
 def check_scales(model, scales):

@@ -49,3 +49,24 @@ def write_report(folder, report):
     write_json(folder / 'report.json', report)
     with atomic(folder / 'report.md') as tmp:
         tmp.write_text(f"# {report['settings']['weights']}\n\n{run_table(report)}\n\n![AP per epoch](ap.png)\n", encoding='utf-8')
+
+
+def plan(layers, swapped, kept_float, groups):
+    """What `quantize --dry-run` prints: every layer of the network, what stays float, and which quantizers share a scale.
+
+    layers: (index, class) of the network's layers. swapped: path → kind of block quantized. kept_float: path → reason.
+    groups: lists of quantizer paths.
+    """
+    def inside(index, paths):
+        return [p for p in paths if p.split('.')[1] == str(index)]
+
+    def counted(kinds):
+        return ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds))) or '-'
+
+    rows = [[f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-'] for i, name in layers]
+    shared = [[number, len(group), '  '.join(group)] for number, group in enumerate(groups, 1) if len(group) > 1]
+    return '\n\n'.join((
+        markdown_table(('layer', 'INT8', 'float convolutions'), rows),
+        markdown_table(('stays float', 'reason'), kept_float.items()),
+        f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
+        + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none')))

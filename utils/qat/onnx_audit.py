@@ -13,7 +13,7 @@ from utils.qat import onnx_cost
 from utils.qat.errors import QatError
 from utils.qat.onnx_absorb import unabsorbed
 from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, name_of, opset
-from utils.qat.onnx_rules import CHECKS, FINDINGS, float_reason, is_int8
+from utils.qat.onnx_rules import CHECKS, DFL, FINDINGS, HEAD, float_reason, is_int8
 from utils.qat.report import markdown_table
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
@@ -41,10 +41,6 @@ class Audit:
     convs: list  # Convolution
     findings: list  # Finding
     cost: dict  # what was estimated → onnx_cost.Cost; empty if the shapes of a convolution are unknown
-
-    @property
-    def float_convs(self):
-        return [c for c in self.convs if not c.int8]
 
     @property
     def misaligned(self):
@@ -91,21 +87,24 @@ def audit(model):
                  findings=[finding for check in CHECKS for finding in check(graph)], cost=cost)
 
 
-def plain(found):
-    """An Audit as dicts and lists, with the sums that the text shows."""
-    return {**asdict(found), 'misaligned': [c.name for c in found.misaligned], 'counts': _counts(found),
-            'coverage': {'convs': _share([1 for c in found.convs if c.int8], [1 for c in found.convs]),
-                         'flops': _share([c.flops for c in found.convs if c.int8], [c.flops for c in found.convs])}}
+def coverage(found):
+    """How much runs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where it is unknown or nothing is there."""
+    def share(part, whole):
+        part, whole = (None if None in values else sum(values) for values in (part, whole))
+        return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
+
+    int8 = [c for c in found.convs if c.int8]
+    return {'convs': share([1] * len(int8), [1] * len(found.convs)), 'flops': share([c.flops for c in int8], [c.flops for c in found.convs])}
 
 
-def _counts(found):
+def counts(found):
+    """{kind of finding: number of places}, every kind there is."""
     return {kind: sum(f.kind == kind for f in found.findings) for kind in FINDINGS}
 
 
-def _share(part, whole):
-    """Sums of both and their ratio; None where something is unknown, or the ratio is."""
-    part, whole = (None if None in values else sum(values) for values in (part, whole))
-    return {'int8': part, 'all': whole, 'ratio': part / whole if whole and part is not None else None}
+def plain(found):
+    """An Audit as dicts and lists, with the sums that the text shows."""
+    return {**asdict(found), 'misaligned': [c.name for c in found.misaligned], 'counts': counts(found), 'coverage': coverage(found)}
 
 
 def text(found, limit=None):
@@ -119,11 +118,12 @@ def text(found, limit=None):
     lines = [f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
              f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}', '']
     rows = []
-    for what, unit, of in (('convolutions', 1, plain(found)['coverage']['convs']), ('their GFLOPs', 1e9, plain(found)['coverage']['flops'])):
-        shown = ['-' if of[k] is None else f'{of[k] / unit:.{0 if unit == 1 else 2}f}' for k in ('int8', 'all')]
-        rows.append([what, *shown, '-' if of['ratio'] is None else f"{of['ratio']:.1%}"])
+    for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
+        share = coverage(found)[of]
+        rows.append([what, *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
+                     '-' if share['ratio'] is None else f"{share['ratio']:.1%}"])
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']
-    lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in _counts(found).items()]))
+    lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
     if found.cost:
         base = list(found.cost.values())[-1]
         lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'),
@@ -132,8 +132,7 @@ def text(found, limit=None):
                   'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/onnx_cost.py), not measured.']
     else:
         lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']
-    expected = [f'{c.name}: {c.reason}' for c in found.float_convs if c.name not in {f.where for f in found.findings if f.kind == 'float conv'}]
-    lines += listed('In float, as it should be', expected)
+    lines += listed('In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)])
     lines += listed(f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
                     [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned])
     for kind, meaning in FINDINGS.items():

@@ -9,7 +9,7 @@ The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Type
 - A Q or DQ costs nothing where a neighbour absorbs it. One kernel each costs: every further form in which a tensor is wanted
   (a second scale, a scale beside float), every other scale behind operators that only move values, and every Q or DQ that no
   kernel absorbs.
-- A kernel reads its inputs and weights once and writes its outputs once: 1 byte per element in INT8, else what its type has.
+- A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in INT8, else what its type has.
   Caches, layouts and workspaces are not modelled.
 """
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
 FREE = {'Concat', 'Flatten', 'Identity', 'Reshape', 'Squeeze', 'Unsqueeze'}
 # What a kernel can still take along: (its state, the role of the next node) → its state then.
 FUSES = {('conv', 'BatchNormalization'): 'conv', ('conv', 'Add'): 'sum', ('conv', 'activation'): 'full', ('sum', 'activation'): 'full',
@@ -151,7 +152,7 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
     """Cost of a graph. types: see `tensor_types`. unabsorbed: Q and DQ nodes that run as kernels of their own. float_bytes:
     bytes of a float value; None = as typed in the graph. A tensor of unknown shape counts 0 bytes."""
     def size(name, width=None):
-        kind, shape = types.get(name, (onnx.TensorProto.FLOAT, (0,)))
+        kind, shape = types.get(name, NONE)
         itemsize = helper.tensor_dtype_to_np_dtype(kind).itemsize
         return int(np.prod(shape)) * (width or (float_bytes if kind in FLOATS and float_bytes else itemsize))
 
@@ -163,7 +164,7 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
     count, total = 0, 0
     for nodes in kernels(graph):
         made = {name for n in nodes for name in n.output}
-        read = {name for n in nodes for name in n.input if name and name not in made}
+        read = {name for n in nodes for name in n.input if name not in made and types.get(name, NONE)[0] in FLOATS}
         left = {name for name in made if name in graph.outputs or any(all(r is not n for n in nodes) for r, _ in graph.readers.get(name, ()))}
         copies = nodes[0].op_type in ('Slice', 'Split')
         count += len(left) if copies else 1

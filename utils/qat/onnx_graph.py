@@ -123,7 +123,7 @@ class Graph:
         return value.item() if value.size == 1 else tuple(value.ravel().tolist())
 
     def dequantized(self, tensor):
-        """Whether all values of `tensor` come out of DQ nodes."""
+        """Whether all values of `tensor` come out of DQ nodes, seen through nodes that only move values."""
         return all(self.op(o) == 'DequantizeLinear' for o in self.origins(tensor))
 
     def unquantized(self, tensor):

@@ -52,24 +52,24 @@ def is_dfl(graph, node):
 def float_reason(graph, node):
     """Why a convolution runs in float. HEAD and DFL are as they should be, anything else is a finding.
 
-    HEAD: nothing behind it is quantized, nor a convolution (DFL aside). Part of a Q/DQ input is a finding everywhere: the DQ
-    is lost.
+    HEAD: see `_ends_the_graph`. Where one of the two is quantized it is a finding anywhere: that DQ is lost.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if len(lacks) == 2 and is_dfl(graph, node):
         return DFL
-    if len(lacks) == 2:
-        waiting, seen = list(node.output), set()
-        while waiting:
-            name = waiting.pop()
-            behind = [n for n, _ in graph.readers.get(name, ()) if id(n) not in seen]
-            if any(n.op_type == 'QuantizeLinear' or n.op_type in CONVS and not is_dfl(graph, n) for n in behind):
-                break
-            seen.update(map(id, behind))
-            waiting += [out for n in behind for out in n.output]
-        else:
-            return HEAD
-    return f"{' and '.join(lacks)} not quantized"
+    return HEAD if len(lacks) == 2 and _ends_the_graph(graph, node) else f"{' and '.join(lacks)} not quantized"
+
+
+def _ends_the_graph(graph, node):
+    """Whether nothing behind `node` is quantized, nor a convolution (DFL aside)."""
+    waiting, seen = list(node.output), set()
+    while waiting:
+        behind = [n for n, _ in graph.readers.get(waiting.pop(), ()) if id(n) not in seen]
+        if any(n.op_type == 'QuantizeLinear' or n.op_type in CONVS and not is_dfl(graph, n) for n in behind):
+            return False
+        seen.update(map(id, behind))
+        waiting += [out for n in behind for out in n.output]
+    return True
 
 
 def float_convs(graph):
@@ -173,10 +173,10 @@ def not_absorbed(graph):
 
 
 def duplicates(graph):
-    """A tensor is quantized with one scale once."""
+    """An activation is quantized with one scale once. (Weights are quantized when the engine is built.)"""
     found = {}
     for node in graph.nodes:
-        if node.op_type == 'QuantizeLinear':
+        if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
             found.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))
     for (tensor, _), names in found.items():
         if len(names) > 1:
@@ -185,12 +185,12 @@ def duplicates(graph):
 
 def in_the_way(graph):
     """Nothing stands between Q and DQ, or between Q/DQ and the kernel that absorbs it; scales and zero points are initializers."""
+    fed = {name: (node, what) for node in graph.nodes if node.op_type in QDQ
+           for what, name in zip(('scale', 'zero point'), node.input[1:]) if name in graph.producer}
+    for name, (node, what) in fed.items():
+        yield Finding('in the way', name_of(graph.producer[name]), f'feeds the {what} of {name_of(node)}')
     for node in graph.nodes:
-        if node.op_type in QDQ:
-            for what, name in zip(('scale', 'zero point'), node.input[1:]):
-                if name in graph.producer:
-                    yield Finding('in the way', name_of(graph.producer[name]), f'feeds the {what} of {name_of(node)}')
-        elif node.op_type in IN_THE_WAY:
+        if node.op_type in IN_THE_WAY:
             before = graph.producer.get(node.input[0])
             behind = [n for n, _ in graph.uses(node.output[0]) if n is not None]
             quantizes = any(n.op_type == 'QuantizeLinear' for n in behind)
@@ -200,9 +200,11 @@ def in_the_way(graph):
 
 def numbers(graph):
     """Zero points are INT8 zeros, scales positive normal numbers, the same in DQ as in Q; per-channel is for weights, along the
-    output channel, and says so."""
+    output channel, and says so. What a Q and its DQ have in common is said of the DQ."""
     for node in graph.nodes:
-        if node.op_type not in QDQ:
+        pairs = [n for n, _ in graph.readers.get(node.output[0], ()) if n.op_type == 'DequantizeLinear' and n.input[1:] == node.input[1:]
+                 and attribute(n, 'axis') == attribute(node, 'axis')]
+        if node.op_type not in QDQ or pairs:
             continue
         where, scale = name_of(node), graph.values.get(node.input[1])
         zero = graph.values.get(node.input[2]) if len(node.input) > 2 else None
@@ -213,7 +215,8 @@ def numbers(graph):
         elif zero is not None and zero.any():
             yield Finding('zero point', where, f'{np.count_nonzero(zero)} of {zero.size} are not 0')
         q = graph.producer.get(node.input[0])
-        if node.op_type == 'DequantizeLinear' and q is not None and q.op_type == 'QuantizeLinear' and graph.scale(q) != graph.scale(node):
+        if node.op_type == 'DequantizeLinear' and q is not None and q.op_type == 'QuantizeLinear' \
+                and q.input[1] != node.input[1] and graph.scale(q) != graph.scale(node):
             yield Finding('scale', where, f'differs from that of {name_of(q)}')
         if scale is None:
             continue  # computed: see `in_the_way`

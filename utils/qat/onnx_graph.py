@@ -90,11 +90,13 @@ class Graph:
         return self.producer[tensor].op_type if tensor in self.producer else None
 
     def origins(self, tensor):
-        """Names of the tensors whose values `tensor` consists of, seen through nodes that only move values. Constants that
-        are mixed in do not count."""
+        """Names of the tensors whose values `tensor` consists of, seen through nodes that only move values. Constants among
+        activations do not count."""
         moved = moved_inputs(self.producer[tensor]) if tensor in self.producer else ()
         given = [self.producer[tensor].input[i] for i in moved]
-        return {o for name in given if name not in self.fixed for o in self.origins(name)} if given else {tensor}
+        if tensor not in self.fixed:
+            given = [name for name in given if name not in self.fixed]
+        return {o for name in given for o in self.origins(name)} or {tensor}
 
     def uses(self, tensor):
         """[(node, which of its inputs), ...] that get the values of `tensor`, seen through nodes that only move them; (None, 0)

@@ -76,7 +76,8 @@ def silu(given, out):
 
 GRAPHS = {  # name → nodes, findings as (kind, where), and what graph_of needs besides
     'clean': ([*START, *end('c')], []),
-    'clean: pre-quantized weight': ([*pair('x', 'x1'), node('DequantizeLinear', ['w8', 'ws', 'wz'], 'w1', axis=0), node('Conv', ['x1', 'w1'], 'y')], []),
+    'clean: pre-quantized weight': ([*pair('x', 'x1'), node('DequantizeLinear', ['w8', 'ws', 'wz'], 'w1', axis=0),
+                                     node('Conv', ['x1', 'w1'], 'y')], []),
     'clean: ReLU': ([*START, node('Relu', 'c', 'r'), *end('r')], []),
     'clean: SiLU': ([*START, *silu('c', 'r'), *end('r')], []),
 
@@ -136,7 +137,8 @@ GRAPHS = {  # name → nodes, findings as (kind, where), and what graph_of needs
                                           [('float conv', 'f'), ('half add', 'a')]),
     'add in float': ([*START2, node('Add', ['c', 'd'], 'a'), *end('a')], []),
     'add a constant': ([*START, *pair('c', 'c1'), node('Add', ['c1', 'one'], 'a'), *end('a')], []),
-    'add that makes float': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'y')], [('not absorbed', 'c1'), ('not absorbed', 'd1')]),
+    'add that makes float': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'y')],
+                             [('not absorbed', 'c1'), ('not absorbed', 'd1')]),
     'sum of three': ([*START2, *conv('x1', 'e'), *(n for i in 'cde' for n in pair(i, i + '1')), node('Add', ['c1', 'd1'], 'a'),
                       node('Add', ['a', 'e1'], 'b'), *end('b')], []),
     'sum of three, one in float': ([*START2, node('Exp', 'd', 'e'), *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'a'),
@@ -176,7 +178,8 @@ GRAPHS = {  # name → nodes, findings as (kind, where), and what graph_of needs
     'DQ with another scale': ([*START, *pair('c', 'c1', dq_scale='t'), *conv('c1', 'y')], [('scale', 'c1')]),
     **{f'scale {value!r}': ([*START, *end('c', 'v')], [('scale', 'y1')] if bad else [], {'values': {'v': value}})
        for bad, values in ((True, (0, -1, 1e-39, np.inf, np.nan)), (False, (2e-38, 1e-5))) for value in map(np.float32, values)},
-    'a weight with a dead channel': ([*START, *pair('c', 'c1'), *pair('w', 'w1', 'v', 'wz', axis=0), node('Conv', ['c1', 'w1'], 'y')], [('scale', 'w1')],
+    'a weight with a dead channel': ([*START, *pair('c', 'c1'), *pair('w', 'w1', 'v', 'wz', axis=0), node('Conv', ['c1', 'w1'], 'y')],
+                                     [('scale', 'w1')],
                                      {'values': {'v': np.float32([0] + [0.1] * (C - 1))}}),
     'no axis': ([*START, *pair('c', 'c1'), *pair('w', 'w1', 'ws', 'wz'), node('Conv', ['c1', 'w1'], 'y')], [('axis', 'w1')]),
     'wrong axis': ([*START, *pair('c', 'c1'), *conv('c1', 'y', axis=1)], [('axis', 'y w')]),
@@ -219,6 +222,12 @@ def test_fp16_scales(value):
 def test_why_a_convolution_is_float(name, reasons):
     found = audit_of(name)
     assert [c.reason for c in found.convs] == reasons and [c.int8 for c in found.convs] == [not r for r in reasons]
+
+
+@pytest.mark.parametrize('name, inside', [('Q/DQ before ReLU', True), ('Q/DQ before SiLU', True), ('Q/DQ around a softmax', False)])
+def test_a_pair_between_convolution_and_activation_is_called_that(name, inside):
+    [detail] = [f.detail for f in audit_of(name).findings if f.where == 'c1']
+    assert ('activation of the convolution in front' in detail) == inside
 
 
 def test_channels_are_counted_per_group():
@@ -406,7 +415,13 @@ def test_strict_is_the_exit_code(tmp_path, name, strict, code):
     assert (program('scripts/audit_onnx.py').main([str(tmp_path / 'model.onnx'), *(['--strict'] if strict else [])]) or 0) == code
 
 
-BAD = [('none.onnx', None, 'no such file'), ('model.pt', b'', 'expected a file ending in .onnx'), ('text.onnx', b'no graph', 'no valid ONNX file'),
+def contradictory():
+    """A graph that passes ONNX's checker: a Concat of 8 x 8 with 1 x 1 pixels."""
+    return graph_of([node('Concat', ['x', 'w'], 'y', axis=1)]).SerializeToString()
+
+
+BAD = [('none.onnx', None, 'no such file'), ('model.pt', b'', 'expected a file ending in .onnx'),
+       ('text.onnx', b'no graph', 'no valid ONNX file'), ('shapes.onnx', contradictory(), 'error: y: '),
        ('empty.onnx', b'', 'no valid ONNX file')]
 
 
@@ -417,7 +432,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, 
         (tmp_path / name).write_bytes(content)
     assert run_command(program('scripts/audit_onnx.py').main, [str(tmp_path / name)]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert name in line and says in line
+    assert says in line and (name in line or name == 'shapes.onnx')
 
 
 def test_it_needs_neither_torch_nor_yolov9(exports):

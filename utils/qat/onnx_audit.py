@@ -94,7 +94,8 @@ def coverage(found):
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
     int8 = [c for c in found.convs if c.int8]
-    return {'convs': share([1] * len(int8), [1] * len(found.convs)), 'flops': share([c.flops for c in int8], [c.flops for c in found.convs])}
+    return {'convs': share([1] * len(int8), [1] * len(found.convs)),
+            'flops': share([c.flops for c in int8], [c.flops for c in found.convs])}
 
 
 def counts(found):
@@ -111,7 +112,8 @@ def text(found, limit=None):
     """An Audit to read: tables, then each kind of finding with its first `limit` places (None = all)."""
     def listed(title, lines):
         rest = len(lines) - len(lines[:limit])
-        return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *([f'  ... and {rest} more'] if rest else [])]
+        more = [f'  ... and {rest} more'] if rest else []
+        return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *more]
 
     inputs = ', '.join(f"{name} {list(shape) if shape else 'of unknown shape'}" for name, shape in found.images.items())
     typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
@@ -126,9 +128,9 @@ def text(found, limit=None):
     lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
     if found.cost:
         base = list(found.cost.values())[-1]
-        lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'),
-                                     [[what, c.kernels, f'{c.kernels / base.kernels:.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / base.bytes:.2f}']
-                                      for what, c in found.cost.items()]),
+        rows = [[what, c.kernels, f'{c.kernels / base.kernels:.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / base.bytes:.2f}']
+                for what, c in found.cost.items()]
+        lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
                   'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/onnx_cost.py), not measured.']
     else:
         lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']

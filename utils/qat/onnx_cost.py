@@ -9,8 +9,8 @@ The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Type
 - A Q or DQ costs nothing where a neighbour absorbs it. One kernel each costs: every further form in which a tensor is wanted
   (a second scale, a scale beside float), every other scale behind operators that only move values, and every Q or DQ that no
   kernel absorbs.
-- A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in INT8, else what its type has.
-  Caches, layouts and workspaces are not modelled.
+- A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in
+  INT8, else what its type has. Caches, layouts and workspaces are not modelled.
 """
 from dataclasses import dataclass
 
@@ -19,7 +19,8 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, opset
+from utils.qat.errors import QatError
+from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
@@ -40,7 +41,7 @@ def tensor_types(model):
     """{tensor name: (element type of onnx.TensorProto, shape)}; a tensor whose shape does not follow from the graph is not in it.
 
     An open first axis of an input counts as 1. Shape arithmetic (Shape, Gather, Div ... in front of a Slice) is carried out, which
-    onnx.shape_inference does in part only.
+    onnx.shape_inference does in part only. Raises QatError where shapes or types contradict each other.
     """
     constant = {i.name: i for i in model.graph.initializer}
     types = {name: helper.make_tensor_type_proto(t.data_type, t.dims) for name, t in constant.items()}
@@ -58,9 +59,12 @@ def tensor_types(model):
                 all(name in constant for name in known) and node.op_type not in QDQ:
             constant.update(_evaluate(model, node, types, constant))
         schema = onnx.defs.get_schema(node.op_type, version, '')
-        types.update(onnx.shape_inference.infer_node_outputs(
-            schema, node, {name: types[name] for name in known}, {name: constant[name] for name in known if name in constant},
-            opset_imports=list(model.opset_import), ir_version=model.ir_version))
+        try:
+            types.update(onnx.shape_inference.infer_node_outputs(
+                schema, node, {name: types[name] for name in known}, {name: constant[name] for name in known if name in constant},
+                opset_imports=list(model.opset_import), ir_version=model.ir_version))
+        except onnx.shape_inference.InferenceError as e:
+            raise QatError(f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew') from e
     return {name: (t.tensor_type.elem_type, _shape(t)) for name, t in types.items() if _shape(t) is not None}
 
 
@@ -165,7 +169,8 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
     for nodes in kernels(graph):
         made = {name for n in nodes for name in n.output}
         read = {name for n in nodes for name in n.input if name not in made and types.get(name, NONE)[0] in FLOATS}
-        left = {name for name in made if name in graph.outputs or any(all(r is not n for n in nodes) for r, _ in graph.readers.get(name, ()))}
+        left = {name for name in made if name in graph.outputs
+                or any(all(reader is not n for n in nodes) for reader, _ in graph.readers.get(name, ()))}
         copies = nodes[0].op_type in ('Slice', 'Split')
         count += len(left) if copies else 1
         total += sum(map(stored, left)) * 2 if copies else sum(map(stored, read | left))

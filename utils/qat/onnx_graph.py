@@ -137,5 +137,6 @@ class Graph:
     def activation_of(self, node):
         """The tensor x if `node` ends an activation function of x, else None. SiLU is x * Sigmoid(x)."""
         if node.op_type == 'Mul':
-            return next((x for x, s in (node.input, reversed(node.input)) if self.op(s) == 'Sigmoid' and self.producer[s].input[0] == x), None)
+            return next((x for x, gate in (node.input, reversed(node.input))
+                         if self.op(gate) == 'Sigmoid' and self.producer[gate].input[0] == x), None)
         return node.input[0] if node.op_type in ACTIVATIONS else None

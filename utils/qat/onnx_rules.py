@@ -119,7 +119,7 @@ def moves(graph):
         for use, _ in (u for name in node.output for u in graph.uses(name)):
             if use is not None and use.op_type == 'QuantizeLinear':
                 makes.add(graph.scale(use))
-            elif use is None or FLOAT in reads or use.op_type not in QUANTIZABLE:
+            elif use is None or use.op_type not in QUANTIZABLE:
                 makes.add(FLOAT)
         if len(reads | makes) > 1:
             yield Finding('unequal concat' if node.op_type == 'Concat' else 'unequal move', name_of(node),

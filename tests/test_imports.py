@@ -4,7 +4,7 @@ import ast
 import pytest
 from conftest import REPO
 
-COMMANDS = sorted(REPO.glob('*.py'))
+COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
 DEPLOY, QUANTIZE, QAT = (sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat'))
 OURS = [*COMMANDS, *DEPLOY, *QUANTIZE, *QAT]
 COMMAND_NAMES = {file.stem for file in COMMANDS}

@@ -1,0 +1,143 @@
+"""What a Q/DQ graph lets TensorRT run in INT8, and where it costs more than it must: a ModelProto in, an `Audit` out.
+
+Findings (see onnx_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
+end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: information, no findings.
+"""
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from utils.qat import onnx_cost
+from utils.qat.errors import QatError
+from utils.qat.onnx_absorb import unabsorbed
+from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, name_of, opset
+from utils.qat.onnx_rules import CHECKS, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.report import markdown_table
+
+TILE = 16  # channels: INT8 tensor cores work on multiples of this
+TYPES = {onnx.TensorProto.FLOAT: 'FP32', onnx.TensorProto.FLOAT16: 'FP16', onnx.TensorProto.BFLOAT16: 'BF16'}
+
+
+@dataclass
+class Convolution:
+    name: str
+    int8: bool
+    reason: str  # why it runs in float; '' if it does not
+    channels: tuple  # in and out, per group; None if the weight is computed
+    first: bool  # reads the image
+    flops: int  # per inference, 2 per multiply-add; None if the shapes do not follow from the graph
+
+
+@dataclass
+class Audit:
+    opset: int
+    images: dict  # input name → shape, an open batch axis as 1; None if unknown
+    layers: dict  # operator → number of nodes on the way of the image, Q and DQ aside
+    typing: dict  # FP32, FP16, BF16, other → number of those nodes that return it
+    qdq: tuple  # numbers of Q and DQ nodes
+    parameters: int  # in weights and biases
+    convs: list  # Convolution
+    findings: list  # Finding
+    cost: dict  # what was estimated → onnx_cost.Cost; empty if the shapes of a convolution are unknown
+
+    @property
+    def misaligned(self):
+        """INT8 convolutions whose channels are no multiple of TILE. The first is not asked: an image has 3."""
+        return [c for c in self.convs if c.int8 and not c.first and c.channels and any(n % TILE for n in c.channels)]
+
+
+def load(path):
+    """The graph in a file; QatError if there is none, or one that ONNX does not accept."""
+    try:
+        model = onnx.load(path)
+        onnx.checker.check_model(model)
+    except (DecodeError, onnx.checker.ValidationError, OSError) as e:
+        raise QatError(f"{path}: no valid ONNX file ({str(e).strip().splitlines()[0]}); write it with export_qat.py") from e
+    return model
+
+
+def _convolution(graph, types, node):
+    weight, int8 = graph.values.get(graph.unquantized(node.input[1])), is_int8(graph, node)
+    channels = None
+    if weight is not None:  # Conv: [K, C / groups, ...]; ConvTranspose: [C, K / groups, ...]
+        group = attribute(node, 'group', 1)
+        channels = (weight.shape[1], weight.shape[0] // group) if node.op_type == 'Conv' else (weight.shape[0] // group, weight.shape[1])
+    return Convolution(name_of(node), int8, '' if int8 else float_reason(graph, node), channels,
+                       graph.unquantized(node.input[0]) in graph.inputs, onnx_cost.flops(graph, types, node))
+
+
+def audit(model):
+    """Audit of an ONNX model, quantized or not."""
+    graph, types = Graph(model), onnx_cost.tensor_types(model)
+    layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
+    convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
+    weights = {graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]} & graph.values.keys()
+    typing = Counter(TYPES.get(types[n.output[0]][0], 'other') for n in layers if n.output[0] in types)
+    cost = {}
+    if all(c.flops is not None for c in convs):
+        loose = [node for node, _ in unabsorbed(graph)]
+        cost = {'as typed': onnx_cost.estimate(graph, types, loose),
+                'float parts in FP16': onnx_cost.estimate(graph, types, loose, float_bytes=2),
+                'FP16, no Q/DQ': onnx_cost.estimate(Graph(onnx_cost.without_qdq(model)), types, float_bytes=2)}
+    return Audit(opset=opset(model), images={name: types[name][1] if name in types else None for name in graph.inputs},
+                 typing=dict(typing.most_common()), layers=dict(Counter(n.op_type for n in layers).most_common()), qdq=count_qdq(model),
+                 parameters=sum(graph.values[name].size for name in weights), convs=convs,
+                 findings=[finding for check in CHECKS for finding in check(graph)], cost=cost)
+
+
+def coverage(found):
+    """How much runs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where it is unknown or nothing is there."""
+    def share(part, whole):
+        part, whole = (None if None in values else sum(values) for values in (part, whole))
+        return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
+
+    int8 = [c for c in found.convs if c.int8]
+    return {'convs': share([1] * len(int8), [1] * len(found.convs)),
+            'flops': share([c.flops for c in int8], [c.flops for c in found.convs])}
+
+
+def counts(found):
+    """{kind of finding: number of places}, every kind there is."""
+    return {kind: sum(f.kind == kind for f in found.findings) for kind in FINDINGS}
+
+
+def plain(found):
+    """An Audit as dicts and lists, with the sums that the text shows."""
+    return {**asdict(found), 'misaligned': [c.name for c in found.misaligned], 'counts': counts(found), 'coverage': coverage(found)}
+
+
+def text(found, limit=None):
+    """An Audit to read: tables, then each kind of finding with its first `limit` places (None = all)."""
+    def listed(title, lines):
+        rest = len(lines) - len(lines[:limit])
+        more = [f'  ... and {rest} more'] if rest else []
+        return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *more]
+
+    inputs = ', '.join(f"{name} {list(shape) if shape else 'of unknown shape'}" for name, shape in found.images.items())
+    typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
+    lines = [f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
+             f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}', '']
+    rows = []
+    for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
+        share = coverage(found)[of]
+        rows.append([what, *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
+                     '-' if share['ratio'] is None else f"{share['ratio']:.1%}"])
+    lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']
+    lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
+    if found.cost:
+        base = list(found.cost.values())[-1]
+        rows = [[what, c.kernels, f'{c.kernels / base.kernels:.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / base.bytes:.2f}']
+                for what, c in found.cost.items()]
+        lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
+                  'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/onnx_cost.py), not measured.']
+    else:
+        lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']
+    lines += listed('In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)])
+    lines += listed(f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
+                    [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned])
+    for kind, meaning in FINDINGS.items():
+        places = [f'{f.where}: {f.detail}' for f in found.findings if f.kind == kind]
+        lines += listed(f'Finding, {meaning}', places) if places else []
+    return '\n'.join([*lines, '', f"{len(found.findings) or 'no'} findings"])

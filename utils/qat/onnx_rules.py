@@ -1,0 +1,240 @@
+"""The rules of TensorRT's explicit quantization that a Q/DQ graph keeps or breaks: one function each.
+
+Each takes a Graph and yields a `Finding` for every place that breaks the rule. A finding is something that another
+placement of Q and DQ, or other scales, would mend; what follows from the network itself is none. Nothing is measured.
+Sources: TensorRT's developer guide (explicit quantization, Q/DQ placement), NvInfer.h (IQuantizeLayer), the ONNX parsers of
+8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors`).
+"""
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
+from utils.qat.onnx_graph import CONVS, FLOAT, QDQ, attribute, moved_inputs, name_of
+
+HEAD, DFL = 'output of the head', 'integral over the box distribution (DFL)'
+
+FINDINGS = {  # kind → what it means
+    'not quantized': 'no convolution runs in INT8',
+    'float conv': 'convolutions that run in float',
+    'two scales': 'tensors wanted in two scales',
+    'mixed': 'tensors wanted in a scale and in float',
+    'unequal concat': 'Concats with unequal scales',
+    'unequal move': 'other operators that move values, with unequal scales',
+    'half add': 'Adds half quantized',
+    'unequal add': 'Adds of unequal scales',
+    'not absorbed': 'Q/DQ that no kernel absorbs',
+    'duplicate': 'equal Q on one tensor',
+    'in the way': 'Identity, Cast or Constant in the way',
+    'zero point': 'zero points missing, not zero or not INT8',
+    'scale': 'scales not positive, subnormal, not finite or not equal to the Q\'s',
+    'axis': 'per-channel Q/DQ with a missing or wrong axis',
+}
+
+
+@dataclass
+class Finding:
+    kind: str  # a key of FINDINGS
+    where: str  # name of a node or tensor
+    detail: str
+
+
+def is_int8(graph, node):
+    """Whether a convolution reads both its data and its weight straight from a DQ."""
+    return node.op_type in CONVS and all(graph.op(name) == 'DequantizeLinear' for name in node.input[:2])
+
+
+def is_dfl(graph, node):
+    """Whether a convolution sums up probabilities: what it reads was a Softmax, and was only moved since."""
+    return {graph.op(o) for o in graph.origins(node.input[0])} == {'Softmax'}
+
+
+def float_reason(graph, node):
+    """Why a convolution runs in float. HEAD and DFL are as they should be, anything else is a finding.
+
+    HEAD: see `_ends_the_graph`. Where one of the two is quantized it is a finding anywhere: that DQ is lost.
+    """
+    lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
+    if len(lacks) == 2 and is_dfl(graph, node):
+        return DFL
+    return HEAD if len(lacks) == 2 and _ends_the_graph(graph, node) else f"{' and '.join(lacks)} not quantized"
+
+
+def _ends_the_graph(graph, node):
+    """Whether nothing behind `node` is quantized, nor a convolution (DFL aside)."""
+    waiting, seen = list(node.output), set()
+    while waiting:
+        behind = [n for n, _ in graph.readers.get(waiting.pop(), ()) if id(n) not in seen]
+        if any(n.op_type == 'QuantizeLinear' or n.op_type in CONVS and not is_dfl(graph, n) for n in behind):
+            return False
+        seen.update(map(id, behind))
+        waiting += [out for n in behind for out in n.output]
+    return True
+
+
+def float_convs(graph):
+    """A convolution reads INT8 data and an INT8 weight, unless it is one of the last of the head."""
+    convs = [n for n in graph.nodes if n.op_type in CONVS]
+    if not any(is_int8(graph, n) for n in convs):
+        yield Finding('not quantized', 'the graph', f'{len(convs)} convolutions, none of them behind DQ nodes')
+    for node in convs:
+        if not is_int8(graph, node) and float_reason(graph, node) not in (HEAD, DFL):
+            yield Finding('float conv', name_of(node), float_reason(graph, node))
+
+
+def demands(graph):
+    """What computes a tensor writes it once: all who read it, also through operators that only move values, should want the
+    same scale, or all of them float."""
+    for name in [*graph.inputs, *graph.producer]:
+        node = graph.producer.get(name)
+        if name in graph.fixed or node is not None and (node.op_type in QDQ or moved_inputs(node)):
+            continue
+        asked = graph.asked(name)
+        detail = '; '.join(f'{_text(what)}: {", ".join(dict.fromkeys(who))}' for what, who in asked.items())
+        scales = len(asked) - (FLOAT in asked)
+        if scales > 1:
+            yield Finding('two scales', name, detail)
+        if scales and FLOAT in asked:
+            yield Finding('mixed', name, detail)
+
+
+def _text(what):
+    return f'scale {what:.6g}' if isinstance(what, float) else str(what)
+
+
+def _all(forms):
+    return ', '.join(sorted(map(_text, forms))) or 'nothing'
+
+
+def moves(graph):
+    """An operator that only moves values runs in INT8 if what it reads and what it makes has one scale: all that comes in, and
+    all that is asked of what goes out. Not quantized at all is as good. An operator that runs in INT8 may read it in place of a Q."""
+    for node in graph.nodes:
+        given = [node.input[i] for i in moved_inputs(node) if node.input[i] not in graph.fixed]
+        if not given:
+            continue
+        sources = {o for name in given for o in graph.origins(name)}
+        reads = {graph.scale(graph.producer[o]) if graph.op(o) == 'DequantizeLinear' else FLOAT for o in sources}
+        makes = set()
+        for use, _ in (u for name in node.output for u in graph.uses(name)):
+            if use is not None and use.op_type == 'QuantizeLinear':
+                makes.add(graph.scale(use))
+            elif use is None or use.op_type not in QUANTIZABLE:
+                makes.add(FLOAT)
+        if len(reads | makes) > 1:
+            yield Finding('unequal concat' if node.op_type == 'Concat' else 'unequal move', name_of(node),
+                          f'reads {_all(reads)}; makes {_all(makes)}')
+
+
+def _addends(graph, node):
+    """What a sum adds up: an Add that nothing but this one reads is part of it."""
+    for name in node.input:
+        if graph.op(name) == 'Add' and _only_reader(graph, name) is node:
+            yield from _addends(graph, graph.producer[name])
+        elif name not in graph.fixed:
+            yield name
+
+
+def _only_reader(graph, name):
+    readers = graph.readers.get(name, ())
+    return readers[0][0] if len(readers) == 1 and name not in graph.outputs else None
+
+
+def _from_int8_conv(graph, tensor):
+    """Whether an INT8 convolution makes `tensor`, its activation included."""
+    node = graph.producer.get(tensor)
+    x = graph.activation_of(node) if node else None
+    conv = graph.producer.get(x or tensor)
+    return conv is not None and is_int8(graph, conv)
+
+
+def adds(graph):
+    """The addends of a sum come quantized, in one scale; or none of them. One that an INT8 convolution makes (and its
+    activation) may stay as it is beside quantized ones: then the convolution can take the Add along, which is what NVIDIA
+    recommends for a shortcut."""
+    for node in graph.nodes:
+        reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
+        if node.op_type != 'Add' or reader is not None and reader.op_type == 'Add':
+            continue
+        addends = list(_addends(graph, node))
+        quantized = [a for a in addends if graph.dequantized(a)]
+        rest = [a for a in addends if a not in quantized]
+        scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.origins(a)}
+        if quantized and (len(rest) > 1 or rest and not _from_int8_conv(graph, rest[0])):
+            yield Finding('half add', name_of(node), f"in float: {', '.join(rest)}")
+        if len(scales) > 1:
+            yield Finding('unequal add', name_of(node), _all(scales))
+
+
+def not_absorbed(graph):
+    """Q and DQ cost nothing: see onnx_absorb.py."""
+    for node, reason in unabsorbed(graph):
+        yield Finding('not absorbed', name_of(node), reason)
+
+
+def duplicates(graph):
+    """An activation is quantized with one scale once. (Weights are quantized when the engine is built.)"""
+    found = {}
+    for node in graph.nodes:
+        if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
+            found.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))
+    for (tensor, _), names in found.items():
+        if len(names) > 1:
+            yield Finding('duplicate', tensor, ', '.join(names))
+
+
+def in_the_way(graph):
+    """Nothing stands between Q and DQ, or between Q/DQ and the kernel that absorbs it; scales and zero points are initializers."""
+    fed = {name: (node, what) for node in graph.nodes if node.op_type in QDQ
+           for what, name in zip(('scale', 'zero point'), node.input[1:]) if name in graph.producer}
+    for name, (node, what) in fed.items():
+        yield Finding('in the way', name_of(graph.producer[name]), f'feeds the {what} of {name_of(node)}')
+    for node in graph.nodes:
+        if node.op_type in IN_THE_WAY:
+            before = graph.producer.get(node.input[0])
+            behind = [n for n, _ in graph.uses(node.output[0]) if n is not None]
+            quantizes = any(n.op_type == 'QuantizeLinear' for n in behind)
+            if before is not None and (before.op_type in QDQ or quantizes and node.input[0] not in graph.fixed):
+                yield Finding('in the way', name_of(node), f"between {name_of(before)} and {', '.join(map(name_of, behind))}")
+
+
+def numbers(graph):
+    """Zero points are INT8 zeros, scales positive normal numbers, the same in DQ as in Q; per-channel is for weights, along the
+    output channel, and says so. What a Q and its DQ have in common is said of the DQ."""
+    for node in graph.nodes:
+        pairs = [n for n, _ in graph.readers.get(node.output[0], ()) if n.op_type == 'DequantizeLinear' and n.input[1:] == node.input[1:]
+                 and attribute(n, 'axis') == attribute(node, 'axis')]
+        if node.op_type not in QDQ or pairs:
+            continue
+        where, scale = name_of(node), graph.values.get(node.input[1])
+        zero = graph.values.get(node.input[2]) if len(node.input) > 2 else None
+        if len(node.input) < 3 or not node.input[2]:
+            yield Finding('zero point', where, 'missing; TensorRT 8.6 wants it written')
+        elif zero is not None and zero.dtype != np.int8:
+            yield Finding('zero point', where, f'{zero.dtype}, not int8')
+        elif zero is not None and zero.any():
+            yield Finding('zero point', where, f'{np.count_nonzero(zero)} of {zero.size} are not 0')
+        q = graph.producer.get(node.input[0])
+        if node.op_type == 'DequantizeLinear' and q is not None and q.op_type == 'QuantizeLinear' \
+                and q.input[1] != node.input[1] and graph.scale(q) != graph.scale(node):
+            yield Finding('scale', where, f'differs from that of {name_of(q)}')
+        if scale is None:
+            continue  # computed: see `in_the_way`
+        tiny = np.finfo(np.float16 if scale.dtype == np.float16 else np.float32).tiny
+        for what, bad in (('not finite', ~np.isfinite(scale)), ('negative', scale < 0), ('zero', scale == 0),
+                          (f'subnormal in {scale.dtype}', (scale > 0) & (scale < tiny))):
+            if bad.any():
+                yield Finding('scale', where, f'{np.count_nonzero(bad)} of {scale.size} {what}')
+        if scale.size > 1:
+            axis = attribute(node, 'axis')
+            kernels = {n.op_type for n, i in graph.uses(node.output[0]) if n is not None and n.op_type in CONVS and i == 1}
+            wanted = 1 if 'ConvTranspose' in kernels else 0
+            if node.output[0] not in graph.fixed:
+                yield Finding('axis', where, 'an activation is quantized per channel')
+            elif axis is None:
+                yield Finding('axis', where, 'not written; parsers differ in what they take instead')
+            elif kernels and axis != wanted:
+                yield Finding('axis', where, f'{axis}, the output channels are on {wanted}')
+
+
+CHECKS = float_convs, demands, moves, adds, not_absorbed, duplicates, in_the_way, numbers

@@ -89,9 +89,12 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
         _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
         graph = onnx.load(tmp)
-        for tidy in (onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
-                     onnx_passes.quantize_moves, onnx_passes.merge_duplicates, *[onnx_passes.simplify] * simplify):
-            graph = tidy(graph)
+        # onnxslim would drop Q/DQ of equal nodes, so they are merged first; what it drops besides shall get no Q/DQ
+        passes = [onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
+                  onnx_passes.merge_duplicates, *[onnx_passes.simplify] * simplify, onnx_passes.quantize_moves,
+                  onnx_passes.merge_duplicates]
+        for apply in passes:
+            graph = apply(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
         images = test_images(2 if dynamic else batch, imgsz)
         with torch.no_grad():

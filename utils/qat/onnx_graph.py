@@ -2,7 +2,12 @@
 import onnx
 from onnx import numpy_helper
 
-QDQ = ('QuantizeLinear', 'DequantizeLinear')
+ACTIVATIONS = {'Clip', 'Elu', 'HardSigmoid', 'HardSwish', 'LeakyRelu', 'Mish', 'PRelu', 'Relu', 'Sigmoid', 'Softplus', 'Swish', 'Tanh'}
+ELEMENTWISE = {'Abs', 'Add', 'BatchNormalization', 'Div', 'Exp', 'Max', 'Min', 'Mul', 'Neg', 'Pow', 'Sqrt', 'Sub', 'Sum', *ACTIVATIONS}
+QDQ = {'QuantizeLinear', 'DequantizeLinear'}
+CONVS = {'Conv', 'ConvTranspose'}
+WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
+FLOAT = 'float'  # what a reader asks for that is not a Q, beside the scales of those that are
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. Resize is one if it takes the nearest.
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
@@ -59,13 +64,6 @@ def name_of(node):
     """What to call `node` in a message: its name, or what it makes if it has none."""
     return node.name or f'{node.op_type} of {node.output[0]}'
 
-
-ACTIVATIONS = {'Clip', 'Elu', 'HardSigmoid', 'HardSwish', 'LeakyRelu', 'Mish', 'PRelu', 'Relu', 'Sigmoid', 'Softplus', 'Swish', 'Tanh'}
-ELEMENTWISE = {'Abs', 'Add', 'BatchNormalization', 'Div', 'Exp', 'Max', 'Min', 'Mul', 'Neg', 'Pow', 'Sqrt', 'Sub', 'Sum', *ACTIVATIONS}
-QDQ = {'QuantizeLinear', 'DequantizeLinear'}
-CONVS = {'Conv', 'ConvTranspose'}
-WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
-FLOAT = 'float'  # what a reader asks for that is not a Q, beside the scales of those that are
 
 
 class Graph:

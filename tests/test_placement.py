@@ -1,0 +1,65 @@
+"""The law of placement: whatever the network, its exported graph gives an INT8 compiler nothing to complain about.
+
+The judge is the audit (see test_audit.py), which reads the ONNX file and knows nothing of how scales were shared.
+"""
+import onnx
+import pytest
+from models.deploy.onnx_export import export_onnx
+from models.quantize.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.reparameterize import reparameterize
+from models.quantize.scales import tie_scales
+from utils.qat.onnx_audit import audit, counts
+from utils.qat.onnx_rules import DFL, HEAD
+from zoo import DUAL, SINGLE, build, full, fuse, image, settings
+
+HEADS = [d for d in DUAL if getattr(d, 'values', d)[0] != 'yolov9-cf']  # three branches; upstream has no single form of it
+
+
+def exported(name, file, add_policy='both', tie=True, **changes):
+    """(Conversion, graph) of a model with random weights, quantized and exported to `file`."""
+    model = build(name, **changes)
+    if type(model.model[-1]).__name__.startswith('Dual'):
+        model = reparameterize(model).model
+    done = quantize_model(fuse(model), add_policy)
+    if tie:
+        tie_scales(model)
+    calibrate(model, [image(batch=2)], settings())
+    export_onnx(model, file, (64, 64), simplify=True)
+    return done, onnx.load(file)
+
+
+def assert_all_int8(done, graph):
+    found = audit(graph)
+    assert found.findings == [] and set(counts(found).values()) == {0}
+    int8 = [c for c in found.convs if c.int8]
+    assert len(int8) == list(done.swapped.values()).count('Conv2d')
+    assert sorted(c.reason for c in found.convs if not c.int8) == sorted([HEAD] * 6 + [DFL])
+    assert done.unknown == {}
+
+
+@pytest.mark.parametrize('name', [*HEADS, *SINGLE, *full('yolov9', 'gelan')])
+def test_nothing_is_left_to_improve(name, tmp_path):
+    assert_all_int8(*exported(name, tmp_path / 'model.onnx'))
+
+
+@pytest.mark.parametrize('options', [{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], ids=str)
+def test_other_activations_and_policies(options, tmp_path, restored_activation):
+    done, graph = exported('demo', tmp_path / 'model.onnx', **options)
+    assert_all_int8(done, graph)
+    ops = {n.op_type for n in graph.graph.node}
+    assert ('Relu' in ops) == (options.get('activation') == 'nn.ReLU()') and ('LeakyRelu' in ops) == ('Leaky' in str(options))
+
+
+@pytest.fixture
+def restored_activation():
+    """Upstream keeps the activation of a config in its classes."""
+    from models.common import Conv, RepConvN
+    before = Conv.default_act, RepConvN.default_act
+    yield
+    Conv.default_act, RepConvN.default_act = before
+
+
+def test_free_scales_do_leave_something(tmp_path):
+    found = counts(audit(exported('demo', tmp_path / 'model.onnx', tie=False)[1]))
+    assert found['two scales'] > 20 and sum(found.values()) > found['two scales']

@@ -70,7 +70,7 @@ class Scorer:
     """Collects detections and the truth, batch by batch; `metrics()` scores all of them."""
 
     def __init__(self, names, categories=None):
-        """names: class index → name. categories: class index → category of COCO's result format; `rows` then collects those."""
+        """names: class index → name. categories: class index → COCO's category; `rows` then collects COCO's result format."""
         self.names, self.categories = names, categories
         self.stats, self.rows = [], []
 

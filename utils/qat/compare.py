@@ -39,9 +39,9 @@ class Comparison:
         return self.other.ap - self.reference.ap if self.reference else None
 
     def plain(self):
-        """As plain values; None where there is no figure, and where it is not a number."""
+        """As plain values; None where there is no figure, and where it is not finite, for which JSON has no name."""
         metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
-        return _without_nan({**asdict(self), **metrics, 'ap_difference': self.ap_difference})
+        return _finite({**asdict(self), **metrics, 'ap_difference': self.ap_difference})
 
     def excess(self, limits):
         """What is beyond config.Limits, in words; empty if nothing is."""
@@ -57,12 +57,12 @@ class Comparison:
         return found
 
 
-def _without_nan(value):
+def _finite(value):
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_nan(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Elements:

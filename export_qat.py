@@ -3,11 +3,12 @@
     python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx --dynamic --simplify
 """
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import ExportConfig
+from utils.qat.config import FLOAT_LIMITS, INT8_LIMITS, EvalConfig, ExportConfig
 from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
-from utils.qat.log import LOGGER, quiet_upstream
+from utils.qat.log import LOGGER, bar, quiet_upstream
 
 
 def parse_args(argv):
@@ -21,28 +22,74 @@ def parse_args(argv):
     parser.add_argument('--inplace', action='store_true', help="set the head's inplace flag, as upstream's export does")
     parser.add_argument('--opset', type=int, default=ExportConfig.opset, help='ONNX opset, 13 to 20')
     parser.add_argument('--device', default='cpu', help="where to trace: 'cpu' or a GPU number")
+    parser.add_argument('--verify', type=Path, metavar='DATA.yaml', help='compare the file, in ONNX Runtime, with PyTorch on the '
+                        'val: images of this data; exit code 1 if they differ by more than the limits')
+    parser.add_argument('--verify-images', type=int, default=ExportConfig.verify_images, help='images to compare on, at most, '
+                        'evenly spread over val:; 0 = all')
+    parser.add_argument('--rtol', type=float, default=ExportConfig.rtol,
+                        help='of what counts as within tolerance, as in numpy.isclose')
+    parser.add_argument('--atol', type=float, default=ExportConfig.atol, help='the same, absolute: pixels for boxes')
+    parser.add_argument('--max-ap-diff', type=float, help=f'largest difference of AP, in 0..1; default: '
+                        f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8')
     return ExportConfig(**vars(parser.parse_args(argv)))
+
+
+def verify(config, predict, limits, path, data, loader):
+    """Compare the written file with `predict`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
+    import onnxruntime
+    from models.quantize.checkpoint import sha256, versions
+    from utils.qat.backends import OnnxModel
+    from utils.qat.compare import compare
+    from utils.qat.report import comparison_tables, write_json
+
+    result = compare(predict, OnnxModel(path, predict.device), loader, predict.device, data.names, config.rtol, config.atol,
+                     progress=lambda it: bar(it, 'verifying'))
+    excess, file = result.excess(limits), path.with_suffix('.verify.json')
+    write_json(file, {'settings': asdict(config), 'versions': {**versions(), 'onnxruntime': onnxruntime.__version__},
+                      'onnx': {'file': path, 'sha256': sha256(path)}, 'limits': asdict(limits), 'above_limits': excess,
+                      **result.plain()})
+    LOGGER.info(f"\nPyTorch and ONNX Runtime on {result.images} images of {config.verify}\n\n"
+                f"{comparison_tables(result.plain(), ('PyTorch', 'ONNX Runtime'))}\n"
+                f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}: '
+                f"{'exceeded' if excess else 'kept'}\nresults {file}")
+    if excess:
+        LOGGER.error(f"{path}: above the limits of --verify: {'; '.join(excess)}. The file stays. AP is uncertain on few images: "
+                     'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff')
+    return 1 if excess else 0
 
 
 def main(argv=None):
     config = parse_args(argv)
     require_file(config.weights, '--weights', ('.pt', '.pth'))
+    if config.verify:
+        require_file(config.verify, '--verify', ('.yaml', '.yml'))
 
+    import torch
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
     from utils.general import check_img_size
-    from utils.qat.backends import select_device
+    from utils.qat.backends import TorchModel, select_device
+    from utils.qat.data import load_data, val_loader
 
+    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     with quiet_upstream(), explain_out_of_memory(config.batch_size):
         model, quant = load_any(config.weights, select_device(config.device))
         imgsz = check_img_size(config.imgsz, int(max(model.stride)))
         path = config.weights.with_suffix('.onnx')
+        predict = TorchModel(model)
+        if config.verify:  # a mistake in the data shall show before the work
+            data = load_data(config.verify, predict.nc, '--verify')
+            settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
+            loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
         done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace)
     LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}) -> {path}\n"
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}] -> output0, "
                 f'opset {config.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
                 f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
                 f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
+    if config.verify:
+        with explain_out_of_memory(config.batch_size):
+            return verify(config, predict, config.limits(bool(quant)), path, data, loader)
     if quant:
         LOGGER.info(f'next: python qat.py eval --weights {path} --data DATA.yaml --imgsz {imgsz[0]}')
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from utils.qat.config import ADD_POLICIES, CALIB_METHODS, SCALE_POLICIES, EvalConfig, QuantizeConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
-from utils.qat.log import BAR, LOGGER, log_to, quiet_upstream
+from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 
 
 def parse_args(argv):
@@ -72,11 +72,6 @@ def new_folder(config):
     folder.mkdir(parents=True, exist_ok=True)
     log_to(folder / 'log.txt')
     return folder
-
-
-def bar(iterable, text, total=None):
-    from tqdm import tqdm
-    return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True)
 
 
 def prepare(model, config):

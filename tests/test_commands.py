@@ -1,4 +1,5 @@
 """The commands as a user types them: the whole job end to end, what it leaves on disk, and what bad input is answered with."""
+import hashlib
 import importlib.util
 import json
 import os
@@ -141,6 +142,32 @@ def test_onnx_scores_like_pytorch(job):
     assert figures['.onnx']['instances'] == figures['.pt']['instances'] > 20
 
 
+def test_verify_writes_the_comparison_beside_the_file(job):
+    shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'verified.pt')
+    out = run('export_qat.py', '--weights', job / 'verified.pt', '--imgsz', SIZE, '--batch-size', 3, '--verify', job / 'data/data.yaml',
+              '--max-ap-diff', 0.03, '--rtol', 0.01)  # the limit: as in the test above
+    result = json.loads((job / 'verified.verify.json').read_text())
+    assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
+    assert result['onnx']['sha256'] == hashlib.sha256((job / 'verified.onnx').read_bytes()).hexdigest()
+    assert f"{result['reference']['ap']:.4f}" in out and f"{result['matched']:.2%}" in out and 'within rtol 0.01, atol 0.001' in out
+    run('qat.py', 'eval', '--weights', job / 'verified.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
+        '--device', 'cpu', '--project', job / 'eval', '--name', 'verified', '--exist-ok')
+    alone = json.loads((job / 'eval/verified/metrics.json').read_text())
+    assert {k: alone[k] for k in result['other']} == result['other'], 'the figures of the file, as eval finds them'
+
+
+def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
+    """Here: a model that no longer detects anything, so that there is nothing to verify."""
+    checkpoint = torch.load(job / 'single.pt', weights_only=False)
+    for branch in checkpoint['model'].model[-1].cv3:
+        branch[-1].bias.data.fill_(-30)
+    torch.save(checkpoint, job / 'blind.pt')
+    out = run('export_qat.py', '--weights', job / 'blind.pt', '--imgsz', SIZE, '--verify', job / 'data/data.yaml', '--verify-images', 2, code=1)
+    assert 'neither model detects anything' in out and 'The file stays' in out and 'Traceback' not in out
+    result = json.loads((job / 'blind.verify.json').read_text())
+    assert (job / 'blind.onnx').exists() and result['images'] == 2 and result['above_limits'] and result['matched'] is None
+
+
 def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     best = report_of(job / 'runs/exp')['best']
     weights = job / 'runs/exp' / best['file']
@@ -262,6 +289,12 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EXPORT, '--include engine', ['--include engine', "'onnx'"]),
     (EXPORT, '--weights {job}/dual.pt', ['auxiliary branch', 'reparameterization.py']),
     (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
+    (EXPORT, '--verify {wrong}/none.yaml', ['--verify', 'no such file']),
+    (EXPORT, '--verify {wrong}/classes.yaml', ['--verify', '2 classes', 'the model has 10']),
+    (EXPORT, '--verify {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
+    (EXPORT, '--verify {job}/data/data.yaml --imgsz 128 96', ['--verify', 'square --imgsz']),
+    (EXPORT, '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',
+     ['--verify-images -1', '--rtol -1', '--atol nan', '--max-ap-diff 2']),
     (REPARAMETERIZE, '--weights {job}/single.pt', ['DDetect', 'auxiliary branch']),
     (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
     (REPARAMETERIZE, '--save {job}/dual.pt', ['--save', 'choose another']),

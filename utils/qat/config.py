@@ -1,5 +1,5 @@
 """Settings of each command: dataclasses that check themselves and report every problem at once, quoting the flag."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from utils.qat.errors import QatError
@@ -89,6 +89,22 @@ class QuantizeConfig:
 
 
 @dataclass
+class Limits:
+    """How far a file may be from the model it was made of, see compare.Comparison. All in 0..1."""
+    ap: float  # largest absolute difference of AP
+    matched: float  # smallest share of the top detections that have a match in the other model
+    score: float  # largest mean difference of the scores of the two
+
+
+# Float: the order of summation alone moves scores by 1e-6, and AP by nothing. INT8: a value between two steps rounds either
+# way, so that two runtimes are two samples of one noise. Right files were seen at up to 0.004 of AP (40 to 72 images),
+# 98.7 % matched and 0.008 of score; 0.005 of AP leaves room for data of that size, where one box moves AP by 0.001. The
+# score has a limit of its own because AP does not see scores that all shrink, and a threshold does.
+FLOAT_LIMITS = Limits(ap=0.001, matched=0.99, score=0.001)
+INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02)
+
+
+@dataclass
 class ExportConfig:
     """`export_qat.py`."""
     weights: Path
@@ -100,6 +116,11 @@ class ExportConfig:
     inplace: bool = False
     opset: int = 17
     device: str = 'cpu'
+    verify: Path = None  # data YAML
+    verify_images: int = 100  # of its val images, at most, evenly spread; 0 = all
+    rtol: float = 1e-3  # of what counts as within tolerance: |ONNX Runtime - PyTorch| <= atol + rtol |PyTorch|
+    atol: float = 1e-3
+    max_ap_diff: float = None  # 0..1; None = that of FLOAT_LIMITS or INT8_LIMITS
 
     def __post_init__(self):
         if len(self.imgsz) == 1:
@@ -109,5 +130,16 @@ class ExportConfig:
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
             (not 13 <= self.opset <= 20, f'--opset {self.opset}: must lie in 13 (first with per-channel Q/DQ) to 20'),
+            (self.verify and len(set(self.imgsz)) != 1,
+             f"--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}"),
+            (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),
+            (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
+            (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
+            (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
             (self.include != ['onnx'], f"--include {' '.join(self.include)}: only 'onnx' is available"),
         ])
+
+    def limits(self, quantized):
+        """Limits of --verify for a quantized or a float model."""
+        limits = INT8_LIMITS if quantized else FLOAT_LIMITS
+        return limits if self.max_ap_diff is None else replace(limits, ap=self.max_ap_diff)

@@ -22,46 +22,50 @@ class Data:
     val: list
     names: dict  # class index → name
     annotations: Path = None  # COCO's instances_val2017.json, where the data is COCO
+    flag: str = '--data'  # that named the file
 
     @property
     def nc(self):
         return len(self.names)
 
 
-def load_data(file, nc=None):
-    """Read and check a data YAML; `nc` is the model's class count, to compare. Raises QatError naming the key at fault."""
-    file = require_file(file, '--data', ('.yaml', '.yml'))
+def load_data(file, nc=None, flag='--data'):
+    """Read and check a data YAML given with `flag`; `nc` is the model's class count, to compare.
+
+    Raises QatError naming the key at fault.
+    """
+    file = require_file(file, flag, ('.yaml', '.yml'))
     try:
         content = yaml.safe_load(file.read_text(encoding='utf-8', errors='ignore'))
     except yaml.YAMLError as e:
-        raise QatError(f"--data {file}: not valid YAML: {' '.join(str(e).split())}") from e
+        raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())}") from e
     if not isinstance(content, dict):
-        raise QatError(f'--data {file}: expected keys train:, val: and names:')
+        raise QatError(f'{flag} {file}: expected keys train:, val: and names:')
     missing = [f'{k}:' for k in ('train', 'val', 'names') if not content.get(k)]
     if missing:
-        raise QatError(f"--data {file}: {' and '.join(missing)} missing; it needs train:, val: (image folders) and names:")
+        raise QatError(f"{flag} {file}: {' and '.join(missing)} missing; it needs train:, val: (image folders) and names:")
 
     names = content['names']
     names = dict(enumerate(names)) if isinstance(names, list) else names
     if not isinstance(names, dict) or sorted(names) != list(range(len(names))):
-        raise QatError(f'--data {file}: names: must be a list, or map 0..n-1 to names')
+        raise QatError(f'{flag} {file}: names: must be a list, or map 0..n-1 to names')
     if content.get('nc') not in (None, len(names)):
-        raise QatError(f"--data {file}: nc: {content['nc']} but {len(names)} names")
+        raise QatError(f"{flag} {file}: nc: {content['nc']} but {len(names)} names")
     if nc is not None and nc != len(names):
-        raise QatError(f'--data {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
+        raise QatError(f'{flag} {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
 
     base = _base_folder(file, content)
     train, val = ([base / p for p in _as_list(content[k])] for k in ('train', 'val'))
     for key, paths in (('train', train), ('val', val)):
         for p in paths:
             if not p.exists():
-                raise QatError(f'--data {file}: {key}: {p} does not exist')
+                raise QatError(f'{flag} {file}: {key}: {p} does not exist')
             if not _has_images(p):
-                raise QatError(f"--data {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
+                raise QatError(f"{flag} {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
     is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
     return Data(file, [str(p) for p in train], [str(p) for p in val], {i: str(n) for i, n in names.items()},
-                annotations if is_coco and annotations.exists() else None)
+                annotations if is_coco and annotations.exists() else None, flag)
 
 
 def _as_list(value):
@@ -107,7 +111,7 @@ def _dataset(data, split, config, stride, **options):
             dataset = LoadImagesAndLabels(getattr(data, split), config.imgsz, config.batch_size, stride=stride,
                                           prefix=f'{split}: ', **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
-            raise QatError(f'--data {data.file}: {split}: {e}') from e
+            raise QatError(f'{data.flag} {data.file}: {split}: {e}') from e
     dropped = sorted(set(_image_files(getattr(data, split))) - set(dataset.im_files))
     _check_labels(dataset, data, dropped)
     if dropped:
@@ -135,12 +139,21 @@ def _loader(dataset, config, seed=0, shuffle=False):
                       pin_memory=torch.cuda.is_available(), generator=torch.Generator().manual_seed(seed))
 
 
-def val_loader(data, config, stride, square=False):
+def _spread(dataset, limit):
+    """At most `limit` images, evenly spread over the set."""
+    n = min(limit, len(dataset))
+    return Subset(dataset, [i * len(dataset) // n for i in range(n)])
+
+
+def val_loader(data, config, stride, square=False, limit=None):
     """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them.
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
+    limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
+    batch that they have in the whole set.
     """
-    return _loader(_dataset(data, 'val', config, stride, rect=not square, pad=0.5), config)
+    dataset = _dataset(data, 'val', config, stride, rect=not square, pad=0.5)
+    return _loader(_spread(dataset, limit) if limit else dataset, config)
 
 
 class Images:
@@ -160,9 +173,7 @@ class Images:
 def calibration_images(data, config, stride, device):
     """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set."""
     dataset = _dataset(data, 'train', config, stride)
-    n = min(config.calib_images, len(dataset))
-    chosen = [i * len(dataset) // n for i in range(n)]
-    return Images(_loader(Subset(dataset, chosen), config), device)
+    return Images(_loader(_spread(dataset, config.calib_images), config), device)
 
 
 def training_images(data, config, stride, device, hyp):

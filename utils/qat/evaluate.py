@@ -53,6 +53,41 @@ class Stopwatch:
         self.total += self._now() - self.start
 
 
+def prepared(images, targets, device):
+    """A loader's batch as models take it: images FP32 [B, 3, H, W] in 0..1, and targets [n, 6] (image, class, xywh in pixels)."""
+    images = images.to(device, non_blocking=True).float() / 255
+    height, width = images.shape[2:]
+    return images, targets.to(device) * torch.tensor((1, 1, width, height, width, height), device=device)
+
+
+def detect(predictions, conf_thres=0.001, iou_thres=0.7, max_det=300):
+    """NMS: predictions [B, 4 + nc, N] → per image detections [n, 6]: xyxy in pixels, score, class; highest score first."""
+    # Image by image: upstream's NMS gives up on the rest of a batch when a time limit is over.
+    return [non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det)[0] for p in predictions]
+
+
+class Scorer:
+    """Collects detections and the truth, batch by batch; `metrics()` scores all of them."""
+
+    def __init__(self, names, categories=None):
+        """names: class index → name. categories: class index → COCO's category; `rows` then collects COCO's result format."""
+        self.names, self.categories = names, categories
+        self.stats, self.rows = [], []
+
+    def update(self, detections, targets, image_shape, paths, shapes):
+        """detections: see `detect`. targets: see `prepared`. image_shape: height, width. paths, shapes: the loader's."""
+        for i, pred in enumerate(detections):
+            labels = targets[targets[:, 0] == i, 1:]
+            native, correct = _matches(pred, labels, image_shape, shapes[i])
+            self.stats.append((correct, pred[:, 4].cpu(), pred[:, 5].cpu(), labels[:, 0].cpu()))
+            if self.categories:
+                self.rows += _coco_rows(native, paths[i], self.categories)
+
+    def metrics(self):
+        """Metrics of everything so far. Raises QatError if there is no label among the truth."""
+        return _score([torch.cat(x, 0).numpy() for x in zip(*self.stats)], self.names, len(self.stats))
+
+
 def _matches(pred, labels, image_shape, shape):
     """Predictions in the pixels of the original image [n, 6], and which are correct at each IoU [n, 10]."""
     from val import process_batch  # upstream's script; imported here because val.py pulls in the whole of upstream
@@ -75,34 +110,23 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
     predictions_file: where to write the detections as COCO JSON.
     """
     clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
-    stats, detections, seen = [], [], 0
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
+    scorer = Scorer(names, categories if annotations or predictions_file else None)
     for images, targets, paths, shapes in progress(loader) if progress else loader:
         with clocks['pre']:
-            images = images.to(device, non_blocking=True).float() / 255
-            targets = targets.to(device)
+            images, targets = prepared(images, targets, device)
         with clocks['inference']:
             predictions = predict(images)
-        height, width = images.shape[2:]
-        targets[:, 2:] *= torch.tensor((width, height, width, height), device=device)
         with clocks['nms']:
-            # Image by image: upstream's NMS gives up on the rest of a batch when a time limit is over.
-            predictions = [non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det)[0]
-                           for p in predictions]
-        for i, pred in enumerate(predictions):
-            labels = targets[targets[:, 0] == i, 1:]
-            native, correct = _matches(pred, labels, images.shape[2:], shapes[i])
-            stats.append((correct, pred[:, 4].cpu(), pred[:, 5].cpu(), labels[:, 0].cpu()))
-            if annotations or predictions_file:
-                detections += _coco_rows(native, paths[i], categories)
-        seen += len(images)
+            detections = detect(predictions, conf_thres, iou_thres, max_det)
+        scorer.update(detections, targets, images.shape[2:], paths, shapes)
 
-    metrics = _score([torch.cat(x, 0).numpy() for x in zip(*stats)], names, seen)
-    metrics.ms_per_image = {k: round(c.total / seen * 1e3, 2) for k, c in clocks.items()}
+    metrics = scorer.metrics()
+    metrics.ms_per_image = {k: round(c.total / metrics.images * 1e3, 2) for k, c in clocks.items()}
     if predictions_file:
-        predictions_file.write_text(json.dumps(detections))
+        predictions_file.write_text(json.dumps(scorer.rows))
     if annotations:
-        metrics.coco = coco_figures(annotations, detections, loader.dataset.im_files)
+        metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)
     return metrics
 
 

@@ -12,6 +12,12 @@ if not LOGGER.handlers:
 BAR = '{l_bar}{bar:20}{r_bar}'  # tqdm: description, bar, count, rate and remaining time
 
 
+def bar(iterable, text, total=None):
+    """`iterable` with a progress bar called `text`."""
+    from tqdm import tqdm
+    return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True)
+
+
 def log_to(path):
     """Write everything logged from now on to the file `path` too (appended, with the time of day)."""
     handler = logging.FileHandler(path, encoding='utf-8')

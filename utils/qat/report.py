@@ -35,6 +35,29 @@ def class_table(metrics):
     return markdown_table(('class', 'instances', *COLUMNS), rows)
 
 
+def comparison_tables(comparison, names):
+    """A plain Comparison of the models called `names` (reference, other): all predictions, the top detections, AP."""
+    def number(value, form='.3g'):
+        return '-' if value is None else format(value, form)
+
+    tolerance = f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"
+    elements = [(text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores']))]
+    ranks = [(r['rank'], r['images'], number(r['score'], '.4f'), number(r['score_error']), number(r['box_error']),
+              number(r['disagreement'], '.1%')) for r in comparison['ranks']]
+    ranks.append((f"top {comparison['top']}", *['-'] * 4, number(comparison['disagreement'], '.1%')))
+    tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements),
+              markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks)]
+    if comparison['reference']:
+        rows = [(name, *figures(comparison[k])) for name, k in zip(names, ('reference', 'other'))]
+        tables.append(markdown_table(('model', *COLUMNS), rows))
+    tables.append(f"matched regardless of rank: {number(comparison['matched'], '.2%')} of the top {comparison['top']} detections of "
+                  f"either model; mean difference {number(comparison['matched_score'])} of score, "
+                  f"{number(comparison['matched_box'])} px of box\n(nearly equal scores change places by rounding alone, and "
+                  'count as disagreement at both ranks)')
+    return '\n\n'.join(tables)
+
+
 def run_table(report):
     """One row per stage of a `quantize` run: float, PTQ, every epoch, best."""
     rows = [['float', '', *figures(report['origin'])], ['PTQ', '', *figures(report['ptq'])]]

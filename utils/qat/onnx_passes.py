@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 
 from utils.qat.errors import QatError
-from utils.qat.onnx_graph import constants, count_qdq
+from utils.qat.onnx_graph import attribute, constants, count_qdq, readers
 
 
 def _keep(model, keep, renamed):
@@ -88,6 +88,30 @@ def simplify(model):
         raise QatError(f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
                        'export without --simplify')
     return slim
+
+
+def store_int8_weights(model):
+    """Store each weight as the INT8 values that its Q computes, in place: initializer → Q → DQ becomes initializer → DQ.
+
+    Takes exactly one Q per weight, none of an activation and no DQ. The values are those of the Q, bit for bit: rounded half
+    to even and saturated.
+    """
+    values = constants(model)
+    stored = {i.name: i for i in model.graph.initializer}
+    of_weights = [n for n in model.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] in stored]
+    for node in of_weights:
+        weight, scale, zero = (values[name] for name in node.input)
+        axis = [1] * weight.ndim
+        if scale.ndim:
+            axis[attribute(node, 'axis', 1)] = -1
+        scale, zero_point, limits = scale.reshape(axis), zero.reshape(axis).astype(np.float32), np.iinfo(zero.dtype)
+        steps = np.clip(np.rint(weight / scale) + zero_point, limits.min, limits.max).astype(zero.dtype)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(steps, node.output[0]))
+        model.graph.node.remove(node)
+    read = readers(model)
+    for name in {node.input[0] for node in of_weights} - set(read):
+        model.graph.initializer.remove(stored[name])
+    return model
 
 
 def set_output_shape(model, *dims):

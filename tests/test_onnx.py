@@ -4,25 +4,16 @@ import math
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
+from graphs import copy, dims, dq, graph_of, node, pair, q, run_onnx
 from models.deploy.onnx_export import FLOAT_LIMIT, INT8_LIMIT, export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from utils.qat import onnx_graph, onnx_passes
 from utils.qat.errors import QatError
 from zoo import image, output, same, state
-
-
-def run_onnx(model, feeds):
-    """Outputs of an ONNX model (or file) in ONNX Runtime, nothing optimized away: what the graph says, node by node."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider']).run(None, feeds)
 
 
 def relative(ours, theirs):
@@ -84,10 +75,6 @@ def test_every_law_on_every_export(demo, tmp_path, kind, options):
 
     # the model is as it was
     assert same(state(model), before) and same(output(model, image(96)), expected_before)
-
-
-def dims(value):
-    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
 
 
 def scales_of(graph):
@@ -152,37 +139,6 @@ def test_a_model_without_scales_leaves_no_file(demo, tmp_path):
 
 # ---- passes, on graphs made by hand -------------------------------------------------------------------------------------
 
-FLOAT = TensorProto.FLOAT
-
-
-def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17):
-    values = {'scale': np.float32(0.1), 'same scale': np.float32(0.1), 'other scale': np.float32(0.2), 'zero': np.int8(0),
-              'same zero': np.int8(0), 'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), **(initializers or {})}
-    used = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('x', FLOAT, shape)],
-                              [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
-                              [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
-    onnx.checker.check_model(model)
-    return model
-
-
-def q(given, out, scale='scale', zero='zero', **attributes):
-    return helper.make_node('QuantizeLinear', [given, scale, zero], [out], **attributes)
-
-
-def dq(given, out, scale='scale', zero='zero', **attributes):
-    return helper.make_node('DequantizeLinear', [given, scale, zero], [out], **attributes)
-
-
-def node(op, *names, **attributes):
-    return helper.make_node(op, list(names[:-1]), [names[-1]], **attributes)
-
-
-def pair(given, out, **options):
-    return [q(given, f'{out} int8', **options), dq(f'{out} int8', out, **options)]
-
-
 TWICE = [*pair('x', 'a'), *pair('x', 'b'), node('Relu', 'a', 'c'), node('MatMul', 'b', 'weight', 'd'), node('Add', 'c', 'd', 'y')]
 GRAPHS = {  # name → graph, and the Q and DQ that merging leaves
     'twice': (graph_of(TWICE), (1, 1)),
@@ -214,10 +170,6 @@ GRAPHS = {  # name → graph, and the Q and DQ that merging leaves
 
 def x_of(model):
     return {'x': np.random.default_rng(0).normal(size=dims(model.graph.input[0])).astype(np.float32)}
-
-
-def copy(model):
-    return onnx.ModelProto.FromString(model.SerializeToString())
 
 
 @pytest.mark.parametrize('merge', [onnx_passes.merge_duplicates, onnx_passes.remove_identities])

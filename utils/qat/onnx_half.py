@@ -14,6 +14,7 @@ from utils.qat.onnx_passes import store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 SUFFIX = {FLOAT: '_fp32', HALF: '_fp16'}  # of the names of tensors that are made here
+FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # what TensorRT makes one kernel of
 LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  # 65504 and 2**-14
 
 
@@ -26,8 +27,8 @@ def to_half(model):
     """
     if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
         raise QatError(f'opset {opset(model)}: FP16 scales of Q/DQ exist in opsets 19 to 22; export with --opset 19 or 20')
-    store_int8_weights(model)
     _store_constants(model)
+    store_int8_weights(model)
     qdq, types = count_qdq(model), _types(model)
     _retype(model, _feature_inputs(model, types), types)
     del model.graph.value_info[:]
@@ -101,8 +102,7 @@ def _to_fp16(tensor, name):
 
 def _check_scale(node, scale):
     """Raise QatError unless `scale` stays positive and precise in FP16. TensorRT refuses 0."""
-    rounded = scale.astype(np.float16)
-    bad = scale[~((rounded >= SMALLEST_NORMAL) & (rounded <= LARGEST))]
+    bad = scale[~((scale >= SMALLEST_NORMAL) & (scale <= LARGEST))]
     if bad.size:
         raise QatError(f'{node.name or node.output[0]}: scale {bad.flat[0]:.3g} is no normal FP16 number ({SMALLEST_NORMAL:.3g} '
                        f'to {LARGEST:.0f}); quantize this model anew (qat.py quantize), or export without FP16')
@@ -157,14 +157,9 @@ def _retype(model, features, types):
 
 def _check_qdq(model, qdq):
     """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast stands where it would part what TensorRT fuses."""
-    made_by = producers(model)
-
-    def between(first, second):
-        return any(node.op_type == second and cast.op_type == 'Cast' and cast.input[0] in made_by
-                   and made_by[cast.input[0]].op_type == first
-                   for node in model.graph.node for cast in (made_by[name] for name in node.input if name in made_by))
-
-    apart = [f'{a} and {b}' for a, b in (('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')) if between(a, b)]
-    if count_qdq(model) != qdq or apart:
-        raise QatError(f'FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, Casts between {apart or "none"}; '
+    made_by, read_by = producers(model), readers(model)
+    parted = [cast.name for cast in model.graph.node if cast.op_type == 'Cast' and cast.input[0] in made_by
+              for reader, _ in read_by.get(cast.output[0], ()) if (made_by[cast.input[0]].op_type, reader.op_type) in FUSED]
+    if count_qdq(model) != qdq or parted:
+        raise QatError(f"FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {', '.join(parted) or 'none'}; "
                        'please report this model, and export without FP16')

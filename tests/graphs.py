@@ -40,6 +40,44 @@ def copy(model):
     return onnx.ModelProto.FromString(model.SerializeToString())
 
 
+RNG = np.random.default_rng(0)
+FEATURES = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'b': RNG.normal(size=4).astype(np.float32), 'two': np.float32(2),
+            'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]), 'sizes': np.int64([1, 4, 8, 8]),
+            'per channel': np.float32([0.01, 0.02, 0.03, 0.04]), 'zeros': np.zeros(4, np.int8)}
+
+
+def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
+    """A graph of feature maps, with the constants FEATURES."""
+    return graph_of(nodes, shape=(1, 4, 4, 4), returns=returns, initializers=FEATURES, opset=opset, **options)
+
+
+WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
+INT8_BLOCK = nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'), node('Mul', 'c', 's', 'm'),
+                   *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'), node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')])
+
+
+def with_values(model, **values):
+    """A copy of `model` with other values in its initializers."""
+    model = copy(model)
+    for i in model.graph.initializer:
+        if i.name in values:
+            i.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(i), values[i.name]), i.name))
+    return model
+
+
+def between_quantized(nodes, dq='DequantizeLinear', q='QuantizeLinear'):
+    """Those of `nodes` (ONNX's or alike, in topological order) that read, through others, what a `dq` makes, and whose
+    values reach a `q`."""
+    after, before = set(), set()
+    for n in nodes:
+        if n.op_type == dq or after.intersection(n.input):
+            after.update(n.output)
+    for n in reversed(nodes):
+        if n.op_type == q or before.intersection(n.output):
+            before.update(n.input)
+    return [n for n in nodes if after.intersection(n.output) and before.intersection(n.output)]
+
+
 def dims(value):
     return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
 

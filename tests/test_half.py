@@ -5,7 +5,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from graphs import FLOAT, copy, dq, graph_of, node, pair, q, run_onnx
+from graphs import FLOAT, INT8_BLOCK, WEIGHT, between_quantized, copy, dq, graph_of, nchw, node, pair, q, run_onnx, with_values
 from models.deploy.onnx_export import compare, export_onnx, prepare
 from models.quantize.blocks import QuantConv2d
 from onnx import TensorProto, numpy_helper
@@ -38,17 +38,6 @@ def casts(model):
 
 # ---- graphs made by hand ------------------------------------------------------------------------------------------------
 
-WEIGHTS = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'v': RNG.normal(size=(4, 4, 3, 3)).astype(np.float32),
-           'b': RNG.normal(size=4).astype(np.float32), 'two': np.float32(2), 'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]),
-           'sizes': np.int64([1, 4, 8, 8]), 'ints': np.int64([1, 1, 2, 2]), 'per channel': np.float32([0.01, 0.02, 0.03, 0.04]),
-           'zeros': np.zeros(4, np.int8), 'start': np.int64([2])}
-
-
-def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
-    return graph_of(nodes, shape=(1, 4, 4, 4), returns=returns, initializers=WEIGHTS, opset=opset, **options)
-
-
-WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
 CONV = node('Conv', 'x', 'w', 'b', 'c')
 FEATURE = [('x', HALF), ('c', FLOAT)]  # of a graph whose only feature convolution is CONV
 
@@ -76,9 +65,7 @@ GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
                                        node('Cast', 'g', 'i', to=TensorProto.INT64), node('Resize', 'c', '', '', 'i', 'r'),
                                        node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)),
                                  [('x', HALF), ('d', FLOAT)], (0, 0)),
-    'INT8': (nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'), node('Mul', 'c', 's', 'm'),
-                   *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'), node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')]),
-             [('x', HALF), ('d', FLOAT)], (3, 4)),
+    'INT8': (INT8_BLOCK, [('x', HALF), ('d', FLOAT)], (3, 4)),
     'INT8 moved between Q and DQ': (nchw([q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]), dq('p', 'e'), *WEIGHT,
                                           node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')]), FEATURE, (1, 2)),
     'a DQ that both sides read': (nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
@@ -124,15 +111,6 @@ def test_a_constant_that_both_sides_read_is_there_twice():
     typed = to_half(copy(GRAPHS['a constant on both sides'][0]))
     twos = [numpy_helper.to_array(i) for i in typed.graph.initializer if i.name.startswith('two')]
     assert sorted(v.dtype.name for v in twos) == ['float16', 'float32'] and all(v == 2 for v in twos)
-
-
-def with_values(model, **values):
-    """A copy of `model` with other values in its initializers."""
-    model = copy(model)
-    for i in model.graph.initializer:
-        if i.name in values:
-            i.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(i), values[i.name]), i.name))
-    return model
 
 
 @pytest.mark.parametrize('name, values, message', [
@@ -227,20 +205,6 @@ def test_weights_are_not_rounded_twice():
 LIMITS = {'float': 2e-3, 'quantized': 0.08}
 
 
-def values_between_quantized(graph):
-    """Nodes that read, through others, what a DQ makes, and whose values reach a Q."""
-    def reached(nodes, first, reads, makes):
-        found = set()
-        for n in nodes:
-            if n.op_type == first or found.intersection(reads(n)):
-                found.update(makes(n))
-        return found
-
-    after = reached(graph.node, 'DequantizeLinear', lambda n: n.input, lambda n: n.output)
-    before = reached(reversed(graph.node), 'QuantizeLinear', lambda n: n.output, lambda n: n.input)
-    return [n for n in graph.node if after.intersection(n.output) and before.intersection(n.output)]
-
-
 @pytest.mark.parametrize('kind', ['float', 'quantized'])
 @pytest.mark.parametrize('options', [{'opset': 19}, {'opset': 20, 'dynamic': True, 'simplify': True}], ids=['static', 'dynamic'])
 def test_every_law_on_the_demo(demo, tmp_path, kind, options):
@@ -265,7 +229,7 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     (q32, dq32), (q16, dq16) = onnx_graph.count_qdq(fp32), onnx_graph.count_qdq(typed)
     assert (q16, dq16) == (q32 - number, dq32)
     if kind == 'quantized':
-        between = values_between_quantized(typed.graph)
+        between = between_quantized(typed.graph.node)
         assert {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat', 'DequantizeLinear'} <= {n.op_type for n in between}
         assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, TensorProto.INT64}
         assert stored_weights(typed) == stored_weights(store_int8_weights(copy(fp32))) and len(stored_weights(typed)) == number

@@ -13,7 +13,7 @@ usage() {
     cat <<EOF
 Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
-  --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX, 360 MB
+  --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
   --trex      also install what drawing engine graphs needs
   --no-trex   do not (the default)
   --dry-run   print what would be installed and change nothing

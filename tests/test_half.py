@@ -16,8 +16,7 @@ from utils.qat.onnx_passes import store_int8_weights
 from zoo import build, fuse, image
 
 HALF = TensorProto.FLOAT16
-NP = {FLOAT: np.float32, HALF: np.float16, TensorProto.UINT8: np.uint8}
-RNG = np.random.default_rng(0)
+NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
 
 
 def types_of(model):
@@ -76,8 +75,9 @@ GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
 
 
 def x_of(model):
-    kind = NP[model.graph.input[0].type.tensor_type.elem_type]
-    return {'x': RNG.uniform(0, 255, (1, 4, 4, 4)).astype(kind) if kind is np.uint8 else RNG.normal(size=(1, 4, 4, 4)).astype(kind)}
+    """An input for `model`, the same every time."""
+    kind, rng = NP[model.graph.input[0].type.tensor_type.elem_type], np.random.default_rng(0)
+    return {'x': (rng.uniform(0, 255, (1, 4, 4, 4)) if kind is np.uint8 else rng.normal(size=(1, 4, 4, 4))).astype(kind)}
 
 
 @pytest.mark.parametrize('name', GRAPHS)
@@ -179,7 +179,7 @@ def test_only_the_q_of_weights_go():
     """A weight that is read in two ways is stored for each; what reads it in float finds it."""
     model = graph_of([*pair('x', 'a'), *pair('weight', 'b'), *pair('weight', 'c', scale='other scale'), node('MatMul', 'a', 'b', 'd'),
                       node('MatMul', 'd', 'c', 'e'), node('MatMul', 'e', 'weight', 'y')])
-    stored, x = store_int8_weights(copy(model)), {'x': RNG.normal(size=(2, 3)).astype(np.float32)}
+    stored, x = store_int8_weights(copy(model)), {'x': np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)}
     assert onnx_graph.count_qdq(model) == (3, 3) and onnx_graph.count_qdq(stored) == (1, 3)
     assert np.array_equal(run_onnx(stored, x)[0], run_onnx(model, x)[0])
     assert 'weight' in onnx_graph.constants(stored)
@@ -188,7 +188,7 @@ def test_only_the_q_of_weights_go():
 def test_weights_are_not_rounded_twice():
     """FP16 first and INT8 then would give other steps."""
     model = GRAPHS['INT8'][0]
-    weight = (RNG.uniform(-100, 100, (4, 4, 1, 1)).round() + 0.4995).astype(np.float32) * np.float32(0.01)
+    weight = (np.random.default_rng(0).uniform(-100, 100, (4, 4, 1, 1)).round() + 0.4995).astype(np.float32) * np.float32(0.01)
     model = copy(model)
     next(i for i in model.graph.initializer if i.name == 'w').CopyFrom(numpy_helper.from_array(weight, 'w'))
     next(i for i in model.graph.initializer if i.name == 'per channel').CopyFrom(numpy_helper.from_array(np.full(4, 0.01, np.float32), 'per channel'))

@@ -17,8 +17,7 @@ from utils.qat import onnx_graph
 from utils.qat.onnx_half import to_half
 from zoo import build, fuse, image, settings
 
-trt = pytest.importorskip('tensorrt_rtx_bindings', exc_type=ImportError,
-                          reason='TensorRT-RTX is not installed: ./install_dependencies.sh --tests (Linux x86_64 only)')
+trt = pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
 FUSED = 'Converting conv activation scales to fp32.'  # said once of each INT8 convolution whose scales are FP16
 
 

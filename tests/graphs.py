@@ -41,8 +41,8 @@ def copy(model):
 
 
 RNG = np.random.default_rng(0)
-FEATURES = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'b': RNG.normal(size=4).astype(np.float32), 'two': np.float32(2),
-            'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]), 'sizes': np.int64([1, 4, 8, 8]),
+FEATURES = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'b': RNG.normal(size=4).astype(np.float32),
+            'two': np.float32(2), 'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]), 'sizes': np.int64([1, 4, 8, 8]),
             'per channel': np.float32([0.01, 0.02, 0.03, 0.04]), 'zeros': np.zeros(4, np.int8)}
 
 
@@ -52,8 +52,9 @@ def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
 
 
 WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
-INT8_BLOCK = nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'), node('Mul', 'c', 's', 'm'),
-                   *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'), node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')])
+INT8_BLOCK = nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'),
+                   node('Mul', 'c', 's', 'm'), *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'),
+                   node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')])
 
 
 def with_values(model, **values):

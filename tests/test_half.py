@@ -5,7 +5,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from graphs import FLOAT, INT8_BLOCK, WEIGHT, between_quantized, copy, dq, graph_of, nchw, node, pair, q, run_onnx, with_values
+from graphs import (FLOAT, INT8_BLOCK, WEIGHT, between_quantized, copy, dq, graph_of, nchw, node, pair, q, run_onnx,
+                    with_values)
 from models.deploy.onnx_export import compare, export_onnx, prepare
 from models.quantize.blocks import QuantConv2d
 from onnx import TensorProto, numpy_helper
@@ -15,7 +16,7 @@ from utils.qat.onnx_half import to_half
 from utils.qat.onnx_passes import store_int8_weights
 from zoo import build, fuse, image
 
-HALF = TensorProto.FLOAT16
+HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
 
 
@@ -47,30 +48,33 @@ GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
                                               node('Conv', 'm', 'w', 'd'), node('Add', 'd', 'x', 'y')]),
                                         [('x', HALF), ('d', FLOAT)], (0, 0)),
     'no convolution': (nchw([node('Relu', 'x', 'y')]), [], (0, 0)),
-    'a constant on both sides': (nchw([node('Mul', 'x', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'two', 'y')]), FEATURE, (0, 0)),
+    'a constant on both sides': (nchw([node('Mul', 'x', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'two', 'y')]),
+                                 FEATURE, (0, 0)),
     'constants as nodes': (nchw([onnx.helper.make_node('Constant', [], ['k'], value=numpy_helper.from_array(np.float32(3))),
-                                 node('Mul', 'x', 'k', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'k', 'y')]), FEATURE, (0, 0)),
+                                 node('Mul', 'x', 'k', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'k', 'y')]),
+                           FEATURE, (0, 0)),
     'a feature is returned': (nchw([node('Conv', 'x', 'w', 'b', 'y'), node('Conv', 'y', 'w', 'c'), node('Relu', 'y', 'r'),
                                     node('Add', 'c', 'r', 'z')], outputs=('y', 'z')),
                               [('x', HALF), ('y_fp16', FLOAT), ('c', FLOAT)], (0, 0)),
     'bytes in': (nchw([node('Cast', 'x', 'f', to=FLOAT), node('Div', 'f', 'two', 'd'), node('Conv', 'd', 'w', 'c'),
                        node('Relu', 'c', 'y')], given=TensorProto.UINT8), FEATURE, (0, 0)),
-    'Resize by scales': (nchw([CONV, node('Resize', 'c', 'roi', 'scales', 'r'), node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')],
-                              returns=(1, 4, 8, 8)), [('x', HALF), ('d', FLOAT)], (0, 0)),
-    'Resize by sizes, CBFuse': (nchw([CONV, node('Resize', 'c', '', '', 'sizes', 'r'), node('Conv', 'r', 'w', 'd'), node('Add', 'r', 'd', 'e'),
-                                      node('Conv', 'e', 'w', 'f'), node('Relu', 'f', 'y')], returns=(1, 4, 8, 8)),
+    'Resize by scales': (nchw([CONV, node('Resize', 'c', 'roi', 'scales', 'r'), node('Conv', 'r', 'w', 'd'),
+                               node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)), [('x', HALF), ('d', FLOAT)], (0, 0)),
+    'Resize by sizes, CBFuse': (nchw([CONV, node('Resize', 'c', '', '', 'sizes', 'r'), node('Conv', 'r', 'w', 'd'),
+                                      node('Add', 'r', 'd', 'e'), node('Conv', 'e', 'w', 'f'), node('Relu', 'f', 'y')], returns=(1, 4, 8, 8)),
                                 [('x', HALF), ('f', FLOAT)], (0, 0)),
-    'sizes computed in floats': (nchw([CONV, node('Shape', 'c', 'shape'), node('Cast', 'shape', 'f', to=FLOAT), node('Mul', 'f', 'scales', 'g'),
-                                       node('Cast', 'g', 'i', to=TensorProto.INT64), node('Resize', 'c', '', '', 'i', 'r'),
+    'sizes computed in floats': (nchw([CONV, node('Shape', 'c', 'shape'), node('Cast', 'shape', 'f', to=FLOAT),
+                                       node('Mul', 'f', 'scales', 'g'), node('Cast', 'g', 'i', to=TensorProto.INT64), node('Resize', 'c', '', '', 'i', 'r'),
                                        node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)),
                                  [('x', HALF), ('d', FLOAT)], (0, 0)),
     'INT8': (INT8_BLOCK, [('x', HALF), ('d', FLOAT)], (3, 4)),
-    'INT8 moved between Q and DQ': (nchw([q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]), dq('p', 'e'), *WEIGHT,
-                                          node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')]), FEATURE, (1, 2)),
+    'INT8 moved between Q and DQ': (nchw([q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+                                          dq('p', 'e'), *WEIGHT, node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')]), FEATURE, (1, 2)),
     'a DQ that both sides read': (nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
                                   [('x', HALF), ('a', FLOAT), ('c', FLOAT)], (1, 1)),
     'Q/DQ in the decoding': (nchw([CONV, *pair('c', 'a'), node('Relu', 'a', 'y')]), FEATURE, (1, 1)),
-    'opset 21': (nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'c'), node('Relu', 'c', 'y')], opset=21), FEATURE, (1, 2)),
+    'opset 21': (nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'c'), node('Relu', 'c', 'y')], opset=21),
+                 FEATURE, (1, 2)),
 }
 
 
@@ -89,7 +93,8 @@ def test_every_law_on_every_graph(name):
     assert onnx_graph.count_qdq(typed) == qdq
     assert list(typed.graph.input) == list(model.graph.input), 'FP32, or whatever they were'
     assert list(typed.graph.output) == list(model.graph.output)
-    assert {v.name: v.type.tensor_type.elem_type for v in typed.graph.value_info}.items() <= types_of(typed).items(), 'nothing stale'
+    written = {v.name: v.type.tensor_type.elem_type for v in typed.graph.value_info}
+    assert written.items() <= types_of(typed).items(), 'nothing stale'
     read = onnx_graph.readers(typed)
     assert {i.name for i in typed.graph.initializer} <= read.keys(), 'nothing that nobody reads'
 
@@ -144,8 +149,8 @@ def test_an_opset_without_fp16_scales_is_refused():
 
 def test_a_cast_before_a_convolution_is_refused():
     """One DQ for a feature convolution and for one behind a Softmax, which is FP32: TensorRT could not fuse the second."""
-    model = nchw([CONV, *pair('w', 'dw', scale='per channel', zero='zeros', axis=0), node('Conv', 'x', 'dw', 'd'), node('Add', 'c', 'd', 'e'),
-                  node('Softmax', 'e', 's'), node('Conv', 's', 'dw', 'y')])
+    model = nchw([CONV, *WEIGHT, node('Conv', 'x', 'dw', 'd'), node('Add', 'c', 'd', 'e'), node('Softmax', 'e', 's'),
+                  node('Conv', 's', 'dw', 'y')])
     with pytest.raises(QatError, match='please report this model'):
         to_half(model)
 
@@ -156,8 +161,8 @@ STEPS = np.float32([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 127.5, 126.5, -128.5, 200, 
 ROUNDED = np.int8([0, 2, 2, 0, -2, -2, 127, 126, -128, 127, -128, 3, 0, 0, 0, 100])
 
 
-@pytest.mark.parametrize('axis, scale', [(None, np.float32(0.25)), (0, np.float32([0.25, 4])), (1, np.float32([0.25, 2, 1, 8])),
-                                         (-1, np.float32([0.5, 4]))])
+@pytest.mark.parametrize('axis, scale', [(None, np.float32(0.25)), (0, np.float32([0.25, 4])),
+                                         (1, np.float32([0.25, 2, 1, 8])), (-1, np.float32([0.5, 4]))])
 def test_weights_are_what_their_q_computes(axis, scale):
     """Half to even, saturated; per tensor and per channel."""
     shape = (2, 4, 2)
@@ -177,8 +182,8 @@ def test_weights_are_what_their_q_computes(axis, scale):
 
 def test_only_the_q_of_weights_go():
     """A weight that is read in two ways is stored for each; what reads it in float finds it."""
-    model = graph_of([*pair('x', 'a'), *pair('weight', 'b'), *pair('weight', 'c', scale='other scale'), node('MatMul', 'a', 'b', 'd'),
-                      node('MatMul', 'd', 'c', 'e'), node('MatMul', 'e', 'weight', 'y')])
+    model = graph_of([*pair('x', 'a'), *pair('weight', 'b'), *pair('weight', 'c', scale='other scale'),
+                      node('MatMul', 'a', 'b', 'd'), node('MatMul', 'd', 'c', 'e'), node('MatMul', 'e', 'weight', 'y')])
     stored, x = store_int8_weights(copy(model)), {'x': np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)}
     assert onnx_graph.count_qdq(model) == (3, 3) and onnx_graph.count_qdq(stored) == (1, 3)
     assert np.array_equal(run_onnx(stored, x)[0], run_onnx(model, x)[0])
@@ -187,13 +192,10 @@ def test_only_the_q_of_weights_go():
 
 def test_weights_are_not_rounded_twice():
     """FP16 first and INT8 then would give other steps."""
-    model = GRAPHS['INT8'][0]
-    weight = (np.random.default_rng(0).uniform(-100, 100, (4, 4, 1, 1)).round() + 0.4995).astype(np.float32) * np.float32(0.01)
-    model = copy(model)
-    next(i for i in model.graph.initializer if i.name == 'w').CopyFrom(numpy_helper.from_array(weight, 'w'))
-    next(i for i in model.graph.initializer if i.name == 'per channel').CopyFrom(numpy_helper.from_array(np.full(4, 0.01, np.float32), 'per channel'))
-    stored = onnx_graph.constants(to_half(model))['dw int8']
-    assert np.array_equal(stored, np.rint(weight / np.float32(0.01)))
+    steps = np.random.default_rng(0).integers(-100, 100, (4, 4, 1, 1)) + np.float32(0.4995)
+    weight = steps.astype(np.float32) * np.float32(0.01)
+    stored = onnx_graph.constants(to_half(with_values(INT8_BLOCK, w=weight, **{'per channel': 0.01})))['dw int8']
+    assert np.array_equal(stored, np.floor(steps))
     assert not np.array_equal(stored, np.rint(weight.astype(np.float16) / np.float16(0.01)))
 
 
@@ -203,6 +205,12 @@ def test_weights_are_not_rounded_twice():
 # (scores, as logits) from the float model, and at most 2.2 % and 4.2 % from the quantized one; the FP32 graph of that is 0.8 %
 # and 2.5 % from it. FP16 has 3 bits more than the INT8 grid, so that more values come to lie on the other side of a half step.
 LIMITS = {'float': 2e-3, 'quantized': 0.08}
+
+
+def int8_weights(model):
+    """{name: bytes} of the INT8 initializers that are no zero points."""
+    values = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer if i.data_type == TensorProto.INT8}
+    return {name: v.tobytes() for name, v in values.items() if v.ndim == 4}
 
 
 @pytest.mark.parametrize('kind', ['float', 'quantized'])
@@ -222,7 +230,7 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     assert [types[n.output[0]] for n in convs] == [HALF] * (len(convs) - 1) + [FLOAT], 'the last is the DFL'
     assert casts(typed)[0] == ('images', HALF)
     assert {t for _, t in casts(typed)[1:]} == {FLOAT} and len(casts(typed)) == 1 + 6, 'boxes and classes of three strides'
-    assert {types[n.output[0]] for n in typed.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')} <= {FLOAT, TensorProto.INT64}
+    assert {types[n.output[0]] for n in typed.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')} <= {FLOAT, INT64}
     assert {types[n.output[0]] for n in typed.graph.node if n.op_type == 'Resize'} == {HALF}, 'CBFuse and Upsample'
 
     number = sum(isinstance(m, QuantConv2d) for m in model.modules())
@@ -231,20 +239,14 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     if kind == 'quantized':
         between = between_quantized(typed.graph.node)
         assert {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat', 'DequantizeLinear'} <= {n.op_type for n in between}
-        assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, TensorProto.INT64}
-        assert stored_weights(typed) == stored_weights(store_int8_weights(copy(fp32))) and len(stored_weights(typed)) == number
+        assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, INT64}
+        assert int8_weights(typed) == int8_weights(store_int8_weights(copy(fp32))) and len(int8_weights(typed)) == number
 
     for n in (1, 3) if options.get('dynamic') else (1,):
         images = image(64, n, seed=n)
         with torch.no_grad():
             figures = compare(file, images, prepare(model)(images))
         assert max(figures['boxes'], figures['scores']) <= LIMITS[kind], figures
-
-
-def stored_weights(model):
-    """{name: bytes} of the INT8 initializers that are no zero points."""
-    values = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer if i.data_type == TensorProto.INT8}
-    return {name: v.tobytes() for name, v in values.items() if v.ndim == 4}
 
 
 @pytest.mark.full_tree

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import FLOAT_LIMITS, INT8_LIMITS, EvalConfig, ExportConfig
+from utils.qat.config import FLOAT_LIMITS, INT8_LIMITS, OPSETS, EvalConfig, ExportConfig
 from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, quiet_upstream
 
@@ -20,7 +20,10 @@ def parse_args(argv):
     parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
     parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
     parser.add_argument('--inplace', action='store_true', help="set the head's inplace flag, as upstream's export does")
-    parser.add_argument('--opset', type=int, default=ExportConfig.opset, help='ONNX opset, 13 to 20')
+    parser.add_argument('--trt', type=int, default=ExportConfig.trt, help='TensorRT the file is for: 8 (8.6) or 10: FP32 with Q/DQ, the '
+                        'builder chooses FP16; 11: strongly typed, FP16 outside Q/DQ')
+    parser.add_argument('--half', action='store_true', help='with --trt 11: FP16 for a float checkpoint too (INT8 always has it)')
+    parser.add_argument('--opset', type=int, help='ONNX opset; default: ' + ', '.join(f'{d} for {v}' for v, (*_, d) in OPSETS.items()))
     parser.add_argument('--device', default='cpu', help="where to trace: 'cpu' or a GPU number")
     parser.add_argument('--verify', type=Path, metavar='DATA.yaml', help='compare the file, in ONNX Runtime, with PyTorch on the '
                         'val: images of this data; exit code 1 if they differ by more than the limits')
@@ -32,6 +35,13 @@ def parse_args(argv):
     parser.add_argument('--max-ap-diff', type=float, help=f'largest difference of AP, in 0..1; default: '
                         f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8')
     return ExportConfig(**vars(parser.parse_args(argv)))
+
+
+def build_command(path, config, int8, half):
+    """How trtexec builds an engine of the file, and the precision that it will have."""
+    if config.trt == 11:
+        return f"trtexec --onnx={path}  (TensorRT 11; {'INT8 and ' * int8}{'FP16' if half else 'FP32: --half exports FP16'})"
+    return f"trtexec --onnx={path} --fp16{' --int8' * int8}  (TensorRT {'8.6' if config.trt == 8 else 10})"
 
 
 def verify(config, predict, limits, path, data, loader):
@@ -81,12 +91,14 @@ def main(argv=None):
             data = load_data(config.verify, predict.nc, '--verify')
             settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
             loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
-        done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace)
-    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}) -> {path}\n"
+        half = config.half or config.trt == 11 and quant is not None
+        done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace, half)
+    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}) -> {path}\n"
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}] -> output0, "
                 f'opset {config.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
                 f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
-                f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
+                f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'
+                f'engine: {build_command(path, config, quant is not None, half)}')
     if config.verify:
         with explain_out_of_memory(config.batch_size):
             return verify(config, predict, config.limits(bool(quant)), path, data, loader)

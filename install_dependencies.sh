@@ -11,8 +11,9 @@ PYTHON=${PYTHON:-python3}
 
 usage() {
     cat <<EOF
-Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--trex | --no-trex] [--dry-run]
+Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
+  --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
   --trex      also install what drawing engine graphs needs
   --no-trex   do not (the default)
   --dry-run   print what would be installed and change nothing
@@ -23,15 +24,16 @@ fail() { # reason, next step
     exit 2
 }
 
-TREX=no DRY_RUN=no
+TESTS=no TREX=no DRY_RUN=no
 for arg in "$@"; do
     case $arg in
         --defaults) ;;
+        --tests) TESTS=yes ;;
         --trex) TREX=yes ;;
         --no-trex) TREX=no ;;
         --dry-run) DRY_RUN=yes ;;
         -h | --help) usage && exit 0 ;;
-        *) fail "unknown option $arg; allowed: --defaults --trex --no-trex --dry-run" ;;
+        *) fail "unknown option $arg; allowed: --defaults --tests --trex --no-trex --dry-run" ;;
     esac
 done
 command -v "$PYTHON" >/dev/null || fail "no $PYTHON on this machine" "set PYTHON to a Python 3.10 or newer"
@@ -42,7 +44,7 @@ TMP=$(mktemp -d)
 trap 'rm -rf "$TMP"' EXIT
 
 # ---- plan: requirements.txt minus what is there -> $TMP/install.txt, and $TMP/constraints.txt ---------------------------
-"$PYTHON" - "$HERE/requirements.txt" "$TREX" "$TMP" <<'EOF'
+"$PYTHON" - "$HERE/requirements.txt" "$TESTS" "$TREX" "$TMP" <<'EOF'
 import importlib.util
 import re
 import sys
@@ -52,7 +54,8 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-source, trex, out = Path(sys.argv[1]), sys.argv[2] == "yes", Path(sys.argv[3])
+source, out = Path(sys.argv[1]), Path(sys.argv[4])
+optional = {"tests": sys.argv[2], "trex": sys.argv[3]}  # sections that are installed only if asked for: yes or no
 # Modules that come under several distribution names, or (built from source) under none: what imports counts.
 MODULES = {"opencv-python-headless": "cv2", "onnxruntime": "onnxruntime", "torch": "torch", "torchvision": "torchvision"}
 # Replacing these breaks a container, so what is installed is what pip must work with.
@@ -64,9 +67,12 @@ for line in source.read_text().splitlines():
     if line.startswith("# ["):
         section = line[3:line.index("]")]
     text = line.split("#")[0].strip()
-    if not text or (section == "trex" and not trex):
+    if not text or optional.get(section) == "no":
         continue
     wanted = Requirement(text)
+    if wanted.marker and not wanted.marker.evaluate():
+        print(f"  skip     {wanted.name} (only where {wanted.marker})")
+        continue
     name = canonicalize_name(wanted.name)
     have = installed.get(name)
     module = MODULES.get(name)
@@ -116,6 +122,6 @@ def version(name):
 print(f"Versions in {sys.executable} (Python {sys.version.split()[0]}):")
 for line in open(sys.argv[1]):
     if name := re.match(r"[A-Za-z][\w-]*", line):
-        print(f"  {name[0]:24}{version(name[0]) or '-'}")
-print(f"  {'tensorrt':24}{version('tensorrt') or '- (only building and running engines needs it)'}")
+        print(f"  {name[0]:28}{version(name[0]) or '-'}")
+print(f"  {'tensorrt':28}{version('tensorrt') or '- (only building and running engines needs it)'}")
 EOF

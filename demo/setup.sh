@@ -1,6 +1,7 @@
 # Sourced by quickstart.sh and run_tests.sh: what both need first. Whatever is there already is left as it is.
 #
-#   set_up_python   .venv with the packages of requirements.txt; from then on `python` is the one in it
+#   set_up_python   .venv with the packages of requirements.txt; from then on `python` is the one in it. Arguments, such as
+#                   --tests, go to install_dependencies.sh
 #   set_up_yolov9   upstream YOLOv9 at .work/yolov9 (a copy of $YOLOV9_DIR where that is set)
 #
 # $PYTHON names the interpreter that .venv is made with (default python3). Needs HERE, the folder of the toolkit.
@@ -14,7 +15,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 set_up_python() {
     local python=${PYTHON:-python3} venv=$HERE/.venv
-    local installed=$venv/requirements.installed # the requirements.txt that was installed; written last
+    local installed=$venv/requirements.installed$* # the requirements.txt that was installed with these arguments; written last
     say "Python environment: .venv"
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or one that was interrupted
         command -v "$python" >/dev/null || fail "no $python on this machine" "install Python 3.10 or newer, or name one with PYTHON="
@@ -35,7 +36,7 @@ set_up_python() {
     if cmp -s "$HERE/requirements.txt" "$installed"; then
         echo "$("$PYTHON" -V), requirements.txt is installed"
     else
-        "$HERE/install_dependencies.sh" --defaults
+        "$HERE/install_dependencies.sh" --defaults "$@"
         cp "$HERE/requirements.txt" "$installed"
     fi
 }

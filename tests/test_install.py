@@ -1,6 +1,7 @@
 """install_dependencies.sh and scripts/get_yolov9.sh, without the network."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,18 +18,28 @@ def run(script, *args, **env):
 
 
 def requirements():
-    """(name, line) of each requirement."""
-    lines = (REPO / "requirements.txt").read_text().splitlines()
-    return [(re.match(r"[\w-]+", line)[0].lower(), line) for line in lines if re.match(r"\w", line)]
+    """(name, line, section) of each requirement."""
+    found, section = [], ""
+    for line in (REPO / "requirements.txt").read_text().splitlines():
+        section = line[3:line.index("]")] if line.startswith("# [") else section
+        if name := re.match(r"\w[\w-]*", line):
+            found.append((name[0].lower(), line, section))
+    return found
+
+
+RTX = "tensorrt-rtx-cu13-"  # TensorRT-RTX, which the tests use
+HAS_RTX = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 15)
 
 
 def test_requirements_are_bounded_unique_and_explained():
-    names = [name for name, _ in requirements()]
+    names = [name for name, _, _ in requirements()]
     assert len(names) == len(set(names))
     assert "trex" not in names and "tensorrt" not in names  # the package "trex" is not NVIDIA's, TensorRT is the user's
-    assert ("pytorch-quantization", "2.1.3") in [(name, line.split("==")[-1].split()[0]) for name, line in requirements()]
-    for name, line in requirements():
-        assert re.search(r"==|<", line) or name == "thop", f"{name} has no upper bound"
+    assert ("pytorch-quantization", "2.1.3") in [(name, line.split("==")[-1].split()[0]) for name, line, _ in requirements()]
+    for name, line, _ in requirements():
+        assert re.search(r"==|<", line.split(";")[0]) or name == "thop", f"{name} has no upper bound"
+    rtx = {name: line for name, line, section in requirements() if name.startswith("tensorrt") and section == "tests"}
+    assert rtx.keys() == {f"{RTX}bindings", f"{RTX}libs"} and len({line.split("==", 1)[1] for line in rtx.values()}) == 1
 
 
 def test_dry_run_names_what_is_kept_and_changes_nothing():
@@ -50,10 +61,22 @@ def bare_python(tmp_path_factory):
     return folder / "bin" / "python"
 
 
-def test_bare_environment_gets_torch(bare_python):
-    out = run(INSTALL, "--dry-run", PYTHON=str(bare_python)).stdout
-    for name, line in requirements():
-        assert (f"install  {line.split('#')[0].strip()}" in out) is (name != "graphviz")
+def test_a_bare_environment_gets_what_was_asked_for(bare_python):
+    """What a section is for is installed only if it was asked for: nobody gets TensorRT-RTX who does not run the tests."""
+    for options, left_out in (((), {"tests", "trex"}), (("--tests",), {"trex"}), (("--trex",), {"tests"}), (("--tests", "--trex"), set())):
+        out = run(INSTALL, "--dry-run", *options, PYTHON=str(bare_python)).stdout
+        for name, line, section in requirements():
+            wanted = section not in left_out and (HAS_RTX or not name.startswith(RTX))
+            assert (f"install  {line.split('#')[0].strip()}" in out) is wanted, (options, name)
+            assert (f"skip     {name} " in out) is (section not in left_out and name.startswith(RTX) and not HAS_RTX)
+
+
+def test_a_platform_without_tensorrt_rtx_skips_it(bare_python, tmp_path):
+    """The markers, on a Python that says it is another machine: pip must not be asked for what does not exist."""
+    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'aarch64'\n")
+    out = run(INSTALL, "--dry-run", "--tests", PYTHON=str(bare_python), PYTHONPATH=str(tmp_path)).stdout
+    assert f"skip     {RTX}bindings" in out and f"skip     {RTX}libs" in out and f"install  {RTX}" not in out
+    assert "install  pytest" in out
 
 
 def fake_package(python, name, version, module=None):
@@ -70,14 +93,17 @@ def test_container_packages_are_kept_whatever_their_version(bare_python):
     fake_package(bare_python, "torch", "2.3.0a0+ebedce2.nv24.02")
     fake_package(bare_python, "numpy", "1.22.4")
     fake_package(bare_python, "tensorrt", "8.6.3")
+    fake_package(bare_python, "tensorrt_rtx_cu13_libs", "1.4.0.76")
     fake_package(bare_python, "onnxruntime-gpu", "1.20.0", module="onnxruntime")
     fake_package(bare_python, "opencv", "4.7.0", module="cv2")
-    out = run(INSTALL, "--dry-run", PYTHON=str(bare_python)).stdout
+    out = run(INSTALL, "--dry-run", "--tests", PYTHON=str(bare_python)).stdout
     assert "keep     torch 2.3.0a0+ebedce2.nv24.02; not tested" in out and "keep     numpy 1.22.4; not tested" in out
     assert "keep     cv2" in out and "keep     onnxruntime" in out
     assert "install  torchvision" in out
+    if HAS_RTX:
+        assert f"keep     {RTX}libs 1.4.0.76; not tested" in out
     constraints = out.splitlines()[-1]
-    for pin in ("torch==2.3.0a0+ebedce2.nv24.02", "numpy==1.22.4", "tensorrt==8.6.3"):
+    for pin in ("torch==2.3.0a0+ebedce2.nv24.02", "numpy==1.22.4", "tensorrt==8.6.3", f"{RTX}libs==1.4.0.76"):
         assert pin in constraints
 
 

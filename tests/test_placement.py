@@ -44,20 +44,11 @@ def test_nothing_is_left_to_improve(name, tmp_path):
 
 
 @pytest.mark.parametrize('options', [{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], ids=str)
-def test_other_activations_and_policies(options, tmp_path, restored_activation):
+def test_other_activations_and_policies(options, tmp_path):
     done, graph = exported('demo', tmp_path / 'model.onnx', **options)
     assert_all_int8(done, graph)
     ops = {n.op_type for n in graph.graph.node}
     assert ('Relu' in ops) == (options.get('activation') == 'nn.ReLU()') and ('LeakyRelu' in ops) == ('Leaky' in str(options))
-
-
-@pytest.fixture
-def restored_activation():
-    """Upstream keeps the activation of a config in its classes."""
-    from models.common import Conv, RepConvN
-    before = Conv.default_act, RepConvN.default_act
-    yield
-    Conv.default_act, RepConvN.default_act = before
 
 
 def test_free_scales_do_leave_something(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
+from models.common import Conv, RepConvN
 from models.quantize import checkpoint
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
@@ -63,6 +64,7 @@ def build(name, seed=0, **changes):
     The running statistics are those of `image(batch=4)`, so that activations keep their size through all layers.
     """
     torch.manual_seed(seed)
+    Conv.default_act = RepConvN.default_act = torch.nn.SiLU()  # upstream keeps the activation: of the last config there
     with quiet_upstream():
         model = (SegmentationModel if name.endswith('seg') else DetectionModel)(config(name, **changes)).eval()
     norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]

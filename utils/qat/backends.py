@@ -54,6 +54,9 @@ class OnnxModel:
         import onnxruntime as ort
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
+        # does not load with FP16 scales (1.31).
+        options.add_session_config_entry('session.disable_quant_qdq', '1')
         wanted = ['CUDAExecutionProvider'] if device.type == 'cuda' else []
         providers = [p for p in wanted if p in ort.get_available_providers()] + ['CPUExecutionProvider']
         try:

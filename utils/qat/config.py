@@ -104,6 +104,11 @@ FLOAT_LIMITS = Limits(ap=0.001, matched=0.99, score=0.001)
 INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02)
 
 
+# TensorRT's major version → lowest, highest and default opset. 13 is the first with per-channel Q/DQ; TensorRT 8.6 reads up to
+# 17; FP16 scales exist from 19; PyTorch's TorchScript exporter writes up to 20.
+OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
+
+
 @dataclass
 class ExportConfig:
     """`export_qat.py`."""
@@ -114,7 +119,9 @@ class ExportConfig:
     dynamic: bool = False  # the batch axis
     simplify: bool = False
     inplace: bool = False
-    opset: int = 17
+    trt: int = 10  # major version of TensorRT the file is for
+    half: bool = False  # a float model in FP16, for TensorRT 11
+    opset: int = None  # None = that of OPSETS
     device: str = 'cpu'
     verify: Path = None  # data YAML
     verify_images: int = 100  # of its val images, at most, evenly spread; 0 = all
@@ -125,11 +132,16 @@ class ExportConfig:
     def __post_init__(self):
         if len(self.imgsz) == 1:
             self.imgsz = self.imgsz * 2
+        _check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
+        lowest, highest, default = OPSETS[self.trt]
+        self.opset = default if self.opset is None else self.opset
         _check([
             (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (not 13 <= self.opset <= 20, f'--opset {self.opset}: must lie in 13 (first with per-channel Q/DQ) to 20'),
+            (not lowest <= self.opset <= highest, f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
+            (self.half and self.trt != 11, f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
+                                           'when it builds (trtexec --fp16)'),
             (self.verify and len(set(self.imgsz)) != 1,
              f"--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}"),
             (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),

@@ -136,7 +136,7 @@ def quantize_moves(model):
 def check_scales(model, scales):
     """Raise QatError unless the scales in the graph are exactly `scales` (arrays), bit for bit, as sets."""
     values = constants(model)
-    in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type == 'QuantizeLinear'}
+    in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ}
     wanted = {np.asarray(s, np.float32).tobytes() for s in scales}
     if in_graph != wanted:
         raise QatError(f'{len(wanted - in_graph)} of {len(wanted)} scales of the model are missing in the ONNX graph, and '
@@ -153,6 +153,30 @@ def simplify(model):
         raise QatError(f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
                        'export without --simplify')
     return slim
+
+
+def store_int8_weights(model):
+    """Store each weight as the INT8 values that its Q computes, in place: initializer → Q → DQ becomes initializer → DQ.
+
+    Takes exactly one Q per weight, none of an activation and no DQ. The values are those of the Q, bit for bit: rounded half
+    to even and saturated.
+    """
+    values = constants(model)
+    stored = {i.name: i for i in model.graph.initializer}
+    of_weights = [n for n in model.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] in stored]
+    for node in of_weights:
+        weight, scale, zero = (values[name] for name in node.input)
+        axis = [1] * weight.ndim
+        if scale.ndim:
+            axis[attribute(node, 'axis', 1)] = -1
+        scale, zero_point, limits = scale.reshape(axis), zero.reshape(axis).astype(np.float32), np.iinfo(zero.dtype)
+        steps = np.clip(np.rint(weight / scale) + zero_point, limits.min, limits.max).astype(zero.dtype)
+        model.graph.initializer.append(numpy_helper.from_array(steps, node.output[0]))
+        model.graph.node.remove(node)
+    read = readers(model)
+    for name in {node.input[0] for node in of_weights} - set(read):
+        model.graph.initializer.remove(stored[name])
+    return model
 
 
 def set_output_shape(model, *dims):

@@ -1,0 +1,92 @@
+"""ONNX graphs made by hand, and running and reading graphs. Imports no torch."""
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT = TensorProto.FLOAT
+
+
+def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17, given=FLOAT):
+    """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`."""
+    values = {'scale': np.float32(0.1), 'same scale': np.float32(0.1), 'other scale': np.float32(0.2), 'zero': np.int8(0),
+              'same zero': np.int8(0), 'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), **(initializers or {})}
+    used = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('x', given, shape)],
+                              [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
+                              [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
+    onnx.checker.check_model(model)
+    return model
+
+
+def q(given, out, scale='scale', zero='zero', **attributes):
+    return helper.make_node('QuantizeLinear', [given, scale, zero], [out], **attributes)
+
+
+def dq(given, out, scale='scale', zero='zero', **attributes):
+    return helper.make_node('DequantizeLinear', [given, scale, zero], [out], **attributes)
+
+
+def node(op, *names, **attributes):
+    return helper.make_node(op, list(names[:-1]), [names[-1]], **attributes)
+
+
+def pair(given, out, **options):
+    return [q(given, f'{out} int8', **options), dq(f'{out} int8', out, **options)]
+
+
+def copy(model):
+    return onnx.ModelProto.FromString(model.SerializeToString())
+
+
+RNG = np.random.default_rng(0)
+FEATURES = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'b': RNG.normal(size=4).astype(np.float32),
+            'two': np.float32(2), 'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]), 'sizes': np.int64([1, 4, 8, 8]),
+            'per channel': np.float32([0.01, 0.02, 0.03, 0.04]), 'zeros': np.zeros(4, np.int8)}
+
+
+def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
+    """A graph of feature maps, with the constants FEATURES."""
+    return graph_of(nodes, shape=(1, 4, 4, 4), returns=returns, initializers=FEATURES, opset=opset, **options)
+
+
+WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
+INT8_BLOCK = nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'),
+                   node('Mul', 'c', 's', 'm'), *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'),
+                   node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')])
+
+
+def with_values(model, **values):
+    """A copy of `model` with other values in its initializers."""
+    model = copy(model)
+    for i in model.graph.initializer:
+        if i.name in values:
+            i.CopyFrom(numpy_helper.from_array(np.full_like(numpy_helper.to_array(i), values[i.name]), i.name))
+    return model
+
+
+def between_quantized(nodes, dq='DequantizeLinear', q='QuantizeLinear'):
+    """Those of `nodes` (ONNX's or alike, in topological order) that read, through others, what a `dq` makes, and whose
+    values reach a `q`."""
+    after, before = set(), set()
+    for n in nodes:
+        if n.op_type == dq or after.intersection(n.input):
+            after.update(n.output)
+    for n in reversed(nodes):
+        if n.op_type == q or before.intersection(n.output):
+            before.update(n.input)
+    return [n for n in nodes if after.intersection(n.output) and before.intersection(n.output)]
+
+
+def dims(value):
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def run_onnx(model, feeds):
+    """Outputs of an ONNX model (or file) in ONNX Runtime, nothing optimized away: what the graph says, node by node."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider']).run(None, feeds)

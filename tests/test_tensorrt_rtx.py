@@ -1,0 +1,183 @@
+"""Every kind of exported graph through TensorRT-RTX: NVIDIA's ONNX parser and its compiler, which build an engine on a CPU.
+
+Its networks are always strongly typed, as those of TensorRT 11. It does not read an engine back without a GPU (cudaError 35),
+so what is looked at is the network that was parsed, and what the compiler says.
+"""
+from collections import Counter
+from dataclasses import dataclass
+
+import onnx
+import pytest
+from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, node, with_values
+from models.deploy import onnx_export
+from models.quantize.blocks import QuantConv2d
+from models.quantize.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from utils.qat import onnx_graph
+from utils.qat.onnx_half import to_half
+from zoo import build, fuse, image, settings
+
+trt = pytest.importorskip('tensorrt_rtx_bindings',
+                          reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+FUSED = 'Converting conv activation scales to fp32.'  # said once of each INT8 convolution whose scales are FP16
+
+
+class Log(trt.ILogger):
+    """Keeps what TensorRT says."""
+
+    def __init__(self):
+        trt.ILogger.__init__(self)
+        self.said = []
+
+    def log(self, severity, message):
+        self.said.append((severity, message))
+
+
+@dataclass
+class Layer:
+    """A layer of the parsed network, with the field names of an ONNX node."""
+    op_type: str  # such as CONVOLUTION
+    input: list  # names of tensors
+    output: list
+    types: list  # of the outputs, such as HALF
+
+
+@dataclass
+class Compiled:
+    """What became of a graph."""
+    errors: list  # of the parser
+    layers: list
+    inputs: dict  # name → (type, shape)
+    outputs: dict
+    engine: int  # bytes, 0 if none was built
+    said: list  # by the compiler: warnings and errors
+
+
+def tensors(get, number):
+    """What `get` returns for 0 to `number` - 1, without the empty places."""
+    return [t for t in map(get, range(number)) if t is not None]
+
+
+def compile_graph(model):
+    """Parse `model` and build an engine of it; an open batch axis gets a profile of 1 to 4."""
+    log = Log()
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, log)
+    parsed = parser.parse(model.SerializeToString())
+    layers = []
+    for layer in tensors(network.get_layer, network.num_layers if parsed else 0):
+        reads, makes = tensors(layer.get_input, layer.num_inputs), tensors(layer.get_output, layer.num_outputs)
+        layers.append(Layer(layer.type.name, [t.name for t in reads], [t.name for t in makes], [t.dtype.name for t in makes]))
+    inputs, outputs = ({t.name: (t.dtype.name, tuple(t.shape)) for t in found} for found in (
+        tensors(network.get_input, network.num_inputs), tensors(network.get_output, network.num_outputs)))
+    engine = None
+    if parsed:
+        config = builder.create_builder_config()
+        profile = builder.create_optimization_profile()
+        for name, (_, shape) in inputs.items():
+            profile.set_shape(name, *((abs(shape[0]) * n, *shape[1:]) for n in ((1, 2, 4) if shape[0] == -1 else (1, 1, 1))))
+        config.add_optimization_profile(profile)
+        engine = builder.build_serialized_network(network, config)
+    said = [message for severity, message in log.said if severity <= trt.ILogger.Severity.WARNING]
+    return Compiled([str(parser.get_error(i)) for i in range(parser.num_errors)], layers, inputs, outputs,
+                    engine.nbytes if engine else 0, said)
+
+
+def assert_compiled(graph, done, int8):
+    """Laws of every graph that is exported; `int8`: its number of INT8 convolutions."""
+    assert done.errors == [] and done.engine > 0
+    kinds = Counter(layer.op_type for layer in done.layers)
+    assert (kinds['QUANTIZE'], kinds['DEQUANTIZE']) == onnx_graph.count_qdq(graph)
+    assert kinds['CONVOLUTION'] == [n.op_type for n in graph.graph.node].count('Conv')
+    half = any(n.op_type == 'Cast' and onnx_graph.attribute(n, 'to') == onnx.TensorProto.FLOAT16 for n in graph.graph.node)
+    convs = [layer.types[0] for layer in done.layers if layer.op_type == 'CONVOLUTION']
+    assert Counter(convs) == ({'HALF': len(convs) - 1, 'FLOAT': 1} if half else {'FLOAT': len(convs)}), 'FP32: the DFL'
+    between = between_quantized(done.layers, 'DEQUANTIZE', 'QUANTIZE')
+    assert {one for layer in between for one in layer.types} <= {'HALF' if half else 'FLOAT', 'INT8', 'INT64'}
+    assert not int8 or {'CONVOLUTION', 'ELEMENTWISE', 'ACTIVATION', 'CONCATENATION'} <= {layer.op_type for layer in between}
+    assert sum(FUSED in message for message in done.said) == (int8 if half else 0)
+    assert [message for message in done.said if 'Converting conv' not in message] == []
+
+
+# ---- whole models -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def exported(demo, tmp_path_factory):
+    """Function that exports the demo, each way once: (ONNX model, number of INT8 convolutions)."""
+    done = {}
+
+    def export(kind, **options):
+        key = (kind, *options.items())
+        if key not in done:
+            model = demo.float_model() if kind == 'float' else demo.quantized_model()
+            file = tmp_path_factory.mktemp('onnx') / 'model.onnx'
+            onnx_export.export_onnx(model, file, (64, 64), **options)
+            done[key] = onnx.load(file), sum(isinstance(m, QuantConv2d) for m in model.modules())
+        return copy(done[key][0]), done[key][1]
+
+    return export
+
+
+DYNAMIC = {'opset': 20, 'dynamic': True, 'simplify': True}
+DEMOS = [('float', {}, 'fp32'), ('float', {}, 'fp16'), ('float', DYNAMIC, 'fp16'),
+         ('int8', {}, 'fp32'), ('int8', DYNAMIC, 'fp32'), ('int8', DYNAMIC, 'fp16')]
+
+
+@pytest.mark.parametrize('kind, options, typing', DEMOS, ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static')
+def test_an_engine_of_the_demo(exported, kind, options, typing):
+    graph, int8 = exported(kind, **options)
+    graph = to_half(graph) if typing == 'fp16' else graph
+    done = compile_graph(graph)
+    assert_compiled(graph, done, int8)
+    batch = -1 if options.get('dynamic') else 1
+    assert done.inputs == {'images': ('FLOAT', (batch, 3, 64, 64))}
+    assert done.outputs == {'output0': ('FLOAT', (batch, 14, 84))}
+
+
+@pytest.mark.full_tree
+def test_engines_of_gelan(tmp_path):
+    """A whole model of upstream's, static, at the lowest opset with FP16 scales."""
+    model = fuse(build('gelan-t'))
+    quantize_model(model)
+    calibrate(model, [image()], settings(calib_method='max'))
+    onnx_export.export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19)
+    graph, int8 = onnx.load(tmp_path / 'model.onnx'), sum(isinstance(m, QuantConv2d) for m in model.modules())
+    assert_compiled(graph, compile_graph(graph), int8)
+    typed = to_half(copy(graph))
+    assert_compiled(typed, compile_graph(typed), int8)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+def insert(model, op, **attributes):
+    """A copy of `model` with a node between the first Conv and what it reads."""
+    model = copy(model)
+    nodes = list(model.graph.node)
+    conv = next(n for n in nodes if n.op_type == 'Conv')
+    nodes.insert(nodes.index(conv), node(op, conv.input[0], 'inserted', **attributes))
+    conv.input[0] = 'inserted'
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
+
+
+@pytest.mark.parametrize('broken, message', [
+    (with_values(INT8_BLOCK, zero=3), 'Non-zero zero point is not supported'),
+    (with_values(INT8_BLOCK, zeros=1), 'Non-zero zero point is not supported'),
+    (with_values(INT8_BLOCK, scale=0), 'Scale coefficients must all be positive'),
+    (with_values(INT8_BLOCK, **{'per channel': -1}), 'Scale coefficients must all be positive'),
+    (with_values(to_half(copy(INT8_BLOCK)), scale_fp16=0), 'Scale coefficients must all be positive'),
+    (insert(to_half(copy(INT8_BLOCK)), 'Cast', to=FLOAT), '`input` and `kernel` must be of same type'),
+], ids=['zero point', 'zero point of a weight', 'scale 0', 'negative scale', 'FP16 scale 0', 'two types'])
+def test_what_breaks_the_rules_is_refused(broken, message):
+    done = compile_graph(broken)
+    assert not done.engine and message in done.errors[0]
+
+
+def test_what_the_compiler_says_counts_int8_convolutions():
+    """It falls silent where something stands between a DQ and its convolution."""
+    typed = to_half(copy(INT8_BLOCK))
+    for graph, number in ((typed, 1), (insert(typed, 'Relu'), 0), (insert(typed, 'Identity'), 1), (INT8_BLOCK, 0)):
+        done = compile_graph(graph)
+        assert done.engine and sum(FUSED in message for message in done.said) == number

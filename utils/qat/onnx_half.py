@@ -1,0 +1,155 @@
+"""FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: a tensor computes in the type it has.
+
+    images FP32 → Cast → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
+
+Decoding stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Imports no torch.
+"""
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from utils.qat.errors import QatError
+from utils.qat.onnx_graph import attribute, constants, count_qdq, opset, producers, readers
+from utils.qat.onnx_passes import constants_to_initializers, store_int8_weights
+
+FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
+SUFFIX = {FLOAT: '_fp32', HALF: '_fp16'}  # of the names of tensors that are made here
+FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # what TensorRT makes one kernel of
+LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  # 65504 and 2**-14
+
+
+def to_half(model):
+    """Make `model` (FP32, float or with Q/DQ) strongly typed, in place: FP16 up to the last feature convolutions, FP32
+    behind them. Weights with Q/DQ are stored as INT8. Keeps the types and names of graph inputs and outputs, every DQ and
+    every Q of an activation.
+
+    Raises QatError if a Q/DQ graph is not of opset 19 to 22, or a constant or a scale has no place in FP16.
+    """
+    if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
+        raise QatError(f'opset {opset(model)}: FP16 scales of Q/DQ exist in opsets 19 to 22; export with --trt 11, which takes opset 19')
+    constants_to_initializers(model)
+    store_int8_weights(model)
+    qdq, types = count_qdq(model), _types(model)
+    _retype(model, _feature_inputs(model, types), types)
+    del model.graph.value_info[:]
+    model.CopyFrom(_infer(model))
+    onnx.checker.check_model(model, full_check=True)
+    _check_qdq(model, qdq)
+    return model
+
+
+def _infer(model):
+    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+
+
+def _types(model):
+    """{tensor name: element type}, where it can be inferred."""
+    graph = _infer(model).graph
+    found = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
+    return {**found, **{i.name: i.data_type for i in graph.initializer}}
+
+
+def _float_inputs(node, version, types):
+    """Positions of the FP32 inputs of `node` that may be FP16 and are of the type it computes in: that of its first input
+    or of an output. Not one of them: Resize's roi and scales, which have types of their own."""
+    schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+    halves = {c.type_param_str for c in schema.type_constraints if 'tensor(float16)' in c.allowed_type_strs}
+    computes_in = halves & {schema.inputs[0].type_str, *(o.type_str for o in schema.outputs)} if schema.inputs else ()
+    formal = [schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.input))]  # the last may repeat
+    return {i for i, name in enumerate(node.input) if types.get(name) == FLOAT and formal[i] in computes_in}
+
+
+def _feature_inputs(model, types):
+    """{first output of a node: positions of its inputs that become FP16} of every feature convolution, and of every node
+    that computes what one reads.
+
+    A feature convolution is one that is not behind a Softmax: that one is the DFL, which belongs to the decoding. The way
+    back follows values (FP32 or INT8), not shapes.
+    """
+    made_by, decoded = producers(model), set()
+    for node in model.graph.node:
+        if node.op_type == 'Softmax' or decoded.intersection(node.input):
+            decoded.update(node.output)
+    todo = [n for n in model.graph.node if n.op_type in ('Conv', 'ConvTranspose') and not decoded.intersection(n.input)]
+    found = {}
+    while todo:
+        node = todo.pop()
+        if node.output[0] not in found:
+            positions = found[node.output[0]] = _float_inputs(node, opset(model), types)
+            todo += [made_by[name] for i, name in enumerate(node.input) if name in made_by
+                     and (i in positions or types.get(name) in (TensorProto.INT8, TensorProto.UINT8))]
+    return found
+
+
+def _to_fp16(tensor, name):
+    """A copy of an FP32 initializer as FP16, called `name`."""
+    values = numpy_helper.to_array(tensor)
+    largest = np.abs(values[np.isfinite(values)]).max(initial=0)
+    if largest > LARGEST:
+        raise QatError(f'{tensor.name}: {largest:.6g} is beyond FP16 (at most {LARGEST:.0f}); export for TensorRT 10 (--trt 10)')
+    return numpy_helper.from_array(values.astype(np.float16), name)
+
+
+def _check_scale(node, scale):
+    """Raise QatError unless `scale` stays positive and precise in FP16. TensorRT refuses 0."""
+    bad = scale[~((scale >= SMALLEST_NORMAL) & (scale <= LARGEST))]
+    if bad.size:
+        raise QatError(f'{node.name or node.output[0]}: scale {bad.flat[0]:.3g} is no normal FP16 number ({SMALLEST_NORMAL:.3g} '
+                       f'to {LARGEST:.0f}); quantize this model anew (qat.py quantize), or export for TensorRT 10 (--trt 10)')
+
+
+def _retype(model, features, types):
+    """Make the inputs `features` FP16, in place, with a Cast on each tensor that comes from the other side. A constant that
+    both sides read is there twice."""
+    graph = model.graph
+    stored, values = {i.name: i for i in graph.initializer}, constants(model)
+    outputs, halves = {o.name for o in graph.output}, set()
+    nodes, made = [], {}  # made: (tensor, type) → name of the tensor as that type
+
+    def convert(name, to):
+        if (name, to) not in made:
+            made[name, to] = name + SUFFIX[to]
+            if name in stored:
+                graph.initializer.append(_to_fp16(stored[name], made[name, to]))
+            else:
+                nodes.append(helper.make_node('Cast', [name], [made[name, to]], name + SUFFIX[to], to=to))
+        return made[name, to]
+
+    for node in graph.node:
+        positions = features.get(node.output[0], ())
+        if positions and node.op_type in ('QuantizeLinear', 'DequantizeLinear'):
+            _check_scale(node, values[node.input[1]])
+        for i, name in enumerate(node.input):
+            if i in positions and name not in halves:
+                node.input[i] = convert(name, HALF)
+            elif i not in positions and name in halves and node.op_type not in ('Shape', 'Size'):  # these read no values
+                node.input[i] = convert(name, FLOAT)
+        nodes.append(node)
+        to_float = node.op_type == 'Cast' and node.output[0] in features and attribute(node, 'to') == FLOAT
+        if to_float:
+            node.attribute[0].i = HALF
+        for i, name in enumerate(node.output):
+            if not (positions or to_float) or types.get(name) != FLOAT:
+                continue
+            if name in outputs:  # stays FP32 under its name
+                made[name, HALF] = node.output[i] = name + SUFFIX[HALF]
+                nodes.append(helper.make_node('Cast', [node.output[i]], [name], name + SUFFIX[FLOAT], to=FLOAT))
+            else:
+                halves.add(name)
+
+    del graph.node[:]
+    graph.node.extend(nodes)
+    read = {*readers(model), *outputs}
+    for name, _ in made:
+        if name in stored and name not in read:
+            graph.initializer.remove(stored[name])
+
+
+def _check_qdq(model, qdq):
+    """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast stands where it would part what TensorRT fuses."""
+    made_by, read_by = producers(model), readers(model)
+    parted = [cast.name for cast in model.graph.node if cast.op_type == 'Cast' and cast.input[0] in made_by
+              for reader, _ in read_by.get(cast.output[0], ()) if (made_by[cast.input[0]].op_type, reader.op_type) in FUSED]
+    if count_qdq(model) != qdq or parted:
+        raise QatError(f"FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {', '.join(parted) or 'none'}; "
+                       'please report this model, and export for TensorRT 10 (--trt 10)')

@@ -69,6 +69,11 @@ GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
                                        node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)),
                                  [('x', HALF), ('d', FLOAT)], (0, 0)),
     'INT8': (INT8_BLOCK, [('x', HALF), ('d', FLOAT)], (3, 4)),
+    'INT8, images with a scale that is an FP16 number': (with_values(INT8_BLOCK, scale=0.125), [('d', FLOAT)], (3, 4)),
+    'moved, then decoding': (nchw([CONV, node('Concat', 'c', 'c', 'm', axis=2), node('Transpose', 'm', 't'), node('Sigmoid', 't', 'y')],
+                                  returns=(4, 8, 4, 1)), [('x', HALF), ('t', FLOAT)], (0, 0)),
+    'moved with something else': (nchw([CONV, node('Concat', 'c', 'x', 'm', axis=2), node('Sigmoid', 'm', 'y')],
+                                       returns=(1, 4, 8, 4)), [('x', HALF), ('c', FLOAT)], (0, 0)),
     'INT8 moved between Q and DQ': (nchw([q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
                                           dq('p', 'e'), *WEIGHT, node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')]), FEATURE, (1, 2)),
     'a DQ that both sides read': (nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
@@ -102,7 +107,8 @@ def test_every_law_on_every_graph(name):
     types = types_of(typed)
     for n in typed.graph.node:
         if n.op_type in ('QuantizeLinear', 'DequantizeLinear') and name != 'Q/DQ in the decoding':
-            assert types[n.input[1]] == HALF and types[n.input[2]] == TensorProto.INT8
+            assert types[n.input[1]] == (types[n.input[0]] if n.op_type == 'QuantizeLinear' else HALF)
+            assert types[n.input[2]] == TensorProto.INT8
         if n.op_type == 'Resize':
             assert all(types[i] != HALF for i in n.input[1:] if i), 'roi and scales have types of their own'
 
@@ -121,7 +127,7 @@ def test_a_constant_that_both_sides_read_is_there_twice():
 
 @pytest.mark.parametrize('name, values, message', [
     ('INT8', {'scale': 6e-5}, '^a int8: scale 6e-05 is no normal FP16 number'),
-    ('INT8', {'scale': 0}, '^a int8: scale 0 is no normal'),
+    ('INT8', {'scale': 0}, '^a: scale 0 is no normal'),
     ('INT8', {'scale': 7e4}, '^a int8: scale 7e[+]04 is no normal'),
     ('INT8', {'per channel': 1e-9}, '^dw: scale 1e-09 is no normal'),
     ('INT8', {'b': -65505}, '^b: 65505 is beyond FP16'),
@@ -228,8 +234,9 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     assert list(typed.metadata_props) == list(fp32.metadata_props)
     types, convs = types_of(typed), [n for n in typed.graph.node if n.op_type == 'Conv']
     assert [types[n.output[0]] for n in convs] == [HALF] * (len(convs) - 1) + [FLOAT], 'the last is the DFL'
-    assert casts(typed)[0] == ('images', HALF)
-    assert {t for _, t in casts(typed)[1:]} == {FLOAT} and len(casts(typed)) == 1 + 6, 'boxes and classes of three strides'
+    to_fp16, to_fp32 = ([name for name, t in casts(typed) if t == one] for one in (HALF, FLOAT))
+    assert to_fp16 == (['images'] if kind == 'float' else []), 'INT8: images are quantized as they come'
+    assert len(to_fp32) == 2, 'boxes and classes, all strides together'
     assert {types[n.output[0]] for n in typed.graph.node if n.op_type in ('Softmax', 'Div', 'Sub')} <= {FLOAT, INT64}
     assert {types[n.output[0]] for n in typed.graph.node if n.op_type == 'Resize'} == {HALF}, 'CBFuse and Upsample'
 
@@ -261,4 +268,4 @@ def test_a_segmentation_head(tmp_path):
     types, convs = types_of(typed), [n for n in typed.graph.node if n.op_type == 'Conv']
     assert [types[n.output[0]] for n in convs].count(FLOAT) == 1, 'the DFL alone'
     assert {t for _, t in casts(typed)[1:]} == {FLOAT}
-    assert len(casts(typed)) == 1 + 3 * 3 + 1, 'the image; boxes, classes and coefficients of three strides; prototypes'
+    assert len(casts(typed)) == 1 + 3 + 1 + 3, 'the image; boxes, classes and coefficients; prototypes; raw maps, which it returns'

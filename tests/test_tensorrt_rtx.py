@@ -90,7 +90,7 @@ def assert_compiled(graph, done, int8):
     kinds = Counter(layer.op_type for layer in done.layers)
     assert (kinds['QUANTIZE'], kinds['DEQUANTIZE']) == onnx_graph.count_qdq(graph)
     assert kinds['CONVOLUTION'] == [n.op_type for n in graph.graph.node].count('Conv')
-    half = any(n.op_type == 'Cast' and onnx_graph.attribute(n, 'to') == onnx.TensorProto.FLOAT16 for n in graph.graph.node)
+    half = any(i.data_type == onnx.TensorProto.FLOAT16 for i in graph.graph.initializer)
     convs = [layer.types[0] for layer in done.layers if layer.op_type == 'CONVOLUTION']
     assert Counter(convs) == ({'HALF': len(convs) - 1, 'FLOAT': 1} if half else {'FLOAT': len(convs)}), 'FP32: the DFL'
     between = between_quantized(done.layers, 'DEQUANTIZE', 'QUANTIZE')

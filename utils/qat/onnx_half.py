@@ -1,15 +1,15 @@
 """FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: a tensor computes in the type it has.
 
-    images FP32 → Cast → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
+    images FP32 → Q (or Cast) → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
 
-Decoding stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Imports no torch.
+Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Imports no torch.
 """
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from utils.qat.errors import QatError
-from utils.qat.onnx_graph import attribute, constants, count_qdq, opset, producers, readers
+from utils.qat.onnx_graph import attribute, constants, count_qdq, moved_inputs, opset, producers, readers
 from utils.qat.onnx_passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -60,13 +60,18 @@ def _float_inputs(node, version, types):
 
 
 def _feature_inputs(model, types):
-    """{first output of a node: positions of its inputs that become FP16} of every feature convolution, and of every node
-    that computes what one reads.
+    """{first output of a node: positions of its inputs that become FP16} of every feature convolution, of every node that
+    computes what one reads, and of those behind that only move what they return: the Cast comes where decoding computes.
 
     A feature convolution is one that is not behind a Softmax: that one is the DFL, which belongs to the decoding. The way
     back follows values (FP32 or INT8), not shapes.
     """
-    made_by, decoded = producers(model), set()
+    made_by, values, decoded, images = producers(model), constants(model), set(), {i.name for i in model.graph.input}
+
+    def exact(scale):
+        """Whether a scale is an FP16 number: Q may then have it in FP32, its DQ in FP16."""
+        return np.array_equal(values[scale].astype(np.float16), values[scale])
+
     for node in model.graph.node:
         if node.op_type == 'Softmax' or decoded.intersection(node.input):
             decoded.update(node.output)
@@ -76,8 +81,14 @@ def _feature_inputs(model, types):
         node = todo.pop()
         if node.output[0] not in found:
             positions = found[node.output[0]] = _float_inputs(node, opset(model), types)
+            if node.op_type == 'QuantizeLinear' and node.input[0] in images and exact(node.input[1]):
+                positions.clear()
             todo += [made_by[name] for i, name in enumerate(node.input) if name in made_by
                      and (i in positions or types.get(name) in (TensorProto.INT8, TensorProto.UINT8))]
+    for node in model.graph.node:
+        if node.output[0] not in found and moved_inputs(node) and {node.input[i] for i in moved_inputs(node)} <= found.keys():
+            found[node.output[0]] = _float_inputs(node, opset(model), types)
+            found.update(dict.fromkeys(node.output[1:], found[node.output[0]]))
     return found
 
 

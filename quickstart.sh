@@ -81,6 +81,8 @@ step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     --epochs 2 --iters 10 --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
+step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \
+    python scripts/audit_onnx.py $BEST.onnx --strict --json $OUT/audit.json
 step "Export the float model too, to compare with" $OUT/yolov9-demo.onnx \
     python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Score the quantized checkpoint on square images, as a deployed model sees them" $OUT/eval_qat_square \

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from utils.qat.config import FLOAT_LIMITS, INT8_LIMITS, OPSETS, EvalConfig, ExportConfig
-from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, quiet_upstream
 
 
@@ -23,6 +23,8 @@ def parse_args(argv):
     parser.add_argument('--trt', type=int, default=ExportConfig.trt, help='TensorRT the file is for: 8 (8.6) or 10: FP32 with Q/DQ, the '
                         'builder chooses FP16; 11: strongly typed, FP16 outside Q/DQ')
     parser.add_argument('--half', action='store_true', help='with --trt 11: FP16 for a float checkpoint too (INT8 always has it)')
+    parser.add_argument('--fp32-scales', action='store_true', help='with --trt 11 and an INT8 checkpoint: scales in FP32, which takes '
+                        'opset 23 (leave out --opset). ONNX Runtime cannot run the file (leave out --verify)')
     parser.add_argument('--opset', type=int, help='ONNX opset; default: ' + ', '.join(f'{d} for {v}' for v, (*_, d) in OPSETS.items()))
     parser.add_argument('--device', default='cpu', help="where to trace: 'cpu' or a GPU number")
     parser.add_argument('--verify', type=Path, metavar='DATA.yaml', help='compare the file, in ONNX Runtime, with PyTorch on the '
@@ -80,10 +82,15 @@ def main(argv=None):
     from utils.general import check_img_size
     from utils.qat.backends import TorchModel, select_device
     from utils.qat.data import load_data, val_loader
+    from utils.qat.onnx_half import require_opset
 
+    if config.fp32_scales:
+        require_opset()
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     with quiet_upstream(), explain_out_of_memory(config.batch_size):
         model, quant = load_any(config.weights, select_device(config.device))
+        if config.fp32_scales and not quant:
+            raise QatError(f'--fp32-scales: {config.weights} is a float checkpoint, without scales; leave the flag out, or use --half')
         imgsz = check_img_size(config.imgsz, int(max(model.stride)))
         path = config.weights.with_suffix('.onnx')
         predict = TorchModel(model)
@@ -92,17 +99,19 @@ def main(argv=None):
             settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
             loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
         half = config.half or config.trt == 11 and quant is not None
-        done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace, half)
-    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}) -> {path}\n"
+        done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace, half,
+                           config.fp32_scales)
+    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}) -> {path}\n"
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}] -> output0, "
-                f'opset {config.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
-                f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
+                f'opset {done.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
+                f"ONNX Runtime{' (which wants the scales in FP16)' * config.fp32_scales} against PyTorch: "
+                f'boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
                 f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'
                 f'engine: {build_command(path, config, quant is not None, half)}')
     if config.verify:
         with explain_out_of_memory(config.batch_size):
             return verify(config, predict, config.limits(bool(quant)), path, data, loader)
-    if quant:
+    if quant and not config.fp32_scales:
         LOGGER.info(f'next: python qat.py eval --weights {path} --data DATA.yaml --imgsz {imgsz[0]}')
 
 

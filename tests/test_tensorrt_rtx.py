@@ -3,6 +3,7 @@
 Its networks are always strongly typed, as those of TensorRT 11. It does not read an engine back without a GPU (cudaError 35),
 so what is looked at is the network that was parsed, and what the compiler says.
 """
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -14,12 +15,14 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from utils.qat import onnx_graph
-from utils.qat.onnx_half import to_half
+from utils.qat.onnx_half import fp32_scales, to_half
 from zoo import build, fuse, image, settings
 
 trt = pytest.importorskip('tensorrt_rtx_bindings',
                           reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
-FUSED = 'Converting conv activation scales to fp32.'  # said once of each INT8 convolution whose scales are FP16
+# A line of what the compiler lists when it is done; a convolution is a `correlation`, whatever its size and groups.
+INT8_CONV = ('correlation', 'Int8')
+KERNEL = re.compile(r'Name: .*?, LayerType: (\w+), Inputs: \[(.*?)\], Constants: ')
 
 
 class Log(trt.ILogger):
@@ -50,6 +53,7 @@ class Compiled:
     inputs: dict  # name → (type, shape)
     outputs: dict
     engine: int  # bytes, 0 if none was built
+    kernels: list  # (kind, types of what it reads, constants aside) such as ('correlation', 'Int8')
     said: list  # by the compiler: warnings and errors
 
 
@@ -78,10 +82,12 @@ def compile_graph(model):
         for name, (_, shape) in inputs.items():
             profile.set_shape(name, *((abs(shape[0]) * n, *shape[1:]) for n in ((1, 2, 4) if shape[0] == -1 else (1, 1, 1))))
         config.add_optimization_profile(profile)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # list the kernels
         engine = builder.build_serialized_network(network, config)
+    kernels = [(kind, *re.findall(r'Datatype: (\w+)', reads)) for _, message in log.said for kind, reads in KERNEL.findall(message)]
     said = [message for severity, message in log.said if severity <= trt.ILogger.Severity.WARNING]
     return Compiled([str(parser.get_error(i)) for i in range(parser.num_errors)], layers, inputs, outputs,
-                    engine.nbytes if engine else 0, said)
+                    engine.nbytes if engine else 0, kernels, said)
 
 
 def assert_compiled(graph, done, int8):
@@ -96,7 +102,7 @@ def assert_compiled(graph, done, int8):
     between = between_quantized(done.layers, 'DEQUANTIZE', 'QUANTIZE')
     assert {one for layer in between for one in layer.types} <= {'HALF' if half else 'FLOAT', 'INT8', 'INT64'}
     assert not int8 or {'CONVOLUTION', 'ELEMENTWISE', 'ACTIVATION', 'CONCATENATION'} <= {layer.op_type for layer in between}
-    assert sum(FUSED in message for message in done.said) == (int8 if half else 0)
+    assert done.kernels.count(INT8_CONV) == int8
     assert [message for message in done.said if 'Converting conv' not in message] == []
 
 
@@ -121,13 +127,14 @@ def exported(demo, tmp_path_factory):
 
 DYNAMIC = {'opset': 20, 'dynamic': True, 'simplify': True}
 DEMOS = [('float', {}, 'fp32'), ('float', {}, 'fp16'), ('float', DYNAMIC, 'fp16'),
-         ('int8', {}, 'fp32'), ('int8', DYNAMIC, 'fp32'), ('int8', DYNAMIC, 'fp16')]
+         ('int8', {}, 'fp32'), ('int8', DYNAMIC, 'fp32'), ('int8', DYNAMIC, 'fp16'), ('int8', DYNAMIC, 'fp32 scales')]
+TYPED = {'fp32': lambda graph: graph, 'fp16': to_half, 'fp32 scales': lambda graph: fp32_scales(to_half(graph))}
 
 
 @pytest.mark.parametrize('kind, options, typing', DEMOS, ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static')
 def test_an_engine_of_the_demo(exported, kind, options, typing):
     graph, int8 = exported(kind, **options)
-    graph = to_half(graph) if typing == 'fp16' else graph
+    graph = TYPED[typing](graph)
     done = compile_graph(graph)
     assert_compiled(graph, done, int8)
     batch = -1 if options.get('dynamic') else 1
@@ -175,9 +182,10 @@ def test_what_breaks_the_rules_is_refused(broken, message):
     assert not done.engine and message in done.errors[0]
 
 
-def test_what_the_compiler_says_counts_int8_convolutions():
-    """It falls silent where something stands between a DQ and its convolution."""
-    typed = to_half(copy(INT8_BLOCK))
-    for graph, number in ((typed, 1), (insert(typed, 'Relu'), 0), (insert(typed, 'Identity'), 1), (INT8_BLOCK, 0)):
-        done = compile_graph(graph)
-        assert done.engine and sum(FUSED in message for message in done.said) == number
+@pytest.mark.parametrize('typing', TYPED)
+def test_the_kernels_of_the_compiler_tell_int8_convolutions(typing):
+    """None is one where something that computes stands between a DQ and its convolution."""
+    graph = TYPED[typing](copy(INT8_BLOCK))
+    for model, number in ((graph, 1), (insert(graph, 'Relu'), 0), (insert(graph, 'Identity'), 1)):
+        done = compile_graph(model)
+        assert done.engine and done.kernels.count(INT8_CONV) == number

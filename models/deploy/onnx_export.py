@@ -1,7 +1,8 @@
 """Model → ONNX file: trace, passes, checks. The file appears only when everything held.
 
 Targets. TensorRT 8.6 and 10: FP32 graph with Q/DQ, opset 13 to 17, the builder chooses FP16 (--int8 --fp16). TensorRT 11 has
-no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more; see utils/qat/onnx_half.py.
+no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16 or, on request,
+in FP32 (opset 23); see utils/qat/onnx_half.py.
 """
 import inspect
 import logging
@@ -14,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
-from utils.qat import onnx_graph, onnx_passes
+from utils.qat import onnx_graph, onnx_half, onnx_passes
 from utils.qat.backends import OnnxModel
 from utils.qat.errors import QatError, atomic
-from utils.qat.onnx_half import to_half
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms) over all boxes, and over all scores as
 # logits: most scores are near 0, where their own ratio says nothing. Float graphs differ by the order of summation only,
@@ -34,6 +34,7 @@ MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float round
 @dataclass
 class Exported:
     """What was written, and how far ONNX Runtime is from PyTorch on the test images."""
+    opset: int
     qdq: tuple  # numbers of Q and of DQ nodes
     boxes: float  # relative error of the boxes
     scores: float  # relative error of the class scores, as logits
@@ -104,10 +105,13 @@ def rounding_noise(model, images, theirs, last_bits):
 
 
 @torch.no_grad()
-def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False):
+def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
+                fp32_scales=False):
     """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], both FP32.
 
-    imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. Returns Exported.
+    imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
+    `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
+    and what is written is made of that graph. Returns Exported.
     Raises QatError, and leaves no file, if ONNX's checker rejects the graph or ONNX Runtime does not agree with PyTorch.
     """
     traced = prepare(model, inplace)
@@ -116,7 +120,7 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
     # onnxslim would drop Q/DQ of equal nodes, so they are merged first; what it drops besides shall get no Q/DQ
     passes = [onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
               onnx_passes.merge_duplicates, *[onnx_passes.simplify] * simplify, onnx_passes.quantize_moves,
-              onnx_passes.merge_duplicates, *[to_half] * half]
+              onnx_passes.merge_duplicates, *[onnx_half.to_half] * half]
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
         _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
@@ -134,8 +138,10 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         figures, typing = differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
         noise = rounding_noise(traced, images.to(device), theirs, LAST_BITS[typing]) if quantizers else 0.0
         limit = max(LIMITS['INT8' if quantizers else 'float', typing], MARGIN * noise)
-        exported = Exported(onnx_graph.count_qdq(graph), noise=noise, limit=limit, **figures)
-        if not (exported.boxes <= limit and exported.scores <= limit):
-            raise QatError(f'ONNX Runtime differs from PyTorch by {exported.boxes:.2%} (boxes) and {exported.scores:.2%} '
+        if not (figures['boxes'] <= limit and figures['scores'] <= limit):
+            raise QatError(f"ONNX Runtime differs from PyTorch by {figures['boxes']:.2%} (boxes) and {figures['scores']:.2%} "
                            f'(scores), more than {limit:.1%}; no file was written')
-    return exported
+        if fp32_scales:
+            graph = onnx_half.fp32_scales(graph)
+            onnx.save(graph, tmp)
+    return Exported(onnx_graph.opset(graph), onnx_graph.count_qdq(graph), noise=noise, limit=limit, **figures)

@@ -63,7 +63,7 @@ class OnnxModel:
             self.session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as e:  # onnxruntime's exceptions share no public base class
             raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
-        image = self.session.get_inputs()[0]
+        self.path, image = path, self.session.get_inputs()[0]
         output = self.session.get_outputs()[0]
         if len(image.shape) != 4 or len(output.shape) != 3:
             raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], '
@@ -81,5 +81,10 @@ class OnnxModel:
         for start in range(0, len(images), size):
             part = images[start:start + size]
             padding = np.zeros((size - len(part), *part.shape[1:]), part.dtype)  # a static graph wants full batches
-            out.append(self.session.run(None, {self.input_name: np.concatenate((part, padding))})[0][:len(part)])
+            try:
+                result = self.session.run(None, {self.input_name: np.concatenate((part, padding))})[0]
+            except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
+                raise QatError(f'--weights {self.path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
+                               f"{' '.join(str(e).split())[:300]}") from e
+            out.append(result[:len(part)])
         return torch.from_numpy(np.concatenate(out)).to(self.device)

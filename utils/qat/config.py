@@ -121,6 +121,7 @@ class ExportConfig:
     inplace: bool = False
     trt: int = 10  # major version of TensorRT the file is for
     half: bool = False  # a float model in FP16, for TensorRT 11
+    fp32_scales: bool = False  # of a quantized model for TensorRT 11; the file is then of opset 23, whatever `opset` it is made of
     opset: int = None  # None = that of OPSETS
     device: str = 'cpu'
     verify: Path = None  # data YAML
@@ -134,14 +135,20 @@ class ExportConfig:
             self.imgsz = self.imgsz * 2
         _check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
         lowest, highest, default = OPSETS[self.trt]
+        opset_given = self.opset is not None
         self.opset = default if self.opset is None else self.opset
         _check([
             (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (not lowest <= self.opset <= highest, f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
+            (not self.fp32_scales and not lowest <= self.opset <= highest,
+             f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
             (self.half and self.trt != 11, f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
                                            'when it builds (trtexec --fp16)'),
+            (self.fp32_scales and self.trt != 11, f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway'),
+            (self.fp32_scales and opset_given, f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23'),
+            (self.fp32_scales and self.verify, '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
+                                               'that flag first, whose scales have the same values'),
             (self.verify and len(set(self.imgsz)) != 1,
              f"--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}"),
             (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),

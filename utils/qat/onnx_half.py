@@ -2,19 +2,22 @@
 
     images FP32 → Q (or Cast) → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
 
-Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Imports no torch.
+Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding stays
+FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
+(`to_half`, opset 19 to 22), as ONNX Runtime wants them, or FP32 again (`fp32_scales`, opset 23). Imports no torch.
 """
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from utils.qat.errors import QatError
-from utils.qat.onnx_graph import attribute, constants, count_qdq, moved_inputs, opset, producers, readers
+from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
 from utils.qat.onnx_passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 SUFFIX = {FLOAT: '_fp32', HALF: '_fp16'}  # of the names of tensors that are made here
 FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # what TensorRT makes one kernel of
+OPSET = 23  # the first in which scales and values of Q/DQ may differ in type
 LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  # 65504 and 2**-14
 
 
@@ -164,3 +167,51 @@ def _check_qdq(model, qdq):
     if count_qdq(model) != qdq or parted:
         raise QatError(f"FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {', '.join(parted) or 'none'}; "
                        'please report this model, and export for TensorRT 10 (--trt 10)')
+
+
+def require_opset():
+    """Raise QatError if the installed onnx does not know the opset of `fp32_scales`."""
+    if onnx.defs.onnx_opset_version() < OPSET:
+        raise QatError(f"--fp32-scales: needs opset {OPSET}, which onnx {onnx.__version__} does not know; pip install 'onnx>=1.18'")
+
+
+def fp32_scales(model):
+    """What `to_half` made of a Q/DQ graph, as another model with the same scales in FP32. Names, weights, every Q and every DQ
+    stay; opset 23, the first in which Q takes FP16 values with an FP32 scale, and DQ has an attribute for what it returns.
+
+    A Q divides in the type of its scale: with FP32 a value goes to the step that PyTorch takes, while the quotient in FP16
+    may lie on the other side of a half step. The scales themselves are the same numbers. Raises QatError if anything but
+    their types changed.
+    """
+    # Not just another number: ONNX's converter knows which operators change their meaning from one opset to the next.
+    typed = version_converter.convert_version(model, OPSET)
+    typed.ir_version = helper.find_min_ir_version_for(typed.opset_import)
+    stored, made = {i.name: i for i in typed.graph.initializer}, {}  # made: name of a scale in FP16 → its copy in FP32
+    for node in typed.graph.node:
+        if node.op_type in QDQ and stored[node.input[1]].data_type == HALF:
+            half = node.input[1]
+            if half not in made:
+                values = numpy_helper.to_array(stored[half]).astype(np.float32)
+                made[half] = numpy_helper.from_array(values, half.removesuffix(SUFFIX[HALF]) + SUFFIX[FLOAT])
+            node.input[1] = made[half].name
+            if node.op_type == 'DequantizeLinear':
+                node.attribute.append(helper.make_attribute('output_dtype', HALF))
+    typed.graph.initializer.extend(made.values())
+    read = readers(typed)
+    for half in made:
+        if half not in read:
+            typed.graph.initializer.remove(stored[half])
+    onnx.checker.check_model(typed, full_check=True)
+    before, after = _to_keep(model), _to_keep(typed)
+    if changed := [what for what in before if after[what] != before[what]]:
+        raise QatError(f"--fp32-scales: changes {' and '.join(changed)}; please report this model, and export without it")
+    return typed
+
+
+def _to_keep(model):
+    """What the type of the scales does not change: {in words: value to compare}."""
+    values, types = constants(model), _types(model)
+    return {'the number of Q/DQ nodes': count_qdq(model),
+            'scales': [values[n.input[1]].astype(np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ],
+            'INT8 weights': {i.name: values[i.name].tobytes() for i in model.graph.initializer if i.data_type == TensorProto.INT8},
+            'types': {name: types.get(name) for n in model.graph.node for name in n.output}}

@@ -107,7 +107,8 @@ def quantize_moves(model):
     def demand(node):
         """The Q that everything made of the outputs of `node` asks for; None if there are several, or float readers."""
         found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']  # it reads no value
-        if not found or outputs.intersection(node.output) or any(r.op_type != 'QuantizeLinear' for r in found):
+        if not found or outputs.intersection(node.output) \
+                or any(r.op_type != 'QuantizeLinear' or values[r.input[1]].size > 1 for r in found):
             return None
         return found[0] if all(grid(r) == grid(found[0]) for r in found) else None
 

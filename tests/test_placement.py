@@ -13,13 +13,11 @@ from utils.qat.onnx_audit import audit, counts
 from utils.qat.onnx_rules import DFL, HEAD
 from zoo import DUAL, SINGLE, build, full, fuse, image, settings
 
-HEADS = [d for d in DUAL if getattr(d, 'values', d)[0] != 'yolov9-cf']  # three branches; upstream has no single form of it
-
 
 def exported(name, file, add_policy='both', tie=True, **changes):
     """(Conversion, graph) of a model with random weights, quantized and exported to `file`."""
     model = build(name, **changes)
-    if type(model.model[-1]).__name__.startswith('Dual'):
+    if type(model.model[-1]).__name__.startswith(('Dual', 'Triple')):
         model = reparameterize(model).model
     done = quantize_model(fuse(model), add_policy)
     if tie:
@@ -38,7 +36,7 @@ def assert_all_int8(done, graph):
     assert done.unknown == {}
 
 
-@pytest.mark.parametrize('name', [*HEADS, *SINGLE, *full('yolov9', 'gelan')])
+@pytest.mark.parametrize('name', [*DUAL, *SINGLE, *full('yolov9', 'gelan')])
 def test_nothing_is_left_to_improve(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'))
 

@@ -6,7 +6,8 @@ from models.quantize.calibrate import BINS, MIN_EXPONENT, Histogram, bin_width, 
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
 from models.quantize.search import SEARCH
-from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
+from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
+from pytorch_quantization.nn import QuantConv2d
 from utils.qat.config import CALIB_METHODS, WEIGHT_METHODS
 from utils.qat.errors import QatError
 from zoo import image, same, settings, state
@@ -194,11 +195,23 @@ def test_weights_lose_least_per_channel():
     weight[5] = 0
     largest, least = (weight_amax(weight, method) for method in ('max', 'mse'))
     assert torch.equal(largest, weight.abs().amax((1, 2, 3)))
-    assert (least <= largest).all() and (least[:3] < largest[:3]).any() and least[5] == 0
+    assert (least <= largest)[:5].all() and (least < largest)[:3].any() and least[3] == largest[3] and least[5] < MIN_AMAX
     for channel, amax in zip(weight.double().numpy()[:5], least.tolist()):
         values = np.abs(channel.ravel())
         best = squared_error(values, np.linspace(values.max() / 16, values.max(), 2000)).min()
-        assert squared_error(values, amax)[0] <= 1.02 * best + values.size * (values.max() / 4096) ** 2
+        assert squared_error(values, amax)[0] <= 1.02 * (best + values.size * (values.max() / 2048) ** 2)  # a bin
+
+
+def test_weights_agree_with_the_library(monkeypatch):
+    """Its bins are ours; it tries their centres, we their edges, and the error has many shallow minima."""
+    monkeypatch.setattr(torch.Tensor, 'cuda', lambda self: self)
+    conv = QuantConv2d(64, 8, 3)
+    torch.nn.init.normal_(conv.weight, generator=torch.Generator().manual_seed(0))
+    calibrate_weights(conv, 'mse')
+    weight, theirs = conv.weight.detach(), conv.weight_quantizer.amax.flatten().tolist()
+    for channel, ours, expected in zip(weight.double().flatten(1).numpy(), weight_amax(weight, 'mse').tolist(), theirs):
+        assert squared_error(channel, ours)[0] <= 1.01 * squared_error(channel, expected)[0]
+        assert abs(ours - expected) <= 1.01 * np.abs(channel).max() / 2048
 
 
 # ---- models -------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def weight_amax(weight, method):
     largest = weight.amax(1)
     if method == 'max':
         return largest
-    width = largest.clamp(min=MIN_AMAX) / WEIGHT_BINS  # [K]
+    width = largest.clamp(min=2.0 ** MIN_EXPONENT) / WEIGHT_BINS  # [K]
     index = (weight / width[:, None]).long().clamp_(max=WEIGHT_BINS - 1)
     counts = torch.zeros(len(weight), WEIGHT_BINS, dtype=torch.float64, device=weight.device)
     counts.scatter_add_(1, index, torch.ones_like(weight, dtype=torch.float64))
@@ -99,6 +99,20 @@ def activation_amax(histograms, config):
 
 
 @torch.no_grad()
+def collect(model, batches, calibrators):
+    """Show `calibrators` (path of a quantizer → an object with `collect(x)`) what their quantizers see; all compute in float."""
+    quantizers = named_quantizers(model)
+    try:
+        with collecting(model):
+            for name, q in quantizers:
+                q._calibrator, q._disabled = calibrators.get(name), name not in calibrators
+            for images in batches:
+                model(images)
+    finally:
+        for _, q in quantizers:
+            q._calibrator = None
+
+
 def calibrate(model, batches, config):
     """Give every quantizer of `model` its amax, whether it had one before or not.
 
@@ -107,22 +121,10 @@ def calibrate(model, batches, config):
     Raises QatError naming the quantizers that saw no data, only zeros, or a value that is not finite.
     """
     calibrate_weights(model, config.weight_calib)
-    quantizers = named_quantizers(model)
-    waiting = {name: q for name, q in quantizers if q._axis is None}
-    device = next(model.parameters()).device
-    try:
-        for q in waiting.values():
-            q._calibrator = Histogram(device)
-        with collecting(model):
-            for _, q in quantizers:
-                q._disabled = q._axis is not None  # weights are calibrated already
-            for images in batches:
-                model(images)
-        amax = activation_amax({name: q._calibrator for name, q in waiting.items()}, config)
-        for q, value in zip(waiting.values(), amax):
-            q.set_amax(value)
-    finally:
-        for q in waiting.values():
-            q._calibrator = None
-    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers}
+    quantizers, device = dict(named_quantizers(model)), next(model.parameters()).device
+    histograms = {name: Histogram(device) for name, q in quantizers.items() if q._axis is None}
+    collect(model, batches, histograms)
+    for name, amax in zip(histograms, activation_amax(histograms, config)):
+        quantizers[name].set_amax(amax)
+    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers.items()}
     return {name: channels for name, channels in raised.items() if channels}

@@ -13,7 +13,8 @@ from models.quantize.quantizers import QMAX
 
 CELLS = QMAX + 1  # of INT8, for values that are not negative
 SMALLEST = CELLS  # amax tried, in bins: below, an INT8 step is finer than a bin
-ROWS = 16  # of the histograms whose entropy is computed at once, 4 MB an intermediate
+ROWS = 4  # histograms whose entropy is computed at once, with 4 MB for each in every intermediate
+TINY = torch.finfo(torch.float64).tiny  # has a logarithm
 
 
 def amax_max(counts):
@@ -63,13 +64,13 @@ def amax_entropy(counts):
 def _divergence(counts, tried, edges):
     """[Q, K]: of the values from their approximation; infinite where clipped values meet an empty bin."""
     sums, filled = _from_the_start(counts), _from_the_start((counts > 0).double())
-    within = sums[:, tried]
-    clipped, last = sums[:, -1:] - within, counts[:, tried - 1]
-    content = sums[:, edges].diff()  # [Q, K, 128]
-    spread = content / filled[:, edges].diff().clamp_(min=1)
-    reference = _from_the_start(torch.xlogy(counts, counts))[:, tried - 1] + torch.xlogy(last + clipped, last + clipped)
-    cross = torch.xlogy(clipped, spread[:, :, -1] * (last > 0)) + torch.xlogy(content, spread, out=content).sum(2)
-    return (reference - cross) / sums[:, -1:] + within.log() - sums[:, -1:].log()
+    within, last = sums[tried], counts.t()[tried - 1]  # [K, Q]
+    clipped = sums[-1] - within
+    content = sums[edges].diff(dim=1)  # [K, 128, Q]
+    spread = filled[edges].diff(dim=1).clamp_(min=1).reciprocal_().mul_(content)
+    reference = _from_the_start(torch.xlogy(counts, counts))[tried - 1] + torch.xlogy(last + clipped, last + clipped)
+    cross = torch.xlogy(clipped, spread[:, -1] * (last > 0)) + spread.clamp_(min=TINY).log_().mul_(content).sum(1)
+    return ((reference - cross) / sums[-1] + within.log() - sums[-1].log()).t()
 
 
 def _best(loss, tried, counts):
@@ -79,8 +80,8 @@ def _best(loss, tried, counts):
 
 
 def _from_the_start(x):
-    """[Q, N] → [Q, N + 1]: sums of the bins before each edge."""
-    return F.pad(x.cumsum(1), (1, 0))
+    """[Q, N] → [N + 1, Q]: sums of the bins before each edge."""
+    return F.pad(x.cumsum(1), (1, 0)).t().contiguous()
 
 
 def _to_the_end(x):

@@ -159,7 +159,8 @@ def librarys(monkeypatch, x, method, bins):
 
 
 ALIKE = {'activations': activations(3), 'heavy tail': activations(4) ** 3, 'uniform': image(size=82).flatten(),
-         'two peaks': torch.cat((activations(5), 6 + 0.1 * activations(6, 500)))}
+         'two peaks': torch.cat((activations(5), 6 + 0.1 * activations(6, 500))),
+         'zeros': activations(7).clamp(min=0), 'few': activations(8, 600)}
 
 
 @pytest.mark.parametrize('method', list(SEARCH))

@@ -33,10 +33,10 @@ class Histogram:
 
     def collect(self, x):
         """Count the values of `x` (any shape, float)."""
-        x = x.detach().abs().float().flatten()
+        x = x.detach().abs().float().flatten()  # a copy
         self.largest = torch.maximum(self.largest, x.max())
         self.grow(exponent_above(self.largest))
-        self.counts += count(x / bin_width(self.exponent))
+        self.counts += count(x.div_(bin_width(self.exponent)))
 
     def grow(self, exponent):
         """Raise the limit to 2 ** `exponent` (INT32 [], not below the present one)."""

@@ -184,8 +184,7 @@ def quantize(config):
     for layer, channels in calibrate(model, bar(calibration, 'calibrating'), config).items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method}, "
-                f"weights {config.weight_calib} "
-                f"({timed('calibrate', start):.1f} s)")
+                f"weights {config.weight_calib} ({timed('calibrate', start):.1f} s)")
     report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
     write_report(folder, report)
 

@@ -8,6 +8,7 @@ from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_of
 from models.quantize.search import SEARCH
 from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
 from pytorch_quantization.nn import QuantConv2d
+from torch.utils._python_dispatch import TorchDispatchMode
 from utils.qat.config import CALIB_METHODS, WEIGHT_METHODS
 from utils.qat.errors import QatError
 from zoo import image, same, settings, state
@@ -85,6 +86,21 @@ def test_more_than_fp32_can_count():
     n = 2 ** 24 + 3
     hist = histogram(torch.full((n,), 0.7), torch.full((5,), 0.7))
     assert hist.counts.max() == hist.counts.sum() == n + 5
+
+
+class NoValueIsRead(TorchDispatchMode):
+    """Refuses what `.item()`, `float()`, `if` and `tolist()` on a tensor come down to: on a GPU they wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_collecting_waits_for_no_value():
+    with NoValueIsRead():
+        histogram(activations(0), 30 * activations(1), torch.zeros(5))
+    with pytest.raises(AssertionError), NoValueIsRead():
+        float(torch.ones(()))
 
 
 def test_half_precision_is_counted_as_it_is():

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import ADD_POLICIES, CALIB_METHODS, SCALE_POLICIES, EvalConfig, QuantizeConfig
+from utils.qat.config import ADD_POLICIES, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 
@@ -43,6 +43,8 @@ def parse_args(argv):
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
     p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
+    p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
+                   help="range of a weight's output channel: its largest magnitude, or that of least squared error")
     p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
                    help='tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do')
     p.add_argument('--add-policy', choices=ADD_POLICIES, default=c.add_policy,
@@ -181,8 +183,8 @@ def quantize(config):
     prepare(model, config)
     for layer, channels in calibrate(model, bar(calibration, 'calibrating'), config).items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method} "
-                f"({timed('calibrate', start):.1f} s)")
+    LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method}, "
+                f"weights {config.weight_calib} ({timed('calibrate', start):.1f} s)")
     report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
     write_report(folder, report)
 

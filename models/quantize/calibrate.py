@@ -1,125 +1,130 @@
 """Un-augmented images → amax of every quantizer.
 
-Activations: one histogram of |x| per quantizer, collected on the device the model runs on, then one search for the
-amax that loses least. Weights: the largest magnitude of each output channel.
-
-Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602), section 5.
+Activations: one histogram of |x| per quantizer, collected on the device the model runs on without waiting for it, then one
+search for the amax that loses least, for all of them together. Weights: the largest magnitude of each output channel, or
+the amax of least squared error, of a histogram per channel.
 """
 import torch
 
-from models.quantize.quantizers import MIN_AMAX, QMAX, QMIN, collecting, named_quantizers
+from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
+from models.quantize.search import SEARCH, amax_mse
 from utils.qat.errors import QatError
 
-BINS = 4096
-CANDIDATES = 512  # amax values tried by the MSE search
+BITS = 12
+BINS = 1 << BITS
+WEIGHT_BINS = 2048  # from 0 to the largest magnitude of a channel, which is known beforehand
+MIN_EXPONENT = -100  # limits go down to 2^-100; no range is below MIN_AMAX
 HISTC_CHUNK = 1 << 24  # torch.histc counts in the input's FP32, exact up to 2^24 per bin
 
 
 class Histogram:
     """Histogram of |x| over [0, limit), BINS bins, where limit is a power of two that grows with the data.
 
-    Powers of two make growing exact (pairs of bins are added) and let histograms of different data be summed exactly.
+    Powers of two make growing exact (neighbouring bins are added) and let histograms of different data be summed exactly.
+    The limit lives on the device with the counts: to know it here would be to wait for the device. What is not finite is
+    not counted, but seen in `largest`.
     Follows pytorch_quantization's calibrator protocol, as far as its TensorQuantizer calls it (`collect`).
     """
 
-    def __init__(self, name='a histogram'):
-        self.name = name  # for messages
-        self.counts = None  # FP64 [BINS]: integers, exact up to 2^53
-        self.exponent = None  # limit = 2 ** exponent
+    def __init__(self, device='cpu'):
+        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)  # integers, exact up to 2^53
+        self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)  # limit = 2 ** exponent
+        self.largest = torch.tensor(0.0, device=device)  # |x| of all so far; NaN once there was one
 
     def collect(self, x):
-        """Count the values of `x` (any shape, float, finite)."""
-        x = x.detach().abs().float().flatten()
-        largest = x.max().item()
-        if largest == 0:
-            return
-        if largest != largest or largest == float('inf'):
-            raise QatError(f'calibration: {self.name} met a value that is not finite: the float model is broken, or the images')
-        exponent = int(torch.tensor(largest).frexp().exponent)  # 2^(e-1) <= largest < 2^e
-        if self.counts is None:
-            self.counts, self.exponent = torch.zeros(BINS, dtype=torch.float64, device=x.device), exponent
-        while self.exponent < exponent:
-            self._grow()
-        limit = 2.0 ** self.exponent
-        for part in x.split(HISTC_CHUNK):
-            self.counts += torch.histc(part, BINS, 0, limit).double()
+        """Count the values of `x` (any shape, float)."""
+        x = x.detach().abs().float().flatten()  # a copy
+        self.largest = torch.maximum(self.largest, x.max())
+        self.grow(exponent_above(self.largest))
+        self.counts += count(x.div_(bin_width(self.exponent)))
 
-    def _grow(self):
-        """Double the limit."""
-        pairs = self.counts.view(BINS // 2, 2).sum(1)
-        self.counts = torch.cat((pairs, torch.zeros_like(pairs)))
-        self.exponent += 1
-
-    @property
-    def edges(self):
-        """Upper edges of the bins, FP64 [BINS]."""
-        return torch.arange(1, BINS + 1, dtype=torch.float64, device=self.counts.device) * 2.0 ** self.exponent / BINS
+    def grow(self, exponent):
+        """Raise the limit to 2 ** `exponent` (INT32 [], not below the present one)."""
+        index = torch.arange(BINS, device=self.counts.device) >> (exponent - self.exponent).clamp(max=BITS)
+        self.counts = torch.zeros_like(self.counts).index_add_(0, index, self.counts)
+        self.exponent = exponent
 
 
-def amax_max(hist):
-    """Upper edge of the last bin that holds anything: nothing is clipped."""
-    return hist.edges[hist.counts.nonzero().max()]
+def exponent_above(largest):
+    """The exponents e, INT32, of the smallest limits 2^e above `largest` (FP32, any shape); 128 for what is not finite."""
+    finite = largest.nan_to_num(nan=torch.finfo(torch.float32).max)
+    return finite.clamp(min=2.0 ** (MIN_EXPONENT - 1)).frexp().exponent
 
 
-def amax_percentile(hist, percentile):
-    """The smallest bin edge that covers `percentile` % of the values."""
-    share = hist.counts.cumsum(0) / hist.counts.sum()
-    return hist.edges[torch.searchsorted(share, share.new_tensor(percentile / 100)).clamp(max=BINS - 1)]
+def bin_width(exponent):
+    """Of a histogram with the limit 2^exponent (INT32, any shape), FP32, exact."""
+    return torch.exp2((exponent - BITS).double()).float()
 
 
-def amax_mse(hist):
-    """The amax of least squared error between the histogram's values and their INT8 approximation."""
-    top = hist.counts.nonzero().max() + 1
-    counts, edges = hist.counts[:top].float(), hist.edges[:top].float()
-    centers = edges - edges[0] / 2  # [N]
-    tried = edges[torch.linspace(top // 16, top - 1, CANDIDATES, device=edges.device).round().long().unique()]
-    scale = tried[:, None] / QMAX  # [K, 1]
-    error = (centers / scale).round_().clamp_(QMIN, QMAX).mul_(scale).sub_(centers).square_() @ counts  # [K]
-    return tried[error.argmin()]
+def count(x):
+    """How many of `x`, FP32 [n] in bins, lie in each: FP64 [BINS]. What is not finite lies in the first or in none."""
+    if x.is_cuda:  # torch.bincount would wait for the device, to know the size of its result
+        return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.split(HISTC_CHUNK))
+    return torch.bincount(x.nan_to_num_(0, 0).short(), minlength=BINS).double()  # torch.histc takes five times as long
 
 
-SEARCH = {
-    'mse': lambda hist, config: amax_mse(hist),
-    'percentile': lambda hist, config: amax_percentile(hist, config.percentile),
-    'max': lambda hist, config: amax_max(hist),
-}
+def weight_amax(weight, method):
+    """Range of each output channel. weight: float [K, ...]; method: 'max' or 'mse'. Returns FP32 [K]."""
+    weight = weight.detach().abs().float().flatten(1)
+    largest = weight.amax(1)
+    if method == 'max':
+        return largest
+    width = largest.clamp(min=2.0 ** MIN_EXPONENT) / WEIGHT_BINS  # [K]
+    index = (weight / width[:, None]).long().clamp_(max=WEIGHT_BINS - 1)
+    counts = torch.zeros(len(weight), WEIGHT_BINS, dtype=torch.float64, device=weight.device)
+    counts.scatter_add_(1, index, torch.ones_like(weight, dtype=torch.float64))
+    return amax_mse(counts).float() * width
 
 
-def calibrate_weights(model):
-    """Set the amax of every weight quantizer to the largest magnitude of each output channel."""
+def calibrate_weights(model, method):
+    """Set the amax of every weight quantizer by `method`, 'max' or 'mse'."""
     for module in model.modules():
         quantizer = getattr(module, 'weight_quantizer', None)
         if quantizer is not None:
-            quantizer.set_amax(module.weight.detach().abs().amax(dim=(1, 2, 3)))  # [K]
+            quantizer.set_amax(weight_amax(module.weight, method))
+
+
+def activation_amax(histograms, config):
+    """The amax of each of `histograms` (name → Histogram), FP32 [Q]. Raises QatError naming those that cannot have one."""
+    largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
+    broken = [name for name, value in largest.items() if not value < float('inf')]
+    if broken:
+        raise QatError(f'calibration: {broken[0]} met a value that is not finite: the float model is broken, or the images')
+    empty = [name for name, value in largest.items() if value == 0]
+    if empty:
+        raise QatError(f"calibration: {len(empty)} quantizer(s) saw no data or only zeros: {', '.join(empty[:5])}"
+                       f"{' …' if len(empty) > 5 else ''}; use more or other images (--calib-images, train: in --data)")
+    counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
+    return (SEARCH[config.calib_method](counts, config) * bin_width(exponents)).float()
 
 
 @torch.no_grad()
+def collect(model, batches, calibrators):
+    """Show `calibrators` (path of a quantizer → an object with `collect(x)`) what their quantizers see; all compute in float."""
+    quantizers = named_quantizers(model)
+    try:
+        with collecting(model):
+            for name, q in quantizers:
+                q._calibrator, q._disabled = calibrators.get(name), name not in calibrators
+            for images in batches:
+                model(images)
+    finally:
+        for _, q in quantizers:
+            q._calibrator = None
+
+
 def calibrate(model, batches, config):
     """Give every quantizer of `model` its amax, whether it had one before or not.
 
-    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile.
-    Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
-    Raises QatError naming the quantizers that saw no data or only zeros.
+    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile,
+    weight_calib. Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
+    Raises QatError naming the quantizers that saw no data, only zeros, or a value that is not finite.
     """
-    calibrate_weights(model)
-    quantizers = named_quantizers(model)
-    waiting = {name: q for name, q in quantizers if q._axis is None}
-    try:
-        for name, q in waiting.items():
-            q._calibrator = Histogram(name)
-        with collecting(model):
-            for _, q in quantizers:
-                q._disabled = q._axis is not None  # weights are calibrated already
-            for images in batches:
-                model(images)
-        empty = [name for name, q in waiting.items() if q._calibrator.counts is None]
-        if empty:
-            raise QatError(f"calibration: {len(empty)} quantizer(s) saw no data or only zeros: {', '.join(empty[:5])}"
-                           f"{' …' if len(empty) > 5 else ''}; use more or other images (--calib-images, train: in --data)")
-        for q in waiting.values():
-            q.set_amax(SEARCH[config.calib_method](q._calibrator, config))
-    finally:
-        for q in waiting.values():
-            q._calibrator = None
-    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers}
+    calibrate_weights(model, config.weight_calib)
+    quantizers, device = dict(named_quantizers(model)), next(model.parameters()).device
+    histograms = {name: Histogram(device) for name, q in quantizers.items() if q._axis is None}
+    collect(model, batches, histograms)
+    for name, amax in zip(histograms, activation_amax(histograms, config)):
+        quantizers[name].set_amax(amax)
+    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers.items()}
     return {name: channels for name, channels in raised.items() if channels}

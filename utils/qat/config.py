@@ -4,7 +4,8 @@ from pathlib import Path
 
 from utils.qat.errors import QatError
 
-CALIB_METHODS = ('mse', 'percentile', 'max')
+CALIB_METHODS = ('mse', 'entropy', 'percentile', 'max')
+WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')
 
@@ -61,6 +62,7 @@ class QuantizeConfig:
     calib_images: int = 512
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
+    weight_calib: str = 'max'  # of each output channel
     scale_policy: str = 'tied'  # tensors joined by operations that Q/DQ commutes with share one scale
     add_policy: str = 'both'  # which addends of a residual Add are quantized
     dry_run: bool = False  # print the plan, write nothing
@@ -80,6 +82,7 @@ class QuantizeConfig:
             (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
             (self.calib_method not in CALIB_METHODS,
              f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),
+            (self.weight_calib not in WEIGHT_METHODS, f"--weight-calib {self.weight_calib}: must be one of {', '.join(WEIGHT_METHODS)}"),
             (self.scale_policy not in SCALE_POLICIES,
              f"--scale-policy {self.scale_policy}: must be one of {', '.join(SCALE_POLICIES)}"),
             (self.add_policy not in ADD_POLICIES, f"--add-policy {self.add_policy}: must be one of {', '.join(ADD_POLICIES)}"),

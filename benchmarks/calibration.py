@@ -1,0 +1,142 @@
+"""Calibration against pytorch-quantization's stock HistogramCalibrator: same model, same images, one process.
+
+Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
+
+    cd yolov9
+    PYTHONPATH=. python ../yolov9-qat/benchmarks/calibration.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
+
+Collection is timed per image, with the forward pass that it needs and without; the search for all activation quantizers
+together. The stock search takes up to seconds for each quantizer: it is timed on --sample of them, evenly spread, and scaled up.
+Prints a Markdown table; --json FILE writes the same figures.
+"""
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from models.quantize import checkpoint
+from models.quantize.calibrate import Histogram, activation_amax, calibrate_weights, collect
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.scales import tie_scales
+from pytorch_quantization.calib import HistogramCalibrator
+from utils.qat.backends import describe, select_device
+from utils.qat.config import CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
+from utils.qat.data import calibration_images, load_data
+from utils.qat.errors import Parser, require_file, run_command
+from utils.qat.log import quiet_upstream
+from utils.qat.report import write_json
+
+
+def parse_args(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt)')
+    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--device', default='', help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
+    p.add_argument('--batch-size', type=int, default=10, help='images per batch')
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--images', type=int, default=20, help='images to collect from, at most')
+    p.add_argument('--scale-policy', choices=SCALE_POLICIES, default='free', help='as of qat.py; free has the most quantizers')
+    p.add_argument('--sample', type=int, default=8, help='quantizers whose stock search is timed')
+    p.add_argument('--threads', type=int, help="PyTorch's threads on the CPU")
+    p.add_argument('--json', type=Path, help='write the figures there')
+    return p.parse_args(argv)
+
+
+def seconds(device, function, repeat=1):
+    """The shortest of `repeat` runs, once the device is done, and the last result."""
+    shortest = float('inf')
+    for _ in range(repeat):
+        _wait(device)
+        start = time.perf_counter()
+        result = function()
+        _wait(device)
+        shortest = min(shortest, time.perf_counter() - start)
+    return shortest, result
+
+
+def _wait(device):
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def forward(model, batches):
+    with torch.no_grad(), quantizers_off(model):
+        for images in batches:
+            model(images)
+
+
+def measure(args):
+    """All figures, plain values: seconds, those of collection per image."""
+    device = select_device(args.device)
+    if device.type == 'cpu':
+        torch.Tensor.cuda = lambda self: self  # the stock MSE search insists on a GPU for what needs none
+    config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
+                            hyp=None, batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
+    with quiet_upstream():
+        model = checkpoint.load_float(config.weights, device)
+    batches = list(calibration_images(load_data(config.data, model.model[-1].nc), config, int(max(model.stride)), device))
+    images = sum(map(len, batches))
+    quantize_model(model)
+    if args.scale_policy == 'tied':
+        tie_scales(model)
+    names = [name for name, q in named_quantizers(model) if q._axis is None]
+
+    def collected(new):
+        """New calibrators that have seen `batches`."""
+        calibrators = {name: new() for name in names}
+        collect(model, batches, calibrators)
+        return calibrators
+
+    forward(model, batches[:1])
+    float_time, _ = seconds(device, lambda: forward(model, batches), 2)
+    ours_time, ours = seconds(device, lambda: collected(lambda: Histogram(device)), 2)
+    stock_time, stock = seconds(device, lambda: collected(lambda: HistogramCalibrator(8, None, False)), 2)
+    sample = [stock[names[i * len(names) // args.sample]] for i in range(args.sample)]
+    figures = {
+        'device': describe(device), 'threads': torch.get_num_threads(), 'torch': torch.__version__, 'model': config.weights.name,
+        'quantizers': len(names), 'images': images, 'batch_size': args.batch_size, 'imgsz': config.imgsz, 'sample': args.sample,
+        'forward': {'float': float_time / images, 'ours': ours_time / images, 'stock': stock_time / images},
+        'search': {}, 'weights': {}}
+    for method in CALIB_METHODS:
+        config.calib_method = method
+        ours_time, _ = seconds(device, lambda: activation_amax(ours, config), 3)
+        figures['search'][method] = {'ours': ours_time, 'stock': None}
+        if method != 'max':  # for which the stock has another calibrator, without a search
+            stock_time, _ = seconds(device, lambda: [calibrator.compute_amax(method) for calibrator in sample])
+            figures['search'][method]['stock'] = stock_time * len(names) / args.sample
+    for method in WEIGHT_METHODS:
+        figures['weights'][method] = {'ours': seconds(device, lambda: calibrate_weights(model, method), 2)[0], 'stock': None}
+    return figures
+
+
+def table(figures):
+    """Markdown."""
+    def row(what, ours, stock, unit=1, digits=2):
+        ratio = f'{stock / ours:.1f}' if stock else ''
+        return f"| {what} | {ours * unit:.{digits}f} | {f'{stock * unit:.{digits}f}' if stock else ''} | {ratio} |"
+
+    f = figures['forward']
+    return '\n'.join([
+        '{model}, {images} images at {imgsz}, batch {batch_size}, {quantizers} activation quantizers; {device}, {threads} threads, '
+        'torch {torch}\n'.format(**figures),
+        '| | this tool | stock | ratio |\n|---|--:|--:|--:|',
+        row('forward pass alone, ms an image', f['float'], None, 1000, 1),
+        row('forward pass and histograms, ms an image', f['ours'], f['stock'], 1000, 1),
+        row('histograms alone, ms an image', f['ours'] - f['float'], f['stock'] - f['float'], 1000, 1),
+        *(row(f'search {method}, all quantizers, s', t['ours'], t['stock'], 1, 3) for method, t in figures['search'].items()),
+        *(row(f'weights {method}, s', t['ours'], None, 1, 3) for method, t in figures['weights'].items())])
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    figures = measure(args)
+    print(table(figures))
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == '__main__':
+    raise SystemExit(run_command(main))

@@ -22,9 +22,9 @@ sys.path.insert(0, os.getcwd())
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import distillation_loss, head_emits_raw_maps, supervised_layers  # noqa: E402
+from models.quantize.finetune import distillation_loss, supervised_layers  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
-from models.quantize.step import DTYPES, GraphedStep, Step  # noqa: E402
+from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from utils.qat.backends import describe, select_device  # noqa: E402
 from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
 from utils.qat.log import quiet_upstream  # noqa: E402
@@ -32,6 +32,9 @@ from utils.qat.log import quiet_upstream  # noqa: E402
 
 def float_step(student, teacher, amp):
     """Callable: images → loss of a float student, with gradients; nothing is updated."""
+    head_emits_raw_maps(student.requires_grad_())
+    head_emits_raw_maps(teacher)
+
     def step(images):
         student.zero_grad(set_to_none=True)
         with torch.autocast(images.device.type, DTYPES[amp], enabled=amp != 'off'):
@@ -89,8 +92,6 @@ def main():
     quantize_model(quantized)
     tie_scales(quantized)
     calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path()))
-    head_emits_raw_maps(teacher)
-    head_emits_raw_maps(quantized)
     layers = supervised_layers(quantized, 1)
 
     rows = []
@@ -98,7 +99,8 @@ def main():
         kinds = {'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
                  'step': lambda: Step(deepcopy(quantized), teacher, layers, distillation_loss, 1e-5, amp)}
         if cuda:
-            kinds['step --compile'] = lambda: GraphedStep(Step(deepcopy(quantized), teacher, layers, distillation_loss, 1e-5, amp, capturable=True))
+            kinds['step --compile'] = lambda: GraphedStep(
+                Step(deepcopy(quantized), teacher, layers, distillation_loss, 1e-5, amp, capturable=True))
         for kind, make in kinds.items():
             if cuda:
                 torch.cuda.empty_cache()

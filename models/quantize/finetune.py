@@ -44,12 +44,6 @@ def distillation_loss(student, teacher):
     return sum(terms.values()) / len(terms), terms
 
 
-def head_emits_raw_maps(model):
-    """Eval mode but for the head, which then returns its raw maps and spares the box decoding. (BN is fused away.)"""
-    model.eval()
-    model.model[-1].training = True
-
-
 def _rate(step, total):
     """Share of the learning rate at `step` of `total`: rises over the first 5 % of them, then falls along a cosine."""
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
@@ -62,10 +56,6 @@ def finetune(student, teacher, loader, config, progress=None):
     supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. Raises
     QatError if the loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken.
     """
-    for p in student.parameters():
-        p.requires_grad_(p.is_floating_point())
-    head_emits_raw_maps(student)
-    head_emits_raw_maps(teacher)
     layers = supervised_layers(student, config.supervision_stride)
     step = Step(student, teacher, layers, distillation_loss, config.lr, config.amp, capturable=config.compile)
     if config.compile:

@@ -48,16 +48,26 @@ def _recorded(model, layers):
             hook.remove()
 
 
+def head_emits_raw_maps(model):
+    """Eval mode but for the head, which then returns its raw maps and spares the box decoding. (BN is fused away.)"""
+    model.eval()
+    model.model[-1].training = True
+
+
 class Step:
     """Callable: images, FP32 [B, 3, H, W] in 0..1 → loss, a scalar on the device, without gradient.
 
-    student, teacher: as `finetune` prepares them; with `amp` 'bf16' or 'fp16' the teacher is copied in that precision and
+    student: all its weights are made to learn. teacher: float; with `amp` 'bf16' or 'fp16' the teacher is copied in that precision and
     the student runs under autocast (weights, scales, loss and update stay FP32). layers: indices of those compared.
     loss: such as `finetune.distillation_loss`.
     capturable: for a CUDA graph; the learning rate then lives on the device.
     """
 
     def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False):
+        for p in student.parameters():
+            p.requires_grad_(p.is_floating_point())
+        head_emits_raw_maps(student)
+        head_emits_raw_maps(teacher)
         self.student, self.teacher, self.layers, self.loss = student, teacher, layers, loss
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'

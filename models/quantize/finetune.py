@@ -32,6 +32,21 @@ def supervised_layers(model, stride):
     return sorted({*with_weights[:-1][::-1][::stride], head})
 
 
+class _SquaredError(torch.autograd.Function):
+    """sum((student - teacher)²) in FP32; keeps the difference for the backward pass in the precision of the student."""
+
+    @staticmethod
+    def forward(ctx, student, teacher):
+        difference = student.float() - teacher.float()
+        ctx.save_for_backward(difference.to(student.dtype))
+        return difference.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        difference, = ctx.saved_tensors
+        return (difference.float() * (2 * gradient)).to(difference.dtype), None
+
+
 def distillation_loss(student, teacher):
     """Mean over layers of |student - teacher|² / |teacher|²: relative, so that no layer drowns the others.
 
@@ -39,7 +54,7 @@ def distillation_loss(student, teacher):
     """
     terms = {}
     for layer, targets in teacher.items():
-        error = sum((s.float() - t.float()).square().sum() for s, t in zip(student[layer], targets))
+        error = sum(_SquaredError.apply(s, t) for s, t in zip(student[layer], targets))
         terms[layer] = error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
     return sum(terms.values()) / len(terms), terms
 

@@ -59,7 +59,7 @@ def distillation_loss(student, teacher):
     return sum(terms.values()) / len(terms), terms
 
 
-def _rate(step, total):
+def rate(step, total):
     """Share of the learning rate at `step` of `total`: rises over the first 5 % of them, then falls along a cosine."""
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
@@ -83,7 +83,7 @@ def finetune(student, teacher, loader, config, progress=None):
         batches = islice(loader, per_epoch)
         try:
             for images in progress(batches, number, per_epoch) if progress else batches:
-                step.set_lr(config.lr * _rate((number - 1) * per_epoch + len(losses), total))
+                step.set_lr(config.lr * rate((number - 1) * per_epoch + len(losses), total))
                 losses.append(step(images))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()

@@ -22,7 +22,7 @@ sys.path.insert(0, os.getcwd())
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import distillation_loss, supervised_layers  # noqa: E402
+from models.quantize.finetune import relative_error, supervised_layers  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from utils.qat.backends import describe, select_device  # noqa: E402
@@ -97,10 +97,10 @@ def main():
     rows = []
     for amp in args.amp:
         kinds = {'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
-                 'step': lambda: Step(deepcopy(quantized), teacher, layers, distillation_loss, 1e-5, amp)}
+                 'step': lambda: Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp)}
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
-                Step(deepcopy(quantized), teacher, layers, distillation_loss, 1e-5, amp, capturable=True))
+                Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True))
         for kind, make in kinds.items():
             if cuda:
                 torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models.quantize.finetune import distillation_loss, finetune, rate, supervised_layers
+from models.quantize.finetune import finetune, rate, relative_error, supervised_layers
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError
@@ -142,7 +142,7 @@ def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
 
 def new_step(demo, amp='off'):
     student = demo.quantized_model()
-    return Step(student, demo.float_model(), supervised_layers(student, 1), distillation_loss, 1e-4, amp)
+    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
 
 
 def test_the_gradient_is_clipped_as_pytorch_does_it(demo):
@@ -183,7 +183,7 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
     with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
         list(finetune(student, demo.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
     expected = demo.quantized_model()
-    step = Step(expected, demo.float_model(), supervised_layers(expected, 1), distillation_loss, options.lr, amp)
+    step = Step(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
     for number, images in enumerate(LOADER[:2]):
         step.set_lr(options.lr * rate(number, 4))
         step(images)
@@ -196,7 +196,7 @@ def test_the_loss_keeps_what_autograd_would(demo):
     gradients = {}
     for dtype in (torch.float32, torch.bfloat16):
         s = student.to(dtype).requires_grad_()
-        loss, _ = distillation_loss({0: [s]}, {0: [teacher]})
+        loss = relative_error([s], [teacher])
         gradients[dtype], = torch.autograd.grad(loss, s)
         formula, = torch.autograd.grad((s.float() - teacher).square().sum() / teacher.square().sum(), s)
         assert gradients[dtype].dtype == dtype
@@ -230,7 +230,7 @@ def test_a_graph_learns_what_single_launches_learn(demo, amp):
 @pytest.mark.parametrize('compile', [False, True])
 def test_no_step_waits_and_a_fault_is_named(demo, amp, compile):
     student = demo.quantized_model().cuda()
-    step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), distillation_loss, 1e-5, amp, compile)
+    step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile)
     step = GraphedStep(step) if compile else step
     batches = [b.cuda() for b in LOADER]
     for images in [*batches, *batches]:
@@ -263,13 +263,20 @@ def test_fewer_layers_are_another_loss(demo):
     assert run(demo, epochs=1, iters=1)[1][0].loss != run(demo, epochs=1, iters=1, supervision_stride=3)[1][0].loss
 
 
-def test_distillation_loss_by_hand():
-    teacher = {0: [torch.tensor([3.0, 4.0])], 2: [torch.tensor([2.0]), torch.tensor([0.0])]}
-    student = {0: [torch.tensor([3.0, 3.0])], 2: [torch.tensor([1.0]), torch.tensor([1.0])]}
-    loss, terms = distillation_loss(student, teacher)
-    assert terms[0].item() == pytest.approx(1 / 25) and terms[2].item() == pytest.approx(2 / 4)
-    assert loss.item() == pytest.approx((1 / 25 + 2 / 4) / 2)
-    assert distillation_loss(teacher, teacher)[0] == 0
+def test_relative_error_by_hand():
+    first = relative_error([torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 4.0])])
+    targets = [torch.tensor([2.0]), torch.tensor([0.0])]
+    second = relative_error([torch.tensor([1.0]), torch.tensor([1.0])], targets)
+    assert first.item() == pytest.approx(1 / 25) and second.item() == pytest.approx(2 / 4)
+    assert relative_error(targets, targets) == 0
+
+
+@pytest.mark.parametrize('amp', ['off', 'bf16'])
+def test_the_loss_is_the_mean_over_the_layers(demo, amp):
+    step = new_step(demo, amp)
+    terms = step._compare(LOADER[0])
+    assert list(terms) == step.layers and all(term > 0 for term in terms.values())
+    assert step(LOADER[0]).item() == pytest.approx(sum(t.item() for t in terms.values()) / len(terms))
 
 
 def test_a_student_without_quantizers_has_nothing_to_learn(demo):

@@ -47,16 +47,13 @@ class _SquaredError(torch.autograd.Function):
         return (difference.float() * (2 * gradient)).to(difference.dtype), None
 
 
-def distillation_loss(student, teacher):
-    """Mean over layers of |student - teacher|² / |teacher|²: relative, so that no layer drowns the others.
+def relative_error(outputs, targets):
+    """|outputs - targets|² / |targets|² of one layer, a scalar: relative, so that no layer drowns the others.
 
-    student, teacher: {layer: [tensor, ...]}. Returns (loss, {layer: its term}), all scalars.
+    outputs, targets: the layer's tensors, of student and teacher.
     """
-    terms = {}
-    for layer, targets in teacher.items():
-        error = sum(_SquaredError.apply(s, t) for s, t in zip(student[layer], targets))
-        terms[layer] = error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
-    return sum(terms.values()) / len(terms), terms
+    error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
+    return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
 
 
 def rate(step, total):
@@ -72,7 +69,7 @@ def finetune(student, teacher, loader, config, progress=None):
     QatError if the loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken.
     """
     layers = supervised_layers(student, config.supervision_stride)
-    step = Step(student, teacher, layers, distillation_loss, config.lr, config.amp, capturable=config.compile)
+    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile)
     if config.compile:
         step = GraphedStep(step)
     per_epoch = min(config.iters, len(loader))

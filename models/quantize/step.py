@@ -33,20 +33,17 @@ def _tensors(output):
 
 
 @contextlib.contextmanager
-def _recorded(model, layers):
-    """Context: a dict that holds, after each forward, the output tensors of the top-level layers `layers`."""
-    outputs = {}
+def _watched(model, layers, see):
+    """Context: after each of the top-level layers `layers`, `see(layer, its output tensors)` is called."""
+    def hook(index):
+        return lambda module, inputs, output: see(index, _tensors(output))
 
-    def keep(index):
-        return lambda module, inputs, output: outputs.__setitem__(index, _tensors(output))
-
-    hooks = [model.model[i].register_forward_hook(keep(i)) for i in layers]
+    hooks = [model.model[i].register_forward_hook(hook(i)) for i in layers]
     try:
-        yield outputs
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        outputs.clear()  # or the backward pass would have to do with less memory
+        for h in hooks:
+            h.remove()
 
 
 def head_emits_raw_maps(model):
@@ -60,7 +57,7 @@ class Step:
 
     student: all its weights are made to learn. teacher: float; with `amp` 'bf16' or 'fp16' the teacher is copied in that precision and
     the student runs under autocast (weights, scales, loss and update stay FP32). layers: indices of those compared.
-    loss: such as `finetune.distillation_loss`.
+    loss: of one layer, such as `finetune.relative_error`; theirs is the mean over the layers.
     capturable: for a CUDA graph; the learning rate then lives on the device.
     """
 
@@ -99,14 +96,25 @@ class Step:
             else:
                 group['lr'] = lr
 
+    def _compare(self, images):
+        """Both models on `images`: {layer: its term of the loss}."""
+        targets, pairs, terms = {}, {}, {}
+        with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
+            self.teacher(images.to(self.dtype))
+
+        def see(layer, outputs):
+            pairs[layer] = outputs, targets.pop(layer)
+            if self.amp:  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
+                terms[layer] = self.loss(*pairs.pop(layer))
+
+        with self.scales, _watched(self.student, self.layers, see), \
+                torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
+            self.student(images)
+        return terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+
     def __call__(self, images):
-        images = images.contiguous(memory_format=self.format)
-        with _recorded(self.student, self.layers) as ours, _recorded(self.teacher, self.layers) as theirs:
-            with torch.inference_mode():
-                self.teacher(images.to(self.dtype))
-            with self.scales, torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
-                self.student(images)
-            loss, terms = self.loss(ours, theirs)
+        terms = self._compare(images.contiguous(memory_format=self.format))
+        loss = sum(terms.values()) / len(terms)
         self.optimizer.zero_grad(set_to_none=True)
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
         skip = self._clip_and_judge(loss.detach(), torch.stack([t.detach() for t in terms.values()]))

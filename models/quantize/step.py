@@ -14,7 +14,7 @@ from models.quantize.quantizers import FixedScales
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to the sum of squares of whole layers, so that gradients of single activations are near 1e-9; FP16
-# ends at 6e-8. Measured on gelan-t: 2^18 is the largest at which the first steps do not overflow.
+# ends at 6e-8. On gelan-t the first steps overflow above 2^18.
 LOSS_SCALE, GROW_AFTER = 2.0 ** 16, 100  # the first, and after how many good steps it doubles
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
 
@@ -55,10 +55,10 @@ def head_emits_raw_maps(model):
 class Step:
     """Callable: images, FP32 [B, 3, H, W] in 0..1 → loss, a scalar on the device, without gradient.
 
-    student: all its weights are made to learn. teacher: float; with `amp` 'bf16' or 'fp16' the teacher is copied in that precision and
-    the student runs under autocast (weights, scales, loss and update stay FP32). layers: indices of those compared.
-    loss: of one layer, such as `finetune.relative_error`; theirs is the mean over the layers.
-    capturable: for a CUDA graph; the learning rate then lives on the device.
+    student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
+    loss: of one layer, such as `finetune.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
+    'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
+    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device.
     """
 
     def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False):
@@ -157,14 +157,15 @@ class Step:
         if not all(finite[:n]):
             at = next((layer for layer, good in zip(self.layers, finite[1:n]) if not good), self.layers[-1])
             raise NotFinite(f'the loss is not finite from layer model.{at} on')
-        at = next(name for name, good in zip(self.learning, finite[n:]) if not good)
+        at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')
 
 
 class GraphedStep:
     """A Step recorded as one CUDA graph after WARM_UP steps, and replayed: one launch instead of thousands.
 
-    All of them are steps of the training. A batch of another shape than the first, such as the last of an epoch, is not replayed.
+    All of them are steps of the training. A batch of another shape than the first, such as the last of an epoch, is not
+    replayed.
     """
 
     def __init__(self, step):
@@ -194,6 +195,7 @@ class GraphedStep:
     def _record(self):
         self.step.optimizer.zero_grad(set_to_none=True)  # the graph keeps gradients of its own
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):  # a loader's thread pins memory
+        # thread_local: the loader's thread goes on pinning memory meanwhile
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):
             self.loss = self.step(self.images)
         self.graph = graph

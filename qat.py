@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import ADD_POLICIES, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.config import ADD_POLICIES, AMP, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 
@@ -38,6 +38,8 @@ def parse_args(argv):
     p.add_argument('--epochs', type=int, default=c.epochs, help='fine-tuning epochs; 0 = calibration only')
     p.add_argument('--iters', type=int, default=c.iters, help='fine-tuning steps per epoch, at most')
     p.add_argument('--lr', type=float, default=c.lr, help='highest learning rate of the fine-tuning')
+    p.add_argument('--amp', choices=AMP, default=c.amp, help='precision of the fine-tuning: FP32, or autocast; fp16 needs a GPU')
+    p.add_argument('--compile', action='store_true', help='fine-tune by replaying a CUDA graph; needs a GPU')
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
@@ -65,6 +67,14 @@ def parse_args(argv):
     config = args.pop('config')
     del args['verb']
     return config(**args)
+
+
+def require_gpu(config, device):
+    """Refuse the ways to fine-tune that only CUDA has."""
+    if device.type != 'cuda' and config.compile:
+        raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; leave it out')
+    if device.type != 'cuda' and config.amp == 'fp16':
+        raise QatError(f'--amp fp16: only on a GPU, and the device is {device.type}; use --amp bf16 or off')
 
 
 def new_folder(config):
@@ -129,6 +139,7 @@ def quantize(config):
     from utils.qat.report import run_table, write_report
 
     device = select_device(config.device)
+    require_gpu(config, device)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     stride = int(max(model.stride))

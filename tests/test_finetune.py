@@ -1,12 +1,14 @@
 """Laws of fine-tuning: it learns, repeats itself, moves weights and nothing else, and stops at what is not finite."""
+import contextlib
 import math
 
 import pytest
 import torch
-from models.quantize.finetune import distillation_loss, finetune, supervised_layers
-from models.quantize.quantizers import quantizers_off
+from models.quantize.finetune import finetune, rate, relative_error, supervised_layers
+from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
+from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError
-from zoo import build, image, output, same, settings, state
+from zoo import build, image, output, program, same, settings, state, tensors
 
 LOADER = [image(96, 2, seed) for seed in range(4)]
 
@@ -123,6 +125,127 @@ def test_a_gradient_that_is_not_finite_is_not_followed(demo):
     assert same(state(student), before)
 
 
+def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
+    """What a GPU does between two looks: the first fault stays noted, and `skip` stays set."""
+    step = new_step(demo)
+    step(LOADER[0])
+    loss, terms = torch.tensor(1.0), torch.ones(len(step.layers))
+    assert not step._clip_and_judge(loss, terms)
+    terms[3] = math.nan
+    assert step._clip_and_judge(loss, terms)
+    assert step._clip_and_judge(loss, torch.ones(len(step.layers))), 'a good batch does not heal it'
+    with pytest.raises(NotFinite, match=rf'from layer model\.{step.layers[3]} on'):
+        step.check()
+
+
+# ---- precision and speed ------------------------------------------------------------------------------------------------
+
+def new_step(demo, amp='off'):
+    student = demo.quantized_model()
+    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
+
+
+def test_the_gradient_is_clipped_as_pytorch_does_it(demo):
+    step = new_step(demo)
+    step(LOADER[0])
+    for factor in (1e-3, 1e6):
+        for p in step.student.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+        expected = [p.grad.clone() for p in step.student.parameters() if p.grad is not None]
+        total = torch.stack([g.norm() for g in expected]).norm()
+        assert (total > MAX_NORM) == (factor > 1)
+        step._clip_and_judge(torch.tensor(1.0), torch.ones(len(step.layers)))
+        got = [p.grad for p in step.student.parameters() if p.grad is not None]
+        assert same(got, [g * (MAX_NORM / (total + 1e-6)).clamp(max=1) for g in expected])
+
+
+def test_bf16_learns_and_leaves_fp32(demo):
+    student, epochs = run(demo, epochs=3, amp='bf16')
+    assert epochs[2].loss < epochs[1].loss < epochs[0].loss
+    reference = run(demo, epochs=3)[1]
+    assert epochs[2].loss != reference[2].loss and epochs[2].loss == pytest.approx(reference[2].loss, rel=0.5)
+    assert {v.dtype for v in state(student).values() if v.is_floating_point()} == {torch.float32}
+
+
+def test_bf16_leaves_the_teacher_as_it_is(demo):
+    teacher = demo.float_model()
+    before = state(teacher)
+    list(finetune(demo.quantized_model(), teacher, LOADER, settings(epochs=1, iters=1, amp='bf16')))
+    assert same(state(teacher), before)
+
+
+@pytest.mark.parametrize('amp', ['off', 'bf16'])
+def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
+    bad = torch.full_like(LOADER[0], math.nan)
+    student = demo.quantized_model()
+    options = settings(epochs=1, iters=4, amp=amp)
+    with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
+        list(finetune(student, demo.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
+    expected = demo.quantized_model()
+    step = Step(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
+    for number, images in enumerate(LOADER[:2]):
+        step.set_lr(options.lr * rate(number, 4))
+        step(images)
+    assert same(state(student), state(expected)) and not same(state(student), state(demo.quantized_model()))
+
+
+def test_the_loss_keeps_what_autograd_would(demo):
+    """The gradient of the squared error is bit for bit that of the formula; half precision only rounds it."""
+    student, teacher = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).unbind()
+    gradients = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        s = student.to(dtype).requires_grad_()
+        loss = relative_error([s], [teacher])
+        gradients[dtype], = torch.autograd.grad(loss, s)
+        formula, = torch.autograd.grad((s.float() - teacher).square().sum() / teacher.square().sum(), s)
+        assert gradients[dtype].dtype == dtype
+        assert torch.equal(gradients[dtype], formula) if dtype == torch.float32 else \
+            torch.allclose(gradients[dtype], formula, rtol=0.01)
+
+
+@pytest.mark.parametrize('amp, compile, says', [('fp16', False, r'--amp fp16.*device is cpu; use --amp bf16 or off'),
+                                                ('off', True, r'--compile.*device is cpu; leave it out')])
+def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
+    with pytest.raises(QatError, match=says):
+        program('qat.py').require_gpu(settings(amp=amp, compile=compile), torch.device('cpu'))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
+def test_a_graph_learns_what_single_launches_learn(demo, amp):
+    """With a last batch of another size, which is not replayed, and over several epochs."""
+    batches = [b.cuda() for b in [*LOADER, *LOADER, image(96, 1, 9)]]
+    torch.backends.cudnn.deterministic = True
+    states = []
+    for compile in (False, True):
+        student = demo.quantized_model().cuda()
+        list(finetune(student, demo.float_model().cuda(), batches, settings(epochs=2, iters=9, amp=amp, compile=compile)))
+        states.append(state(student))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(states[0].values(), states[1].values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
+@pytest.mark.parametrize('compile', [False, True])
+def test_no_step_waits_and_a_fault_is_named(demo, amp, compile):
+    student = demo.quantized_model().cuda()
+    step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile)
+    step = GraphedStep(step) if compile else step
+    batches = [b.cuda() for b in LOADER]
+    for images in [*batches, *batches]:
+        step(images)
+    step.check()
+    before = state(student)
+    torch.cuda.set_sync_debug_mode('error')
+    step(batches[0].fill_(math.nan))
+    step(batches[1])
+    torch.cuda.set_sync_debug_mode('default')
+    with pytest.raises(NotFinite, match=r'layer model\.0 on'):
+        step.check()
+    assert same(state(student), before), 'neither the bad step nor the good one after it was taken'
+
+
 # ---- what is supervised -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('stride', [1, 2, 3, 7, 1000])
@@ -140,13 +263,20 @@ def test_fewer_layers_are_another_loss(demo):
     assert run(demo, epochs=1, iters=1)[1][0].loss != run(demo, epochs=1, iters=1, supervision_stride=3)[1][0].loss
 
 
-def test_distillation_loss_by_hand():
-    teacher = {0: [torch.tensor([3.0, 4.0])], 2: [torch.tensor([2.0]), torch.tensor([0.0])]}
-    student = {0: [torch.tensor([3.0, 3.0])], 2: [torch.tensor([1.0]), torch.tensor([1.0])]}
-    loss, terms = distillation_loss(student, teacher)
-    assert terms[0].item() == pytest.approx(1 / 25) and terms[2].item() == pytest.approx(2 / 4)
-    assert loss.item() == pytest.approx((1 / 25 + 2 / 4) / 2)
-    assert distillation_loss(teacher, teacher)[0] == 0
+def test_relative_error_by_hand():
+    first = relative_error([torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 4.0])])
+    targets = [torch.tensor([2.0]), torch.tensor([0.0])]
+    second = relative_error([torch.tensor([1.0]), torch.tensor([1.0])], targets)
+    assert first.item() == pytest.approx(1 / 25) and second.item() == pytest.approx(2 / 4)
+    assert relative_error(targets, targets) == 0
+
+
+@pytest.mark.parametrize('amp', ['off', 'bf16'])
+def test_the_loss_is_the_mean_over_the_layers(demo, amp):
+    step = new_step(demo, amp)
+    terms = step._compare(LOADER[0])
+    assert list(terms) == step.layers and all(term > 0 for term in terms.values())
+    assert step(LOADER[0]).item() == pytest.approx(sum(t.item() for t in terms.values()) / len(terms))
 
 
 def test_a_student_without_quantizers_has_nothing_to_learn(demo):
@@ -154,3 +284,19 @@ def test_a_student_without_quantizers_has_nothing_to_learn(demo):
     with quantizers_off(student):
         [epoch] = finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1))
     assert epoch.loss == 0
+
+
+@pytest.mark.parametrize('share', [False, True])
+def test_fixed_scales_change_nothing(demo, share):
+    """Values bit for bit; gradients too, unless shared tensors add theirs up in another order."""
+    model = demo.quantized_model()
+    weight = model.model[0].conv.weight.requires_grad_()
+    results = []
+    for context in (contextlib.nullcontext(), FixedScales(model, share)):
+        with context:
+            outputs = tensors(model(LOADER[0]))
+        results.append((outputs, torch.autograd.grad(sum(o.square().sum() for o in outputs), weight)[0]))
+    (plain, gradient), (fixed, other) = results
+    assert same(plain, fixed) and torch.allclose(gradient, other, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
+    assert share or torch.equal(gradient, other)
+    assert not any('_fixed' in q.__dict__ for _, q in named_quantizers(model)), 'nothing of it is left for a checkpoint'

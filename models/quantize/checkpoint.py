@@ -143,7 +143,7 @@ def save_quantized(path, model, recipe, source):
     """
     quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': sha256(source), 'versions': versions(),
              'scale_groups': shared_scales(model)}
-    model = deepcopy(model).cpu().eval().requires_grad_(False)
+    model = deepcopy(model).cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
     with atomic(path) as tmp:
         torch.save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,
                     'date': datetime.datetime.now().isoformat()}, tmp)

@@ -3,7 +3,6 @@
 No labels are needed: the student starts as the teacher plus rounding noise, and the target of every layer is what the
 teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay frozen.
 """
-import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -11,7 +10,10 @@ from itertools import islice
 
 import torch
 
+from models.quantize.step import GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError
+
+LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits for it
 
 
 @dataclass
@@ -23,31 +25,6 @@ class Epoch:
     seconds: float
 
 
-def _tensors(output):
-    """The floating-point tensors in a layer's output (a tensor, or lists, tuples and dicts of them)."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, dict):
-        output = output.values()
-    return [t for part in output for t in _tensors(part)]
-
-
-@contextlib.contextmanager
-def _recorded(model, layers):
-    """Context: a dict that holds, after each forward, the output tensors of the top-level layers `layers`."""
-    outputs = {}
-
-    def keep(index):
-        return lambda module, inputs, output: outputs.__setitem__(index, _tensors(output))
-
-    hooks = [model.model[i].register_forward_hook(keep(i)) for i in layers]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def supervised_layers(model, stride):
     """Indices of the top-level layers whose outputs are compared: every `stride`-th that has weights, and the head."""
     with_weights = [i for i, layer in enumerate(model.model) if any(True for _ in layer.parameters())]
@@ -55,64 +32,61 @@ def supervised_layers(model, stride):
     return sorted({*with_weights[:-1][::-1][::stride], head})
 
 
-def distillation_loss(student, teacher):
-    """Mean over layers of |student - teacher|² / |teacher|²: relative, so that no layer drowns the others.
+class _SquaredError(torch.autograd.Function):
+    """sum((student - teacher)²) in FP32; keeps the difference for the backward pass in the precision of the student."""
 
-    student, teacher: {layer: [tensor, ...]}. Returns (loss, {layer: its term}), all scalars.
+    @staticmethod
+    def forward(ctx, student, teacher):
+        difference = student.float() - teacher.float()
+        ctx.save_for_backward(difference.to(student.dtype))
+        return difference.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        difference, = ctx.saved_tensors
+        return (difference.float() * (2 * gradient)).to(difference.dtype), None
+
+
+def relative_error(outputs, targets):
+    """|outputs - targets|² / |targets|² of one layer, a scalar: relative, so that no layer drowns the others.
+
+    outputs, targets: the layer's tensors, of student and teacher.
     """
-    terms = {}
-    for layer, targets in teacher.items():
-        error = sum((s.float() - t.float()).square().sum() for s, t in zip(student[layer], targets))
-        terms[layer] = error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
-    return sum(terms.values()) / len(terms), terms
+    error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
+    return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
 
 
-def _head_emits_raw_maps(model):
-    """Eval mode but for the head, which then returns its raw maps and spares the box decoding. (BN is fused away.)"""
-    model.eval()
-    model.model[-1].training = True
+def rate(step, total):
+    """Share of the learning rate at `step` of `total`: rises over the first 5 % of them, then falls along a cosine."""
+    return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
 
 def finetune(student, teacher, loader, config, progress=None):
     """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
 
     loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: epochs, iters, lr,
-    supervision_stride. progress: wraps the iterator of batches, e.g. tqdm. The learning rate rises over the first 5 %
-    of the steps and falls along a cosine. Raises QatError if the loss is not finite, naming the first layer at fault.
+    supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. Raises
+    QatError if the loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken.
     """
-    for p in student.parameters():
-        p.requires_grad_(p.is_floating_point())
-    _head_emits_raw_maps(student)
-    _head_emits_raw_maps(teacher)
-    optimizer = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], lr=config.lr)
+    layers = supervised_layers(student, config.supervision_stride)
+    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile)
+    if config.compile:
+        step = GraphedStep(step)
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total)))
-    layers = supervised_layers(student, config.supervision_stride)
 
     for number in range(1, config.epochs + 1):
         start, losses = time.perf_counter(), []
         batches = islice(loader, per_epoch)
-        with _recorded(student, layers) as ours, _recorded(teacher, layers) as theirs:
+        try:
             for images in progress(batches, number, per_epoch) if progress else batches:
-                with torch.no_grad():
-                    teacher(images)
-                student(images)
-                loss, terms = distillation_loss(ours, theirs)
-                if not torch.isfinite(loss):
-                    at = next(i for i, term in terms.items() if not torch.isfinite(term))
-                    raise QatError(f'fine-tuning: the loss is not finite from layer model.{at} on (epoch {number}); '
-                                   f'finished epochs are kept; try a smaller --lr than {config.lr}')
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(student.parameters(), 10.0)
-                if not torch.isfinite(norm):  # one step would make every weight NaN, and INT8 rounding would hide it
-                    at = next(n for n, p in student.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
-                    raise QatError(f'fine-tuning: the gradient of {at} is not finite (epoch {number}); '
-                                   f'finished epochs are kept; try a smaller --lr than {config.lr}')
-                optimizer.step()
-                schedule.step()
-                losses.append(loss.detach())
+                step.set_lr(config.lr * rate((number - 1) * per_epoch + len(losses), total))
+                losses.append(step(images))
+                if len(losses) % LOOK_EVERY == 0:
+                    step.check()
+            step.check()
+        except NotFinite as e:
+            raise QatError(f'fine-tuning: {e} (epoch {number}); finished epochs are kept; '
+                           f'try a smaller --lr than {config.lr}') from e
         student.zero_grad(set_to_none=True)
         yield Epoch(number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start)

@@ -14,6 +14,7 @@ import warnings
 
 import torch
 from absl import logging as absl_logging
+from torch.utils.weak import WeakTensorKeyDictionary
 
 with warnings.catch_warnings():  # the library scripts a function when it is imported; nothing here calls it
     warnings.filterwarnings('ignore', message='.torch.jit.script. is deprecated', category=FutureWarning)
@@ -54,9 +55,13 @@ class Quantizer(TensorQuantizer):
 
     def _quant_forward(self, inputs):
         """Quantize and dequantize `inputs` (any float dtype; shape unchanged)."""
+        fixed = self.__dict__.get('_fixed')
+        return fixed(self, inputs) if fixed else self._fake_quantize(inputs, self.scale, self._zero_point)
+
+    def _fake_quantize(self, inputs, scale, zero_point):
         if self._axis is None:
-            return torch.fake_quantize_per_tensor_affine(inputs, self.scale, self._zero_point, QMIN, QMAX)
-        return torch.fake_quantize_per_channel_affine(inputs, self.scale, self._zero_point, self._axis, QMIN, QMAX)
+            return torch.fake_quantize_per_tensor_affine(inputs, scale, zero_point, QMIN, QMAX)
+        return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
 
     def _apply(self, fn, *args, **kwargs):
         """Move with the model but stay FP32: a scale rounded by `model.half()` is another scale."""
@@ -104,3 +109,39 @@ def quantizers_off(model):
 def collecting(model):
     """Context: quantizers with a calibrator show it every tensor they see and pass the tensor on unchanged."""
     return _switched(model, _disabled=False, _if_calib=True, _if_quant=False)
+
+
+class FixedScales:
+    """Context: `model` uses the scales that it had when this was made, which are not computed again at every call.
+
+    The results are the same; there are fewer kernels, and the host never waits for the device: per tensor the operator takes
+    a plain number as well, and per channel it reads back only zero points that are integers, to check them.
+    share: a tensor that passes one quantizer on several ways (residual Add and convolution, two branches) is rounded, and
+    kept for the backward pass, once per context. Gradients of these ways are then added in another order.
+    """
+
+    def __init__(self, model, share=False):
+        quantizers = [q for _, q in named_quantizers(model)]
+        per_tensor = [q for q in quantizers if q._axis is None]
+        numbers = torch.stack([q.scale for q in per_tensor]).tolist()  # the one wait
+        self.scales = {q: (q.scale, torch.zeros_like(q._amax)) for q in quantizers if q._axis is not None}
+        self.scales.update({q: (number, 0) for q, number in zip(per_tensor, numbers)})
+        self.rounded = WeakTensorKeyDictionary() if share else None  # tensor → {quantizer: rounded}
+
+    def _forward(self, quantizer, inputs):
+        if self.rounded is None or quantizer._axis is not None:
+            return quantizer._fake_quantize(inputs, *self.scales[quantizer])
+        known = self.rounded.setdefault(inputs, {})
+        if quantizer not in known:
+            known[quantizer] = quantizer._fake_quantize(inputs, *self.scales[quantizer])
+        return known[quantizer]
+
+    def __enter__(self):
+        for q in self.scales:
+            q.__dict__['_fixed'] = self._forward
+
+    def __exit__(self, *_):
+        for q in self.scales:
+            del q.__dict__['_fixed']
+        if self.rounded is not None:
+            self.rounded.clear()

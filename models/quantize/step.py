@@ -1,0 +1,201 @@
+"""One step of fine-tuning: images → loss, gradients, clipped update. The host orders the work and never waits for it.
+
+What is not finite must not reach the weights, and asking the device after every step would stall it. So the optimizer
+itself is told on the device to skip (`found_inf` of fused Adam), every later step too, and the host looks from time to
+time. With FP16 the loss is multiplied by a power of two that follows the gradients, as GradScaler does, on the device.
+"""
+import contextlib
+from copy import deepcopy
+
+import torch
+
+from models.quantize.quantizers import FixedScales
+
+DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+MAX_NORM = 10.0  # of the gradient
+# The loss is relative to the sum of squares of whole layers, so that gradients of single activations are near 1e-9; FP16
+# ends at 6e-8. On gelan-t the first steps overflow above 2^18.
+LOSS_SCALE, GROW_AFTER = 2.0 ** 16, 100  # the first, and after how many good steps it doubles
+WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
+
+
+class NotFinite(Exception):
+    """The loss or a gradient is not finite; the message says where."""
+
+
+def _tensors(output):
+    """The floating-point tensors in a layer's output (a tensor, or lists, tuples and dicts of them)."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        output = output.values()
+    return [t for part in output for t in _tensors(part)]
+
+
+@contextlib.contextmanager
+def _watched(model, layers, see):
+    """Context: after each of the top-level layers `layers`, `see(layer, its output tensors)` is called."""
+    def hook(index):
+        return lambda module, inputs, output: see(index, _tensors(output))
+
+    hooks = [model.model[i].register_forward_hook(hook(i)) for i in layers]
+    try:
+        yield
+    finally:
+        for h in hooks:
+            h.remove()
+
+
+def head_emits_raw_maps(model):
+    """Eval mode but for the head, which then returns its raw maps and spares the box decoding. (BN is fused away.)"""
+    model.eval()
+    model.model[-1].training = True
+
+
+class Step:
+    """Callable: images, FP32 [B, 3, H, W] in 0..1 → loss, a scalar on the device, without gradient.
+
+    student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
+    loss: of one layer, such as `finetune.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
+    'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
+    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device.
+    """
+
+    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False):
+        for p in student.parameters():
+            p.requires_grad_(p.is_floating_point())
+        head_emits_raw_maps(student)
+        head_emits_raw_maps(teacher)
+        self.student, self.teacher, self.layers, self.loss = student, teacher, layers, loss
+        self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
+        self.cuda = self.device.type == 'cuda'
+        self.amp = amp != 'off'
+        self.format = torch.contiguous_format
+        if self.amp:
+            self.teacher = deepcopy(teacher).to(self.dtype)  # instead of casting its weights at each step
+            if self.cuda:  # the layout of tensor cores, which saves transposing every tensor twice
+                self.format = torch.channels_last
+                self.teacher.to(memory_format=self.format)
+                student.to(memory_format=self.format)
+        self.scales = FixedScales(student, share=self.amp)
+        self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
+        lr = torch.tensor(lr, device=self.device) if capturable else lr
+        options = {'fused': True, 'capturable': capturable} if self.cuda else {}
+        self.optimizer = torch.optim.Adam(self.parameters.values(), lr=lr, **options)
+        self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
+        self.good_steps = torch.zeros((), device=self.device)  # since the loss scale last changed
+        self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
+        self.learning = None  # names of the parameters that the loss reaches
+        self.seen = None  # loss, terms of the layers, norms of the gradients: of the last step, or of the first at fault
+
+    def set_lr(self, lr):
+        """The learning rate of the steps that follow."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group['lr'], torch.Tensor):
+                group['lr'].fill_(lr)
+            else:
+                group['lr'] = lr
+
+    def _compare(self, images):
+        """Both models on `images`: {layer: its term of the loss}."""
+        targets, pairs, terms = {}, {}, {}
+        with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
+            self.teacher(images.to(self.dtype))
+
+        def see(layer, outputs):
+            pairs[layer] = outputs, targets.pop(layer)
+            if self.amp:  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
+                terms[layer] = self.loss(*pairs.pop(layer))
+
+        with self.scales, _watched(self.student, self.layers, see), \
+                torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
+            self.student(images)
+        return terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+
+    def __call__(self, images):
+        terms = self._compare(images.contiguous(memory_format=self.format))
+        loss = sum(terms.values()) / len(terms)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss if self.loss_scale is None else loss * self.loss_scale).backward()
+        skip = self._clip_and_judge(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
+        if self.cuda:
+            self.optimizer.found_inf = skip.float()
+        else:  # waiting costs nothing there, and its Adam cannot skip
+            self.check()
+        self.optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def _clip_and_judge(self, loss, terms):
+        """Unscale and clip the gradients, note what is not finite; returns a flag: do not take this step."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(gradients))
+        scale = norms.new_ones(()) if self.loss_scale is None else self.loss_scale
+        norm = torch.linalg.vector_norm(norms) / scale
+        torch._foreach_mul_(gradients, (MAX_NORM / (norm + 1e-6)).clamp(max=1.0) / scale)
+        bad_loss, bad_gradient = ~torch.stack((loss, *terms)).isfinite().all(), ~norm.isfinite()
+        fault = bad_loss | bad_gradient
+        if self.loss_scale is not None:  # an overflow: try the next batch with half the scale
+            fault = bad_loss | bad_gradient & (self.loss_scale <= 1)
+            grow = self.good_steps >= GROW_AFTER
+            self.loss_scale.mul_(torch.where(bad_gradient, 0.5, torch.where(grow, 2.0, 1.0)))
+            self.good_steps.add_(1).mul_(~(bad_gradient | grow))
+        values = torch.cat((loss[None], terms, norms))
+        if self.seen is None:
+            self.learning = [n for n, p in self.parameters.items() if p.grad is not None]
+            self.seen = torch.zeros_like(values)
+        self.seen.copy_(torch.where(self.at_fault, self.seen, values))
+        self.at_fault |= fault
+        return self.at_fault | bad_gradient
+
+    def check(self):
+        """Raise NotFinite if a step met what is not finite, naming the first layer or parameter. Waits for the device."""
+        if not self.at_fault.item():
+            return
+        finite = self.seen.isfinite().tolist()
+        n = 1 + len(self.layers)
+        if not all(finite[:n]):
+            at = next((layer for layer, good in zip(self.layers, finite[1:n]) if not good), self.layers[-1])
+            raise NotFinite(f'the loss is not finite from layer model.{at} on')
+        at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
+        raise NotFinite(f'the gradient of {at} is not finite')
+
+
+class GraphedStep:
+    """A Step recorded as one CUDA graph after WARM_UP steps, and replayed: one launch instead of thousands.
+
+    All of them are steps of the training. A batch of another shape than the first, such as the last of an epoch, is not
+    replayed.
+    """
+
+    def __init__(self, step):
+        self.step, self.images, self.warm, self.graph = step, None, 0, None
+        self.stream = torch.cuda.Stream(step.device)
+        self.check, self.set_lr = step.check, step.set_lr
+
+    def __call__(self, images):
+        if self.images is None:
+            self.images = torch.empty_like(images, memory_format=self.step.format)
+        if images.shape != self.images.shape:
+            return self.step(images)
+        if self.warm < WARM_UP:
+            self.warm += 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                images.record_stream(self.stream)
+                loss = self.step(images)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        self.images.copy_(images)
+        if self.graph is None:
+            self._record()
+        self.graph.replay()
+        return self.loss.clone()
+
+    def _record(self):
+        self.step.optimizer.zero_grad(set_to_none=True)  # the graph keeps gradients of its own
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the loader's thread goes on pinning memory meanwhile
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):
+            self.loss = self.step(self.images)
+        self.graph = graph

@@ -11,7 +11,9 @@ Prints a Markdown table; --json FILE writes the same figures.
 """
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 from models.quantize import checkpoint
@@ -66,11 +68,14 @@ def forward(model, batches):
             model(images)
 
 
+def on_cpu():
+    """Context: `tensor.cuda()` stays where it is. The stock MSE search insists on a GPU for what needs none."""
+    return mock.patch.object(torch.Tensor, 'cuda', lambda self: self)
+
+
 def measure(args):
     """All figures, plain values: seconds, those of collection per image."""
     device = select_device(args.device)
-    if device.type == 'cpu':
-        torch.Tensor.cuda = lambda self: self  # the stock MSE search insists on a GPU for what needs none
     config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
                             hyp=None, batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
     with quiet_upstream():
@@ -103,7 +108,8 @@ def measure(args):
         ours_time, _ = seconds(device, lambda: activation_amax(ours, config), 3)
         figures['search'][method] = {'ours': ours_time, 'stock': None}
         if method != 'max':  # for which the stock has another calibrator, without a search
-            stock_time, _ = seconds(device, lambda: [calibrator.compute_amax(method) for calibrator in sample])
+            with on_cpu() if device.type == 'cpu' else nullcontext():
+                stock_time, _ = seconds(device, lambda: [calibrator.compute_amax(method) for calibrator in sample])
             figures['search'][method]['stock'] = stock_time * len(names) / args.sample
     for method in WEIGHT_METHODS:
         figures['weights'][method] = {'ours': seconds(device, lambda: calibrate_weights(model, method), 2)[0], 'stock': None}

@@ -26,7 +26,6 @@ from pathlib import Path
 LOGGER = logging.getLogger("yolov9_qat.compat")
 
 
-
 def _folder(file):
     """Real folder of a file. The file itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
     return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))

@@ -65,7 +65,6 @@ def name_of(node):
     return node.name or f'{node.op_type} of {node.output[0]}'
 
 
-
 class Graph:
     """A model with the tables above made once, and the questions one asks of a Q/DQ graph.
 

@@ -206,7 +206,7 @@ def quantize(config):
     if config.epochs:
         with resumable(f'python qat.py quantize --resume {shlex.quote(str(folder))}'):
             finetune_run(run, model, training, config)
-            run.finish()
+            run.finish(model)
 
     report = run.report
     final = folder / (report['best'] or report['ptq'])['file']

@@ -14,7 +14,6 @@ from models.quantize.finetune import Epoch
 from utils.qat.backends import TorchModel, describe
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
-from utils.qat.log import quiet_upstream
 from utils.qat.plots import plot_ap
 from utils.qat.report import write_report
 from utils.qat.resume import STATE, read_report
@@ -38,9 +37,11 @@ class Run:
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
         images = {name: len(loader.dataset) for name, loader in loaders.items()}
+        for half in (*folder.glob('.*.tmp.*'), *self.weights.glob('.*.pt')):  # what a killed process was writing
+            half.unlink()
         if config.resume:
             self.report = read_report(folder)
-            self._check_source(images)
+            self._check_unchanged(images)
             return
         self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None, 'ptq': None,
@@ -49,12 +50,8 @@ class Run:
         self.write()
         self.state.unlink(missing_ok=True)  # of an earlier run in this folder
 
-    def _check_source(self, images):
-        """What the run was started with must not have changed; what may change a little is told and noted."""
-        _, quant = checkpoint.load_quantized(self.folder / self.report['ptq']['file'])
-        if quant['source_sha256'] != checkpoint.sha256(self.source):
-            raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
-                           'differs); put the old one back, or start a new run')
+    def _check_unchanged(self, images):
+        """The data must be those the run was started with; what may change figures a little is told and noted."""
         if images != self.report['images']:
             raise QatError(f"--resume {self.folder}: {self.data.file} had {self.report['images']} images when the run was "
                            f'started, and has {images}; put the old ones back, or start a new run')
@@ -102,8 +99,12 @@ class Run:
         self.write()
 
     def load_calibrated(self):
-        """The calibrated model, from its file."""
-        return checkpoint.load_quantized(self.folder / self.report['ptq']['file'], self.device)[0]
+        """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
+        model, quant = checkpoint.load_quantized(self.folder / self.report['ptq']['file'], self.device)
+        if quant['source_sha256'] != checkpoint.sha256(self.source):
+            raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
+                           'differs); put the old one back, or start a new run')
+        return model
 
     def last_epoch(self):
         """The Epoch that fine-tuning goes on from, None if there is none."""
@@ -127,13 +128,17 @@ class Run:
         self.write()
         plot_ap(self.folder / 'ap.png', self.report)
 
-    def finish(self):
-        """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well."""
+    def finish(self, model):
+        """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well.
+
+        model: the float one. What was not scored on the held-out images is not scored here.
+        """
         if self.chosen_on != 'val':
-            files = {'origin': ('float', self.source), **{key: (what, self.folder / self.report[key]['file'])
-                                                          for key, what in (('ptq', 'PTQ'), ('best', 'best'))}}
-            with quiet_upstream():
-                self.report['val'] = {key: self.score(checkpoint.load_any(file, self.device)[0], f'{what}, val', 'val')
-                                      for key, (what, file) in files.items() if 'ap' in (self.report[key] or ())}
+            scored = {'origin': self.score(model, 'float, val', 'val')} if self.report['origin'] else {}
+            for key, what in (('ptq', 'PTQ'), ('best', 'best')):
+                if 'ap' in self.report[key]:
+                    quantized, _ = checkpoint.load_quantized(self.folder / self.report[key]['file'], self.device)
+                    scored[key] = self.score(quantized, f'{what}, val', 'val')
+            self.report['val'] = scored
             self.write()
         self.state.unlink(missing_ok=True)

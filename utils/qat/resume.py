@@ -25,10 +25,10 @@ def resumed(folder, given):
         raise QatError(f'--resume {folder}: started by another version of this toolkit (settings that differ: {other}); '
                        'start the run again')
     config = QuantizeConfig(**{k: Path(v) if kinds[k] is Path else v for k, v in settings.items()})
-    changed = [f"--{'no-' * (v is False)}{k.replace('_', '-')} (the run has {k} {getattr(config, k)})"
-               for k, v in given.items() if k not in FREE and v != getattr(config, k)]
-    if changed:
-        raise QatError(f"--resume {folder}: contradicted by {', '.join(changed)}; leave out all but --device and --workers")
+    contradictions = [f"--{'no-' * (v is False)}{k.replace('_', '-')} contradicts the run, whose {k} is {getattr(config, k)}"
+                      for k, v in given.items() if k not in FREE and v != getattr(config, k)]
+    if contradictions:
+        raise QatError(f"--resume {folder}: {'; '.join(contradictions)}; besides it only --device and --workers may be given")
     _check_progress(folder, report)
     for path in (config.weights, config.data, config.hyp):
         if not path.is_file():
@@ -41,7 +41,8 @@ def read_report(folder):
     """The content of report.json of the run in `folder`."""
     try:
         report = json.loads((folder / 'report.json').read_text(encoding='utf-8'))
-    except (FileNotFoundError, NotADirectoryError, ValueError) as e:
+        report['settings']
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError) as e:
         raise QatError(f"--resume {folder}: no report of a run there ({folder / 'report.json'}); give the folder that "
                        '`qat.py quantize` named, such as runs/qat/exp') from e
     return report

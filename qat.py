@@ -55,7 +55,6 @@ def parse_args(argv):
                                                           'float, and stop; needs only --weights')
     p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
     p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
-
     p.add_argument('--val-split', type=float, default=c.val_split, help='share of the training images to hold out of training and '
                                                                         'choose the best epoch on, such as 0.1; default: on val')
     p.add_argument('--resume', type=Path, metavar='FOLDER', help='go on with the interrupted run in FOLDER, with its settings')
@@ -159,8 +158,7 @@ def finetune_run(run, teacher, images, config):
 
 
 def quantize(config):
-    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk, and is not done again
-    when the run is resumed."""
+    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk; config.resume does the rest."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
     if config.epochs:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -85,14 +86,14 @@ def test_an_epoch_shows_every_image_once_in_another_order(demo):
     assert len({dict(items)[0] for items in orders}) == 3
 
 
-@pytest.mark.parametrize('ranks', [1, 2, 3])
+@pytest.mark.parametrize('ranks', [1, 2, 4])
 @pytest.mark.parametrize('epoch', [0, 2])
 def test_ranks_share_the_batches_of_one_process(demo, ranks, epoch):
     """Rank r has batches r, r + W, ...; the round that is not complete is left out."""
-    alone = epoch_of(training(demo), epoch)
-    shares = [epoch_of(training(demo, shard=(rank, ranks)), epoch) for rank in range(ranks)]
-    rounds = len(alone) // ranks
-    assert [len(share) for share in shares] == [rounds] * ranks == [len(training(demo, shard=(r, ranks))) for r in range(ranks)]
+    alone = epoch_of(training(demo, batch_size=2), epoch)
+    loaders = [training(demo, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
+    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
+    assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
     assert same([batch for group in zip(*shares) for batch in group], alone[:rounds * ranks])
 
 
@@ -148,6 +149,13 @@ def shapes(demo, tmp_path):
     return load_data(tmp_path / 'data/data.yaml')
 
 
+def test_held_out_images_without_labels_choose_nothing(shapes):
+    for file in val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out').dataset.label_files:
+        Path(file).write_text('')
+    with pytest.raises(QatError, match='--val-split 0.1: none of the 1 images held out has a label'):
+        val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out')
+
+
 @pytest.mark.parametrize('square', [False, True])
 def test_held_out_images_are_batched_as_a_val_set_of_them_is(shapes, tmp_path, square):
     config = settings(batch_size=2)
@@ -183,7 +191,7 @@ LOADER = [image(64, 1, seed) for seed in range(4)]
 
 @pytest.mark.parametrize('amp', ['off', 'bf16'])
 def test_fine_tuning_goes_on_from_every_epoch(demo, amp):
-    config = settings(epochs=3, iters=2, lr=1e-3, amp=amp)
+    config = settings(epochs=3, iters=1, lr=1e-3, amp=amp)
     student, finished = demo.quantized_model(), []
     for epoch in finetune(student, demo.float_model(), LOADER, config):
         finished.append((epoch, state(student)))
@@ -328,14 +336,14 @@ REFUSED = {  # what was done to the folder, options beside --resume, what the li
     'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
     'no report': (lambda f: (f / 'report.json').unlink(), (), ['no report of a run there']),
     'other JSON': (lambda f: (f / 'report.json').write_text('{}'), (), ['no report of a run there']),
-    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None)), (), ['before the calibrated model was saved', 'without --resume']),
+    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None)), (), ['before the calibrated model', 'without --resume']),
     'no state': (lambda f: (f / STATE).unlink(), (), [STATE, 'is gone']),
     'other version': (lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')), (), ['another version', 'val_split']),
     'no source': (lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')), (), ['started with none.pt', 'not there']),
     'other source': (other_source, (), ['single.pt', 'SHA-256']),
     'other data': (lambda f: edit_report(f, lambda r: r['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
     'other option': (lambda f: None, ('--epochs', 5), ['--epochs contradicts the run, whose epochs is 3', '--device and --workers']),
-    'other options': (lambda f: None, ('--no-eval-origin', '--val-split', 0.5), ['--no-eval-origin contradicts', '--val-split contradicts']),
+    'other options': (lambda f: None, ('--no-eval-origin', '--lr', 0.5), ['--no-eval-origin contradicts', '--lr contradicts']),
 }
 
 
@@ -363,7 +371,8 @@ def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
     edit_report(tmp_path / 'exp', lambda r: r['versions'].update(torch='2.0'))
     assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
     now = checkpoint.versions()['torch']
-    assert re.search(rf'warning: not what the run was started with.*: torch 2\.0, now {re.escape(now)}\n', (tmp_path / 'exp/log.txt').read_text())
+    log = (tmp_path / 'exp/log.txt').read_text()
+    assert re.search(rf'warning: not what the run was started with.*: torch 2\.0, now {re.escape(now)}\n', log)
     report, weights = result(tmp_path / 'exp')
     expected, others = result(whole)
     assert report.pop('changed') == {'after epoch 1': {'torch': now}} and report['versions'].pop('torch') == '2.0'

@@ -126,6 +126,9 @@ def _dataset(data, split, config, stride, **options):
     if key == 'train' and data.val_split:
         held_out = _held_out(dataset.im_files, data.val_split)
         _keep(dataset, [(f in held_out) == (split == 'held out') for f in dataset.im_files], config, options.get('pad', 0.0))
+        if split == 'held out' and not any(map(len, dataset.labels)):
+            raise QatError(f'--val-split {data.val_split}: none of the {dataset.n} images held out has a label, so they choose '
+                           'nothing; use a larger share, or leave it out')
     return dataset
 
 

@@ -3,14 +3,14 @@
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
 """
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from utils.qat.config import ADD_POLICIES, AMP, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
-from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
+from utils.qat.resume import resumed
 
 
 def parse_args(argv):
@@ -21,7 +21,7 @@ def parse_args(argv):
     def verb(name, config, help):
         p = verbs.add_parser(name, help=help, description=help)
         p.set_defaults(config=config)
-        p.add_argument('--weights', type=Path, required=True, help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
+        p.add_argument('--weights', type=Path, required=name == 'eval', help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
         p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
         p.add_argument('--device', default=config.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
         p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch')
@@ -55,6 +55,10 @@ def parse_args(argv):
                                                           'float, and stop; needs only --weights')
     p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
     p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
+    p.add_argument('--val-split', type=float, default=c.val_split, help='share of the training images to hold out of training and '
+                                                                        'choose the best epoch on, such as 0.1; default: on val')
+    p.add_argument('--resume', type=Path, metavar='FOLDER', help='go on with the interrupted run in FOLDER, with its settings')
+    quantizing = p
 
     c = EvalConfig
     p = verb('eval', c, 'evaluate a quantized checkpoint or an ONNX file')
@@ -64,6 +68,12 @@ def parse_args(argv):
                                                          '(always so for .onnx); default: rectangles, as val.py')
 
     args = vars(parser.parse_args(argv))
+    if args.get('resume'):
+        quantizing.set_defaults(**dict.fromkeys(args))  # None, for a second look: which options were typed?
+        typed = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k not in ('verb', 'resume')}
+        return resumed(args['resume'], typed)
+    if args['weights'] is None:
+        quantizing.error('the following arguments are required: --weights')
     config = args.pop('config')
     del args['verb']
     return config(**args)
@@ -78,11 +88,10 @@ def require_gpu(config, device):
 
 
 def new_folder(config):
-    """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given); the log goes there."""
+    """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given)."""
     from utils.general import increment_path
     folder = increment_path(config.project / config.name, exist_ok=config.exist_ok)
     folder.mkdir(parents=True, exist_ok=True)
-    log_to(folder / 'log.txt')
     return folder
 
 
@@ -116,27 +125,55 @@ def dry_run(config):
     LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
 
 
+def calibrate_run(run, model, images, config):
+    """PTQ: score the float `model`, calibrate a quantized copy of it on `images`, save and score that."""
+    import time
+    from copy import deepcopy
+
+    from models.quantize.calibrate import calibrate
+
+    if config.eval_origin:
+        run.report['origin'] = run.score(model, 'float')
+    start = time.perf_counter()
+    model = deepcopy(model)
+    prepare(model, config)
+    for layer, channels in calibrate(model, bar(images, 'calibrating'), config).items():
+        LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
+    LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {config.calib_method}, "
+                f"weights {config.weight_calib} ({run.timed('calibrate', start):.1f} s)")
+    run.calibrated(model, config.eval_ptq)
+
+
+def finetune_run(run, teacher, images, config):
+    """QAT: fine-tune the calibrated model on `images`, from the last finished epoch on; save and score it after each."""
+    from models.quantize.finetune import finetune
+
+    def progress(batches, epoch, steps):
+        return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
+
+    student, last = run.load_calibrated(), run.last_epoch()
+    images.epoch = last.number if last else 0
+    for epoch in finetune(student, teacher, images, config, progress, last):
+        run.learned(student, epoch)
+
+
 def quantize(config):
-    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk."""
+    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk; config.resume does the rest."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
     if config.epochs:
         require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
-    import shutil
-    import time
-    from copy import deepcopy
+    import shlex
+    from dataclasses import replace
 
     import torch
     from models.quantize import checkpoint
-    from models.quantize.calibrate import calibrate
-    from models.quantize.finetune import finetune
+    from models.quantize.run import Run
     from utils.general import check_img_size, init_seeds
-    from utils.qat.backends import TorchModel, describe, select_device
+    from utils.qat.backends import describe, select_device
     from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
-    from utils.qat.evaluate import evaluate
-    from utils.qat.plots import plot_ap
-    from utils.qat.report import run_table, write_report
+    from utils.qat.report import run_table
 
     device = select_device(config.device)
     require_gpu(config, device)
@@ -144,76 +181,32 @@ def quantize(config):
         model = checkpoint.load_float(config.weights, device)
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
-    data = load_data(config.data, model.model[-1].nc)
+    data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.epochs else None
-    loader = val_loader(data, config, stride)
-    calibration = calibration_images(data, config, stride, device)
+    loaders = {'val': val_loader(data, config, stride)}
+    if config.val_split:
+        loaders['held out'] = val_loader(data, config, stride, split='held out')
+    calibration = None if config.resume else calibration_images(data, config, stride, device)
     training = training_images(data, config, stride, device, hyp) if config.epochs else None
+    if training:
+        loaders['train'] = training.loader
 
-    folder = new_folder(config)
-    weights, stem = folder / 'weights', config.weights.stem
-    weights.mkdir(exist_ok=True)
     init_seeds(config.seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
-    recipe = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
-    report = {'settings': recipe, 'versions': checkpoint.versions(), 'device': describe(device), 'classes': data.names,
-              'origin': None, 'ptq': None, 'epochs': [], 'best': None, 'times': {}}
+    folder = config.resume or new_folder(config)
+    log_to(folder / 'log.txt')
+    run = Run(folder, config, data, loaders, device, LOGGER.info, bar)
     LOGGER.info(f'device {describe(device)}, results in {folder}')
 
-    def timed(what, start):
-        report['times'][what] = round(time.perf_counter() - start, 2)
-        return report['times'][what]
+    if not run.report['ptq']:
+        calibrate_run(run, model, calibration, config)
+    if config.epochs:
+        with resumable(f'python qat.py quantize --resume {shlex.quote(str(folder))}'):
+            finetune_run(run, model, training, config)
+            run.finish(model)
 
-    def score(model, what):
-        """Metrics of `model` as plain values; logs them."""
-        start = time.perf_counter()
-        metrics = evaluate(TorchModel(model), loader, data.names, device, annotations=data.annotations,
-                           progress=lambda it: bar(it, f'evaluating {what}'))
-        LOGGER.info(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
-                    f'R {metrics.recall:.4f}  ({timed(f"evaluate {what}", start):.1f} s)')
-        return metrics.plain()
-
-    def save_and_score(model, what, name, evaluating=True):
-        """Save, reload and score the reload: what is reported is what is on disk. Returns metrics with the file's name.
-
-        name: file name with {score}; until the score is known the file is hidden.
-        """
-        unscored = weights / '.unscored.pt'
-        checkpoint.save_quantized(unscored, model, recipe, config.weights)
-        metrics = score(checkpoint.load_quantized(unscored, device)[0], what) if evaluating else None
-        final = weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
-        os.replace(unscored, final)
-        return {**(metrics or {}), 'file': f'weights/{final.name}'}
-
-    if config.eval_origin:
-        report['origin'] = score(model, 'float')
-
-    start = time.perf_counter()
-    teacher = deepcopy(model)
-    prepare(model, config)
-    for layer, channels in calibrate(model, bar(calibration, 'calibrating'), config).items():
-        LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method}, "
-                f"weights {config.weight_calib} ({timed('calibrate', start):.1f} s)")
-    report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
-    write_report(folder, report)
-
-    def progress(batches, epoch, steps):
-        return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
-
-    for epoch in finetune(model, teacher, training, config, progress) if config.epochs else ():
-        result = save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{stem}.pt')
-        result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
-        report['epochs'].append(result)
-        report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
-        if not report['best'] or result['ap'] > report['best']['ap']:
-            with atomic(weights / f'qat_best_{stem}.pt') as tmp:
-                shutil.copyfile(folder / result['file'], tmp)
-            report['best'] = {**result, 'file': f'weights/qat_best_{stem}.pt'}
-        write_report(folder, report)
-        plot_ap(folder / 'ap.png', report)
-
+    report = run.report
     final = folder / (report['best'] or report['ptq'])['file']
     if report['best'] and report['best']['ap'] < report['ptq'].get('ap', 0):
         LOGGER.info(f"note: the calibrated model scores higher than every epoch: {folder / report['ptq']['file']}")
@@ -250,6 +243,7 @@ def eval_(config):
     loader = val_loader(data, config, predict.stride, square=config.square or is_onnx)
 
     folder = new_folder(config)
+    log_to(folder / 'log.txt')
     LOGGER.info(f'{config.weights} on {describe(device)}')
     metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
                        progress=lambda it: bar(it, 'evaluating'), predictions_file=folder / 'predictions.json')

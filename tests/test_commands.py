@@ -73,6 +73,7 @@ def test_files_of_quantize(job):
     assert len(epochs) == 2
     assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
+    assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
     assert report['best']['ap'] == max(e['ap'] for e in report['epochs'])
     assert report['settings']['seed'] == 57 and torch.__version__.startswith(report['versions']['torch'])
     assert 'QAT epoch 2' in (exp / 'report.md').read_text() and 'PTQ' in (exp / 'log.txt').read_text()
@@ -209,6 +210,7 @@ def test_interrupted_in_an_epoch_keeps_what_was_finished(job, how):
     out = process.communicate(timeout=60)[0]
     if how == signal.SIGINT:
         assert process.returncode == 130 and 'interrupted' in out and 'Traceback' not in out, out[-2000:]
+        assert f"python qat.py quantize --resume {job / 'runs' / name}" in out
     report = report_of(job / 'runs' / name)
     assert report['epochs'] and report['best']
     for e in (*report['epochs'], report['ptq'], report['best']):
@@ -278,6 +280,11 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--iters many', ['--iters', "'many'"]),
     (QUANTIZE, '--calib-method best', ['--calib-method', 'mse', 'entropy']),
     (QUANTIZE, '--weight-calib entropy', ['--weight-calib', 'max', 'mse']),
+    (QUANTIZE, '--val-split 1', ['--val-split 1.0', '[0, 1)']),
+    (QUANTIZE, '--val-split 0.01', ['--val-split 0.01', '16 images, of which 0']),
+    (QUANTIZE, '--val-split 0.1 --epochs 0', ['--val-split 0.1', '--epochs 0']),
+    (('qat', 'quantize'), '', ['required: --weights']),
+    (('qat', 'quantize'), '--resume {job}/runs/exp', ['--resume', 'is finished']),
     (QUANTIZE, '--device 7', ['--device 7', '--device cpu']),
     (QUANTIZE, '--device gpu', ['--device gpu', "'cpu'"]),
     (QUANTIZE, '--project {job}/single.pt', ['single.pt']),

@@ -23,6 +23,7 @@ class Epoch:
     loss: float  # mean over the steps
     steps: int
     seconds: float
+    state: dict  # of the step, to go on from here (see Step.state_dict)
 
 
 def supervised_layers(model, stride):
@@ -61,12 +62,14 @@ def rate(step, total):
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
 
-def finetune(student, teacher, loader, config, progress=None):
+def finetune(student, teacher, loader, config, progress=None, after=None):
     """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
 
     loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: epochs, iters, lr,
-    supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. Raises
-    QatError if the loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken.
+    supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. after: the
+    last Epoch of an interrupted fine-tuning; it is yielded again, with its weights in `student`, and the others follow (a
+    loader with an epoch of its own must be set to it). Raises QatError if the loss is not finite, naming the first layer at
+    fault, or if a gradient is not; the step is not taken.
     """
     layers = supervised_layers(student, config.supervision_stride)
     step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile)
@@ -75,7 +78,10 @@ def finetune(student, teacher, loader, config, progress=None):
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch
 
-    for number in range(1, config.epochs + 1):
+    if after:
+        step.load_state_dict(after.state)
+        yield after
+    for number in range(after.number + 1 if after else 1, config.epochs + 1):
         start, losses = time.perf_counter(), []
         batches = islice(loader, per_epoch)
         try:
@@ -89,4 +95,4 @@ def finetune(student, teacher, loader, config, progress=None):
             raise QatError(f'fine-tuning: {e} (epoch {number}); finished epochs are kept; '
                            f'try a smaller --lr than {config.lr}') from e
         student.zero_grad(set_to_none=True)
-        yield Epoch(number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start)
+        yield Epoch(number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict())

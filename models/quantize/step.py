@@ -32,6 +32,11 @@ def _tensors(output):
     return [t for part in output for t in _tensors(part)]
 
 
+def _copies(tensors):
+    """A dict of tensors, each copied to the CPU, in the same layout."""
+    return {name: t.detach().to('cpu', copy=True) for name, t in tensors.items()}
+
+
 @contextlib.contextmanager
 def _watched(model, layers, see):
     """Context: after each of the top-level layers `layers`, `see(layer, its output tensors)` is called."""
@@ -95,6 +100,29 @@ class Step:
                 group['lr'].fill_(lr)
             else:
                 group['lr'] = lr
+
+    def _tensors(self):
+        """What a step changes, by name: all that the steps to come depend on but the optimizer's state, and copies of nothing."""
+        tensors = {f'student.{name}': tensor for name, tensor in self.student.state_dict().items()}
+        if self.loss_scale is not None:
+            tensors.update(loss_scale=self.loss_scale, good_steps=self.good_steps)
+        return tensors
+
+    def state_dict(self):
+        """A copy, on the CPU, of what the steps to come depend on: tensors by name, and the optimizer's state by parameter.
+
+        Not its learning rate, which the caller sets.
+        """
+        state = self.optimizer.state_dict()['state']
+        return {'tensors': _copies(self._tensors()), 'optimizer': {i: _copies(moments) for i, moments in state.items()}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Go on as the Step whose `state_dict` it was, of a student with the same layers and quantizers."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state['tensors'][name])
+        moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
     def _compare(self, images):
         """Both models on `images`: {layer: its term of the loss}."""
@@ -171,7 +199,7 @@ class GraphedStep:
     def __init__(self, step):
         self.step, self.images, self.warm, self.graph = step, None, 0, None
         self.stream = torch.cuda.Stream(step.device)
-        self.check, self.set_lr = step.check, step.set_lr
+        self.check, self.set_lr, self.state_dict = step.check, step.set_lr, step.state_dict
 
     def __call__(self, images):
         if self.images is None:
@@ -191,6 +219,11 @@ class GraphedStep:
             self._record()
         self.graph.replay()
         return self.loss.clone()
+
+    def load_state_dict(self, state):
+        """See Step.load_state_dict; the graph is recorded anew."""
+        self.step.load_state_dict(state)
+        self.warm, self.graph = 0, None
 
     def _record(self):
         self.step.optimizer.zero_grad(set_to_none=True)  # the graph keeps gradients of its own

@@ -1,5 +1,5 @@
 """Settings of each command: dataclasses that check themselves and report every problem at once, quoting the flag."""
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from utils.qat.errors import QatError
@@ -72,6 +72,12 @@ class QuantizeConfig:
     workers: int = 8
     eval_origin: bool = True
     eval_ptq: bool = True
+    val_split: float = 0.0  # share of the training images that is held out to choose the best epoch; 0 = chosen on val
+    resume: Path = None  # folder of the interrupted run that this one goes on with; no setting of the run
+
+    def plain(self):
+        """The settings of the run as plain values."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items() if k != 'resume'}
 
     def __post_init__(self):
         _check([
@@ -91,6 +97,9 @@ class QuantizeConfig:
              f"--scale-policy {self.scale_policy}: must be one of {', '.join(SCALE_POLICIES)}"),
             (self.add_policy not in ADD_POLICIES, f"--add-policy {self.add_policy}: must be one of {', '.join(ADD_POLICIES)}"),
             (not 0 < self.percentile <= 100, f'--percentile {self.percentile}: must lie in (0, 100]'),
+            (not 0 <= self.val_split < 1, f'--val-split {self.val_split}: must lie in [0, 1), such as 0.1; 0 = none held out'),
+            (self.val_split and not self.epochs, f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; '
+                                                 'leave one of the two out'),
             (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
         ])
 

@@ -1,13 +1,15 @@
 """Data YAML → images: checks the YAML and the labels, and builds loaders on upstream's dataset class."""
 import glob
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
-from torch.utils.data import DataLoader, Subset
-from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths, seed_worker
+from torch.utils.data import BatchSampler, DataLoader, Subset
+from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
 
 from utils.qat.errors import QatError, require_file
@@ -23,6 +25,7 @@ class Data:
     names: dict  # class index → name
     annotations: Path = None  # COCO's instances_val2017.json, where the data is COCO
     flag: str = '--data'  # that named the file
+    val_split: float = 0.0  # share of the training images that is held out of training
 
     @property
     def nc(self):
@@ -105,18 +108,55 @@ def _check_labels(dataset, data, dropped):
 
 
 def _dataset(data, split, config, stride, **options):
-    """Upstream's dataset over the `train` or `val` images of `data`, its labels checked."""
+    """Upstream's dataset over images of `data`, its labels checked.
+
+    split: 'train', 'val', or 'held out': those of the training images that `data.val_split` takes away from 'train'.
+    """
+    key = 'val' if split == 'val' else 'train'
     with quiet_upstream():
         try:
-            dataset = LoadImagesAndLabels(getattr(data, split), config.imgsz, config.batch_size, stride=stride,
-                                          prefix=f'{split}: ', **options)
+            dataset = LoadImagesAndLabels(getattr(data, key), config.imgsz, config.batch_size, stride=stride,
+                                          prefix=f'{key}: ', **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
-            raise QatError(f'{data.flag} {data.file}: {split}: {e}') from e
-    dropped = sorted(set(_image_files(getattr(data, split))) - set(dataset.im_files))
+            raise QatError(f'{data.flag} {data.file}: {key}: {e}') from e
+    dropped = sorted(set(_image_files(getattr(data, key))) - set(dataset.im_files))
     _check_labels(dataset, data, dropped)
     if dropped:
-        LOGGER.warning(f'{split}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
+        LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
+    if key == 'train' and data.val_split:
+        held_out = _held_out(dataset.im_files, data.val_split)
+        _keep(dataset, [(f in held_out) == (split == 'held out') for f in dataset.im_files], config, options.get('pad', 0.0))
+        if split == 'held out' and not any(map(len, dataset.labels)):
+            raise QatError(f'--val-split {data.val_split}: none of the {dataset.n} images held out has a label, so they choose '
+                           'nothing; use a larger share, or leave it out')
     return dataset
+
+
+def _held_out(files, share):
+    """The set of files that --val-split `share` holds out: evenly spread over the names, whatever the seed."""
+    files = sorted(files)
+    n = round(share * len(files))
+    if not 0 < n < len(files):
+        raise QatError(f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
+                       f'{len(files) - n} trained on; use another share, or leave it out')
+    return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
+
+
+def _keep(dataset, wanted, config, pad):
+    """Leave only the `wanted` images (a bool for each) in upstream's dataset, in place: no mosaic shows another one.
+
+    pad: of rectangles, in strides, as given to the dataset.
+    """
+    kept = np.flatnonzero(wanted)
+    for name in ('im_files', 'label_files', 'labels', 'segments', 'ims', 'npy_files'):
+        setattr(dataset, name, [getattr(dataset, name)[i] for i in kept])
+    dataset.shapes, dataset.n, dataset.indices = dataset.shapes[kept], len(kept), range(len(kept))
+    dataset.batch = np.arange(len(kept)) // config.batch_size
+    if dataset.rect:  # sorted by shape already; a batch is as high and as wide as its images need, the longer side of each 1
+        ratio = dataset.shapes[:, 1:] / dataset.shapes[:, :1]  # height / width
+        sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
+        largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
+        dataset.batch_shapes = np.ceil(largest * config.imgsz / dataset.stride + pad).astype(int) * dataset.stride
 
 
 def _image_files(paths):
@@ -131,12 +171,12 @@ def _image_files(paths):
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
 
-def _loader(dataset, config, seed=0, shuffle=False):
+def _loader(dataset, config, batches=None):
+    """batches: re-iterable over lists of what `dataset` takes as index; by default all indices, in order."""
     workers = min(config.workers, os.cpu_count() or 1, config.batch_size)
-    collate = (dataset.dataset if isinstance(dataset, Subset) else dataset).collate_fn
-    return DataLoader(dataset, min(config.batch_size, len(dataset)), shuffle=shuffle, num_workers=workers,
-                      collate_fn=collate, worker_init_fn=seed_worker, persistent_workers=workers > 0,
-                      pin_memory=torch.cuda.is_available(), generator=torch.Generator().manual_seed(seed))
+    batches = batches or BatchSampler(range(len(dataset)), config.batch_size, drop_last=False)
+    return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=LoadImagesAndLabels.collate_fn,
+                      persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=torch.Generator())
 
 
 def _spread(dataset, limit):
@@ -145,14 +185,14 @@ def _spread(dataset, limit):
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
 
-def val_loader(data, config, stride, square=False, limit=None):
+def val_loader(data, config, stride, square=False, limit=None, split='val'):
     """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them.
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
     limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
-    batch that they have in the whole set.
+    batch that they have in the whole set. split: see `_dataset`.
     """
-    dataset = _dataset(data, 'val', config, stride, rect=not square, pad=0.5)
+    dataset = _dataset(data, split, config, stride, rect=not square, pad=0.5)
     return _loader(_spread(dataset, limit) if limit else dataset, config)
 
 
@@ -176,10 +216,72 @@ def calibration_images(data, config, stride, device):
     return Images(_loader(_spread(dataset, config.calib_images), config), device)
 
 
-def training_images(data, config, stride, device, hyp):
-    """Augmented training images in random order (seeded), for fine-tuning. Labels are not used but must exist."""
+class Seeded:
+    """Dataset over pairs (index, seed): `dataset[index]`, with everything random in it begun from `seed`, 0..2^32 - 1."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, item):
+        index, seed = item
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
+        transform = self.dataset.albumentations.transform
+        if hasattr(transform, 'set_random_seed'):  # albumentations that keep a random state of their own
+            transform.set_random_seed(seed)
+        return self.dataset[index]
+
+
+class EpochBatches:
+    """Batch sampler: lists of (index, seed of its augmentation) of the epoch `epoch`; both follow from (seed, epoch) alone.
+
+    n: images in the set. shard: (rank, ranks): every `ranks`-th batch of the list that a single process has, from `rank`
+    on; the batches at the end that do not go round are left out. epoch: from 0.
+    """
+
+    def __init__(self, n, batch_size, seed, shard=(0, 1)):
+        self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
+        self.epoch = 0
+        if not len(self):
+            raise QatError(f'--batch-size {batch_size}: {n} training images are {-(-n // batch_size)} batches, too few for '
+                           f'{self.ranks} processes; use smaller batches or fewer processes')
+
+    def __len__(self):
+        return -(-self.n // self.batch_size) // self.ranks
+
+    def __iter__(self):
+        generator = np.random.RandomState((self.seed, self.epoch))
+        order = generator.permutation(self.n).tolist()
+        seeds = generator.randint(2 ** 32, size=self.n, dtype=np.int64).tolist()
+        for number in range(len(self)):
+            start = (number * self.ranks + self.rank) * self.batch_size
+            yield [(i, seeds[i]) for i in order[start:start + self.batch_size]]
+
+
+class TrainingImages(Images):
+    """Images that are others in each epoch. epoch: that of the next pass, from 0; a pass moves it on."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.loader.batch_sampler.epoch = self.epoch
+        self.epoch += 1
+        return super().__iter__()
+
+
+def training_images(data, config, stride, device, hyp, shard=(0, 1)):
+    """Augmented training images in random order, for fine-tuning. Labels are not used but must exist.
+
+    An epoch's images follow from config.seed and its number, whatever the number of workers and the epochs before.
+    shard: (rank, ranks), see EpochBatches.
+    """
     dataset = _dataset(data, 'train', config, stride, augment=True, hyp=hyp)
-    return Images(_loader(dataset, config, seed=config.seed, shuffle=True), device)
+    batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
+    return TrainingImages(_loader(Seeded(dataset), config, batches), device)
 
 
 def load_hyp(file):

@@ -35,9 +35,19 @@ def run_command(main, argv=None):
         print(f'{Path(sys.argv[0]).name}: error: {e.filename or "output"}: {e.strerror}; '
               'free space or choose another folder (--project, --save)', file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f'{Path(sys.argv[0]).name}: interrupted; every file that was finished is whole', file=sys.stderr)
+    except KeyboardInterrupt as e:
+        advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
+        print(f'{Path(sys.argv[0]).name}: interrupted; every file that was finished is whole{advice}', file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def resumable(command):
+    """What is interrupted in the block can be gone on with by `command`, and `run_command` says so."""
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        raise KeyboardInterrupt(command) from e
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ def plot_ap(path, report):
         axes.plot(report['best']['epoch'], report['best']['ap'], 'o', markersize=11, markerfacecolor='none', color='tab:green',
                   label=f"best {report['best']['ap']:.4f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel='epoch', ylabel='AP (IoU 0.50:0.95)', title='Fine-tuning with quantization')
+    axes.set(xlabel='epoch', ylabel='AP (IoU 0.50:0.95)',
+             title=f"Fine-tuning with quantization, scored on {report['images'][report['chosen_on']]} images ({report['chosen_on']})")
     axes.grid(alpha=0.3)
     axes.legend()
     with atomic(path) as tmp:

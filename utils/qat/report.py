@@ -59,12 +59,17 @@ def comparison_tables(comparison, names):
 
 
 def run_table(report):
-    """One row per stage of a `quantize` run: float, PTQ, every epoch, best."""
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, best. With --val-split two tables, on which images each."""
     rows = [['float', '', *figures(report['origin'])], ['PTQ', '', *figures(report['ptq'])]]
     rows += [[f"QAT epoch {e['epoch']}", f"{e['loss']:.3g}", *figures(e)] for e in report['epochs']]
     if report['best']:
         rows.append([f"best (epoch {report['best']['epoch']})", '', *figures(report['best'])])
-    return markdown_table(('model', 'loss', *COLUMNS), rows)
+    table = markdown_table(('model', 'loss', *COLUMNS), rows)
+    if report['chosen_on'] == 'val':
+        return table
+    on_val = [[what, *figures((report['val'] or {}).get(key))] for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
+    return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
+            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *COLUMNS), on_val)}")
 
 
 def write_report(folder, report):

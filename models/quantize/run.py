@@ -1,0 +1,144 @@
+"""A run of `quantize`: its folder, its report, and models that are scored as they were saved.
+
+Every file of a run but its log is written here, and each is whole at any moment. After each step of the work the report says
+what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, until the run is complete.
+"""
+import os
+import shutil
+import time
+
+import torch
+
+from models.quantize import checkpoint
+from models.quantize.finetune import Epoch
+from utils.qat.backends import TorchModel, describe
+from utils.qat.errors import QatError, atomic
+from utils.qat.evaluate import evaluate
+from utils.qat.plots import plot_ap
+from utils.qat.report import write_report
+from utils.qat.resume import STATE, read_report
+
+
+class Run:
+    """folder: PROJECT/NAME. report: what report.json holds. source: the float checkpoint.
+
+    The models of all stages are scored on the same images, `chosen_on`, and by these the best epoch is chosen: 'held out' if
+    some are, else 'val'.
+    """
+
+    def __init__(self, folder, config, data, loaders, device, say, progress):
+        """data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is fine-tuning → a loader.
+
+        say: takes a line about what was done. progress: wraps an iterator, with a text, such as log.bar. Raises QatError if
+        the run to resume was started on other files.
+        """
+        self.folder, self.source, self.data, self.loaders = folder, config.weights, data, loaders
+        self.device, self.say, self.progress = device, say, progress
+        self.weights, self.state = folder / 'weights', folder / STATE
+        self.chosen_on = 'held out' if 'held out' in loaders else 'val'
+        images = {name: len(loader.dataset) for name, loader in loaders.items()}
+        for half in (*folder.glob('.*.tmp.*'), *self.weights.glob('.*.pt')):  # what a killed process was writing
+            half.unlink()
+        if config.resume:
+            self.report = read_report(folder)
+            self._check_unchanged(images)
+            return
+        self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(device),
+                       'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None, 'ptq': None,
+                       'epochs': [], 'best': None, 'val': None, 'times': {}}
+        self.weights.mkdir(exist_ok=True)
+        self.write()
+        self.state.unlink(missing_ok=True)  # of an earlier run in this folder
+
+    def _check_unchanged(self, images):
+        """The data must be those the run was started with; what may change figures a little is told and noted."""
+        if images != self.report['images']:
+            raise QatError(f"--resume {self.folder}: {self.data.file} had {self.report['images']} images when the run was "
+                           f'started, and has {images}; put the old ones back, or start a new run')
+        now = {**checkpoint.versions(), 'device': describe(self.device)}
+        before = {**self.report['versions'], 'device': self.report['device']}
+        changed = {k: v for k, v in now.items() if v != before[k]}
+        if changed:
+            self.say('warning: not what the run was started with, so figures may differ a little from those of a run that was not '
+                     'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items()))
+            self.report.setdefault('changed', {})[f"after epoch {len(self.report['epochs'])}"] = changed
+
+    def write(self):
+        write_report(self.folder, self.report)
+
+    def timed(self, what, start):
+        """Seconds since `start` (time.perf_counter), noted in the report as the time of `what`."""
+        self.report['times'][what] = round(time.perf_counter() - start, 2)
+        return self.report['times'][what]
+
+    def score(self, model, what, images=None):
+        """Metrics of `model` on `images`, 'val' or 'held out' (default: `chosen_on`), as plain values."""
+        images, start = images or self.chosen_on, time.perf_counter()
+        metrics = evaluate(TorchModel(model), self.loaders[images], self.data.names, self.device,
+                           annotations=self.data.annotations if images == 'val' else None,
+                           progress=lambda it: self.progress(it, f'evaluating {what}'))
+        self.say(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
+                 f'R {metrics.recall:.4f}  ({self.timed(f"evaluate {what}", start):.1f} s)')
+        return metrics.plain()
+
+    def save_and_score(self, model, what, name, evaluating=True):
+        """Save, reload and score the reload: what is reported is what is on disk. Returns metrics with the file's name.
+
+        name: file name with {score}; until the score is known the file is hidden.
+        """
+        unscored = self.weights / '.unscored.pt'
+        checkpoint.save_quantized(unscored, model, self.report['settings'], self.source)
+        metrics = self.score(checkpoint.load_quantized(unscored, self.device)[0], what) if evaluating else None
+        final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
+        os.replace(unscored, final)
+        return {**(metrics or {}), 'file': f'weights/{final.name}'}
+
+    def calibrated(self, model, evaluating):
+        """The calibrated `model` is there: save, score and report it."""
+        self.report['ptq'] = self.save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{self.source.stem}.pt', evaluating)
+        self.write()
+
+    def load_calibrated(self):
+        """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
+        model, quant = checkpoint.load_quantized(self.folder / self.report['ptq']['file'], self.device)
+        if quant['source_sha256'] != checkpoint.sha256(self.source):
+            raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
+                           'differs); put the old one back, or start a new run')
+        return model
+
+    def last_epoch(self):
+        """The Epoch that fine-tuning goes on from, None if there is none."""
+        return Epoch(**torch.load(self.state, weights_only=True)) if self.state.exists() else None
+
+    def learned(self, model, epoch):
+        """`epoch` is over and left `model` as it is: keep, score and report it, unless that was done before an interruption."""
+        if epoch.number <= len(self.report['epochs']):
+            return
+        with atomic(self.state) as tmp:  # first, so that nothing learned is lost while it is scored
+            torch.save(vars(epoch), tmp)
+        result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{self.source.stem}.pt')
+        result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
+        self.report['epochs'].append(result)
+        self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
+        if not self.report['best'] or result['ap'] > self.report['best']['ap']:
+            best = self.weights / f'qat_best_{self.source.stem}.pt'
+            with atomic(best) as tmp:
+                shutil.copyfile(self.folder / result['file'], tmp)
+            self.report['best'] = {**result, 'file': f'weights/{best.name}'}
+        self.write()
+        plot_ap(self.folder / 'ap.png', self.report)
+
+    def finish(self, model):
+        """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well.
+
+        model: the float one. What was not scored on the held-out images is not scored here.
+        """
+        if self.chosen_on != 'val':
+            scored = {'origin': self.score(model, 'float, val', 'val')} if self.report['origin'] else {}
+            for key, what in (('ptq', 'PTQ'), ('best', 'best')):
+                if 'ap' in self.report[key]:
+                    quantized, _ = checkpoint.load_quantized(self.folder / self.report[key]['file'], self.device)
+                    scored[key] = self.score(quantized, f'{what}, val', 'val')
+            self.report['val'] = scored
+            self.write()
+        self.state.unlink(missing_ok=True)

@@ -1,0 +1,389 @@
+"""Laws of interrupted runs: gone on with, they end as if nothing had happened; and of what they need: images that follow from
+the seed and the number of the epoch alone, and a training set that is split the same way each time."""
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import REPO, TREE
+from models.quantize import checkpoint
+from models.quantize.finetune import Epoch, finetune
+from utils.dataloaders import LoadImagesAndLabels
+from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+from utils.qat.errors import QatError, run_command
+from utils.qat.resume import STATE
+from zoo import image, program, same, settings, state
+
+CPU = torch.device('cpu')
+HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr': 0.5, 'flipud': 0.5, 'hsv_h': 0.1}
+
+
+def training(demo, data=None, hyp=HYP, shard=(0, 1), **changes):
+    """TrainingImages of the demo's 12 images."""
+    config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
+    return training_images(data or load_data(demo.data), config, 32, CPU, hyp, shard)
+
+
+def epoch_of(images, epoch):
+    """The batches of one epoch."""
+    images.epoch = epoch
+    return list(images)
+
+
+# ---- the images of an epoch ---------------------------------------------------------------------------------------------
+
+def test_workers_change_no_image(demo):
+    """Two passes, as workers that stay know of the first; and one after a pass that was not taken to its end."""
+    passes = []
+    for workers in (0, 1, 3):
+        images = training(demo, workers=workers)
+        passes.append([*images, *images])
+        next(iter(images))
+        passes[-1] += images
+    assert len(passes[0]) == 9 and same(passes[0], passes[1]) and same(passes[0], passes[2])
+
+
+def test_an_epoch_does_not_depend_on_those_before(demo):
+    images = training(demo)
+    in_order = [list(images) for _ in range(3)]
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert same(epoch_of(training(demo), 2), in_order[2]) and same(epoch_of(training(demo), 1), in_order[1])
+    assert not same(in_order[0], in_order[1]) and not same(in_order[1], in_order[2])
+
+
+def test_what_is_seen_follows_from_the_seed(demo):
+    assert same(list(training(demo, seed=3)), list(training(demo, seed=3)))
+    assert not same(list(training(demo, seed=3)), list(training(demo, seed=4)))
+
+
+def test_the_augmentation_of_an_image_is_its_own(demo):
+    """The same, whatever is in its batch."""
+    assert same([torch.cat(list(training(demo, batch_size=5)))], [torch.cat(list(training(demo, batch_size=3)))])
+
+
+def test_an_epoch_shows_every_image_once_in_another_order(demo):
+    """And each in another augmentation: the seeds differ too."""
+    batches = training(demo).loader.batch_sampler
+    orders = []
+    for batches.epoch in range(3):
+        items = [item for batch in batches for item in batch]
+        assert sorted(i for i, _ in items) == list(range(12)) and len({seed for _, seed in items}) == 12
+        orders.append(items)
+    assert len({tuple(i for i, _ in items) for items in orders}) == 3
+    assert len({dict(items)[0] for items in orders}) == 3
+
+
+@pytest.mark.parametrize('ranks', [1, 2, 4])
+@pytest.mark.parametrize('epoch', [0, 2])
+def test_ranks_share_the_batches_of_one_process(demo, ranks, epoch):
+    """Rank r has batches r, r + W, ...; the round that is not complete is left out."""
+    alone = epoch_of(training(demo, batch_size=2), epoch)
+    loaders = [training(demo, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
+    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
+    assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
+    assert same([batch for group in zip(*shares) for batch in group], alone[:rounds * ranks])
+
+
+def test_too_few_batches_for_the_processes(demo):
+    with pytest.raises(QatError, match=r'--batch-size 5: 12 training images are 3 batches, too few for 4 processes'):
+        training(demo, shard=(0, 4))
+
+
+def test_albumentations_with_a_random_state_of_their_own(demo):
+    """Newer ones do not look at numpy's."""
+    pytest.importorskip('albumentations')
+    images = training(demo)
+    dataset = images.loader.dataset.dataset
+    for transform in dataset.albumentations.transform.transforms:
+        transform.p = 0.5 if type(transform).__name__ in ('Blur', 'ToGray', 'CLAHE') else 0.0
+    assert same(epoch_of(images, 0), epoch_of(images, 0))
+
+
+# ---- --val-split --------------------------------------------------------------------------------------------------------
+
+def files_of(dataset):
+    return sorted(dataset.im_files)
+
+
+@pytest.mark.parametrize('share, n', [(0.1, 1), (0.25, 3), (0.5, 6), (0.9, 11)])
+def test_the_split_takes_from_training_and_calibration(demo, share, n):
+    data = replace(load_data(demo.data), val_split=share)
+    config = settings()
+    held_out = files_of(val_loader(data, config, 32, split='held out').dataset)
+    trained = files_of(training(demo, data).loader.dataset.dataset)
+    everything = files_of(training(demo).loader.dataset.dataset)
+    assert len(held_out) == n and sorted(held_out + trained) == everything
+    assert files_of(calibration_images(data, config, 32, CPU).loader.dataset.dataset) == trained
+    assert files_of(val_loader(data, config, 32).dataset) == files_of(val_loader(load_data(demo.data), config, 32).dataset)
+    places = [everything.index(f) for f in held_out]
+    assert all(abs((b - a) - 12 / n) < 1 for a, b in zip(places, places[1:])), 'evenly spread'
+
+
+@pytest.mark.parametrize('share', [0.01, 0.04, 0.99])
+def test_a_split_that_leaves_one_side_empty(demo, share):
+    with pytest.raises(QatError, match=rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'):
+        training(demo, replace(load_data(demo.data), val_split=share))
+
+
+@pytest.fixture
+def shapes(demo, tmp_path):
+    """A data set whose training images are of many shapes."""
+    shutil.copytree(demo.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
+    for i, file in enumerate(sorted((tmp_path / 'data/images/train').glob('*.jpg'))):
+        cv2.imwrite(str(file), cv2.resize(cv2.imread(str(file)), (200 + 20 * i, 320 - 12 * i)))
+    content = yaml.safe_load(demo.data.read_text())
+    (tmp_path / 'data/data.yaml').write_text(yaml.safe_dump({**content, 'path': str(tmp_path / 'data')}))
+    return load_data(tmp_path / 'data/data.yaml')
+
+
+def test_held_out_images_without_labels_choose_nothing(shapes):
+    for file in val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out').dataset.label_files:
+        Path(file).write_text('')
+    with pytest.raises(QatError, match='--val-split 0.1: none of the 1 images held out has a label'):
+        val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out')
+
+
+@pytest.mark.parametrize('square', [False, True])
+def test_held_out_images_are_batched_as_a_val_set_of_them_is(shapes, tmp_path, square):
+    config = settings(batch_size=2)
+    ours = val_loader(replace(shapes, val_split=0.5), config, 32, square, split='held out')
+    listing = tmp_path / 'list.txt'
+    listing.write_text('\n'.join(files_of(ours.dataset)))
+    theirs = val_loader(replace(shapes, val=[listing]), config, 32, square)
+    ours, theirs = list(ours), list(theirs)
+    assert [batch[2:] for batch in ours] == [batch[2:] for batch in theirs]
+    assert same([batch[:2] for batch in ours], [batch[:2] for batch in theirs])
+    assert (len({batch[0].shape for batch in ours}) > 1) != square
+
+
+def test_no_augmentation_shows_a_held_out_image(shapes):
+    """Mosaic and mixup choose among all images of a set: a colour that only held-out images have must not be met."""
+    split = replace(shapes, val_split=0.5)
+    for file in val_loader(split, settings(), 32, split='held out').dataset.im_files:
+        cv2.imwrite(file, np.full_like(cv2.imread(file), (255, 0, 255)))
+    hyp = {**HYP, 'mosaic': 1.0, 'mixup': 0.5, 'hsv_h': 0, 'hsv_s': 0, 'hsv_v': 0}
+
+    def purple(data):
+        images = training(None, data, hyp)
+        pixels = torch.cat([batch for epoch in range(3) for batch in epoch_of(images, epoch)])
+        return ((pixels[:, 0] - pixels[:, 1] > 0.4) & (pixels[:, 2] - pixels[:, 1] > 0.4)).float().mean()
+
+    assert purple(split) < 1e-3 and purple(shapes) > 0.1
+
+
+# ---- fine-tuning --------------------------------------------------------------------------------------------------------
+
+LOADER = [image(64, 1, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize('amp', ['off', 'bf16'])
+def test_fine_tuning_goes_on_from_every_epoch(demo, amp):
+    config = settings(epochs=3, iters=1, lr=1e-3, amp=amp)
+    student, finished = demo.quantized_model(), []
+    for epoch in finetune(student, demo.float_model(), LOADER, config):
+        finished.append((epoch, state(student)))
+    for last, weights in finished:
+        stored = io.BytesIO()
+        torch.save(vars(last), stored)
+        stored.seek(0)
+        after = Epoch(**torch.load(stored, weights_only=True))
+        other = demo.quantized_model()
+        epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
+        assert next(epochs) is after and same(state(other), weights)
+        assert [e.loss for e in epochs] == [e.loss for e, _ in finished[last.number:]]
+        assert same(state(other), finished[-1][1])
+        assert same(after.state, last.state), 'what is gone on from is not written to'
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
+@pytest.mark.parametrize('compile', [False, True])
+def test_fine_tuning_goes_on_with_gpu_and_graph(demo, amp, compile):
+    torch.backends.cudnn.deterministic = True
+    config, batches = settings(epochs=3, iters=8, lr=1e-4, amp=amp, compile=compile), [b.cuda() for b in LOADER * 2]
+    student, finished = demo.quantized_model().cuda(), []
+    for epoch in finetune(student, demo.float_model().cuda(), batches, config):
+        finished.append(epoch)
+    whole, other = state(student), demo.quantized_model().cuda()
+    again = list(finetune(other, demo.float_model().cuda(), batches, config, after=finished[0]))
+    assert [e.number for e in again] == [1, 2, 3] and ('loss_scale' in finished[0].state['tensors']) == (amp == 'fp16')
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(whole.values(), state(other).values()))
+
+
+# ---- --resume -----------------------------------------------------------------------------------------------------------
+
+def arguments(demo, project, *more):
+    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, '--hyp', REPO / 'demo/hyp.yaml', '--imgsz', 64,
+                             '--batch-size', 4, '--iters', 2, '--epochs', 3, '--device', 'cpu', '--workers', 0, '--lr', '1e-4',
+                             '--val-split', 0.25, '--project', project, *more)]
+
+
+def resume(folder, *more):
+    return ['quantize', '--resume', str(folder), *map(str, more)]
+
+
+def result(folder):
+    """What a run left: the report but for times and the folder's own name, and the model in each file of weights/."""
+    report = json.loads((folder / 'report.json').read_text())
+    del report['times'], report['settings']['name'], report['settings']['project']
+    return report, {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+
+
+def alike(first, second):
+    """Whether two runs left the same."""
+    (report, weights), (other, others) = result(first), result(second)
+    return report == other and weights.keys() == others.keys() and all(same(weights[k], others[k]) for k in weights)
+
+
+@pytest.fixture(scope='module')
+def whole(demo, tmp_path_factory):
+    """The folder of a run that was not interrupted. Do not write to it."""
+    project = tmp_path_factory.mktemp('whole')
+    assert run_command(program('qat.py').main, arguments(demo, project)) == 0
+    return project / 'exp'
+
+
+def interrupt(monkeypatch, at, number=0):
+    """`main` of qat.py, with Ctrl-C when the progress bar called `at` comes to its element `number`."""
+    qat = program('qat.py')
+
+    def bar(iterable, text, total=None):
+        for i, item in enumerate(iterable):
+            if text == at and i == number:
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(qat, 'bar', bar)
+    return qat.main
+
+
+def test_interrupted_and_gone_on_with_is_the_same_run(demo, whole, tmp_path, monkeypatch, capsys):
+    """Again and again: before an epoch is finished, in the next, when one is learned but not scored, and at the very end."""
+    argv, folder = arguments(demo, tmp_path), tmp_path / 'exp'
+    for at in ('epoch 1/3', 'epoch 2/3', 'evaluating epoch 2', 'evaluating best, val'):
+        assert run_command(interrupt(monkeypatch, at, 1 if at.startswith('epoch') else 0), argv) == 130
+        assert capsys.readouterr().err.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
+        argv = resume(folder, '--workers', 1, '--device', 'cpu', '--epochs', 3)
+    assert run_command(program('qat.py').main, argv) == 0
+    assert alike(folder, whole)
+    report = json.loads((folder / 'report.json').read_text())
+    assert {f'fine-tune epoch {n}' for n in (1, 2, 3)} <= report['times'].keys() and 'changed' not in report
+
+
+def test_killed(demo, whole, tmp_path):
+    """A process that had no time to say anything, at a moment of its own."""
+    process = subprocess.Popen([sys.executable, 'qat.py', *arguments(demo, tmp_path)], cwd=TREE,
+                               env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path / 'exp' / STATE).exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
+    assert alike(tmp_path / 'exp', whole)
+
+
+def test_the_report_says_what_was_scored_on_which_images(whole):
+    report, weights = result(whole)
+    assert report['chosen_on'] == 'held out' and report['images'] == {'val': 12, 'held out': 3, 'train': 9}
+    assert [scored['images'] for scored in (report['origin'], report['ptq'], report['best'], *report['epochs'])] == [3] * 6
+    assert report['best']['ap'] == max(e['ap'] for e in report['epochs'])
+    assert f"qat_ep_2_ap_{report['epochs'][1]['ap']:.4f}_single.pt" in weights
+    assert {k: v['images'] for k, v in report['val'].items()} == {'origin': 12, 'ptq': 12, 'best': 12}
+    held_out, val = (whole / 'report.md').read_text().split('12 images of val')
+    assert '3 images held out of train' in held_out and f"| {report['best']['ap']:.4f}" in held_out
+    assert f"| {report['val']['best']['ap']:.4f}" in val and 'epoch' not in val.split('![')[0]
+
+
+# ---- what cannot be gone on with ----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def stopped(demo, tmp_path_factory):
+    """A run that was interrupted in its second epoch. Do not write to it."""
+    project = tmp_path_factory.mktemp('stopped')
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_command(interrupt(monkeypatch, 'epoch 2/3'), arguments(demo, project)) == 130
+    return project / 'exp'
+
+
+def edit_report(folder, change):
+    report = json.loads((folder / 'report.json').read_text())
+    change(report)
+    (folder / 'report.json').write_text(json.dumps(report))
+
+
+def other_source(folder):
+    """The run's checkpoint was replaced by one with the same model and another date."""
+    report = json.loads((folder / 'report.json').read_text())
+    source = folder / 'single.pt'
+    torch.save({**torch.load(report['settings']['weights'], weights_only=False), 'date': 'today'}, source)
+    edit_report(folder, lambda r: r['settings'].update(weights=str(source)))
+
+
+REFUSED = {  # what was done to the folder, options beside --resume, what the line must say
+    'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
+    'no report': (lambda f: (f / 'report.json').unlink(), (), ['no report of a run there']),
+    'other JSON': (lambda f: (f / 'report.json').write_text('{}'), (), ['no report of a run there']),
+    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None)), (), ['before the calibrated model', 'without --resume']),
+    'no state': (lambda f: (f / STATE).unlink(), (), [STATE, 'is gone']),
+    'other version': (lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')), (), ['another version', 'val_split']),
+    'no source': (lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')), (), ['started with none.pt', 'not there']),
+    'other source': (other_source, (), ['single.pt', 'SHA-256']),
+    'other data': (lambda f: edit_report(f, lambda r: r['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
+    'other option': (lambda f: None, ('--epochs', 5), ['--epochs contradicts the run, whose epochs is 3', '--device and --workers']),
+    'other options': (lambda f: None, ('--no-eval-origin', '--lr', 0.5), ['--no-eval-origin contradicts', '--lr contradicts']),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_refused_in_one_line(stopped, tmp_path, capsys, name):
+    folder = tmp_path / 'exp'
+    shutil.copytree(stopped, folder)
+    prepare, options, says = REFUSED[name]
+    prepare(folder)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name != 'log.txt'}
+    capsys.readouterr()
+    assert run_command(program('qat.py').main, resume(folder, *options)) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.split(': ', 2)[1] == 'error' and f'--resume {folder}: ' in line and all(text in line for text in says), line
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name != 'log.txt'} == before
+
+
+def test_a_finished_run_is_not_gone_on_with(whole, capsys):
+    assert run_command(program('qat.py').main, resume(whole)) == 2
+    assert 'this run is finished' in capsys.readouterr().err
+
+
+def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
+    shutil.copytree(stopped, tmp_path / 'exp')
+    edit_report(tmp_path / 'exp', lambda r: r['versions'].update(torch='2.0'))
+    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
+    now = checkpoint.versions()['torch']
+    log = (tmp_path / 'exp/log.txt').read_text()
+    assert re.search(rf'warning: not what the run was started with.*: torch 2\.0, now {re.escape(now)}\n', log)
+    report, weights = result(tmp_path / 'exp')
+    expected, others = result(whole)
+    assert report.pop('changed') == {'after epoch 1': {'torch': now}} and report['versions'].pop('torch') == '2.0'
+    assert expected['versions'].pop('torch') == now and report == expected
+    assert all(same(weights[name], others[name]) for name in others)
+
+
+def test_a_new_run_in_the_folder_forgets_the_old_one(demo, stopped, tmp_path, monkeypatch, capsys):
+    """Interrupted before its PTQ, it must not go on with what was there before."""
+    shutil.copytree(stopped, tmp_path / 'exp')
+    assert run_command(interrupt(monkeypatch, 'calibrating'), arguments(demo, tmp_path, '--exist-ok')) == 130
+    assert 'go on with' not in capsys.readouterr().err and not (tmp_path / 'exp' / STATE).exists()
+    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 2
+    assert 'before the calibrated model was saved' in capsys.readouterr().err

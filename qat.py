@@ -2,13 +2,17 @@
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
+
+`torchrun --nproc_per_node N qat.py ...` does the same on N GPUs: the first process writes and talks, all compute.
 """
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from utils.qat.config import ADD_POLICIES, AMP, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.distributed import describe, from_first, is_first, join, leave, on_first, rank, select_device, world_size
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 
@@ -24,9 +28,9 @@ def parse_args(argv):
         p.add_argument('--weights', type=Path, required=True, help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
         p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
         p.add_argument('--device', default=config.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch')
+        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch, of each process')
         p.add_argument('--imgsz', '--img', '--img-size', type=int, default=config.imgsz, help='image size in pixels')
-        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes')
+        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes, of each process')
         p.add_argument('--project', type=Path, default=config.project, help='results go to PROJECT/NAME')
         p.add_argument('--name', default=config.name, help='results go to PROJECT/NAME')
         p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
@@ -80,10 +84,17 @@ def require_gpu(config, device):
 def new_folder(config):
     """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given); the log goes there."""
     from utils.general import increment_path
-    folder = increment_path(config.project / config.name, exist_ok=config.exist_ok)
-    folder.mkdir(parents=True, exist_ok=True)
-    log_to(folder / 'log.txt')
+    folder = from_first(increment_path(config.project / config.name, exist_ok=config.exist_ok))
+    if is_first():
+        folder.mkdir(parents=True, exist_ok=True)
+        log_to(folder / 'log.txt')
     return folder
+
+
+def copy(source, target):
+    """Copy a file; `target` is whole at any moment."""
+    with atomic(target) as tmp:
+        shutil.copyfile(source, tmp)
 
 
 def prepare(model, config):
@@ -123,7 +134,6 @@ def quantize(config):
     if config.epochs:
         require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
-    import shutil
     import time
     from copy import deepcopy
 
@@ -132,7 +142,7 @@ def quantize(config):
     from models.quantize.calibrate import calibrate
     from models.quantize.finetune import finetune
     from utils.general import check_img_size, init_seeds
-    from utils.qat.backends import TorchModel, describe, select_device
+    from utils.qat.backends import TorchModel
     from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
     from utils.qat.evaluate import evaluate
     from utils.qat.plots import plot_ap
@@ -140,19 +150,21 @@ def quantize(config):
 
     device = select_device(config.device)
     require_gpu(config, device)
+    join(device)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = load_data(config.data, model.model[-1].nc)
     hyp = load_hyp(config.hyp) if config.epochs else None
-    loader = val_loader(data, config, stride)
-    calibration = calibration_images(data, config, stride, device)
-    training = training_images(data, config, stride, device, hyp) if config.epochs else None
+    shard = rank(), world_size()
+    loader = val_loader(data, config, stride, shard=shard)
+    calibration = calibration_images(data, config, stride, device, shard)
+    training = training_images(data, config, stride, device, hyp, shard) if config.epochs else None
 
     folder = new_folder(config)
     weights, stem = folder / 'weights', config.weights.stem
-    weights.mkdir(exist_ok=True)
+    on_first(weights.mkdir)(exist_ok=True)
     init_seeds(config.seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
@@ -180,10 +192,11 @@ def quantize(config):
         name: file name with {score}; until the score is known the file is hidden.
         """
         unscored = weights / '.unscored.pt'
-        checkpoint.save_quantized(unscored, model, recipe, config.weights)
+        on_first(checkpoint.save_quantized)(unscored, model, recipe, config.weights)
+        from_first()  # the others wait until it can be read
         metrics = score(checkpoint.load_quantized(unscored, device)[0], what) if evaluating else None
         final = weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
-        os.replace(unscored, final)
+        on_first(os.replace)(unscored, final)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
 
     if config.eval_origin:
@@ -197,7 +210,7 @@ def quantize(config):
     LOGGER.info(f"calibrated on {min(config.calib_images, len(calibration.loader.dataset))} images, {config.calib_method}, "
                 f"weights {config.weight_calib} ({timed('calibrate', start):.1f} s)")
     report['ptq'] = save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{stem}.pt', config.eval_ptq)
-    write_report(folder, report)
+    on_first(write_report)(folder, report)
 
     def progress(batches, epoch, steps):
         return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
@@ -208,11 +221,10 @@ def quantize(config):
         report['epochs'].append(result)
         report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
         if not report['best'] or result['ap'] > report['best']['ap']:
-            with atomic(weights / f'qat_best_{stem}.pt') as tmp:
-                shutil.copyfile(folder / result['file'], tmp)
+            on_first(copy)(folder / result['file'], weights / f'qat_best_{stem}.pt')
             report['best'] = {**result, 'file': f'weights/qat_best_{stem}.pt'}
-        write_report(folder, report)
-        plot_ap(folder / 'ap.png', report)
+        on_first(write_report)(folder, report)
+        on_first(plot_ap)(folder / 'ap.png', report)
 
     final = folder / (report['best'] or report['ptq'])['file']
     if report['best'] and report['best']['ap'] < report['ptq'].get('ap', 0):
@@ -229,12 +241,13 @@ def eval_(config):
     import torch
     from models.quantize import checkpoint
     from utils.general import check_img_size
-    from utils.qat.backends import OnnxModel, TorchModel, describe, select_device
+    from utils.qat.backends import OnnxModel, TorchModel
     from utils.qat.data import load_data, val_loader
     from utils.qat.evaluate import evaluate
     from utils.qat.report import class_table, write_json
 
     device = select_device(config.device)
+    join(device)
     torch.backends.cudnn.allow_tf32 = False  # see quantize
     is_onnx = config.weights.suffix == '.onnx'
     if is_onnx:
@@ -247,13 +260,13 @@ def eval_(config):
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
     config.imgsz = check_img_size(config.imgsz, predict.stride)
     data = load_data(config.data, predict.nc)
-    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx)
+    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx, shard=(rank(), world_size()))
 
     folder = new_folder(config)
     LOGGER.info(f'{config.weights} on {describe(device)}')
     metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
                        progress=lambda it: bar(it, 'evaluating'), predictions_file=folder / 'predictions.json')
-    write_json(folder / 'metrics.json', {
+    on_first(write_json)(folder / 'metrics.json', {
         'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device), **metrics.plain(),
         'times': {'ms_per_image': metrics.ms_per_image}})
     LOGGER.info(f'{class_table(metrics.plain())}\n')
@@ -269,6 +282,7 @@ def main(argv=None):
             eval_(config)
         else:
             (dry_run if config.dry_run else quantize)(config)
+    leave()
 
 
 if __name__ == '__main__':

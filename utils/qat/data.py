@@ -2,14 +2,16 @@
 import glob
 import os
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 import yaml
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths, seed_worker
 from utils.general import ROOT
 
+from utils.qat.distributed import first_goes_ahead
 from utils.qat.errors import QatError, require_file
 from utils.qat.log import LOGGER, quiet_upstream
 
@@ -106,7 +108,7 @@ def _check_labels(dataset, data, dropped):
 
 def _dataset(data, split, config, stride, **options):
     """Upstream's dataset over the `train` or `val` images of `data`, its labels checked."""
-    with quiet_upstream():
+    with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
             dataset = LoadImagesAndLabels(getattr(data, split), config.imgsz, config.batch_size, stride=stride,
                                           prefix=f'{split}: ', **options)
@@ -131,12 +133,33 @@ def _image_files(paths):
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
 
-def _loader(dataset, config, seed=0, shuffle=False):
-    workers = min(config.workers, os.cpu_count() or 1, config.batch_size)
+class Shard:
+    """Batches rank, rank + world, ... of a batch sampler. even: only those rounds of which every process has a batch."""
+
+    def __init__(self, batches, rank, world, even=False):
+        self.batches, self.rank, self.world = batches, rank, world
+        self.stop = len(batches) // world * world if even else len(batches)
+
+    def __len__(self):
+        return len(range(self.rank, self.stop, self.world))
+
+    def __iter__(self):
+        return islice(self.batches, self.rank, self.stop, self.world)
+
+
+def _loader(dataset, config, shard, seed=0, training=False):
+    """Batches of `dataset`: number shard[0], shard[0] + shard[1], ... of them, each as one process alone would have it.
+
+    training: in random order; where there are several shards, all have equally many batches, and all those are full.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = RandomSampler(dataset, generator=generator) if training else SequentialSampler(dataset)
+    rounds = training and shard[1] > 1
+    batches = Shard(BatchSampler(order, min(config.batch_size, len(dataset)), drop_last=rounds), *shard, even=rounds)
+    workers = min(config.workers, max(1, (os.cpu_count() or 1) // shard[1]), config.batch_size)
     collate = (dataset.dataset if isinstance(dataset, Subset) else dataset).collate_fn
-    return DataLoader(dataset, min(config.batch_size, len(dataset)), shuffle=shuffle, num_workers=workers,
-                      collate_fn=collate, worker_init_fn=seed_worker, persistent_workers=workers > 0,
-                      pin_memory=torch.cuda.is_available(), generator=torch.Generator().manual_seed(seed))
+    return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=collate, worker_init_fn=seed_worker,
+                      persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=generator)
 
 
 def _spread(dataset, limit):
@@ -145,15 +168,15 @@ def _spread(dataset, limit):
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
 
-def val_loader(data, config, stride, square=False, limit=None):
+def val_loader(data, config, stride, square=False, limit=None, shard=(0, 1)):
     """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them.
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
     limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
-    batch that they have in the whole set.
+    batch that they have in the whole set. shard: (rank, world), see `_loader`.
     """
     dataset = _dataset(data, 'val', config, stride, rect=not square, pad=0.5)
-    return _loader(_spread(dataset, limit) if limit else dataset, config)
+    return _loader(_spread(dataset, limit) if limit else dataset, config, shard)
 
 
 class Images:
@@ -170,16 +193,23 @@ class Images:
             yield images.to(self.device, non_blocking=True).float() / 255
 
 
-def calibration_images(data, config, stride, device):
-    """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set."""
+def calibration_images(data, config, stride, device, shard=(0, 1)):
+    """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set. shard: see `_loader`."""
     dataset = _dataset(data, 'train', config, stride)
-    return Images(_loader(_spread(dataset, config.calib_images), config), device)
+    return Images(_loader(_spread(dataset, config.calib_images), config, shard), device)
 
 
-def training_images(data, config, stride, device, hyp):
-    """Augmented training images in random order (seeded), for fine-tuning. Labels are not used but must exist."""
+def training_images(data, config, stride, device, hyp, shard=(0, 1)):
+    """Augmented training images in random order (seeded), for fine-tuning. Labels are not used but must exist.
+
+    shard: see `_loader`. Raises QatError if there is not a batch for every process.
+    """
     dataset = _dataset(data, 'train', config, stride, augment=True, hyp=hyp)
-    return Images(_loader(dataset, config, seed=config.seed, shuffle=True), device)
+    loader = _loader(dataset, config, shard, config.seed, training=True)
+    if not len(loader):
+        raise QatError(f'--batch-size {config.batch_size}: {shard[1]} processes need {shard[1]} batches, and {data.flag} {data.file} '
+                       f'has {len(dataset)} training images; use a smaller --batch-size, or fewer processes')
+    return Images(loader, device)
 
 
 def load_hyp(file):

@@ -83,7 +83,8 @@ def _of_all():
     try:
         yield
     except RuntimeError as e:  # gloo has no class for it
-        raise QatError(f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT}') from e
+        raise QatError(f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} '
+                       f"({' '.join(str(e).split())[:200]})") from e
 
 
 def from_first(thing=None):

@@ -112,7 +112,7 @@ def _matches(pred, labels, image_shape, shape):
 @torch.inference_mode()
 def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, max_det=300, progress=None, annotations=None,
              predictions_file=None):
-    """Run `predict` over `loader` and score it; under torchrun the shards of all processes together, for all of them.
+    """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
     predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores.
     loader: see data.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.

@@ -45,6 +45,8 @@ def select_device(text):
     import torch
     from utils.qat import backends
     world, found = world_size(), torch.cuda.device_count()
+    if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
+        raise QatError('torchrun --nnodes: this runs on one machine; leave it out')
     if world > 1 and text not in ('', 'cpu'):
         raise QatError(f'--device {text}: the {world} processes of torchrun take GPU 0 to {world - 1}, one each; leave --device '
                        "out (CUDA_VISIBLE_DEVICES chooses the GPUs), or use 'cpu'")

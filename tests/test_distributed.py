@@ -56,7 +56,7 @@ def test_a_mistake_of_all_is_one_line(demo, tmp_path):
     said = torchrun(*quantize(demo, tmp_path, '--weights', 'none.pt'), code=1)
     [line] = [line for line in said.splitlines() if ': error: ' in line]
     assert line == 'qat.py: error: --weights none.pt: no such file'
-    assert 'exitcode  : 2 ' in said and 'process 1' not in said and not list(tmp_path.iterdir())
+    assert 'exitcode  : 2 ' in said and not list(tmp_path.iterdir())
 
 
 ALONE = """

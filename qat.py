@@ -2,12 +2,15 @@
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
+
+`torchrun --nproc_per_node N qat.py ...` does the same on N GPUs: the first process writes and talks, all compute.
 """
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from utils.qat.config import ADD_POLICIES, AMP, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.distributed import describe, from_first, is_first, join, leave, on_first, rank, select_device, world_size
 from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 from utils.qat.resume import resumed
@@ -24,9 +27,9 @@ def parse_args(argv):
         p.add_argument('--weights', type=Path, required=name == 'eval', help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
         p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
         p.add_argument('--device', default=config.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch')
+        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch, of each process')
         p.add_argument('--imgsz', '--img', '--img-size', type=int, default=config.imgsz, help='image size in pixels')
-        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes')
+        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes, of each process')
         p.add_argument('--project', type=Path, default=config.project, help='results go to PROJECT/NAME')
         p.add_argument('--name', default=config.name, help='results go to PROJECT/NAME')
         p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
@@ -90,9 +93,16 @@ def require_gpu(config, device):
 def new_folder(config):
     """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given)."""
     from utils.general import increment_path
-    folder = increment_path(config.project / config.name, exist_ok=config.exist_ok)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = from_first(increment_path(config.project / config.name, exist_ok=config.exist_ok))
+    if is_first():
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def copy(source, target):
+    """Copy a file; `target` is whole at any moment."""
+    with atomic(target) as tmp:
+        shutil.copyfile(source, tmp)
 
 
 def prepare(model, config):
@@ -171,23 +181,24 @@ def quantize(config):
     from models.quantize import checkpoint
     from models.quantize.run import Run
     from utils.general import check_img_size, init_seeds
-    from utils.qat.backends import describe, select_device
     from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
     from utils.qat.report import run_table
 
     device = select_device(config.device)
     require_gpu(config, device)
+    join(device)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.epochs else None
-    loaders = {'val': val_loader(data, config, stride)}
+    shard = rank(), world_size()
+    loaders = {'val': val_loader(data, config, stride, shard=shard)}
     if config.val_split:
-        loaders['held out'] = val_loader(data, config, stride, split='held out')
-    calibration = None if config.resume else calibration_images(data, config, stride, device)
-    training = training_images(data, config, stride, device, hyp) if config.epochs else None
+        loaders['held out'] = val_loader(data, config, stride, split='held out', shard=shard)
+    calibration = None if config.resume else calibration_images(data, config, stride, device, shard)
+    training = training_images(data, config, stride, device, hyp, shard) if config.epochs else None
     if training:
         loaders['train'] = training.loader
 
@@ -195,7 +206,7 @@ def quantize(config):
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
     folder = config.resume or new_folder(config)
-    log_to(folder / 'log.txt')
+    on_first(log_to)(folder / 'log.txt')
     run = Run(folder, config, data, loaders, device, LOGGER.info, bar)
     LOGGER.info(f'device {describe(device)}, results in {folder}')
 
@@ -222,12 +233,13 @@ def eval_(config):
     import torch
     from models.quantize import checkpoint
     from utils.general import check_img_size
-    from utils.qat.backends import OnnxModel, TorchModel, describe, select_device
+    from utils.qat.backends import OnnxModel, TorchModel
     from utils.qat.data import load_data, val_loader
     from utils.qat.evaluate import evaluate
     from utils.qat.report import class_table, write_json
 
     device = select_device(config.device)
+    join(device)
     torch.backends.cudnn.allow_tf32 = False  # see quantize
     is_onnx = config.weights.suffix == '.onnx'
     if is_onnx:
@@ -240,14 +252,14 @@ def eval_(config):
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
     config.imgsz = check_img_size(config.imgsz, predict.stride)
     data = load_data(config.data, predict.nc)
-    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx)
+    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx, shard=(rank(), world_size()))
 
     folder = new_folder(config)
-    log_to(folder / 'log.txt')
+    on_first(log_to)(folder / 'log.txt')
     LOGGER.info(f'{config.weights} on {describe(device)}')
     metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
                        progress=lambda it: bar(it, 'evaluating'), predictions_file=folder / 'predictions.json')
-    write_json(folder / 'metrics.json', {
+    on_first(write_json)(folder / 'metrics.json', {
         'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device), **metrics.plain(),
         'times': {'ms_per_image': metrics.ms_per_image}})
     LOGGER.info(f'{class_table(metrics.plain())}\n')
@@ -263,6 +275,7 @@ def main(argv=None):
             eval_(config)
         else:
             (dry_run if config.dry_run else quantize)(config)
+    leave()
 
 
 if __name__ == '__main__':

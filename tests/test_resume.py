@@ -89,17 +89,12 @@ def test_an_epoch_shows_every_image_once_in_another_order(demo):
 @pytest.mark.parametrize('ranks', [1, 2, 4])
 @pytest.mark.parametrize('epoch', [0, 2])
 def test_ranks_share_the_batches_of_one_process(demo, ranks, epoch):
-    """Rank r has batches r, r + W, ...; the round that is not complete is left out."""
+    """Rank r has batches r, r + W, ...; the round that is not complete is left out. See also test_distributed.py."""
     alone = epoch_of(training(demo, batch_size=2), epoch)
     loaders = [training(demo, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
     shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
     assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
     assert same([batch for group in zip(*shares) for batch in group], alone[:rounds * ranks])
-
-
-def test_too_few_batches_for_the_processes(demo):
-    with pytest.raises(QatError, match=r'--batch-size 5: 12 training images are 3 batches, too few for 4 processes'):
-        training(demo, shard=(0, 4))
 
 
 def test_albumentations_with_a_random_state_of_their_own(demo):

@@ -8,6 +8,7 @@ import torch
 
 from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
 from models.quantize.search import SEARCH, amax_mse
+from utils.qat.distributed import all_reduce
 from utils.qat.errors import QatError
 
 BITS = 12
@@ -43,6 +44,21 @@ class Histogram:
         index = torch.arange(BINS, device=self.counts.device) >> (exponent - self.exponent).clamp(max=BITS)
         self.counts = torch.zeros_like(self.counts).index_add_(0, index, self.counts)
         self.exponent = exponent
+
+
+def merge(histograms):
+    """Each of `histograms` (a list, the same on every process of a torchrun) becomes that of what all processes saw, exactly.
+
+    Three exchanges, however many there are.
+    """
+    largest = torch.stack([h.largest for h in histograms])
+    largest = all_reduce(largest.nan_to_num(nan=float('inf'), posinf=float('inf')), 'MAX')  # a maximum may lose NaN
+    exponents = all_reduce(torch.stack([h.exponent for h in histograms]), 'MAX')
+    for histogram, exponent in zip(histograms, exponents):
+        histogram.grow(exponent)
+    counts = all_reduce(torch.stack([h.counts for h in histograms]))
+    for histogram, *merged in zip(histograms, largest, counts):
+        histogram.largest, histogram.counts = merged
 
 
 def exponent_above(largest):
@@ -117,13 +133,14 @@ def calibrate(model, batches, config):
     """Give every quantizer of `model` its amax, whether it had one before or not.
 
     batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile,
-    weight_calib. Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
+    weight_calib. Under torchrun the batches of all processes count. Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
     Raises QatError naming the quantizers that saw no data, only zeros, or a value that is not finite.
     """
     calibrate_weights(model, config.weight_calib)
     quantizers, device = dict(named_quantizers(model)), next(model.parameters()).device
     histograms = {name: Histogram(device) for name, q in quantizers.items() if q._axis is None}
     collect(model, batches, histograms)
+    merge(list(histograms.values()))
     for name, amax in zip(histograms, activation_amax(histograms, config)):
         quantizers[name].set_amax(amax)
     raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers.items()}

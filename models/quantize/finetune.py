@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 
 from models.quantize.step import GraphedStep, NotFinite, Step
+from utils.qat.distributed import take_from_first
 from utils.qat.errors import QatError
 
 LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits for it
@@ -69,8 +70,10 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. after: the
     last Epoch of an interrupted fine-tuning; it is yielded again, with its weights in `student`, and the others follow (a
     loader with an epoch of its own must be set to it). Raises QatError if the loss is not finite, naming the first layer at
-    fault, or if a gradient is not; the step is not taken.
+    fault, or if a gradient is not; the step is not taken. Under torchrun each process has a loader of its own, all equally
+    long, and a step follows the mean of their gradients.
     """
+    take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
     layers = supervised_layers(student, config.supervision_stride)
     step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile)
     if config.compile:

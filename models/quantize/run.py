@@ -1,7 +1,8 @@
 """A run of `quantize`: its folder, its report, and models that are scored as they were saved.
 
 Every file of a run but its log is written here, and each is whole at any moment. After each step of the work the report says
-what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, until the run is complete.
+what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, until the run is complete. Of the processes
+of a torchrun, all call the same and the first one writes.
 """
 import os
 import shutil
@@ -11,12 +12,19 @@ import torch
 
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch
-from utils.qat.backends import TorchModel, describe
+from utils.qat.backends import TorchModel
+from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
 from utils.qat.plots import plot_ap
 from utils.qat.report import write_report
 from utils.qat.resume import STATE, read_report
+
+
+def save_as(path, fill):
+    """Call `fill` with a path to write to, then let the file appear as `path`."""
+    with atomic(path) as tmp:
+        fill(tmp)
 
 
 class Run:
@@ -37,8 +45,7 @@ class Run:
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
         images = {name: len(loader.dataset) for name, loader in loaders.items()}
-        for half in (*folder.glob('.*.tmp.*'), *self.weights.glob('.*.pt')):  # what a killed process was writing
-            half.unlink()
+        on_first(self._clear_up)()
         if config.resume:
             self.report = read_report(folder)
             self._check_unchanged(images)
@@ -46,9 +53,14 @@ class Run:
         self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None, 'ptq': None,
                        'epochs': [], 'best': None, 'val': None, 'times': {}}
-        self.weights.mkdir(exist_ok=True)
+        on_first(self.weights.mkdir)(exist_ok=True)
         self.write()
-        self.state.unlink(missing_ok=True)  # of an earlier run in this folder
+        on_first(self.state.unlink)(missing_ok=True)  # of an earlier run in this folder
+
+    def _clear_up(self):
+        """Delete what a killed process was writing."""
+        for half in (*self.folder.glob('.*.tmp.*'), *self.weights.glob('.*.pt')):
+            half.unlink()
 
     def _check_unchanged(self, images):
         """The data must be those the run was started with; what may change figures a little is told and noted."""
@@ -64,7 +76,7 @@ class Run:
             self.report.setdefault('changed', {})[f"after epoch {len(self.report['epochs'])}"] = changed
 
     def write(self):
-        write_report(self.folder, self.report)
+        on_first(write_report)(self.folder, self.report)
 
     def timed(self, what, start):
         """Seconds since `start` (time.perf_counter), noted in the report as the time of `what`."""
@@ -81,16 +93,21 @@ class Run:
                  f'R {metrics.recall:.4f}  ({self.timed(f"evaluate {what}", start):.1f} s)')
         return metrics.plain()
 
+    def _load(self, file):
+        """checkpoint.load_quantized of a file that the first process wrote."""
+        from_first()  # the others wait until it is there
+        return checkpoint.load_quantized(file, self.device)
+
     def save_and_score(self, model, what, name, evaluating=True):
         """Save, reload and score the reload: what is reported is what is on disk. Returns metrics with the file's name.
 
         name: file name with {score}; until the score is known the file is hidden.
         """
         unscored = self.weights / '.unscored.pt'
-        checkpoint.save_quantized(unscored, model, self.report['settings'], self.source)
-        metrics = self.score(checkpoint.load_quantized(unscored, self.device)[0], what) if evaluating else None
+        on_first(checkpoint.save_quantized)(unscored, model, self.report['settings'], self.source)
+        metrics = self.score(self._load(unscored)[0], what) if evaluating else None
         final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
-        os.replace(unscored, final)
+        on_first(os.replace)(unscored, final)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
 
     def calibrated(self, model, evaluating):
@@ -100,7 +117,7 @@ class Run:
 
     def load_calibrated(self):
         """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
-        model, quant = checkpoint.load_quantized(self.folder / self.report['ptq']['file'], self.device)
+        model, quant = self._load(self.folder / self.report['ptq']['file'])
         if quant['source_sha256'] != checkpoint.sha256(self.source):
             raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
                            'differs); put the old one back, or start a new run')
@@ -114,19 +131,17 @@ class Run:
         """`epoch` is over and left `model` as it is: keep, score and report it, unless that was done before an interruption."""
         if epoch.number <= len(self.report['epochs']):
             return
-        with atomic(self.state) as tmp:  # first, so that nothing learned is lost while it is scored
-            torch.save(vars(epoch), tmp)
+        on_first(save_as)(self.state, lambda tmp: torch.save(vars(epoch), tmp))  # first: nothing learned is lost while it is scored
         result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{self.source.stem}.pt')
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
         self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
         if not self.report['best'] or result['ap'] > self.report['best']['ap']:
             best = self.weights / f'qat_best_{self.source.stem}.pt'
-            with atomic(best) as tmp:
-                shutil.copyfile(self.folder / result['file'], tmp)
+            on_first(save_as)(best, lambda tmp: shutil.copyfile(self.folder / result['file'], tmp))
             self.report['best'] = {**result, 'file': f'weights/{best.name}'}
         self.write()
-        plot_ap(self.folder / 'ap.png', self.report)
+        on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def finish(self, model):
         """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well.
@@ -137,8 +152,7 @@ class Run:
             scored = {'origin': self.score(model, 'float, val', 'val')} if self.report['origin'] else {}
             for key, what in (('ptq', 'PTQ'), ('best', 'best')):
                 if 'ap' in self.report[key]:
-                    quantized, _ = checkpoint.load_quantized(self.folder / self.report[key]['file'], self.device)
-                    scored[key] = self.score(quantized, f'{what}, val', 'val')
+                    scored[key] = self.score(self._load(self.folder / self.report[key]['file'])[0], f'{what}, val', 'val')
             self.report['val'] = scored
             self.write()
-        self.state.unlink(missing_ok=True)
+        on_first(self.state.unlink)(missing_ok=True)

@@ -10,6 +10,7 @@ from copy import deepcopy
 import torch
 
 from models.quantize.quantizers import FixedScales
+from utils.qat.distributed import all_reduce, world_size
 
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
@@ -145,13 +146,28 @@ class Step:
         loss = sum(terms.values()) / len(terms)
         self.optimizer.zero_grad(set_to_none=True)
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
-        skip = self._clip_and_judge(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
+        loss, terms = self._average(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
+        skip = self._clip_and_judge(loss, terms)
         if self.cuda:
             self.optimizer.found_inf = skip.float()
         else:  # waiting costs nothing there, and its Adam cannot skip
             self.check()
         self.optimizer.step()
-        return loss.detach()
+        return loss
+
+    @torch.no_grad()
+    def _average(self, loss, terms):
+        """Mean over the processes of a torchrun: of the gradients, in place, and of loss and terms, which are returned.
+
+        One exchange of them all, so that every process judges and learns the same; what is not finite anywhere is in the mean.
+        """
+        if world_size() == 1:
+            return loss, terms
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        flat = all_reduce(torch.cat([loss[None], terms, *(g.flatten() for g in gradients)])) / world_size()
+        loss, terms, *means = flat.split([1, len(terms), *(g.numel() for g in gradients)])
+        torch._foreach_copy_(gradients, [mean.view(g.shape) for mean, g in zip(means, gradients)])
+        return loss[0].clone(), terms  # a view would keep all of them in memory
 
     @torch.no_grad()
     def _clip_and_judge(self, loss, terms):

@@ -57,8 +57,8 @@ class OnnxModel:
         # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
         # does not load with FP16 scales (1.31).
         options.add_session_config_entry('session.disable_quant_qdq', '1')
-        wanted = ['CUDAExecutionProvider'] if device.type == 'cuda' else []
-        providers = [p for p in wanted if p in ort.get_available_providers()] + ['CPUExecutionProvider']
+        wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
+        providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
         try:
             self.session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as e:  # onnxruntime's exceptions share no public base class

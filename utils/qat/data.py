@@ -3,6 +3,7 @@ import glob
 import os
 import random
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Subset
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
 
+from utils.qat.distributed import first_goes_ahead
 from utils.qat.errors import QatError, require_file
 from utils.qat.log import LOGGER, quiet_upstream
 
@@ -113,7 +115,7 @@ def _dataset(data, split, config, stride, **options):
     split: 'train', 'val', or 'held out': those of the training images that `data.val_split` takes away from 'train'.
     """
     key = 'val' if split == 'val' else 'train'
-    with quiet_upstream():
+    with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
             dataset = LoadImagesAndLabels(getattr(data, key), config.imgsz, config.batch_size, stride=stride,
                                           prefix=f'{key}: ', **options)
@@ -171,10 +173,27 @@ def _image_files(paths):
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
 
-def _loader(dataset, config, batches=None):
-    """batches: re-iterable over lists of what `dataset` takes as index; by default all indices, in order."""
-    workers = min(config.workers, os.cpu_count() or 1, config.batch_size)
-    batches = batches or BatchSampler(range(len(dataset)), config.batch_size, drop_last=False)
+class Shard:
+    """Batches rank, rank + world, ... of a batch sampler."""
+
+    def __init__(self, batches, rank, world):
+        self.batches, self.rank, self.world = batches, rank, world
+
+    def __len__(self):
+        return len(range(self.rank, len(self.batches), self.world))
+
+    def __iter__(self):
+        return islice(self.batches, self.rank, None, self.world)
+
+
+def _in_order(dataset, config, shard):
+    """All batches of `dataset`, in order; those of them that `shard` (rank, world) has, each as one process alone would have it."""
+    return Shard(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False), *shard)
+
+
+def _loader(dataset, config, batches, world=1):
+    """batches: sized and re-iterable over lists of what `dataset` takes as index. world: how many processes load at once."""
+    workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
     return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=LoadImagesAndLabels.collate_fn,
                       persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=torch.Generator())
 
@@ -185,15 +204,16 @@ def _spread(dataset, limit):
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
 
-def val_loader(data, config, stride, square=False, limit=None, split='val'):
+def val_loader(data, config, stride, square=False, limit=None, split='val', shard=(0, 1)):
     """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them.
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
     limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
-    batch that they have in the whole set. split: see `_dataset`.
+    batch that they have in the whole set. split: see `_dataset`. shard: see `_in_order`.
     """
     dataset = _dataset(data, split, config, stride, rect=not square, pad=0.5)
-    return _loader(_spread(dataset, limit) if limit else dataset, config)
+    dataset = _spread(dataset, limit) if limit else dataset
+    return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
 
 class Images:
@@ -210,10 +230,10 @@ class Images:
             yield images.to(self.device, non_blocking=True).float() / 255
 
 
-def calibration_images(data, config, stride, device):
-    """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set."""
-    dataset = _dataset(data, 'train', config, stride)
-    return Images(_loader(_spread(dataset, config.calib_images), config), device)
+def calibration_images(data, config, stride, device, shard=(0, 1)):
+    """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set. shard: see `_in_order`."""
+    dataset = _spread(_dataset(data, 'train', config, stride), config.calib_images)
+    return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
 class Seeded:
@@ -240,18 +260,19 @@ class EpochBatches:
     """Batch sampler: lists of (index, seed of its augmentation) of the epoch `epoch`; both follow from (seed, epoch) alone.
 
     n: images in the set. shard: (rank, ranks): every `ranks`-th batch of the list that a single process has, from `rank`
-    on; the batches at the end that do not go round are left out. epoch: from 0.
+    on. With several, a batch that is not full and batches that do not go round are left out: all take the same steps. epoch:
+    from 0.
     """
 
     def __init__(self, n, batch_size, seed, shard=(0, 1)):
         self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
         self.epoch = 0
         if not len(self):
-            raise QatError(f'--batch-size {batch_size}: {n} training images are {-(-n // batch_size)} batches, too few for '
-                           f'{self.ranks} processes; use smaller batches or fewer processes')
+            raise QatError(f'--batch-size {batch_size}: {self.ranks} processes need {self.ranks} full batches, and there are {n} training '
+                           'images; use a smaller --batch-size, or fewer processes')
 
     def __len__(self):
-        return -(-self.n // self.batch_size) // self.ranks
+        return -(-self.n // self.batch_size) if self.ranks == 1 else self.n // self.batch_size // self.ranks
 
     def __iter__(self):
         generator = np.random.RandomState((self.seed, self.epoch))
@@ -281,7 +302,7 @@ def training_images(data, config, stride, device, hyp, shard=(0, 1)):
     """
     dataset = _dataset(data, 'train', config, stride, augment=True, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
-    return TrainingImages(_loader(Seeded(dataset), config, batches), device)
+    return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device)
 
 
 def load_hyp(file):

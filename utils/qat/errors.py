@@ -8,7 +8,10 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from pathlib import Path
+
+FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
 
 
 class QatError(Exception):
@@ -23,22 +26,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(main, argv=None):
-    """Run `main(argv)` and turn what it raises into an exit status: 0 done, 2 user's mistake, 130 interrupted."""
+    """Run `main(argv)` and turn what it raises into an exit status: 0 done, 2 user's mistake, 130 interrupted.
+
+    Under torchrun most mistakes are met by all processes. The first says so and ends, and torchrun ends the others; only one
+    that is alone with its mistake is still there to speak.
+    """
+    from utils.qat.distributed import is_first, rank, world_size  # here: it imports QatError
+    name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
         return main(argv) or 0
     except QatError as e:
-        print(f'{Path(sys.argv[0]).name}: error: {e}', file=sys.stderr)
-        return 2
+        problem = str(e)
     except OSError as e:
         if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR):
             raise
-        print(f'{Path(sys.argv[0]).name}: error: {e.filename or "output"}: {e.strerror}; '
-              'free space or choose another folder (--project, --save)', file=sys.stderr)
-        return 2
+        problem = f'{e.filename or "output"}: {e.strerror}; free space or choose another folder (--project, --save)'
     except KeyboardInterrupt as e:
-        advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
-        print(f'{Path(sys.argv[0]).name}: interrupted; every file that was finished is whole{advice}', file=sys.stderr)
+        if is_first():
+            advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
+            print(f'{name}: interrupted; every file that was finished is whole{advice}', file=sys.stderr)
         return 130
+    if not is_first():
+        time.sleep(FIRST_SPEAKS)
+    print(f'{name}: error: {problem}', file=sys.stderr)
+    return 2
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from utils.general import coco80_to_coco91_class, non_max_suppression, scale_boxes, xywh2xyxy, xyxy2xywh
 from utils.metrics import ap_per_class
 
+from utils.qat.distributed import from_first, is_first, merged
 from utils.qat.errors import QatError
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
@@ -28,7 +29,7 @@ class Metrics:
     instances: int
     per_class: list = field(default_factory=list)  # of {class, name, instances, ap, ap50, precision, recall}
     coco: dict = None  # pycocotools' figures, where the data is COCO
-    ms_per_image: dict = field(default_factory=dict)  # pre-processing, inference, NMS
+    ms_per_image: dict = field(default_factory=dict)  # pre-processing, inference, NMS, of the process that computed it
 
     def plain(self):
         """As plain values, without the times, which differ from run to run."""
@@ -72,20 +73,28 @@ class Scorer:
     def __init__(self, names, categories=None):
         """names: class index → name. categories: class index → COCO's category; `rows` then collects COCO's result format."""
         self.names, self.categories = names, categories
-        self.stats, self.rows = [], []
+        self.batches = []  # (statistics of each image, rows), in order
 
     def update(self, detections, targets, image_shape, paths, shapes):
         """detections: see `detect`. targets: see `prepared`. image_shape: height, width. paths, shapes: the loader's."""
+        stats, rows = [], []
         for i, pred in enumerate(detections):
             labels = targets[targets[:, 0] == i, 1:]
             native, correct = _matches(pred, labels, image_shape, shapes[i])
-            self.stats.append((correct, pred[:, 4].cpu(), pred[:, 5].cpu(), labels[:, 0].cpu()))
+            stats.append(tuple(x.cpu().numpy() for x in (correct, pred[:, 4], pred[:, 5], labels[:, 0])))
             if self.categories:
-                self.rows += _coco_rows(native, paths[i], self.categories)
+                rows += _coco_rows(native, paths[i], self.categories)
+        self.batches.append((stats, rows))
+
+    @property
+    def rows(self):
+        """Detections in COCO's result format."""
+        return [row for _, rows in self.batches for row in rows]
 
     def metrics(self):
         """Metrics of everything so far. Raises QatError if there is no label among the truth."""
-        return _score([torch.cat(x, 0).numpy() for x in zip(*self.stats)], self.names, len(self.stats))
+        stats = [image for images, _ in self.batches for image in images]
+        return _score([np.concatenate(x) for x in zip(*stats)], self.names, len(stats))
 
 
 def _matches(pred, labels, image_shape, shape):
@@ -103,7 +112,7 @@ def _matches(pred, labels, image_shape, shape):
 @torch.inference_mode()
 def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, max_det=300, progress=None, annotations=None,
              predictions_file=None):
-    """Run `predict` over `loader` and score it.
+    """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
     predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores.
     loader: see data.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
@@ -121,13 +130,17 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
             detections = detect(predictions, conf_thres, iou_thres, max_det)
         scorer.update(detections, targets, images.shape[2:], paths, shapes)
 
-    metrics = scorer.metrics()
-    metrics.ms_per_image = {k: round(c.total / metrics.images * 1e3, 2) for k, c in clocks.items()}
-    if predictions_file:
-        predictions_file.write_text(json.dumps(scorer.rows))
-    if annotations:
-        metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)
-    return metrics
+    scorer.batches = merged(scorer.batches)
+    seconds = merged([{k: c.total for k, c in clocks.items()}])  # of each process
+    metrics = None
+    if is_first():
+        metrics = scorer.metrics()
+        metrics.ms_per_image = {k: round(sum(s[k] for s in seconds) / metrics.images * 1e3, 2) for k in clocks}
+        if predictions_file:
+            predictions_file.write_text(json.dumps(scorer.rows))
+        if annotations:
+            metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)
+    return from_first(metrics)
 
 
 def _score(stats, names, seen):

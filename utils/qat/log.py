@@ -3,9 +3,11 @@ import contextlib
 import logging
 import sys
 
+from utils.qat.distributed import is_first
+
 LOGGER = logging.getLogger('yolov9-qat')
 if not LOGGER.handlers:
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(logging.INFO if is_first() else logging.CRITICAL)
     LOGGER.propagate = False
     LOGGER.addHandler(logging.StreamHandler(sys.stdout))
 
@@ -15,7 +17,8 @@ BAR = '{l_bar}{bar:20}{r_bar}'  # tqdm: description, bar, count, rate and remain
 def bar(iterable, text, total=None):
     """`iterable` with a progress bar called `text`."""
     from tqdm import tqdm
-    return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True)
+    return tqdm(iterable, desc=f'{text:<22}', total=total, bar_format=BAR, leave=False, dynamic_ncols=True,
+                disable=not is_first())
 
 
 def log_to(path):

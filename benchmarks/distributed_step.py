@@ -1,0 +1,103 @@
+"""What more GPUs bring to fine-tuning: images/s of all processes together, as a ratio against the first one alone in the same
+run. Run it inside a patched YOLOv9 tree:
+
+    torchrun --nproc_per_node 2 TOOLKIT/benchmarks/distributed_step.py --weights yolov9-t-converted.pt --amp fp16 off
+
+While the first process measures alone, the others wait. A step of all is that of the slowest; each process has --batch-size
+images, random and on the device already: loading them is not measured.
+"""
+import argparse
+import os
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, os.getcwd())
+
+from finetune_step import measure  # noqa: E402  beside this file
+from models.quantize import checkpoint  # noqa: E402
+from models.quantize.calibrate import calibrate  # noqa: E402
+from models.quantize.convert import quantize_model  # noqa: E402
+from models.quantize.finetune import relative_error, supervised_layers  # noqa: E402
+from models.quantize.scales import tie_scales  # noqa: E402
+from models.quantize.step import GraphedStep, Step  # noqa: E402
+from utils.qat import distributed  # noqa: E402
+from utils.qat.backends import describe  # noqa: E402
+from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
+from utils.qat.errors import Parser, QatError, run_command  # noqa: E402
+from utils.qat.log import LOGGER, quiet_upstream  # noqa: E402
+from utils.qat.report import markdown_table, write_json  # noqa: E402
+
+
+class AloneStep(Step):
+    """A Step whose gradients are those of this process."""
+
+    def _average(self, loss, terms):
+        return loss, terms
+
+
+def parse_args(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint, reparameterized')
+    p.add_argument('--device', default='', help="'cpu', or by default GPU 0, 1, ..., one for each process")
+    p.add_argument('--batch-size', type=int, default=10, help='images per step, of each process')
+    p.add_argument('--imgsz', type=int, default=640)
+    p.add_argument('--amp', nargs='+', choices=AMP, default=['off'])
+    p.add_argument('--steps', type=int, default=30, help='per repeat')
+    p.add_argument('--repeats', type=int, default=3)
+    p.add_argument('--json', type=Path, default=Path('distributed_step.json'))
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    world = distributed.world_size()
+    if world == 1:
+        raise QatError('start it with torchrun --nproc_per_node 2 (or more)')
+    device = distributed.select_device(args.device)
+    distributed.join(device)
+    torch.backends.cudnn.deterministic = True  # as qat.py sets them
+    torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(distributed.rank())
+    images = torch.rand(args.batch_size, 3, args.imgsz, args.imgsz, device=device)
+    with quiet_upstream():
+        teacher = checkpoint.load_float(args.weights, device)
+    quantized = deepcopy(teacher)
+    quantize_model(quantized)
+    tie_scales(quantized)
+    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path()))
+    distributed.take_from_first(quantized.state_dict().values())
+    layers = supervised_layers(quantized, 1)
+
+    def timed(step_class, amp, compile):
+        """Median milliseconds per step."""
+        step = step_class(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=compile)
+        ms, *_ = measure(GraphedStep(step) if compile else step, images, args.steps, args.repeats)
+        step.check()
+        return ms
+
+    rows = []
+    for amp in args.amp:
+        for compile in (False, True) if device.type == 'cuda' else (False,):
+            with distributed.first_goes_ahead():
+                alone = timed(AloneStep, amp, compile) if distributed.is_first() else None
+            slowest = max(distributed.merged([timed(Step, amp, compile)]), default=None)
+            if distributed.is_first():
+                rows.append({'amp': amp, 'compile': compile, 'ms_alone': alone, 'ms_together': slowest,
+                             'images_per_s_alone': 1e3 * args.batch_size / alone,
+                             'images_per_s_together': 1e3 * args.batch_size * world / slowest, 'ratio': world * alone / slowest})
+    gradients = sum(p.numel() for p in quantized.parameters()) * 4 / 2 ** 20
+    table = [(f"{r['amp']}{' --compile' * r['compile']}", f"{r['ms_alone']:.1f}", f"{r['images_per_s_alone']:.0f}", f"{r['ms_together']:.1f}",
+              f"{r['images_per_s_together']:.0f}", f"{r['ratio']:.2f}") for r in rows]
+    LOGGER.info(f'\n{args.weights.stem}, {args.batch_size} images of {args.imgsz} px per process, {world} x {describe(device)}, torch '
+                f'{torch.__version__}; {gradients:.1f} MiB of gradients per step\n\n' + markdown_table(
+                    ('--amp', 'ms, 1 process', 'images/s', f'ms, {world} processes', 'images/s', 'ratio'), table))
+    distributed.on_first(write_json)(args.json, {
+        'device': describe(device), 'processes': world, 'torch': torch.__version__, 'settings': vars(args), 'rows': rows})
+    distributed.leave()
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

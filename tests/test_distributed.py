@@ -1,0 +1,279 @@
+"""Laws of several processes: two that torchrun starts calibrate and score what one does, learn alike, and fail together."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO
+from models.quantize.calibrate import Histogram
+from models.quantize.finetune import relative_error, supervised_layers
+from models.quantize.step import Step
+from utils.qat import distributed
+from utils.qat.backends import TorchModel
+from utils.qat.config import EvalConfig
+from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+from utils.qat.errors import QatError
+from utils.qat.evaluate import evaluate
+from utils.qat.log import LOGGER
+from zoo import image, program, python, same, settings, state
+
+CPU = torch.device('cpu')
+BATCH = 5  # of 12 images: three batches, the last one smaller
+HYP = REPO / 'demo' / 'hyp.yaml'
+
+
+def torchrun(*arguments, code=0):
+    """What `torchrun --nproc_per_node 2 ARGUMENTS...` says, in the patched tree; fails unless it exits with `code`."""
+    return python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *arguments, code=code)
+
+
+def quantize(demo, folder, *more):
+    return ('qat.py', 'quantize', '--weights', demo.single, '--data', demo.data, '--hyp', HYP, '--imgsz', 128, '--batch-size', BATCH,
+            '--device', 'cpu', '--workers', 0, '--no-eval-origin', '--project', folder, *more)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])  # a run adds that of its log file
+    program('qat.py').main([str(a) for a in quantize(demo, tmp_path, '--name', 'alone', '--epochs', 0)[1:]])
+    said = torchrun(*quantize(demo, tmp_path, '--name', 'pair', '--epochs', 1))
+    first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
+    assert first['ptq'] == second['ptq'] and first['ptq']['ap'] > 0.2
+    assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
+    models = [torch.load(tmp_path / name / report['ptq']['file'], weights_only=False)['model']
+              for name, report in (('alone', first), ('pair', second))]
+    assert same(*map(state, models)), 'weights and ranges, bit for bit'
+
+    assert said.count('calibrated on 12 images') == said.count('epoch 1        AP') == 1 and 'arning' not in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['alone', 'pair']
+    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
+    written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
+    assert written == sorted([Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt'])
+
+
+def test_a_mistake_of_all_is_one_line(demo, tmp_path):
+    said = torchrun(*quantize(demo, tmp_path, '--weights', 'none.pt'), code=1)
+    [line] = [line for line in said.splitlines() if ': error: ' in line]
+    assert line == 'qat.py: error: --weights none.pt: no such file'
+    assert 'exitcode  : 2 ' in said and not list(tmp_path.iterdir())
+
+
+ALONE = """
+import sys
+sys.path.insert(0, '.')
+import torch
+from utils.qat import distributed
+from utils.qat.errors import QatError, run_command
+
+def main(argv):
+    distributed.join(torch.device('cpu'))
+    if not distributed.is_first():
+        raise QatError('this disk is full')
+    distributed.merged([0])
+
+sys.exit(run_command(main))
+"""
+
+
+def test_who_fails_alone_speaks_and_nobody_waits(tmp_path):
+    (tmp_path / 'alone.py').write_text(ALONE)
+    said = torchrun(tmp_path / 'alone.py', code=1)
+    lines = [line for line in said.splitlines() if ': error: ' in line]
+    assert lines[0] == 'alone.py (process 1 of 2): error: this disk is full'
+    assert all('another process' in line for line in lines[1:])
+
+
+# ---- what two processes compute -----------------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+sys.path.insert(0, '.')
+import torch
+from models.quantize import checkpoint
+from models.quantize.calibrate import Histogram, merge
+from models.quantize.finetune import finetune, relative_error, supervised_layers
+from models.quantize.step import NotFinite, Step
+from utils.qat import distributed
+from utils.qat.backends import TorchModel
+from utils.qat.config import EvalConfig, QuantizeConfig
+from utils.qat.data import load_data, load_hyp, training_images, val_loader
+from utils.qat.evaluate import evaluate
+
+job = torch.load(sys.argv[1], weights_only=False)
+cpu = distributed.select_device('cpu')
+distributed.join(cpu)
+me = distributed.rank()
+data = load_data(job['data'])
+
+def student():
+    return checkpoint.load_quantized(job['quantized'])[0]
+
+def state(model):
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+result, teacher = {}, checkpoint.load_float(job['single'])
+model = student()
+step = Step(model, teacher, supervised_layers(model, 1), relative_error, job['lr'])
+result['loss'], result['step'] = step(job['batches'][me]), state(model)
+try:
+    step(job['bad'][me])
+except NotFinite as e:
+    result['said'] = str(e)
+result['after'] = state(model)
+
+histograms = [Histogram() for _ in job['values'][me]]
+for histogram, seen in zip(histograms, job['values'][me]):
+    for x in seen:
+        histogram.collect(x)
+merge(histograms)
+result['histograms'] = [(h.counts, h.exponent, h.largest) for h in histograms]
+
+options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)
+result['metrics'] = evaluate(TorchModel(student()), val_loader(data, options, 32, shard=(me, 2)), data.names, cpu,
+                             predictions_file=job['folder'] / 'pair.json').plain()
+
+model = student()
+if me:
+    model.model[0].conv.bias.data += 1  # they need not agree before
+config = QuantizeConfig(job['single'], job['data'], job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4)
+images = training_images(data, config, 32, cpu, load_hyp(job['hyp']), (me, 2))
+result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, config)]
+result['finetuned'] = state(model)
+torch.save(result, job['folder'] / f'{me}.pt')
+distributed.leave()
+"""
+
+BATCHES = [image(96, 2, seed) for seed in (1, 2)]
+VALUES = [  # of each process, of each histogram, the tensors that it sees
+    [[torch.randn(1000, generator=torch.Generator().manual_seed(0))], [torch.ones(3)], [torch.arange(9.0), torch.full((2,), 300.0)],
+     [torch.ones(2)], [torch.ones(2)]],
+    [[torch.randn(700, generator=torch.Generator().manual_seed(1)) * 40], [], [torch.full((5,), 1e-3)],
+     [torch.tensor([1, float('nan')])], [torch.tensor([float('inf')])]]]
+
+
+@pytest.fixture(scope='module')
+def pair(demo, tmp_path_factory):
+    """What each of two processes found, and the folder of the job."""
+    folder = tmp_path_factory.mktemp('pair')
+    (folder / 'worker.py').write_text(WORKER)
+    torch.save({'folder': folder, 'single': demo.single, 'quantized': demo.quantized, 'data': demo.data, 'hyp': HYP, 'batch': BATCH,
+                'lr': 1e-4, 'batches': BATCHES, 'bad': [BATCHES[0], torch.full_like(BATCHES[0], float('nan'))],
+                'values': VALUES}, folder / 'job.pt')
+    said = torchrun(folder / 'worker.py', folder / 'job.pt')
+    assert 'arning' not in said
+    return torch.load(folder / '0.pt', weights_only=False), torch.load(folder / '1.pt', weights_only=False), folder
+
+
+def test_a_step_follows_the_mean_gradient(demo, pair):
+    first, second, _ = pair
+    student = demo.quantized_model()
+    step = Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    losses, gradients = [], []
+    for images in BATCHES:
+        terms = step._compare(images)
+        losses.append(sum(terms.values()) / len(terms))
+        gradients.append(torch.autograd.grad(losses[-1], list(step.parameters.values()), allow_unused=True))
+    for p, a, b in zip(step.parameters.values(), *gradients):
+        p.grad = None if a is None else (a + b) / 2
+    step._clip_and_judge(torch.ones(()), torch.ones(len(step.layers)))
+    step.optimizer.step()
+    expected, before = state(student), state(demo.quantized_model())
+    assert not same(before, expected)
+    for k, value in expected.items():  # Adam's first step is lr times the sign, nearly: of tiny gradients it shows the last bit
+        assert torch.allclose(first['step'][k], value, rtol=1e-5, atol=1e-5), k
+    moved = {k: (first['step'][k] - before[k], expected[k] - before[k]) for k in expected if not torch.equal(before[k], expected[k])}
+    assert all(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.999 for a, b in moved.values())
+    assert first['loss'].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5) and losses[0] != losses[1]
+    assert first['loss'] == second['loss']
+
+
+def test_both_hold_the_same_weights(pair):
+    first, second, _ = pair
+    for key in ('step', 'finetuned'):
+        assert same(first[key], second[key]), key
+    assert first['losses'] == second['losses'] and len(first['losses']) == 2
+    assert not same(first['finetuned'], first['step'])
+
+
+def test_what_is_not_finite_anywhere_stops_both(pair):
+    first, second, _ = pair
+    assert first['said'] == second['said'] == 'the loss is not finite from layer model.0 on'
+    assert same(first['after'], first['step']) and same(second['after'], second['step'])
+
+
+def test_histograms_merge_to_that_of_all_values(pair):
+    first, second, _ = pair
+    assert all(same(list(a), list(b)) for a, b in zip(first['histograms'], second['histograms']))
+    for number, (counts, exponent, largest) in enumerate(first['histograms'][:3]):
+        alone = Histogram()
+        for x in (*VALUES[1][number], *VALUES[0][number]):
+            alone.collect(x)
+        assert same([counts, exponent, largest], [alone.counts, alone.exponent, alone.largest]), number
+    assert all(not largest.isfinite() for _, _, largest in first['histograms'][3:])
+
+
+def test_figures_and_detections_are_those_of_one_process(demo, pair):
+    first, second, folder = pair
+    config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
+    data = load_data(demo.data)
+    metrics = evaluate(TorchModel(demo.quantized_model()), val_loader(data, config, 32), data.names, CPU,
+                       predictions_file=folder / 'alone.json')
+    assert first['metrics'] == second['metrics'] == metrics.plain()
+    assert (folder / 'alone.json').read_text() == (folder / 'pair.json').read_text()
+
+
+# ---- shares -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('world', [2, 3, 5])
+def test_shards_are_the_batches_of_one_process(demo, world):
+    data, config = load_data(demo.data), settings(batch_size=BATCH, calib_images=12)
+    evaluation = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
+    for make in (lambda shard: calibration_images(data, config, 32, CPU, shard), lambda shard: val_loader(data, evaluation, 32, shard=shard)):
+        whole = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in make((0, 1))]
+        assert [len(images) for images in whole] == [5, 5, 2]
+        for rank in range(world):
+            shard = make((rank, world))
+            mine = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in shard]
+            assert same(mine, whole[rank::world]) and len(shard) == len(mine)
+
+
+def test_training_shards_are_full_batches_and_equally_many(demo):
+    data, hyp = load_data(demo.data), load_hyp(HYP)
+    for batch_size, world, steps in ((2, 2, 3), (2, 4, 1), (5, 2, 1), (1, 5, 2)):
+        seen = []
+        for rank in range(world):
+            loader = training_images(data, settings(batch_size=batch_size), 32, CPU, hyp, (rank, world)).loader
+            batches = list(loader.batch_sampler)
+            assert len(batches) == len(loader) == steps and {len(b) for b in batches} == {batch_size}
+            seen += [i for b in batches for i in b]
+        assert len(set(seen)) == len(seen), 'no image twice in an epoch'
+    with pytest.raises(QatError, match='--batch-size 5: 3 processes need 3 full batches.*12 training images'):
+        training_images(data, settings(batch_size=5), 32, CPU, hyp, (0, 3))
+
+
+# ---- who is who ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('world, gpus, text, says', [
+    (2, 4, '0', r'--device 0: the 2 processes.*leave --device out'), (2, 4, 'mps', r'--device mps: the 2 processes'),
+    (3, 2, '', r'--nproc_per_node 3: this machine has 2 GPUs.*--device cpu'), (2, 0, '', 'cpu'), (2, 4, 'cpu', 'cpu'), (1, 0, '', 'cpu')])
+def test_device_of_a_process(monkeypatch, world, gpus, text, says):
+    for name, value in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', world)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus > 0)
+    if says == 'cpu':
+        assert distributed.select_device(text) == CPU
+    else:
+        with pytest.raises(QatError, match=says):
+            distributed.select_device(text)
+
+
+def test_without_torchrun_there_is_one():
+    assert (distributed.rank(), distributed.world_size(), distributed.is_first()) == (0, 1, True)
+    distributed.join(CPU)
+    thing, tensor = object(), torch.ones(2)
+    assert distributed.from_first(thing) is thing and distributed.merged([thing]) == [thing]
+    assert distributed.all_reduce(tensor) is tensor and tensor.tolist() == [1, 1]
+    assert not torch.distributed.is_initialized()
+    distributed.leave()

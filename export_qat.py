@@ -81,7 +81,8 @@ def main(argv=None):
     from models.quantize.checkpoint import load_any
     from utils.general import check_img_size
     from utils.qat.backends import TorchModel, select_device
-    from utils.qat.data import load_data, val_loader
+    from utils.qat.data import load_data
+    from utils.qat.loaders import val_loader
     from utils.qat.onnx_half import require_opset
 
     if config.fp32_scales:

@@ -181,7 +181,8 @@ def quantize(config):
     from models.quantize import checkpoint
     from models.quantize.run import Run
     from utils.general import check_img_size, init_seeds
-    from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+    from utils.qat.data import load_data, load_hyp
+    from utils.qat.loaders import calibration_images, training_images, val_loader
     from utils.qat.report import run_table
 
     device = select_device(config.device)
@@ -234,8 +235,9 @@ def eval_(config):
     from models.quantize import checkpoint
     from utils.general import check_img_size
     from utils.qat.backends import OnnxModel, TorchModel
-    from utils.qat.data import load_data, val_loader
+    from utils.qat.data import load_data
     from utils.qat.evaluate import evaluate
+    from utils.qat.loaders import val_loader
     from utils.qat.report import class_table, write_json
 
     device = select_device(config.device)

@@ -24,8 +24,9 @@ from models.quantize.scales import tie_scales
 from pytorch_quantization.calib import HistogramCalibrator
 from utils.qat.backends import describe, select_device
 from utils.qat.config import CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
-from utils.qat.data import calibration_images, load_data
+from utils.qat.data import load_data
 from utils.qat.errors import Parser, require_file, run_command
+from utils.qat.loaders import calibration_images
 from utils.qat.log import quiet_upstream
 from utils.qat.report import write_json
 

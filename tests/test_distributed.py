@@ -11,9 +11,10 @@ from models.quantize.step import Step
 from utils.qat import distributed
 from utils.qat.backends import TorchModel
 from utils.qat.config import EvalConfig
-from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+from utils.qat.data import load_data, load_hyp
 from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
+from utils.qat.loaders import calibration_images, training_images, val_loader
 from utils.qat.log import LOGGER
 from zoo import image, program, python, same, settings, state
 
@@ -97,8 +98,9 @@ from models.quantize.step import NotFinite, Step
 from utils.qat import distributed
 from utils.qat.backends import TorchModel
 from utils.qat.config import EvalConfig, QuantizeConfig
-from utils.qat.data import load_data, load_hyp, training_images, val_loader
+from utils.qat.data import load_data, load_hyp
 from utils.qat.evaluate import evaluate
+from utils.qat.loaders import training_images, val_loader
 
 job = torch.load(sys.argv[1], weights_only=False)
 cpu = distributed.select_device('cpu')

@@ -8,7 +8,8 @@ from conftest import TREE
 from models.deploy.onnx_export import export_onnx
 from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config import EvalConfig
-from utils.qat.data import load_data, val_loader
+from utils.qat.data import load_data
+from utils.qat.loaders import val_loader
 from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
 from zoo import python

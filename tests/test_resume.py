@@ -21,8 +21,9 @@ from conftest import REPO, TREE
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch, finetune
 from utils.dataloaders import LoadImagesAndLabels
-from utils.qat.data import calibration_images, load_data, load_hyp, training_images, val_loader
+from utils.qat.data import load_data, load_hyp
 from utils.qat.errors import QatError, run_command
+from utils.qat.loaders import calibration_images, training_images, val_loader
 from utils.qat.resume import STATE
 from zoo import image, program, same, settings, state
 

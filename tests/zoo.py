@@ -22,7 +22,8 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config import QuantizeConfig
-from utils.qat.data import calibration_images, load_data
+from utils.qat.data import load_data
+from utils.qat.loaders import calibration_images
 from utils.qat.log import quiet_upstream
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process

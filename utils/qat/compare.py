@@ -152,7 +152,7 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
     """Run both models over `loader`; returns a Comparison.
 
     reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → [B, 4 + nc, N], see evaluate. loader: see
-    data.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
+    loaders.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
     numpy.isclose. Raises QatError if the predictions are of different shapes.
     """
     boxes, scores, ranking = Elements(rtol, atol), Elements(rtol, atol), Ranking(top)

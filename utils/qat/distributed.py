@@ -104,7 +104,7 @@ def from_first(thing=None):
 
 def merged(batches):
     """Results of this process, one for each of its batches (picklable) → on the first process, those of all batches in the
-    order that they have in one process alone; on the others, an empty list. See data.Shard."""
+    order that they have in one process alone; on the others, an empty list. See loaders.Shard."""
     if world_size() == 1:
         return batches
     import torch.distributed as dist

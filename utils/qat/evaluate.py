@@ -115,7 +115,7 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
     """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
     predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores.
-    loader: see data.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
+    loader: see loaders.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
     predictions_file: where to write the detections as COCO JSON.
     """
     clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}

@@ -15,6 +15,8 @@ from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_fi
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 from utils.qat.resume import resumed
 
+BIAS_IMAGES = 32  # calibration images that biases are corrected on
+
 
 def parse_args(argv):
     """Command line → QuantizeConfig or EvalConfig."""
@@ -50,6 +52,8 @@ def parse_args(argv):
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
     p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
                    help="range of a weight's output channel: its largest magnitude, or that of least squared error")
+    p.add_argument('--no-bias-correction', dest='bias_correction', action='store_false',
+                   help="leave the biases as they are: do not move them by what quantization moved the mean of a channel's outputs")
     p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
                    help='tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do')
     p.add_argument('--add-policy', choices=ADD_POLICIES, default=c.add_policy,
@@ -135,27 +139,35 @@ def dry_run(config):
     LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
 
 
-def calibrate_run(run, model, images, config):
-    """PTQ: score the float `model`, calibrate a quantized copy of it on `images`, save and score that."""
+def calibrate_run(run, images, config):
+    """PTQ: score the float model, calibrate a quantized copy of it on `images`, save and score that."""
     import time
     from copy import deepcopy
 
+    from models.quantize.bias import correct_biases
     from models.quantize.calibrate import calibrate
+    from utils.qat.loaders import few
 
     if config.eval_origin:
-        run.report['origin'] = run.score(model, 'float')
+        run.report['origin'] = run.score_float('float')
     start = time.perf_counter()
-    model = deepcopy(model)
+    model = deepcopy(run.model)
     prepare(model, config)
     for layer, channels in calibrate(model, bar(images, 'calibrating'), config).items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {config.calib_method}, "
                 f"weights {config.weight_calib} ({run.timed('calibrate', start):.1f} s)")
+    if config.bias_correction:
+        start = time.perf_counter()
+        correct_biases(model, run.model, bar(few(images, BIAS_IMAGES, config), 'correcting biases'))
+        LOGGER.info(f"biases corrected ({run.timed('correct biases', start):.1f} s)")
     run.calibrated(model, config.eval_ptq)
 
 
-def finetune_run(run, teacher, images, config):
+def finetune_run(run, images, config):
     """QAT: fine-tune the calibrated model on `images`, from the last finished epoch on; save and score it after each."""
+    from copy import deepcopy
+
     from models.quantize.finetune import finetune
 
     def progress(batches, epoch, steps):
@@ -163,7 +175,7 @@ def finetune_run(run, teacher, images, config):
 
     student, last = run.load_calibrated(), run.last_epoch()
     images.epoch = last.number if last else 0
-    for epoch in finetune(student, teacher, images, config, progress, last):
+    for epoch in finetune(student, deepcopy(run.model), images, config, progress, last):
         run.learned(student, epoch)
 
 
@@ -208,15 +220,15 @@ def quantize(config):
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
     folder = config.resume or new_folder(config)
     on_first(log_to)(folder / 'log.txt')
-    run = Run(folder, config, data, loaders, device, LOGGER.info, bar)
+    run = Run(folder, config, model, data, loaders, LOGGER.info, bar)
     LOGGER.info(f'device {describe(device)}, results in {folder}')
 
     if not run.report['ptq']:
-        calibrate_run(run, model, calibration, config)
+        calibrate_run(run, calibration, config)
     if config.epochs:
         with resumable(f'python qat.py quantize --resume {shlex.quote(str(folder))}'):
-            finetune_run(run, model, training, config)
-            run.finish(model)
+            finetune_run(run, training, config)
+            run.finish()
 
     report = run.report
     final = folder / (report['best'] or report['ptq'])['file']

@@ -12,6 +12,7 @@ import torch
 
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch
+from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
 from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
@@ -34,14 +35,15 @@ class Run:
     some are, else 'val'.
     """
 
-    def __init__(self, folder, config, data, loaders, device, say, progress):
-        """data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is fine-tuning → a loader.
+    def __init__(self, folder, config, model, data, loaders, say, progress):
+        """model: the float one. data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is
+        fine-tuning → a loader.
 
         say: takes a line about what was done. progress: wraps an iterator, with a text, such as log.bar. Raises QatError if
         the run to resume was started on other files.
         """
-        self.folder, self.source, self.data, self.loaders = folder, config.weights, data, loaders
-        self.device, self.say, self.progress = device, say, progress
+        self.folder, self.source, self.model, self.data, self.loaders = folder, config.weights, model, data, loaders
+        self.device, self.say, self.progress = next(model.parameters()).device, say, progress
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
         images = {name: len(loader.dataset) for name, loader in loaders.items()}
@@ -50,7 +52,7 @@ class Run:
             self.report = read_report(folder)
             self._check_unchanged(images)
             return
-        self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(device),
+        self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(self.device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None, 'ptq': None,
                        'epochs': [], 'best': None, 'val': None, 'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
@@ -83,15 +85,26 @@ class Run:
         self.report['times'][what] = round(time.perf_counter() - start, 2)
         return self.report['times'][what]
 
-    def score(self, model, what, images=None):
-        """Metrics of `model` on `images`, 'val' or 'held out' (default: `chosen_on`), as plain values."""
+    def score_float(self, what, images=None):
+        """Metrics of the float model on `images`, 'val' or 'held out' (default: `chosen_on`), as plain values."""
+        return self._score(TorchModel(self.model), what, images).plain()
+
+    def score(self, file, what, images=None):
+        """Metrics of the quantized model in `file`, as `score_float`, and the SQNR of its head's outputs."""
+        compared = ComparedModel(self._load(file)[0], self.model)
+        metrics = self._score(compared, what, images).plain()
+        metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
+        self.say('{:<14} SQNR of the head: '.format('') + ', '.join(f'{k} {v:.2f} dB' for k, v in metrics['sqnr'].items()))
+        return metrics
+
+    def _score(self, predict, what, images):
         images, start = images or self.chosen_on, time.perf_counter()
-        metrics = evaluate(TorchModel(model), self.loaders[images], self.data.names, self.device,
+        metrics = evaluate(predict, self.loaders[images], self.data.names, self.device,
                            annotations=self.data.annotations if images == 'val' else None,
                            progress=lambda it: self.progress(it, f'evaluating {what}'))
         self.say(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
                  f'R {metrics.recall:.4f}  ({self.timed(f"evaluate {what}", start):.1f} s)')
-        return metrics.plain()
+        return metrics
 
     def _load(self, file):
         """checkpoint.load_quantized of a file that the first process wrote."""
@@ -105,7 +118,7 @@ class Run:
         """
         unscored = self.weights / '.unscored.pt'
         on_first(checkpoint.save_quantized)(unscored, model, self.report['settings'], self.source)
-        metrics = self.score(self._load(unscored)[0], what) if evaluating else None
+        metrics = self.score(unscored, what) if evaluating else None
         final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
         on_first(os.replace)(unscored, final)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
@@ -143,16 +156,16 @@ class Run:
         self.write()
         on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
-    def finish(self, model):
+    def finish(self):
         """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well.
 
-        model: the float one. What was not scored on the held-out images is not scored here.
+        What was not scored on the held-out images is not scored here.
         """
         if self.chosen_on != 'val':
-            scored = {'origin': self.score(model, 'float, val', 'val')} if self.report['origin'] else {}
+            scored = {'origin': self.score_float('float, val', 'val')} if self.report['origin'] else {}
             for key, what in (('ptq', 'PTQ'), ('best', 'best')):
                 if 'ap' in self.report[key]:
-                    scored[key] = self.score(self._load(self.folder / self.report[key]['file'])[0], f'{what}, val', 'val')
+                    scored[key] = self.score(self.folder / self.report[key]['file'], f'{what}, val', 'val')
             self.report['val'] = scored
             self.write()
         on_first(self.state.unlink)(missing_ok=True)

@@ -66,6 +66,7 @@ class QuantizeConfig:
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
     weight_calib: str = 'max'  # of each output channel
+    bias_correction: bool = True
     scale_policy: str = 'tied'  # tensors joined by operations that Q/DQ commutes with share one scale
     add_policy: str = 'both'  # which addends of a residual Add are quantized
     dry_run: bool = False  # print the plan, write nothing

@@ -78,6 +78,12 @@ def calibration_images(data, config, stride, device, shard=(0, 1)):
     return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
+def few(images, limit, config):
+    """At most `limit` of the calibration images `images`, evenly spread over them: the same ones in every process."""
+    dataset = _spread(images.loader.dataset, limit)
+    return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)
+
+
 class Seeded:
     """Dataset over pairs (index, seed): `dataset[index]`, with everything random in it begun from `seed`, 0..2^32 - 1."""
 

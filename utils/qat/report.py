@@ -58,18 +58,28 @@ def comparison_tables(comparison, names):
     return '\n\n'.join(tables)
 
 
+def noise(metrics):
+    """SQNR of the head's boxes and classes, in dB, of plain metrics; '-' where there is none."""
+    sqnr = (metrics or {}).get('sqnr')
+    return [f'{value:.1f}' for value in sqnr.values()] if sqnr else ['-', '-']
+
+
 def run_table(report):
-    """One row per stage of a `quantize` run: float, PTQ, every epoch, best. With --val-split two tables, on which images each."""
-    rows = [['float', '', *figures(report['origin'])], ['PTQ', '', *figures(report['ptq'])]]
-    rows += [[f"QAT epoch {e['epoch']}", f"{e['loss']:.3g}", *figures(e)] for e in report['epochs']]
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, best. dB: models/quantize/sqnr.py. With --val-split two tables, on which images each."""
+    def row(what, metrics, *loss):
+        return [what, *loss, *figures(metrics), *noise(metrics)]
+
+    rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
+    rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
     if report['best']:
-        rows.append([f"best (epoch {report['best']['epoch']})", '', *figures(report['best'])])
-    table = markdown_table(('model', 'loss', *COLUMNS), rows)
+        rows.append(row(f"best (epoch {report['best']['epoch']})", report['best'], ''))
+    columns = (*COLUMNS, 'boxes dB', 'classes dB')
+    table = markdown_table(('model', 'loss', *columns), rows)
     if report['chosen_on'] == 'val':
         return table
-    on_val = [[what, *figures((report['val'] or {}).get(key))] for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
+    on_val = [row(what, (report['val'] or {}).get(key)) for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
     return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
-            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *COLUMNS), on_val)}")
+            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *columns), on_val)}")
 
 
 def write_report(folder, report):

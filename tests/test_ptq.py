@@ -1,0 +1,98 @@
+"""Laws of what follows calibration: biases are corrected to the float model's means, and SQNR is what its formula says."""
+import math
+
+import pytest
+import torch
+from models.quantize.bias import correct_biases
+from models.quantize.quantizers import quantizers_off
+from models.quantize.sqnr import ComparedModel
+from utils.qat.backends import TorchModel
+from zoo import image, same, state
+
+BATCHES = [image(96, 2, seed) for seed in range(3)]
+
+
+def means(model, images):
+    """{path of a convolution with a bias: mean of each output channel}."""
+    found = {}
+    convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
+    hooks = [m.register_forward_hook(lambda m, i, o, path=path: found.__setitem__(path, o.mean((0, 2, 3)))) for path, m in convs.items()]
+    with torch.no_grad():
+        model.eval()(images)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_means_become_those_of_the_float_model(demo):
+    model, reference = demo.quantized_model(), demo.float_model()
+    wanted, before = means(reference, BATCHES[0]), means(model, BATCHES[0])
+    correct_biases(model, reference, BATCHES[:1])
+    after = means(model, BATCHES[0])
+    assert wanted.keys() == after.keys() and len(after) > 50
+    for path, mean in wanted.items():
+        assert torch.allclose(after[path], mean, rtol=1e-4, atol=1e-5), path
+    shift = [(before[path] - mean).norm() / mean.norm() for path, mean in wanted.items()]
+    assert max(shift) > 0.01, 'there was something to correct'
+
+
+def test_several_batches_count_alike(demo):
+    """The first layer sees the same images whatever was corrected, so its step is the mean of those of the batches."""
+    alone = []
+    for images in BATCHES:
+        model = demo.quantized_model()
+        before = model.model[0].conv.bias.clone()
+        correct_biases(model, demo.float_model(), [images])
+        alone.append(model.model[0].conv.bias - before)
+    model = demo.quantized_model()
+    correct_biases(model, demo.float_model(), BATCHES)
+    # a later batch sees what the earlier ones have corrected: x1, x1 + (x2 - x1) / 2, ...
+    assert torch.allclose(model.model[0].conv.bias - before, sum(alone) / 3, rtol=1e-3, atol=1e-6)
+
+
+def test_only_biases_move_and_nothing_is_left(demo):
+    model, reference = demo.quantized_model(), demo.float_model()
+    before, float_before = state(model), state(reference)
+    correct_biases(model, reference, BATCHES[:1])
+    moved = {k for k, v in state(model).items() if not torch.equal(v, before[k])}
+    assert moved and all(k.endswith('.bias') for k in moved) and same(state(reference), float_before)
+    assert not any(m._forward_hooks for net in (model, reference) for m in net.modules())
+
+
+def test_a_float_model_needs_no_correction(demo):
+    model = demo.quantized_model()
+    before = state(model)
+    with quantizers_off(model):
+        correct_biases(model, demo.float_model(), BATCHES[:1])
+    assert all(torch.allclose(v, before[k], atol=1e-5) for k, v in state(model).items())
+
+
+@torch.no_grad()
+def test_sqnr_by_hand(demo):
+    model, reference = demo.quantized_model(), demo.float_model()
+    compared = ComparedModel(model, reference)
+    predictions = [compared(images) for images in BATCHES]
+    assert same(predictions, [TorchModel(model)(images) for images in BATCHES]), 'comparing changes no prediction'
+    for part, channels in (('boxes', slice(0, -10)), ('classes', slice(-10, None))):  # the demo has ten classes
+        signal = noise = 0
+        for images in BATCHES:
+            for s, t in zip(model(images)[1], reference(images)[1], strict=True):
+                signal += t[:, channels].double().square().sum().item()
+                noise += (s[:, channels].double() - t[:, channels].double()).square().sum().item()
+        assert compared.sqnr()[part] == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
+        assert 5 < compared.sqnr()[part] < 60
+
+
+@torch.no_grad()
+def test_sqnr_falls_by_six_db_for_twice_the_noise(demo):
+    """Of the convolution that writes the classes, whose bias is moved."""
+    values = []
+    for shift in (0.1, 0.2):
+        model = demo.float_model()
+        for branch in model.model[-1].cv3:
+            branch[-1].bias += shift
+        compared = ComparedModel(model, demo.float_model())
+        compared(BATCHES[0])
+        assert compared.sqnr()['boxes'] > 100
+        values.append(compared.sqnr()['classes'])
+    assert values[0] - values[1] == pytest.approx(20 * math.log10(2), abs=0.01)

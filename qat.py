@@ -43,7 +43,8 @@ def parse_args(argv):
     p.add_argument('--epochs', type=int, default=c.epochs, help='fine-tuning epochs; 0 = calibration only')
     p.add_argument('--iters', type=int, default=c.iters, help='fine-tuning steps per epoch, at most')
     p.add_argument('--lr', type=float, default=c.lr, help='highest learning rate of the fine-tuning')
-    p.add_argument('--amp', choices=AMP, default=c.amp, help='precision of the fine-tuning: FP32, or autocast; fp16 needs a GPU')
+    p.add_argument('--amp', choices=AMP, default=c.amp, help='precision of the fine-tuning: FP32 (off), or autocast; default: fp16 on a '
+                                                               'GPU, which it needs, else off')
     p.add_argument('--compile', action='store_true', help='fine-tune by replaying a CUDA graph; needs a GPU')
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
@@ -86,12 +87,15 @@ def parse_args(argv):
     return config(**args)
 
 
-def require_gpu(config, device):
-    """Refuse the ways to fine-tune that only CUDA has."""
-    if device.type != 'cuda' and config.compile:
-        raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; leave it out')
-    if device.type != 'cuda' and config.amp == 'fp16':
-        raise QatError(f'--amp fp16: only on a GPU, and the device is {device.type}; use --amp bf16 or off')
+def choose_precision(config, device):
+    """Decide what --amp leaves open; refuse the ways to fine-tune that only CUDA has."""
+    cuda = device.type == 'cuda'
+    config.amp = config.amp or ('fp16' if cuda else 'off')
+    again = 'leave out' if not config.resume else 'start another run without'
+    if not cuda and config.compile:
+        raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; {again} --compile')
+    if not cuda and config.amp == 'fp16':
+        raise QatError(f'--amp fp16: only on a GPU, and the device is {device.type}; {again} --amp, or use bf16')
 
 
 def new_folder(config):
@@ -198,7 +202,7 @@ def quantize(config):
     from utils.qat.report import run_table
 
     device = select_device(config.device)
-    require_gpu(config, device)
+    choose_precision(config, device)
     join(device)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)

@@ -204,11 +204,19 @@ def test_the_loss_keeps_what_autograd_would(demo):
             torch.allclose(gradients[dtype], formula, rtol=0.01)
 
 
-@pytest.mark.parametrize('amp, compile, says', [('fp16', False, r'--amp fp16.*device is cpu; use --amp bf16 or off'),
-                                                ('off', True, r'--compile.*device is cpu; leave it out')])
+@pytest.mark.parametrize('amp, compile, says', [('fp16', False, '--amp fp16: only on a GPU, and the device is cpu; leave out --amp'),
+                                                (None, True, '--compile: .*device is cpu; leave out --compile')])
 def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
     with pytest.raises(QatError, match=says):
-        program('qat.py').require_gpu(settings(amp=amp, compile=compile), torch.device('cpu'))
+        program('qat.py').choose_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
+
+
+@pytest.mark.parametrize('device, amp', [('cpu', 'off'), ('cuda', 'fp16')])
+def test_the_default_precision_is_that_of_the_device(device, amp):
+    for given in (None, 'bf16'):
+        config = settings(amp=given)
+        program('qat.py').choose_precision(config, torch.device(device))
+        assert config.amp == (given or amp)
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ class QuantizeConfig:
     seed: int = 57
     supervision_stride: int = 1  # compare every n-th layer with the float teacher
     lr: float = 1e-5  # highest learning rate
-    amp: str = 'off'  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; what is saved is FP32
+    amp: str = None  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; None = fp16 on a GPU, else off
     compile: bool = False  # fine-tune by replaying a CUDA graph
     calib_images: int = 512
     calib_method: str = 'mse'
@@ -89,7 +89,7 @@ class QuantizeConfig:
             (not 0 <= self.seed < 2 ** 32, f'--seed {self.seed}: must lie in 0 to 2**32 - 1'),
             (self.supervision_stride < 1, f'--supervision-stride {self.supervision_stride}: must be 1 or more'),
             (not 0 < self.lr <= 1, f'--lr {self.lr}: must lie in (0, 1]'),
-            (self.amp not in AMP, f"--amp {self.amp}: must be one of {', '.join(AMP)}"),
+            (self.amp not in (None, *AMP), f"--amp {self.amp}: must be one of {', '.join(AMP)}"),
             (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
             (self.calib_method not in CALIB_METHODS,
              f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),

@@ -1,0 +1,85 @@
+"""What an evaluation costs: float, with this tool's quantizers, and with pytorch-quantization's own in the same model.
+
+Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
+
+    cd yolov9
+    PYTHONPATH=. python ../yolov9-qat/benchmarks/evaluation.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
+
+Times are those of `qat.py eval` on --images of val, per image, the best of --repeats; loading the images is not measured.
+Prints a Markdown table; --json FILE writes the same figures.
+"""
+import argparse
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from models.quantize import checkpoint
+from models.quantize.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.scales import tie_scales
+from stock import with_stock_quantizers  # beside this file
+from utils.qat.backends import TorchModel, describe, select_device
+from utils.qat.config import QuantizeConfig
+from utils.qat.data import load_data
+from utils.qat.errors import Parser, require_file, run_command
+from utils.qat.evaluate import evaluate
+from utils.qat.loaders import calibration_images, val_loader
+from utils.qat.log import quiet_upstream
+from utils.qat.report import markdown_table, write_json
+
+PARTS = ('pre', 'inference', 'nms')
+
+
+def parse_args(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt)')
+    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--device', default='', help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
+    p.add_argument('--batch-size', type=int, default=10, help='images per batch')
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--images', type=int, default=40, help='of val, at most')
+    p.add_argument('--repeats', type=int, default=3)
+    p.add_argument('--threads', type=int, help="PyTorch's threads on the CPU")
+    p.add_argument('--json', type=Path, help='write the figures there')
+    return p.parse_args(argv)
+
+
+def measure(args):
+    """Rows of plain values: AP, and ms per image in each part."""
+    device = select_device(args.device)
+    torch.backends.cudnn.allow_tf32 = False  # as qat.py
+    config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
+                            hyp=None, batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
+    with quiet_upstream():
+        model = checkpoint.load_float(config.weights, device)
+    stride, data = int(max(model.stride)), load_data(config.data, model.model[-1].nc)
+    batches = list(val_loader(data, config, stride, square=True, limit=args.images))
+    quantized = deepcopy(model)
+    quantize_model(quantized)
+    tie_scales(quantized)
+    calibrate(quantized, calibration_images(data, config, stride, device), config)
+    rows = []
+    for name, candidate in (('float', model), ('this tool', quantized), ('stock', with_stock_quantizers(quantized))):
+        runs = [evaluate(TorchModel(candidate), batches, data.names, device) for _ in range(args.repeats + (device.type == 'cuda'))]
+        times = {part: min(run.ms_per_image[part] for run in runs) for part in PARTS}
+        rows.append({'model': name, 'ap': runs[0].ap, **times, 'inference_times_float': times['inference'] / (rows or [times])[0]['inference']})
+    return {'weights': config.weights.name, 'device': describe(device), 'torch': torch.__version__, 'threads': torch.get_num_threads(),
+            'images': sum(len(b[0]) for b in batches), 'imgsz': args.imgsz, 'batch_size': args.batch_size, 'rows': rows}
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    figures = measure(args)
+    table = markdown_table(('model', 'AP', 'pre, ms an image', 'inference', 'NMS', 'inference, x float'),
+                           [[r['model'], f"{r['ap']:.4f}", *(f'{r[part]:.2f}' for part in PARTS), f"{r['inference_times_float']:.2f}"]
+                            for r in figures['rows']])
+    print('{weights}, {images} images at {imgsz}, batch {batch_size}; {device}, {threads} threads, torch {torch}\n'.format(**figures))
+    print(table)
+    if args.json:
+        write_json(args.json, figures)
+
+
+if __name__ == '__main__':
+    raise SystemExit(run_command(main))

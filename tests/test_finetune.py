@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from models.quantize.finetune import finetune, rate, relative_error, supervised_layers
+from models.quantize.finetune import finetune, rate, supervised_layers
+from models.quantize.losses import relative_error
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError

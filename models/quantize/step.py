@@ -17,6 +17,7 @@ MAX_NORM = 10.0  # of the gradient
 # The loss is relative to the sum of squares of whole layers, so that gradients of single activations are near 1e-9; FP16
 # ends at 6e-8. On gelan-t the first steps overflow above 2^18.
 LOSS_SCALE, GROW_AFTER = 2.0 ** 16, 100  # the first, and after how many good steps it doubles
+LABELS = 'labels'  # the term of the loss that belongs to no layer
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
 
 
@@ -59,20 +60,21 @@ def head_emits_raw_maps(model):
 
 
 class Step:
-    """Callable: images, FP32 [B, 3, H, W] in 0..1 → loss, a scalar on the device, without gradient.
+    """Callable: images, FP32 [B, 3, H, W] in 0..1, and labels if they count → loss, a scalar on the device, without gradient.
 
     student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
-    loss: of one layer, such as `finetune.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
+    loss: of one layer, such as `losses.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
     'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
-    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device.
+    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device. label_loss: of (the student's raw maps,
+    labels), a scalar that is added, such as losses.LabelLoss; not in a CUDA graph.
     """
 
-    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False):
+    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False, label_loss=None):
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
         head_emits_raw_maps(teacher)
-        self.student, self.teacher, self.layers, self.loss = student, teacher, layers, loss
+        self.student, self.teacher, self.layers, self.loss, self.label_loss = student, teacher, layers, loss, label_loss
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
@@ -125,8 +127,8 @@ class Step:
         moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
-    def _compare(self, images):
-        """Both models on `images`: {layer: its term of the loss}."""
+    def _compare(self, images, labels=None):
+        """Both models on `images`: {layer: its term of the loss}, and that of the labels at last."""
         targets, pairs, terms = {}, {}, {}
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             self.teacher(images.to(self.dtype))
@@ -138,12 +140,17 @@ class Step:
 
         with self.scales, _watched(self.student, self.layers, see), \
                 torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
-            self.student(images)
-        return terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+            maps = self.student(images)
+        terms = terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+        if self.label_loss:
+            terms[LABELS] = self.label_loss(maps, labels)
+        return terms
 
-    def __call__(self, images):
-        terms = self._compare(images.contiguous(memory_format=self.format))
-        loss = sum(terms.values()) / len(terms)
+    def __call__(self, images, labels=None):
+        terms = self._compare(images.contiguous(memory_format=self.format), labels)
+        loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
+        if self.label_loss:
+            loss = loss + terms[LABELS]
         self.optimizer.zero_grad(set_to_none=True)
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
         loss, terms = self._average(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
@@ -197,10 +204,11 @@ class Step:
         if not self.at_fault.item():
             return
         finite = self.seen.isfinite().tolist()
-        n = 1 + len(self.layers)
+        places = [*(f'from layer model.{layer} on' for layer in self.layers), *['on the labels'] * bool(self.label_loss)]
+        n = 1 + len(places)
         if not all(finite[:n]):
-            at = next((layer for layer, good in zip(self.layers, finite[1:n]) if not good), self.layers[-1])
-            raise NotFinite(f'the loss is not finite from layer model.{at} on')
+            at = next((place for place, good in zip(places, finite[1:n]) if not good), places[-1])
+            raise NotFinite(f'the loss is not finite {at}')
         at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')
 

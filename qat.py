@@ -45,6 +45,7 @@ def parse_args(argv):
     p.add_argument('--compile', action='store_true', help='fine-tune by replaying a CUDA graph; needs a GPU')
     p.add_argument('--task-loss', type=float, default=c.task_loss, metavar='W',
                    help='add W times the detection loss on the labels to the loss of the fine-tuning; not with --compile')
+    p.add_argument('--learn-scales', action='store_true', help='scales of activations learn with the weights')
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')

@@ -1,7 +1,8 @@
 """Quantization-aware fine-tuning: the quantized student learns to repeat the float teacher, layer by layer.
 
 Labels are needed only if they are to count: the student starts as the teacher plus rounding noise, and the target of every layer is what the
-teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay frozen.
+teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay as
+they were calibrated, unless those of activations are asked to learn too.
 """
 import math
 import time
@@ -44,8 +45,8 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
 
     loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device; with task_loss over (images, labels).
-    config: epochs, iters, lr, supervision_stride, amp, compile, task_loss (see QuantizeConfig). progress: wraps the iterator
-    of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its weights in
+    config: epochs, iters, lr, supervision_stride, amp, compile, task_loss, learn_scales (see QuantizeConfig). progress: wraps
+    the iterator of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its weights in
     `student`, and the others follow (a loader with an epoch of its own must be set to it). Raises QatError if the loss is not
     finite, naming the first layer at fault, or if a gradient is not; the step is not taken. Under torchrun each process has a
     loader of its own, all equally long, and a step follows the mean of their gradients.
@@ -53,7 +54,8 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
     layers = supervised_layers(student, config.supervision_stride)
     label_loss = LabelLoss(student, config.task_loss) if config.task_loss else None
-    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=label_loss)
+    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=label_loss,
+                learn_scales=config.learn_scales)
     if config.compile:
         step = GraphedStep(step)
     per_epoch = min(config.iters, len(loader))
@@ -67,7 +69,7 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
         batches = islice(loader, per_epoch)
         try:
             for batch in progress(batches, number, per_epoch) if progress else batches:
-                step.set_lr(config.lr * rate((number - 1) * per_epoch + len(losses), total))
+                step.set_rate(rate((number - 1) * per_epoch + len(losses), total))
                 losses.append(step(*batch) if label_loss else step(batch))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()

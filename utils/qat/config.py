@@ -63,6 +63,7 @@ class QuantizeConfig:
     amp: str = 'off'  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; what is saved is FP32
     compile: bool = False  # fine-tune by replaying a CUDA graph
     task_loss: float = 0.0  # weight of the detection loss on the labels
+    learn_scales: bool = False  # of activations
     calib_images: int = 512
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile

@@ -59,7 +59,7 @@ class QuantizeConfig:
     iters: int = 200  # fine-tuning steps per epoch, at most; an epoch ends with the training set
     seed: int = 57
     supervision_stride: int = 1  # compare every n-th layer with the float teacher
-    lr: float = 1e-5  # highest learning rate
+    lr: float = 3e-5  # highest learning rate
     amp: str = 'off'  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; what is saved is FP32
     compile: bool = False  # fine-tune by replaying a CUDA graph
     task_loss: float = 0.0  # weight of the detection loss on the labels

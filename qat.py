@@ -46,6 +46,9 @@ def parse_args(argv):
     p.add_argument('--amp', choices=AMP, default=c.amp, help='precision of the fine-tuning: FP32 (off), or autocast; default: fp16 on a '
                                                                'GPU, which it needs, else off')
     p.add_argument('--compile', action='store_true', help='fine-tune by replaying a CUDA graph; needs a GPU')
+    p.add_argument('--task-loss', type=float, default=c.task_loss, metavar='W',
+                   help='add W times the detection loss on the labels to the loss of the fine-tuning; not with --compile')
+    p.add_argument('--learn-scales', action='store_true', help='scales of activations learn with the weights')
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
@@ -195,6 +198,7 @@ def quantize(config):
 
     import torch
     from models.quantize import checkpoint
+    from models.quantize.losses import require_detector
     from models.quantize.run import Run
     from utils.general import check_img_size, init_seeds
     from utils.qat.data import load_data, load_hyp
@@ -206,6 +210,8 @@ def quantize(config):
     join(device)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
+    if config.task_loss:
+        require_detector(model)
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)

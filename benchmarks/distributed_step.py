@@ -20,7 +20,8 @@ from finetune_step import measure  # noqa: E402  beside this file
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import relative_error, supervised_layers  # noqa: E402
+from models.quantize.finetune import supervised_layers  # noqa: E402
+from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import GraphedStep, Step  # noqa: E402
 from utils.qat import distributed  # noqa: E402

@@ -22,7 +22,8 @@ sys.path.insert(0, os.getcwd())
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import relative_error, supervised_layers  # noqa: E402
+from models.quantize.finetune import supervised_layers  # noqa: E402
+from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from utils.qat.backends import describe, select_device  # noqa: E402

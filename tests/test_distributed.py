@@ -6,7 +6,8 @@ import pytest
 import torch
 from conftest import REPO
 from models.quantize.calibrate import Histogram
-from models.quantize.finetune import relative_error, supervised_layers
+from models.quantize.finetune import supervised_layers
+from models.quantize.losses import relative_error
 from models.quantize.step import Step
 from utils.qat import distributed
 from utils.qat.backends import TorchModel
@@ -93,7 +94,8 @@ sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
 from models.quantize.calibrate import Histogram, merge
-from models.quantize.finetune import finetune, relative_error, supervised_layers
+from models.quantize.finetune import finetune, supervised_layers
+from models.quantize.losses import relative_error
 from models.quantize.step import NotFinite, Step
 from utils.qat import distributed
 from utils.qat.backends import TorchModel

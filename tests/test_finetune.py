@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from models.quantize.finetune import finetune, rate, relative_error, supervised_layers
+from models.quantize.finetune import finetune, rate, supervised_layers
+from models.quantize.losses import relative_error
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError
@@ -185,7 +186,7 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
     expected = demo.quantized_model()
     step = Step(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
     for number, images in enumerate(LOADER[:2]):
-        step.set_lr(options.lr * rate(number, 4))
+        step.set_rate(rate(number, 4))
         step(images)
     assert same(state(student), state(expected)) and not same(state(student), state(demo.quantized_model()))
 

@@ -1,7 +1,8 @@
 """Quantization-aware fine-tuning: the quantized student learns to repeat the float teacher, layer by layer.
 
-No labels are needed: the student starts as the teacher plus rounding noise, and the target of every layer is what the
-teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay frozen.
+Labels are needed only if they are to count: the student starts as the teacher plus rounding noise, and the target of every
+layer is what the teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay as
+they were calibrated, unless those of activations are asked to learn too.
 """
 import math
 import time
@@ -10,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from models.quantize.losses import LabelLoss, relative_error
 from models.quantize.step import GraphedStep, NotFinite, Step
 from utils.qat.distributed import take_from_first
 from utils.qat.errors import QatError
@@ -34,30 +36,6 @@ def supervised_layers(model, stride):
     return sorted({*with_weights[:-1][::-1][::stride], head})
 
 
-class _SquaredError(torch.autograd.Function):
-    """sum((student - teacher)²) in FP32; keeps the difference for the backward pass in the precision of the student."""
-
-    @staticmethod
-    def forward(ctx, student, teacher):
-        difference = student.float() - teacher.float()
-        ctx.save_for_backward(difference.to(student.dtype))
-        return difference.square().sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        difference, = ctx.saved_tensors
-        return (difference.float() * (2 * gradient)).to(difference.dtype), None
-
-
-def relative_error(outputs, targets):
-    """|outputs - targets|² / |targets|² of one layer, a scalar: relative, so that no layer drowns the others.
-
-    outputs, targets: the layer's tensors, of student and teacher.
-    """
-    error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
-    return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
-
-
 def rate(step, total):
     """Share of the learning rate at `step` of `total`: rises over the first 5 % of them, then falls along a cosine."""
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
@@ -66,16 +44,18 @@ def rate(step, total):
 def finetune(student, teacher, loader, config, progress=None, after=None):
     """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
 
-    loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: epochs, iters, lr,
-    supervision_stride, amp, compile (see QuantizeConfig). progress: wraps the iterator of batches, e.g. tqdm. after: the
-    last Epoch of an interrupted fine-tuning; it is yielded again, with its weights in `student`, and the others follow (a
-    loader with an epoch of its own must be set to it). Raises QatError if the loss is not finite, naming the first layer at
-    fault, or if a gradient is not; the step is not taken. Under torchrun each process has a loader of its own, all equally
-    long, and a step follows the mean of their gradients.
+    loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device; with task_loss over (images, labels).
+    config: epochs, iters, lr, supervision_stride, amp, compile, task_loss, learn_scales (see QuantizeConfig). progress: wraps
+    the iterator of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its
+    weights in `student`, and the others follow (a loader with an epoch of its own must be set to it). Raises QatError if the
+    loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken. Under torchrun each
+    process has a loader of its own, all equally long, and a step follows the mean of their gradients.
     """
     take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
     layers = supervised_layers(student, config.supervision_stride)
-    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile)
+    label_loss = LabelLoss(student, config.task_loss) if config.task_loss else None
+    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=label_loss,
+                learn_scales=config.learn_scales)
     if config.compile:
         step = GraphedStep(step)
     per_epoch = min(config.iters, len(loader))
@@ -88,9 +68,9 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
         start, losses = time.perf_counter(), []
         batches = islice(loader, per_epoch)
         try:
-            for images in progress(batches, number, per_epoch) if progress else batches:
-                step.set_lr(config.lr * rate((number - 1) * per_epoch + len(losses), total))
-                losses.append(step(images))
+            for batch in progress(batches, number, per_epoch) if progress else batches:
+                step.set_rate(rate((number - 1) * per_epoch + len(losses), total))
+                losses.append(step(*batch) if label_loss else step(batch))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()
             step.check()

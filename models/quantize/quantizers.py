@@ -128,12 +128,15 @@ class FixedScales:
         self.scales.update({q: (number, 0) for q, number in zip(per_tensor, numbers)})
         self.rounded = WeakTensorKeyDictionary() if share else None  # tensor → {quantizer: rounded}
 
+    def _quantize(self, quantizer, inputs):
+        return quantizer._fake_quantize(inputs, *self.scales[quantizer])
+
     def _forward(self, quantizer, inputs):
         if self.rounded is None or quantizer._axis is not None:
-            return quantizer._fake_quantize(inputs, *self.scales[quantizer])
+            return self._quantize(quantizer, inputs)
         known = self.rounded.setdefault(inputs, {})
         if quantizer not in known:
-            known[quantizer] = quantizer._fake_quantize(inputs, *self.scales[quantizer])
+            known[quantizer] = self._quantize(quantizer, inputs)
         return known[quantizer]
 
     def __enter__(self):

@@ -9,6 +9,7 @@ from copy import deepcopy
 
 import torch
 
+from models.quantize.learned_scales import LearnedScales
 from models.quantize.quantizers import FixedScales
 from utils.qat.distributed import all_reduce, world_size
 
@@ -17,6 +18,8 @@ MAX_NORM = 10.0  # of the gradient
 # The loss is relative to the sum of squares of whole layers, so that gradients of single activations are near 1e-9; FP16
 # ends at 6e-8. On gelan-t the first steps overflow above 2^18.
 LOSS_SCALE, GROW_AFTER = 2.0 ** 16, 100  # the first, and after how many good steps it doubles
+LABELS, LOG2 = 'labels', 'log2 of the scales'  # the term of the loss and the parameter that belong to no layer
+SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
 
 
@@ -59,20 +62,23 @@ def head_emits_raw_maps(model):
 
 
 class Step:
-    """Callable: images, FP32 [B, 3, H, W] in 0..1 → loss, a scalar on the device, without gradient.
+    """Callable: images, FP32 [B, 3, H, W] in 0..1, and labels if they count → loss, a scalar on the device, without gradient.
 
     student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
-    loss: of one layer, such as `finetune.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
+    loss: of one layer, such as `losses.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
     'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
-    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device.
+    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device. label_loss: of (the student's raw maps,
+    labels), a scalar that is added, such as losses.LabelLoss; not in a CUDA graph. learn_scales: of activations, too.
+    lr: the highest learning rate of the weights, see `set_rate`.
     """
 
-    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False):
+    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False, label_loss=None,
+                 learn_scales=False):
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
         head_emits_raw_maps(teacher)
-        self.student, self.teacher, self.layers, self.loss = student, teacher, layers, loss
+        self.student, self.teacher, self.layers, self.loss, self.label_loss = student, teacher, layers, loss, label_loss
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
@@ -83,28 +89,35 @@ class Step:
                 self.format = torch.channels_last
                 self.teacher.to(memory_format=self.format)
                 student.to(memory_format=self.format)
-        self.scales = FixedScales(student, share=self.amp)
+        self.scales = (LearnedScales if learn_scales else FixedScales)(student, share=self.amp)
         self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
-        lr = torch.tensor(lr, device=self.device) if capturable else lr
+        groups = [{'params': list(self.parameters.values()), 'highest': lr}]
+        if learn_scales:
+            self.parameters[LOG2] = self.scales.log2
+            groups.append({'params': [self.scales.log2], 'highest': SCALES_LR})
+        for group in groups:
+            group['lr'] = torch.tensor(group['highest'], device=self.device) if capturable else group['highest']
         options = {'fused': True, 'capturable': capturable} if self.cuda else {}
-        self.optimizer = torch.optim.Adam(self.parameters.values(), lr=lr, **options)
+        self.optimizer = torch.optim.Adam(groups, **options)
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale last changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
         self.learning = None  # names of the parameters that the loss reaches
         self.seen = None  # loss, terms of the layers, norms of the gradients: of the last step, or of the first at fault
 
-    def set_lr(self, lr):
-        """The learning rate of the steps that follow."""
+    def set_rate(self, share):
+        """The learning rates of the steps that follow are this share of the highest, 0..1."""
         for group in self.optimizer.param_groups:
             if isinstance(group['lr'], torch.Tensor):
-                group['lr'].fill_(lr)
+                group['lr'].fill_(group['highest'] * share)
             else:
-                group['lr'] = lr
+                group['lr'] = group['highest'] * share
 
     def _tensors(self):
         """What a step changes, by name: all that the steps to come depend on but the optimizer's state, and copies of nothing."""
         tensors = {f'student.{name}': tensor for name, tensor in self.student.state_dict().items()}
+        if LOG2 in self.parameters:
+            tensors[LOG2] = self.scales.log2
         if self.loss_scale is not None:
             tensors.update(loss_scale=self.loss_scale, good_steps=self.good_steps)
         return tensors
@@ -125,8 +138,8 @@ class Step:
         moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
-    def _compare(self, images):
-        """Both models on `images`: {layer: its term of the loss}."""
+    def _compare(self, images, labels=None):
+        """Both models on `images`: {layer: its term of the loss}, and that of the labels at last."""
         targets, pairs, terms = {}, {}, {}
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             self.teacher(images.to(self.dtype))
@@ -138,12 +151,17 @@ class Step:
 
         with self.scales, _watched(self.student, self.layers, see), \
                 torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
-            self.student(images)
-        return terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+            maps = self.student(images)
+        terms = terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+        if self.label_loss:
+            terms[LABELS] = self.label_loss(maps, labels)
+        return terms
 
-    def __call__(self, images):
-        terms = self._compare(images.contiguous(memory_format=self.format))
-        loss = sum(terms.values()) / len(terms)
+    def __call__(self, images, labels=None):
+        terms = self._compare(images.contiguous(memory_format=self.format), labels)
+        loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
+        if self.label_loss:
+            loss = loss + terms[LABELS]
         self.optimizer.zero_grad(set_to_none=True)
         (loss if self.loss_scale is None else loss * self.loss_scale).backward()
         loss, terms = self._average(loss.detach(), torch.stack([t.detach() for t in terms.values()]))
@@ -153,6 +171,8 @@ class Step:
         else:  # waiting costs nothing there, and its Adam cannot skip
             self.check()
         self.optimizer.step()
+        if LOG2 in self.parameters:
+            self.scales.write()
         return loss
 
     @torch.no_grad()
@@ -197,10 +217,11 @@ class Step:
         if not self.at_fault.item():
             return
         finite = self.seen.isfinite().tolist()
-        n = 1 + len(self.layers)
+        places = [*(f'from layer model.{layer} on' for layer in self.layers), *['on the labels'] * bool(self.label_loss)]
+        n = 1 + len(places)
         if not all(finite[:n]):
-            at = next((layer for layer, good in zip(self.layers, finite[1:n]) if not good), self.layers[-1])
-            raise NotFinite(f'the loss is not finite from layer model.{at} on')
+            at = next((place for place, good in zip(places, finite[1:n]) if not good), places[-1])
+            raise NotFinite(f'the loss is not finite {at}')
         at = next((name for name, good in zip(self.learning, finite[n:]) if not good), 'all parameters together')
         raise NotFinite(f'the gradient of {at} is not finite')
 
@@ -215,7 +236,7 @@ class GraphedStep:
     def __init__(self, step):
         self.step, self.images, self.warm, self.graph = step, None, 0, None
         self.stream = torch.cuda.Stream(step.device)
-        self.check, self.set_lr, self.state_dict = step.check, step.set_lr, step.state_dict
+        self.check, self.set_rate, self.state_dict = step.check, step.set_rate, step.state_dict
 
     def __call__(self, images):
         if self.images is None:

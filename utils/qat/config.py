@@ -59,9 +59,11 @@ class QuantizeConfig:
     iters: int = 200  # fine-tuning steps per epoch, at most; an epoch ends with the training set
     seed: int = 57
     supervision_stride: int = 1  # compare every n-th layer with the float teacher
-    lr: float = 1e-5  # highest learning rate
+    lr: float = 3e-5  # highest learning rate
     amp: str = None  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; None = fp16 on a GPU, else off
     compile: bool = False  # fine-tune by replaying a CUDA graph
+    task_loss: float = 0.0  # weight of the detection loss on the labels
+    learn_scales: bool = False  # of activations
     calib_images: int = 512
     calib_method: str = 'mse'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
@@ -90,6 +92,9 @@ class QuantizeConfig:
             (self.supervision_stride < 1, f'--supervision-stride {self.supervision_stride}: must be 1 or more'),
             (not 0 < self.lr <= 1, f'--lr {self.lr}: must lie in (0, 1]'),
             (self.amp not in (None, *AMP), f"--amp {self.amp}: must be one of {', '.join(AMP)}"),
+            (not 0 <= self.task_loss < float('inf'), f'--task-loss {self.task_loss}: must be 0 (labels do not count) or more'),
+            (self.task_loss and self.compile, f'--task-loss {self.task_loss}: not with --compile, because it waits for the device, which '
+                                              'a CUDA graph cannot do; leave one of the two out'),
             (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
             (self.calib_method not in CALIB_METHODS,
              f"--calib-method {self.calib_method}: must be one of {', '.join(CALIB_METHODS)}"),

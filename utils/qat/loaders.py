@@ -59,17 +59,19 @@ def val_loader(data, config, stride, square=False, limit=None, split='val', shar
 
 
 class Images:
-    """Re-iterable view of a loader: only the images, FP32 [B, 3, H, W] in 0..1 on `device`."""
+    """Re-iterable view of a loader: only the images, FP32 [B, 3, H, W] in 0..1 on `device`; with `labels`, pairs of them and
+    FP32 [n, 6]: image in the batch, class, box as centre, width and height in 0..1."""
 
-    def __init__(self, loader, device):
-        self.loader, self.device = loader, device
+    def __init__(self, loader, device, labels=False):
+        self.loader, self.device, self.labels = loader, device, labels
 
     def __len__(self):
         return len(self.loader)
 
     def __iter__(self):
-        for images, *_ in self.loader:
-            yield images.to(self.device, non_blocking=True).float() / 255
+        for images, labels, *_ in self.loader:
+            images = images.to(self.device, non_blocking=True).float() / 255
+            yield (images, labels.to(self.device, non_blocking=True)) if self.labels else images
 
 
 def calibration_images(data, config, stride, device, shard=(0, 1)):
@@ -143,11 +145,12 @@ class TrainingImages(Images):
 
 
 def training_images(data, config, stride, device, hyp, shard=(0, 1)):
-    """Augmented training images in random order, for fine-tuning. Labels are not used but must exist.
+    """Augmented training images in random order, for fine-tuning; with their labels if config.task_loss counts them. These must
+    exist in any case.
 
     An epoch's images follow from config.seed and its number, whatever the number of workers and the epochs before.
     shard: (rank, ranks), see EpochBatches.
     """
     dataset = open_dataset(data, 'train', config, stride, augment=True, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
-    return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device)
+    return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)

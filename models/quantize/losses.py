@@ -1,0 +1,56 @@
+"""Losses of the fine-tuning, each a scalar: of a layer against the float model's, and of the detections against the labels."""
+from types import SimpleNamespace
+
+import torch
+from utils.loss_tal import ComputeLoss
+
+from utils.qat.errors import QatError
+
+
+class _SquaredError(torch.autograd.Function):
+    """sum((student - teacher)²) in FP32; keeps the difference for the backward pass in the precision of the student."""
+
+    @staticmethod
+    def forward(ctx, student, teacher):
+        difference = student.float() - teacher.float()
+        ctx.save_for_backward(difference.to(student.dtype))
+        return difference.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        difference, = ctx.saved_tensors
+        return (difference.float() * (2 * gradient)).to(difference.dtype), None
+
+
+def relative_error(outputs, targets):
+    """|outputs - targets|² / |targets|² of one layer, a scalar: relative, so that no layer drowns the others.
+
+    outputs, targets: the layer's tensors, of student and teacher.
+    """
+    error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
+    return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
+
+
+def require_detector(model):
+    """Raise QatError if LabelLoss knows no loss for `model`: its head gives more than boxes and classes."""
+    head = type(model.model[-1]).__name__
+    if head not in ('Detect', 'DDetect'):
+        raise QatError(f"--task-loss: only for a plain detector (Detect, DDetect), and the model's head is {head}; leave it out")
+
+
+class LabelLoss(ComputeLoss):
+    """Callable: the head's raw maps, one [B, 4 * bins + classes, H, W] per level, and labels [n, 6] (image, class, box as centre,
+    width and height in 0..1) → scalar, FP32.
+
+    It is `weight` times upstream's training loss of a model with one head, per image: 7.5 box + 0.5 class + 1.5 DFL. It waits
+    for the device.
+    """
+
+    def __init__(self, model, weight=1.0):
+        hyp = {'cls_pw': 1.0, 'fl_gamma': 0.0}  # plain cross-entropy, as in upstream's settings; it reads them from the model
+        super().__init__(SimpleNamespace(model=model.model, parameters=model.parameters, hyp=hyp))
+        self.weight = weight
+
+    def __call__(self, maps, labels):
+        loss, _ = super().__call__([m.float() for m in maps], labels)
+        return self.weight * loss / len(maps[0])

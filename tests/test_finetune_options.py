@@ -1,0 +1,269 @@
+"""Laws of what the fine-tuning does only when asked: labels that count, and scales that learn."""
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import REPO
+from models.quantize.finetune import Epoch, finetune, supervised_layers
+from models.quantize.learned_scales import LearnedScales, _Quantize, rounded_scales
+from models.quantize.losses import LabelLoss, relative_error, require_detector
+from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
+from models.quantize.step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
+from utils.qat.data import load_data, load_hyp
+from utils.qat.errors import QatError, run_command
+from utils.qat.loaders import training_images
+from zoo import build, full, image, program, same, settings, state, tensors
+
+LOADER = [image(64, 2, seed) for seed in range(3)]
+EACH_AMP = pytest.mark.parametrize('amp', ['off', 'bf16'])
+CPU = torch.device('cpu')
+
+
+def run(demo, loader=LOADER, **changes):
+    """(student, its last Epoch) after fine-tuning the calibrated demo model."""
+    student = demo.quantized_model()
+    options = settings(**{'epochs': 1, 'iters': 3, 'lr': 1e-4, **changes})
+    return student, list(finetune(student, demo.float_model(), loader, options))[-1]
+
+
+def new_step(demo, amp='off', **options):
+    student = demo.quantized_model()
+    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options)
+
+
+# ---- the labels ---------------------------------------------------------------------------------------------------------
+
+def labelled(demo, task_loss=1.0):
+    """Batches as `quantize` trains on them."""
+    return list(training_images(load_data(demo.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml')))
+
+
+def raw_maps(model, images):
+    """What the head gives while training; leaves the model in that state."""
+    head_emits_raw_maps(model)
+    return model(images)
+
+
+def test_the_loader_gives_the_labels_of_its_images(demo):
+    batches, images_alone = labelled(demo), labelled(demo, 0.0)
+    assert len(batches) == 3
+    for (images, labels), alone in zip(batches, images_alone, strict=True):
+        assert torch.equal(images, alone) and images.shape == (4, 3, 128, 128) and 0 <= images.min() and images.max() <= 1
+        assert labels.shape[1] == 6 and len(labels) > 4 and set(labels[:, 0].tolist()) <= {0, 1, 2, 3}
+        assert labels[:, 2:].min() >= 0 and labels[:, 2:].max() <= 1
+
+
+def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
+    """Per image: a batch twice is the same loss. The trained model is far better on its labels than on those of another image."""
+    model = demo.float_model()
+    loss = LabelLoss(model)
+    images, labels = labelled(demo)[0]
+    maps = raw_maps(model, images)
+    value = loss(maps, labels).item()
+    second = labels + torch.tensor([len(images), 0, 0, 0, 0, 0])
+    assert loss([m.repeat(2, 1, 1, 1) for m in maps], torch.cat((labels, second))).item() == pytest.approx(value, rel=1e-3)
+    assert LabelLoss(model, 3.0)(maps, labels).item() == pytest.approx(3 * value)
+    wrong = torch.cat(((labels[:, :1] + 1) % len(images), labels[:, 1:]), 1)
+    assert loss(maps, wrong).item() > 1.5 * value
+    assert 0 < loss(maps, labels[:0]).item() < math.inf, 'images without an object'
+
+
+@EACH_AMP
+def test_the_labels_add_to_the_loss(demo, amp):
+    batches = labelled(demo)
+    step = new_step(demo, amp, label_loss=LabelLoss(demo.quantized_model()))
+    terms = step._compare(*batches[0])
+    assert list(terms) == [*step.layers, 'labels'] and terms['labels'].dtype == torch.float32
+    total = step(*batches[0]).item()
+    assert total == pytest.approx(sum(terms[i].item() for i in step.layers) / len(step.layers) + terms['labels'].item())
+
+
+def test_the_labels_are_learnt(demo):
+    batches = labelled(demo)
+
+    def on_labels(task_loss):
+        model, _ = run(demo, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss)
+        with torch.no_grad():
+            return sum(LabelLoss(model)(raw_maps(model, images), labels).item() for images, labels in batches)
+
+    assert on_labels(1.0) < on_labels(0.0)
+
+
+def test_labels_that_cannot_be_learnt_are_named(demo):
+    step = new_step(demo, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
+    with pytest.raises(NotFinite, match='the loss is not finite on the labels'):
+        step(LOADER[0])
+
+
+@pytest.mark.parametrize('name', full('gelan-c-seg'))
+def test_only_a_detector_has_such_a_loss(demo, name, tmp_path, capsys):
+    """And it is said before anything is calibrated, or a folder is made."""
+    require_detector(demo.float_model())
+    torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
+    argv = ['quantize', '--weights', tmp_path / 'seg.pt', '--data', demo.data, '--hyp', REPO / 'demo/hyp.yaml', '--device', 'cpu',
+            '--project', tmp_path / 'runs', '--task-loss', 1]
+    assert run_command(program('qat.py').main, [str(a) for a in argv]) == 2
+    assert "--task-loss: only for a plain detector (Detect, DDetect), and the model's head is " in capsys.readouterr().err
+    assert not (tmp_path / 'runs').exists()
+
+
+@pytest.mark.parametrize('changes, says', [
+    ({'task_loss': 1.0, 'compile': True}, r'--task-loss 1\.0: not with --compile.*leave one of the two out'),
+    ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'), ({'task_loss': math.nan}, '--task-loss nan')])
+def test_what_cannot_be_is_refused(changes, says):
+    with pytest.raises(QatError, match=says):
+        replace(settings(), **changes)
+
+
+# ---- scales that learn --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_scale(dtype):
+    """That of x / scale, rounded with the gradient passing straight through, cut to the range, times the scale; to a 252nd of
+    a step per value. Values and the gradient of the inputs are those of PyTorch's operator, at the ends of the range too."""
+    x = torch.randn(4, 3, 25, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x.flatten()[:8] = torch.tensor([127, 127.5, 127.6, -128, -128.5, -128.6, 1e6, -1e6]) / 128
+    quantizer = Quantizer()
+    quantizer.set_amax(torch.tensor(127 / 128))
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for function in (lambda x, scale: _Quantize.apply(x, scale, quantizer), by_hand, lambda x, scale: quantizer(x)):
+        inputs, scale = x.clone().requires_grad_(), quantizer.scale.requires_grad_()
+        y = function(inputs, scale)
+        results.append((y, *torch.autograd.grad((y.float() * weights).sum(), (inputs, scale), allow_unused=True)))
+    (y, to_x, to_scale), (_, _, expected), (native_y, native_x, _) = results
+    assert same([y, to_x], [native_y, native_x])
+    assert to_scale.dtype == torch.float32 and to_scale.shape == () and expected.abs() > 100
+    assert to_scale.item() == pytest.approx(expected.item(), abs=weights.norm().item() / 252 + 0.01 * (dtype == torch.bfloat16) * x.numel() ** 0.5)
+
+
+def by_hand(x, scale):
+    steps = x.float() / scale
+    steps = steps + (steps.round() - steps).detach()
+    return torch.where((steps < QMIN) | (steps > QMAX), steps.detach().clamp(QMIN, QMAX), steps) * scale
+
+
+def test_a_byte_per_value_is_kept_for_a_scale():
+    """As much as for a scale that does not learn."""
+    kept = []
+    x, quantizer = torch.randn(1000, requires_grad=True), Quantizer()
+    quantizer.set_amax(torch.tensor(1.0))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        _Quantize.apply(x, quantizer.scale.requires_grad_(), quantizer)
+    assert kept == [1000]
+
+
+def test_a_scale_that_learns_is_the_number_that_is_stored():
+    log2 = torch.linspace(-20, 18, 999, requires_grad=True)
+    scales = rounded_scales(log2)
+    quantizer = Quantizer(0)
+    quantizer.set_amax(scales * QMAX)
+    assert torch.equal(quantizer.scale, scales.detach()) and torch.equal(scales.half().float(), scales)
+    gradient, = torch.autograd.grad(scales.sum(), log2)
+    assert torch.allclose(gradient, log2.detach().exp2() * math.log(2))
+
+
+@pytest.mark.parametrize('share', [False, True])
+def test_scales_that_could_learn_change_nothing_yet(demo, share):
+    model = demo.quantized_model()
+    weight = model.model[0].conv.weight.requires_grad_()
+    results = []
+    for context in (FixedScales(model, share), LearnedScales(model, share)):
+        with context:
+            outputs = tensors(model(LOADER[0]))
+        results.append((outputs, torch.autograd.grad(sum(o.square().sum() for o in outputs), weight)[0]))
+    assert same(*results)
+    before = state(model)
+    context.write()
+    assert same(state(model), before)
+
+
+@EACH_AMP
+def test_scales_of_activations_learn(demo, amp):
+    """By shares of themselves; they stay FP16 numbers, and shared ones shared."""
+    before = state(demo.quantized_model())
+    student, _ = run(demo, amp=amp, learn_scales=True)
+    after = state(student)
+    moved = {k for k in after if k.endswith('._amax') and not torch.equal(before[k], after[k])}
+    assert before.keys() == after.keys() and moved and all('weight_quantizer' not in k for k in moved)
+    assert len(moved) > 0.8 * sum(k.endswith('._amax') and 'weight_quantizer' not in k for k in after)
+    assert all((after[k] / before[k]).log2().abs() < 3 * SCALES_LR + 1e-3 for k in moved)
+    scales = torch.stack([after[k] / QMAX for k in moved])
+    assert torch.equal(scales.half().float(), scales)
+    assert [n for n, _ in named_quantizers(student)] == [n for n, _ in named_quantizers(demo.quantized_model())]
+
+
+@EACH_AMP
+def test_scales_that_are_wrong_find_back(demo, amp):
+    """Four times too large, or too small: the loss falls though weights stay."""
+    for away in (2.0, -2.0):
+        step = new_step(demo, amp, learn_scales=True)
+        step.scales.log2.data += away
+        for group, highest in zip(step.optimizer.param_groups, (0.0, 0.1)):
+            group['highest'] = highest
+        step.set_rate(1.0)
+        losses = [step(LOADER[0]).item() for _ in range(6)]
+        assert losses[-1] < 0.7 * losses[0] and all(b < a for a, b in zip(losses, losses[1:]))
+
+
+def test_what_is_saved_is_what_the_loss_was_of(demo):
+    step = new_step(demo, learn_scales=True)
+    for images in LOADER[:2]:
+        step(images)
+    judge = Step(step.student, demo.float_model(), step.layers, relative_error, 1e-4)
+    assert not torch.equal(step.scales.log2, LearnedScales(demo.quantized_model()).log2)
+    assert same(step._compare(LOADER[0]), judge._compare(LOADER[0]))
+
+
+def test_the_learning_rates_keep_their_ratio(demo):
+    step = new_step(demo, learn_scales=True)
+    step.set_rate(0.25)
+    assert [g['lr'] for g in step.optimizer.param_groups] == [0.25e-4, 0.25 * SCALES_LR]
+
+
+def test_a_gradient_of_scales_that_is_not_finite_is_named(demo):
+    step = new_step(demo, learn_scales=True)
+    before = state(step.student)
+    step.scales.log2.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(NotFinite, match=f'the gradient of {LOG2} is not finite'):
+        step(LOADER[0])
+    assert same(state(step.student), before)
+
+
+def test_learning_scales_goes_on_from_every_epoch(demo):
+    config = settings(epochs=3, iters=1, lr=1e-3, amp='bf16', learn_scales=True)
+    student, finished = demo.quantized_model(), []
+    for epoch in finetune(student, demo.float_model(), LOADER, config):
+        finished.append((epoch, state(student)))
+    for last, at_that_time in finished[:2]:
+        stored = io.BytesIO()
+        torch.save(vars(last), stored)
+        stored.seek(0)
+        after, other = Epoch(**torch.load(stored, weights_only=True)), demo.quantized_model()
+        epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
+        assert next(epochs) is after and same(state(other), at_that_time)
+        rest = list(epochs)
+        assert [e.loss for e in rest] == [e.loss for e, _ in finished[last.number:]]
+        assert same(state(other), finished[-1][1]) and same(rest[-1].state, finished[-1][0].state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
+def test_scales_learn_in_a_graph(demo, amp):
+    """As with single launches, and no step waits for the device."""
+    batches = [b.cuda() for b in [*LOADER, *LOADER]]
+    torch.backends.cudnn.deterministic = True
+    states = []
+    for graphed in (False, True):
+        student = demo.quantized_model().cuda()
+        step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, graphed, learn_scales=True)
+        run_step = GraphedStep(step) if graphed else step
+        for number, images in enumerate(batches):
+            torch.cuda.set_sync_debug_mode('error' if number > 4 else 'default')
+            run_step(images)
+        torch.cuda.set_sync_debug_mode('default')
+        step.check()
+        states.append(state(student))
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(states[0].values(), states[1].values()))

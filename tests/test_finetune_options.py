@@ -1,4 +1,4 @@
-"""Laws of what the fine-tuning does only when asked: labels that count, and scales that learn."""
+"""Laws of what the fine-tuning does only when asked, labels that count and scales that learn; and of masks at a bit per value."""
 import io
 import math
 from dataclasses import replace
@@ -9,6 +9,7 @@ from conftest import REPO
 from models.quantize.finetune import Epoch, finetune, supervised_layers
 from models.quantize.learned_scales import LearnedScales, _Quantize, rounded_scales
 from models.quantize.losses import LabelLoss, relative_error, require_detector
+from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
 from models.quantize.step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
 from utils.qat.data import load_data, load_hyp
@@ -267,3 +268,37 @@ def test_scales_learn_in_a_graph(demo, amp):
         step.check()
         states.append(state(student))
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(states[0].values(), states[1].values()))
+
+
+# ---- masks at a bit per value -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('shape', [(2, 16, 6, 6), (16,), (3, 5), (64, 3, 3, 3), (2, 8, 1, 1)])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_a_mask_survives_packing(shape, layout):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = mask.contiguous(memory_format=layout) if mask.ndim == 4 else mask
+    masks = PackedMasks(CPU)
+    packed = masks._pack(mask)
+    again = masks._unpack(packed)
+    assert torch.equal(again, mask) and again.dtype == torch.bool and again.stride() == mask.stride()
+    assert mask.numel() % 8 or packed[0].untyped_storage().nbytes() * 8 == mask.numel()
+    for part in (mask[..., ::2], mask.flatten()[1:9]):
+        assert torch.equal(masks._unpack(masks._pack(part)), part)
+
+
+def test_packed_masks_change_nothing_and_pack_nearly_all(demo):
+    kept = []
+
+    class Watched(PackedMasks):
+        def __init__(self):
+            super().__init__(CPU)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: kept.append(pack(tensor)) or kept[-1]
+
+    plain, packing = new_step(demo, 'bf16'), new_step(demo, 'bf16')
+    packing.masks = Watched()
+    assert [plain(i).item() for i in LOADER[:2]] == [packing(i).item() for i in LOADER[:2]]
+    assert same(state(plain.student), state(packing.student))
+    masks = [k for k in kept if not isinstance(k, torch.Tensor)]
+    unpacked = sum(k.numel() for k in kept if isinstance(k, torch.Tensor) and k.dtype == torch.bool)
+    assert len(masks) > 100 and unpacked < 0.01 * sum(8 * bits.numel() for bits, *_ in masks)

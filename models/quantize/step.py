@@ -10,6 +10,7 @@ from copy import deepcopy
 import torch
 
 from models.quantize.learned_scales import LearnedScales
+from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import FixedScales
 from utils.qat.distributed import all_reduce, world_size
 
@@ -90,6 +91,7 @@ class Step:
                 self.teacher.to(memory_format=self.format)
                 student.to(memory_format=self.format)
         self.scales = (LearnedScales if learn_scales else FixedScales)(student, share=self.amp)
+        self.masks = PackedMasks(self.device) if self.amp and self.cuda else contextlib.nullcontext()
         self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
         groups = [{'params': list(self.parameters.values()), 'highest': lr}]
         if learn_scales:
@@ -149,7 +151,7 @@ class Step:
             if self.amp:  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
                 terms[layer] = self.loss(*pairs.pop(layer))
 
-        with self.scales, _watched(self.student, self.layers, see), \
+        with self.scales, self.masks, _watched(self.student, self.layers, see), \
                 torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
             maps = self.student(images)
         terms = terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}

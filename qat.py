@@ -110,12 +110,6 @@ def new_folder(config):
     return folder
 
 
-def copy(source, target):
-    """Copy a file; `target` is whole at any moment."""
-    with atomic(target) as tmp:
-        shutil.copyfile(source, tmp)
-
-
 def prepare(model, config):
     """Quantize `model` in place as `config` says, not calibrated yet; returns (Conversion, groups that share a scale)."""
     from models.quantize.convert import quantize_model

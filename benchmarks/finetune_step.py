@@ -2,8 +2,10 @@
 
     python TOOLKIT/benchmarks/finetune_step.py --weights yolov9-t-converted.pt --batch-size 10 --imgsz 640 --amp fp16 bf16 off
 
-The float step is what any distillation must pay: student forward and backward, teacher forward, in the same precision.
-Images are random and on the device already; loading them is not measured.
+The float step is what any distillation must pay: student forward and backward, teacher forward, in the same precision. The
+stock step distils too, layer by layer into a student with pytorch-quantization's own TensorQuantizers, written as one would by
+the book: autocast and GradScaler where they apply, Adam. Images are random and on the device already; loading them is not
+measured.
 """
 import argparse
 import json
@@ -16,6 +18,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, os.getcwd())
 
@@ -26,6 +29,7 @@ from models.quantize.finetune import supervised_layers  # noqa: E402
 from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
+from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.backends import describe, select_device  # noqa: E402
 from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
 from utils.qat.log import quiet_upstream  # noqa: E402
@@ -47,14 +51,41 @@ def float_step(student, teacher, amp):
     return step
 
 
-def measure(step, images, steps, repeats):
+def stock_step(student, teacher, layers, amp):
+    """Callable: images → loss, of a student with stock quantizers; its weights are updated."""
+    head_emits_raw_maps(student.requires_grad_())
+    head_emits_raw_maps(teacher)
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-5)
+    scaler = torch.amp.GradScaler(next(student.parameters()).device.type, enabled=amp == 'fp16')
+    outputs = []
+    for model in (student, teacher):
+        for index in layers[:-1]:
+            model.model[index].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def step(images):
+        optimizer.zero_grad(set_to_none=True)
+        outputs.clear()
+        with torch.autocast(images.device.type, DTYPES[amp], enabled=amp != 'off'):
+            with torch.no_grad():
+                targets = [*teacher(images), *outputs]
+            outputs.clear()
+            outputs[:0] = student(images)
+            loss = sum(F.mse_loss(s.float(), t.float()) for s, t in zip(outputs, targets, strict=True)) / len(layers)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+    return step
+
+
+def measure(step, images, steps, repeats, may_wait=False):
     """(median over `repeats` of the milliseconds per step, peak MiB: allocated, reserved); 0 MiB without a GPU."""
     cuda = images.device.type == 'cuda'
     wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(5 if cuda else 1):
         step(images)
     wait()
-    if cuda:
+    if cuda and not may_wait:
         torch.cuda.set_sync_debug_mode('error')  # a step that waits for the device is a mistake
     times = []
     for _ in range(repeats):
@@ -78,6 +109,7 @@ def main():
     parser.add_argument('--amp', nargs='+', choices=AMP, default=['off'])
     parser.add_argument('--steps', type=int, default=30, help='per repeat')
     parser.add_argument('--repeats', type=int, default=3)
+    parser.add_argument('--stock', action='store_true', help="also with pytorch-quantization's own quantizers")
     parser.add_argument('--json', type=Path, default=Path('finetune_step.json'))
     args = parser.parse_args()
 
@@ -99,6 +131,8 @@ def main():
     for amp in args.amp:
         kinds = {'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
                  'step': lambda: Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp)}
+        if args.stock:
+            kinds['stock quantizers'] = lambda: stock_step(with_stock_quantizers(quantized), deepcopy(teacher), layers, amp)
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
                 Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True))
@@ -107,8 +141,8 @@ def main():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = make()
-            ms, allocated, reserved = measure(step, images, args.steps, args.repeats)
-            if kind != 'float pair':
+            ms, allocated, reserved = measure(step, images, args.steps, args.repeats, may_wait=kind == 'stock quantizers')
+            if kind.startswith('step'):
                 step.check()
             del step
             rows.append({'amp': amp, 'kind': kind, 'ms': ms, 'allocated_mib': allocated, 'reserved_mib': reserved})

@@ -15,7 +15,7 @@ from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_fi
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 from utils.qat.resume import resumed
 
-BIAS_IMAGES = 32  # calibration images that biases are corrected on
+COMPARED = 32  # calibration images that biases are corrected on, and calibrations compared
 
 
 def parse_args(argv):
@@ -52,7 +52,8 @@ def parse_args(argv):
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
-    p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen')
+    p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen: by least squared error, '
+                   'by that of another power, ...; auto: that of mse, l2.4 and l3 which keeps the detections best')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
     p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
                    help="range of a weight's output channel: its largest magnitude, or that of least squared error")
@@ -145,8 +146,8 @@ def calibrate_run(run, images, config):
     import time
     from copy import deepcopy
 
-    from models.quantize.bias import correct_biases
-    from models.quantize.calibrate import calibrate
+    from models.quantize.calibrate import observe
+    from models.quantize.choose import choose
     from utils.qat.loaders import few
 
     if config.eval_origin:
@@ -154,14 +155,15 @@ def calibrate_run(run, images, config):
     start = time.perf_counter()
     model = deepcopy(run.model)
     prepare(model, config)
-    for layer, channels in calibrate(model, bar(images, 'calibrating'), config).items():
+    histograms = observe(model, bar(images, 'calibrating'))
+    found, method, raised = choose(model, run.model, histograms, list(few(images, COMPARED, config)), config)
+    for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {config.calib_method}, "
-                f"weights {config.weight_calib} ({run.timed('calibrate', start):.1f} s)")
-    if config.bias_correction:
-        start = time.perf_counter()
-        correct_biases(model, run.model, bar(few(images, BIAS_IMAGES, config), 'correcting biases'))
-        LOGGER.info(f"biases corrected ({run.timed('correct biases', start):.1f} s)")
+    run.report['calibration'] = {'method': method, 'divergence': found}
+    compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
+    LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}"
+                f"{f' (divergence of the detections: {compared})' if found else ''}, weights {config.weight_calib}"
+                f"{', biases corrected' if config.bias_correction else ''} ({run.timed('calibrate', start):.1f} s)")
     run.calibrated(model, config.eval_ptq)
 
 

@@ -21,14 +21,17 @@ from models.quantize.calibrate import Histogram, activation_amax, calibrate_weig
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import tie_scales
+from models.quantize.search import SEARCH
 from pytorch_quantization.calib import HistogramCalibrator
 from utils.qat.backends import describe, select_device
-from utils.qat.config import CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
+from utils.qat.config import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
 from utils.qat.data import load_data
 from utils.qat.errors import Parser, require_file, run_command
 from utils.qat.loaders import calibration_images
 from utils.qat.log import quiet_upstream
 from utils.qat.report import write_json
+
+STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
 
 
 def parse_args(argv):
@@ -104,11 +107,11 @@ def measure(args):
         'quantizers': len(names), 'images': images, 'batch_size': args.batch_size, 'imgsz': config.imgsz, 'sample': args.sample,
         'forward': {'float': float_time / images, 'ours': ours_time / images, 'stock': stock_time / images},
         'search': {}, 'weights': {}}
-    for method in CALIB_METHODS:
+    for method in SEARCH:
         config.calib_method = method
         ours_time, _ = seconds(device, lambda: activation_amax(ours, config), 3)
         figures['search'][method] = {'ours': ours_time, 'stock': None}
-        if method != 'max':  # for which the stock has another calibrator, without a search
+        if method in STOCK:
             with on_cpu() if device.type == 'cpu' else nullcontext():
                 stock_time, _ = seconds(device, lambda: [calibrator.compute_amax(method) for calibrator in sample])
             figures['search'][method]['stock'] = stock_time * len(names) / args.sample

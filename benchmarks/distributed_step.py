@@ -68,7 +68,7 @@ def main(argv=None):
     quantized = deepcopy(teacher)
     quantize_model(quantized)
     tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path()))
+    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
     distributed.take_from_first(quantized.state_dict().values())
     layers = supervised_layers(quantized, 1)
 

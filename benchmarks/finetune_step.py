@@ -124,7 +124,7 @@ def main():
     quantized = deepcopy(teacher)
     quantize_model(quantized)
     tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path()))
+    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
     layers = supervised_layers(quantized, 1)
 
     rows = []

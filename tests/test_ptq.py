@@ -1,13 +1,16 @@
-"""Laws of what follows calibration: biases are corrected to the float model's means, and SQNR is what its formula says."""
+"""Laws of what follows calibration: biases are corrected to the float model's means, the calibration that keeps the detections
+best is chosen, and SQNR is what its formula says."""
 import math
 
 import pytest
 import torch
 from models.quantize.bias import correct_biases
+from models.quantize.calibrate import observe, set_ranges
+from models.quantize.choose import CANDIDATES, choose, divergence
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
-from zoo import image, same, state
+from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]
 
@@ -66,6 +69,52 @@ def test_a_float_model_needs_no_correction(demo):
         correct_biases(model, demo.float_model(), BATCHES[:1])
     assert all(torch.allclose(v, before[k], atol=1e-5) for k, v in state(model).items())
 
+
+# ---- which calibration --------------------------------------------------------------------------------------------------
+
+def test_divergence_by_hand(demo):
+    """Place by place, in plain Python, for one image."""
+    model, reference = demo.quantized_model(), demo.float_model()
+    images = image(64, 1, 5)
+    with torch.no_grad():
+        mine, theirs = (net.eval()(images)[1] for net in (model, reference))
+    total = weights = 0.0
+    for m, t in zip(mine, theirs):
+        for y in range(m.shape[2]):
+            for x in range(m.shape[3]):
+                p, q = (torch.sigmoid(raw[0, 64:, y, x].double()) for raw in (t, m))
+                total += (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum().item()
+                sides, true = (raw[0, :64, y, x].double().view(4, 16).softmax(1) for raw in (m, t))
+                total += p.max().item() * (true * (true / sides).log()).sum(1).mean().item()
+                weights += p.max().item()
+    assert divergence(model, reference, [images]) == pytest.approx(total / weights, rel=1e-6) and total > 0
+    assert divergence(reference, demo.float_model(), [images]) == pytest.approx(0, abs=1e-12)
+
+
+def calibrated(demo, **changes):
+    model, reference, config = demo.quantized_model(), demo.float_model(), settings(**changes)
+    found, method, _ = choose(model, reference, observe(model, BATCHES), BATCHES[:1], config)
+    return model, found, method
+
+
+@pytest.mark.parametrize('correcting', [True, False])
+def test_the_calibration_that_keeps_the_detections_best_is_kept(demo, correcting):
+    best, found, method = calibrated(demo, calib_method='auto', bias_correction=correcting)
+    assert tuple(found) == CANDIDATES and method == min(found, key=found.get) and len(set(found.values())) == 3
+    for name, value in found.items():
+        model, nothing, same_name = calibrated(demo, calib_method=name, bias_correction=correcting)
+        assert nothing == {} and same_name == name
+        assert divergence(model, demo.float_model(), BATCHES[:1]) == pytest.approx(value, rel=1e-9)
+        assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
+
+
+def test_without_correction_no_bias_moves(demo):
+    model, _, _ = calibrated(demo, calib_method='l3', bias_correction=False)
+    before = state(demo.float_model())
+    assert all(torch.equal(v, before[k]) for k, v in state(model).items() if k.endswith('.bias'))
+
+
+# ---- SQNR ---------------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def test_sqnr_by_hand(demo):

@@ -129,19 +129,33 @@ def collect(model, batches, calibrators):
             q._calibrator = None
 
 
-def calibrate(model, batches, config):
-    """Give every quantizer of `model` its amax, whether it had one before or not.
+def observe(model, batches):
+    """What every activation quantizer of `model` sees: path → Histogram. Under torchrun the batches of all processes count.
 
-    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device. config: calib_method, percentile,
-    weight_calib. Under torchrun the batches of all processes count. Returns {path of a quantizer: how many of its ranges were raised to MIN_AMAX}; a dead channel is one.
-    Raises QatError naming the quantizers that saw no data, only zeros, or a value that is not finite.
+    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device.
     """
-    calibrate_weights(model, config.weight_calib)
-    quantizers, device = dict(named_quantizers(model)), next(model.parameters()).device
-    histograms = {name: Histogram(device) for name, q in quantizers.items() if q._axis is None}
+    device = next(model.parameters()).device
+    histograms = {name: Histogram(device) for name, q in named_quantizers(model) if q._axis is None}
     collect(model, batches, histograms)
     merge(list(histograms.values()))
+    return histograms
+
+
+def set_ranges(model, histograms, config):
+    """Give every quantizer of `model` its amax, whether it had one before or not.
+
+    histograms: see `observe`. config: calib_method (but 'auto'), percentile, weight_calib. Returns {path of a quantizer: how
+    many of its ranges were raised to MIN_AMAX}; a dead channel is one. Raises QatError naming the quantizers that saw no
+    data, only zeros, or a value that is not finite.
+    """
+    calibrate_weights(model, config.weight_calib)
+    quantizers = dict(named_quantizers(model))
     for name, amax in zip(histograms, activation_amax(histograms, config)):
         quantizers[name].set_amax(amax)
     raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers.items()}
     return {name: channels for name, channels in raised.items() if channels}
+
+
+def calibrate(model, batches, config):
+    """`set_ranges` by what `model` sees on `batches`."""
+    return set_ranges(model, observe(model, batches), config)

@@ -31,11 +31,16 @@ def relative_error(outputs, targets):
     return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
 
 
+def is_plain_detector(model):
+    """Whether the head of `model` gives boxes and classes and nothing else."""
+    return type(model.model[-1]).__name__ in ('Detect', 'DDetect')
+
+
 def require_detector(model):
-    """Raise QatError if LabelLoss knows no loss for `model`: its head gives more than boxes and classes."""
-    head = type(model.model[-1]).__name__
-    if head not in ('Detect', 'DDetect'):
-        raise QatError(f"--task-loss: only for a plain detector (Detect, DDetect), and the model's head is {head}; leave it out")
+    """Raise QatError if LabelLoss knows no loss for `model`."""
+    if not is_plain_detector(model):
+        raise QatError("--task-loss: only for a plain detector (Detect, DDetect), and the model's head is "
+                       f'{type(model.model[-1]).__name__}; leave it out')
 
 
 class LabelLoss(ComputeLoss):

@@ -53,8 +53,8 @@ class Run:
             self._check_unchanged(images)
             return
         self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(self.device),
-                       'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None, 'ptq': None,
-                       'epochs': [], 'best': None, 'val': None, 'times': {}}
+                       'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
+                       'calibration': None, 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
         self.write()
         on_first(self.state.unlink)(missing_ok=True)  # of an earlier run in this folder

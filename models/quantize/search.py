@@ -14,6 +14,7 @@ from models.quantize.quantizers import QMAX
 CELLS = QMAX + 1  # of INT8, for values that are not negative
 SMALLEST = CELLS  # amax tried, in bins: below, an INT8 step is finer than a bin
 ROWS = 4  # histograms whose entropy is computed at once, with 4 MB for each in every intermediate
+TRIED = 512  # ranges whose error is computed at once, with 16 MB in every intermediate
 TINY = torch.finfo(torch.float64).tiny  # has a logarithm
 
 
@@ -45,6 +46,18 @@ def amax_mse(counts):
     error = (F.embedding_bag(first, _to_the_end(counts), mode='sum', per_sample_weights=(2 * q - 1).expand(len(tried), -1))
              * scale - 2 * F.embedding_bag(first, _to_the_end(counts * centers), mode='sum')) * scale  # [K, Q]
     return _best(error.t(), tried, counts)
+
+
+def amax_power(counts, power):
+    """As `amax_mse`, but of least sum of |error| ** power: the higher, the less is clipped."""
+    bins = counts.shape[1]
+    tried = torch.arange(SMALLEST, bins + 1, dtype=torch.float64, device=counts.device)  # [K]
+    centers = torch.arange(bins, dtype=torch.float64, device=counts.device) + 0.5
+    errors = []
+    for scale in (tried / QMAX)[:, None].split(TRIED):
+        cells = (centers / scale).round_().clamp_(max=QMAX)
+        errors.append(cells.mul_(scale).sub_(centers).abs_().pow_(power) @ counts.t())
+    return _best(torch.cat(errors).t(), tried, counts)
 
 
 def amax_entropy(counts):
@@ -91,6 +104,8 @@ def _to_the_end(x):
 
 SEARCH = {
     'mse': lambda counts, config: amax_mse(counts),
+    'l2.4': lambda counts, config: amax_power(counts, 2.4),
+    'l3': lambda counts, config: amax_power(counts, 3),
     'entropy': lambda counts, config: amax_entropy(counts),
     'percentile': lambda counts, config: amax_percentile(counts, config.percentile),
     'max': lambda counts, config: amax_max(counts),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from utils.qat.errors import QatError
 
-CALIB_METHODS = ('mse', 'entropy', 'percentile', 'max')
+CALIB_METHODS = ('auto', 'mse', 'l2.4', 'l3', 'entropy', 'percentile', 'max')  # auto: the best of the first three
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')
@@ -65,7 +65,7 @@ class QuantizeConfig:
     task_loss: float = 0.0  # weight of the detection loss on the labels
     learn_scales: bool = False  # of activations
     calib_images: int = 512
-    calib_method: str = 'mse'
+    calib_method: str = 'auto'
     percentile: float = 99.99  # of |x|, for --calib-method percentile
     weight_calib: str = 'max'  # of each output channel
     bias_correction: bool = True

@@ -1,0 +1,69 @@
+"""Which calibration keeps the detections: each is tried, and the one whose outputs are closest to the float model's is kept.
+
+No criterion for the range of a single tensor is best for all models: clipping large values helps one and harms the next. What
+counts is what becomes of the detections, and that can be measured on a few images, without labels.
+"""
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from models.quantize.bias import correct_biases
+from models.quantize.calibrate import set_ranges
+from models.quantize.losses import is_plain_detector
+from utils.qat.distributed import from_first
+
+CANDIDATES = 'mse', 'l2.4', 'l3'
+
+
+@torch.no_grad()
+def divergence(model, reference, batches):
+    """How far the detections of `model` are from those of `reference`, at least 0; plain detectors (losses.is_plain_detector).
+
+    Kullback-Leibler divergence of the classes' scores, and of the distances to the four sides of a box (mean of the four), this
+    weighted by the reference's best score at that place; over the sum of these best scores, which is near the number of
+    places with an object.
+    """
+    bins, total, weights = model.model[-1].reg_max, 0.0, 0.0
+    for images in batches:
+        for mine, theirs in zip(model.eval()(images)[1], reference.eval()(images)[1]):
+            (sides, scores), (true_sides, true_scores) = (
+                raw.double().split((4 * bins, raw.shape[1] - 4 * bins), 1) for raw in (mine, theirs))
+            sides, true_sides = (s.unflatten(1, (4, bins)).log_softmax(2) for s in (sides, true_sides))
+            wanted = true_scores.sigmoid()
+            weight = wanted.amax(1)  # [B, H, W]
+            total += F.binary_cross_entropy_with_logits(scores, wanted, reduction='sum')
+            total -= F.binary_cross_entropy_with_logits(true_scores, wanted, reduction='sum')
+            total += (F.kl_div(sides, true_sides, reduction='none', log_target=True).sum(2).mean(1) * weight).sum()
+            weights += weight.sum()
+    return (total / weights).item()
+
+
+def choose(model, reference, histograms, images, config):
+    """Calibrate `model` by config.calib_method, or where that is 'auto' by the best of CANDIDATES (of a plain detector; any
+    other model by the first of them), and correct its biases.
+
+    reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
+    [B, 3, H, W] in 0..1, to correct the biases on (config.bias_correction) and to compare. Returns ({method: divergence of
+    those that were compared}, method, what `set_ranges` returns). Every process of a torchrun calls it with the same images.
+    """
+    biases = [m.bias for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None]
+    before = [bias.detach().clone() for bias in biases]
+
+    def calibrate_by(method):
+        for bias, value in zip(biases, before):
+            bias.data.copy_(value)
+        raised = set_ranges(model, histograms, replace(config, calib_method=method))
+        if config.bias_correction:
+            correct_biases(model, reference, images)
+        return raised
+
+    if config.calib_method != 'auto' or not is_plain_detector(model):
+        method = CANDIDATES[0] if config.calib_method == 'auto' else config.calib_method
+        return {}, method, calibrate_by(method)
+    found = {}
+    for method in CANDIDATES:
+        raised = calibrate_by(method)
+        found[method] = divergence(model, reference, images)
+    best = from_first(min(found, key=found.get))
+    return found, best, raised if best == CANDIDATES[-1] else calibrate_by(best)

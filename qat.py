@@ -156,7 +156,8 @@ def calibrate_run(run, images, config):
     model = deepcopy(run.model)
     prepare(model, config)
     histograms = observe(model, bar(images, 'calibrating'))
-    found, method, raised = choose(model, run.model, histograms, list(few(images, COMPARED, config)), config)
+    found, method, raised = choose(model, run.model, histograms, list(few(images, COMPARED, config)), config,
+                                   lambda methods: bar(methods, 'comparing calibrations'))
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     run.report['calibration'] = {'method': method, 'divergence': found}
@@ -183,7 +184,10 @@ def finetune_run(run, images, config):
 
 
 def quantize(config):
-    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk; config.resume does the rest."""
+    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk.
+
+    config.resume: the folder of an interrupted run, whose rest is done.
+    """
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
     if config.epochs:

@@ -39,13 +39,14 @@ def divergence(model, reference, batches):
     return (total / weights).item()
 
 
-def choose(model, reference, histograms, images, config):
+def choose(model, reference, histograms, images, config, progress=iter):
     """Calibrate `model` by config.calib_method, or where that is 'auto' by the best of CANDIDATES (of a plain detector; any
     other model by the first of them), and correct its biases.
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
-    [B, 3, H, W] in 0..1, to correct the biases on (config.bias_correction) and to compare. Returns ({method: divergence of
-    those that were compared}, method, what `set_ranges` returns). Every process of a torchrun calls it with the same images.
+    [B, 3, H, W] in 0..1, to correct the biases on (config.bias_correction) and to compare. progress: wraps the candidates, e.g.
+    tqdm. Returns ({method: divergence of those that were compared}, method, what `set_ranges` returns). Every process of a
+    torchrun calls it with the same images.
     """
     biases = [m.bias for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None]
     before = [bias.detach().clone() for bias in biases]
@@ -62,7 +63,7 @@ def choose(model, reference, histograms, images, config):
         method = CANDIDATES[0] if config.calib_method == 'auto' else config.calib_method
         return {}, method, calibrate_by(method)
     found = {}
-    for method in CANDIDATES:
+    for method in progress(CANDIDATES):
         raised = calibrate_by(method)
         found[method] = divergence(model, reference, images)
     best = from_first(min(found, key=found.get))

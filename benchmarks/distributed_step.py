@@ -16,19 +16,14 @@ import torch
 
 sys.path.insert(0, os.getcwd())
 
-from finetune_step import measure  # noqa: E402  beside this file
-from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibrate import calibrate  # noqa: E402
-from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import supervised_layers  # noqa: E402
+from finetune_step import measure, prepare  # noqa: E402  beside this file
 from models.quantize.losses import relative_error  # noqa: E402
-from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import GraphedStep, Step  # noqa: E402
 from utils.qat import distributed  # noqa: E402
 from utils.qat.backends import describe  # noqa: E402
-from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
+from utils.qat.config import AMP  # noqa: E402
 from utils.qat.errors import Parser, QatError, run_command  # noqa: E402
-from utils.qat.log import LOGGER, quiet_upstream  # noqa: E402
+from utils.qat.log import LOGGER  # noqa: E402
 from utils.qat.report import markdown_table, write_json  # noqa: E402
 
 
@@ -59,18 +54,8 @@ def main(argv=None):
         raise QatError('start it with torchrun --nproc_per_node 2 (or more)')
     device = distributed.select_device(args.device)
     distributed.join(device)
-    torch.backends.cudnn.deterministic = True  # as qat.py sets them
-    torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(distributed.rank())
-    images = torch.rand(args.batch_size, 3, args.imgsz, args.imgsz, device=device)
-    with quiet_upstream():
-        teacher = checkpoint.load_float(args.weights, device)
-    quantized = deepcopy(teacher)
-    quantize_model(quantized)
-    tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
+    images, teacher, quantized, layers = prepare(args, device, seed=distributed.rank())
     distributed.take_from_first(quantized.state_dict().values())
-    layers = supervised_layers(quantized, 1)
 
     def timed(step_class, amp, compile):
         """Median milliseconds per step."""

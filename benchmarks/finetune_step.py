@@ -100,6 +100,21 @@ def measure(step, images, steps, repeats, may_wait=False):
     return statistics.median(times), *memory
 
 
+def prepare(args, device, seed):
+    """(random images, float teacher, calibrated model, layers to compare), with PyTorch set as qat.py sets it."""
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(seed)
+    images = torch.rand(args.batch_size, 3, args.imgsz, args.imgsz, device=device)
+    with quiet_upstream():
+        teacher = checkpoint.load_float(args.weights, device)
+    quantized = deepcopy(teacher)
+    quantize_model(quantized)
+    tie_scales(quantized)
+    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
+    return images, teacher, quantized, supervised_layers(quantized, 1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='float checkpoint, reparameterized')
@@ -115,17 +130,7 @@ def main():
 
     device = select_device(args.device)
     cuda = device.type == 'cuda'
-    torch.backends.cudnn.deterministic = True  # as qat.py sets them
-    torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(0)
-    images = torch.rand(args.batch_size, 3, args.imgsz, args.imgsz, device=device)
-    with quiet_upstream():
-        teacher = checkpoint.load_float(args.weights, device)
-    quantized = deepcopy(teacher)
-    quantize_model(quantized)
-    tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
-    layers = supervised_layers(quantized, 1)
+    images, teacher, quantized, layers = prepare(args, device, seed=0)
 
     rows = []
     for amp in args.amp:

@@ -182,6 +182,24 @@ def test_any_scale_rounds_to_the_nearest_step(axis):
     assert (np.abs(steps - np.clip(exact, -128, 127)) <= 0.5 + 1e-4).all()
 
 
+@pytest.mark.parametrize('axis', [None, 0, 1])
+def test_without_gradient_the_values_are_the_same(axis):
+    """Then they are rounded in another way on a CPU: here many lie between two steps, or just beside."""
+    torch.manual_seed(0)
+    q = Quantizer(axis)
+    q.set_amax(torch.tensor(2.7) if axis is None else torch.tensor([2.7, 0.3, 127 / 64, 1e-9, 3e4]))
+    step = q.scale if axis is None else q.scale.view([5 if i == axis else 1 for i in range(3)])
+    x = torch.randint(-150, 150, (5, 5, 4000)) * 0.5 * step
+    x = torch.cat((x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(-torch.tensor(torch.inf)), torch.randn(5, 5, 4000)), 2)
+    expected = q(x)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(q(x), expected)
+    if axis is None:
+        with torch.no_grad():
+            assert torch.equal(q(torch.tensor([torch.inf, -torch.inf])), q.scale * torch.tensor([127, -128]))
+
+
 @pytest.mark.parametrize('axis', [None, 0])
 def test_gradients_pass_straight_through_inside_and_stop_outside(axis):
     q = Quantizer(axis)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from models.quantize.bias import correct_biases
-from models.quantize.calibrate import observe, set_ranges
+from models.quantize.bias import correct_biases, watch
+from models.quantize.calibrate import observe
 from models.quantize.choose import CANDIDATES, choose, divergence
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
@@ -15,23 +15,31 @@ from zoo import image, same, settings, state
 BATCHES = [image(96, 2, seed) for seed in range(3)]
 
 
-def means(model, images):
-    """{path of a convolution with a bias: mean of each output channel}."""
-    found = {}
+def means(model, batches):
+    """For each batch {path of a convolution with a bias: mean of each output channel}."""
+    return [found for found, _ in watch(model, batches)]
+
+
+def raw_maps(model, batches):
+    return [output[1] for _, output in watch(model, batches)]
+
+
+@torch.no_grad()
+def test_watching_is_looking_at_every_convolution(demo):
+    model = demo.float_model()
+    found = list(watch(model, BATCHES))
     convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
-    hooks = [m.register_forward_hook(lambda m, i, o, path=path: found.__setitem__(path, o.mean((0, 2, 3)))) for path, m in convs.items()]
-    with torch.no_grad():
-        model.eval()(images)
-    for hook in hooks:
-        hook.remove()
-    return found
+    assert all(m.keys() == convs.keys() for m, _ in found) and not any(m._forward_hooks for m in model.modules())
+    first = model.model[0].conv
+    for images, (seen, output) in zip(BATCHES, found, strict=True):
+        assert torch.equal(seen['model.0.conv'], first(images).mean((0, 2, 3))) and same(output, model(images))
 
 
 def test_means_become_those_of_the_float_model(demo):
     model, reference = demo.quantized_model(), demo.float_model()
-    wanted, before = means(reference, BATCHES[0]), means(model, BATCHES[0])
-    correct_biases(model, reference, BATCHES[:1])
-    after = means(model, BATCHES[0])
+    [wanted], [before] = means(reference, BATCHES[:1]), means(model, BATCHES[:1])
+    correct_biases(model, BATCHES[:1], [wanted])
+    [after] = means(model, BATCHES[:1])
     assert wanted.keys() == after.keys() and len(after) > 50
     for path, mean in wanted.items():
         assert torch.allclose(after[path], mean, rtol=1e-4, atol=1e-5), path
@@ -41,14 +49,14 @@ def test_means_become_those_of_the_float_model(demo):
 
 def test_several_batches_count_alike(demo):
     """The first layer sees the same images whatever was corrected, so its step is the mean of those of the batches."""
-    alone = []
-    for images in BATCHES:
+    alone, wanted = [], means(demo.float_model(), BATCHES)
+    for images, seen in zip(BATCHES, wanted):
         model = demo.quantized_model()
         before = model.model[0].conv.bias.clone()
-        correct_biases(model, demo.float_model(), [images])
+        correct_biases(model, [images], [seen])
         alone.append(model.model[0].conv.bias - before)
     model = demo.quantized_model()
-    correct_biases(model, demo.float_model(), BATCHES)
+    correct_biases(model, BATCHES, wanted)
     # a later batch sees what the earlier ones have corrected: x1, x1 + (x2 - x1) / 2, ...
     assert torch.allclose(model.model[0].conv.bias - before, sum(alone) / 3, rtol=1e-3, atol=1e-6)
 
@@ -56,7 +64,7 @@ def test_several_batches_count_alike(demo):
 def test_only_biases_move_and_nothing_is_left(demo):
     model, reference = demo.quantized_model(), demo.float_model()
     before, float_before = state(model), state(reference)
-    correct_biases(model, reference, BATCHES[:1])
+    correct_biases(model, BATCHES[:1], means(reference, BATCHES[:1]))
     moved = {k for k, v in state(model).items() if not torch.equal(v, before[k])}
     assert moved and all(k.endswith('.bias') for k in moved) and same(state(reference), float_before)
     assert not any(m._forward_hooks for net in (model, reference) for m in net.modules())
@@ -66,7 +74,7 @@ def test_a_float_model_needs_no_correction(demo):
     model = demo.quantized_model()
     before = state(model)
     with quantizers_off(model):
-        correct_biases(model, demo.float_model(), BATCHES[:1])
+        correct_biases(model, BATCHES[:1], means(demo.float_model(), BATCHES[:1]))
     assert all(torch.allclose(v, before[k], atol=1e-5) for k, v in state(model).items())
 
 
@@ -87,8 +95,8 @@ def test_divergence_by_hand(demo):
                 sides, true = (raw[0, :64, y, x].double().view(4, 16).softmax(1) for raw in (m, t))
                 total += p.max().item() * (true * (true / sides).log()).sum(1).mean().item()
                 weights += p.max().item()
-    assert divergence(model, reference, [images]) == pytest.approx(total / weights, rel=1e-6) and total > 0
-    assert divergence(reference, demo.float_model(), [images]) == pytest.approx(0, abs=1e-12)
+    assert divergence(model, [images], raw_maps(reference, [images])) == pytest.approx(total / weights, rel=1e-6) and total > 0
+    assert divergence(reference, [images], raw_maps(demo.float_model(), [images])) == pytest.approx(0, abs=1e-12)
 
 
 def calibrated(demo, **changes):
@@ -104,7 +112,7 @@ def test_the_calibration_that_keeps_the_detections_best_is_kept(demo, correcting
     for name, value in found.items():
         model, nothing, same_name = calibrated(demo, calib_method=name, bias_correction=correcting)
         assert nothing == {} and same_name == name
-        assert divergence(model, demo.float_model(), BATCHES[:1]) == pytest.approx(value, rel=1e-9)
+        assert divergence(model, BATCHES[:1], raw_maps(demo.float_model(), BATCHES[:1])) == pytest.approx(value, rel=1e-9)
         assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
 
 

@@ -5,22 +5,52 @@ later layer sees them. So each bias is moved by what its channel's mean differs 
 network, later layers seeing the corrected outputs of earlier ones.
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2.
 """
+import contextlib
+
 import torch
 
 
-@torch.no_grad()
-def correct_biases(model, reference, batches):
-    """Change the biases of `model` (calibrated), in place, so that the mean of every output channel is that of `reference`.
+def _biased_convs(model):
+    return {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
 
-    reference: the float model it was made of. batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the models' device;
-    a few dozen images are enough for a mean.
+
+@contextlib.contextmanager
+def _hooked(model, hook):
+    """Context: `hook(path)` is a forward hook of every convolution with a bias."""
+    handles = [conv.register_forward_hook(hook(path)) for path, conv in _biased_convs(model).items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def watch(reference, batches):
+    """What the float model `reference` computes: yields for each batch ({path of a convolution with a bias: mean of each output
+    channel, [C]}, the model's output).
+
+    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device.
     """
-    theirs = dict(reference.eval().named_modules())
-    convs = {path: m for path, m in model.eval().named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
-    means, number = {}, 0
+    means = {}
 
     def note(path):
         return lambda conv, inputs, output: means.__setitem__(path, output.mean((0, 2, 3)))
+
+    with _hooked(reference.eval(), note):
+        for images in batches:
+            output = reference(images)
+            yield dict(means), output
+
+
+@torch.no_grad()
+def correct_biases(model, batches, wanted):
+    """Change the biases of `model` (calibrated), in place, so that the mean of every output channel is as wanted.
+
+    batches: see `watch`; a few dozen images are enough for a mean. wanted: for each batch, the means of the float model that
+    `model` was made of.
+    """
+    means, number = {}, 0
 
     def correct(path):
         def hook(conv, inputs, output):
@@ -29,12 +59,6 @@ def correct_biases(model, reference, batches):
             return output + step[:, None, None]
         return hook
 
-    hooks = [theirs[path].register_forward_hook(note(path)) for path in convs]
-    hooks += [conv.register_forward_hook(correct(path)) for path, conv in convs.items()]
-    try:
-        for number, images in enumerate(batches, 1):
-            reference(images)
+    with _hooked(model.eval(), correct):
+        for number, (images, means) in enumerate(zip(batches, wanted), 1):
             model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()

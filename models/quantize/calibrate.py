@@ -141,21 +141,29 @@ def observe(model, batches):
     return histograms
 
 
-def set_ranges(model, histograms, config):
-    """Give every quantizer of `model` its amax, whether it had one before or not.
+def set_activation_ranges(model, histograms, config):
+    """Give every activation quantizer of `model` its amax, whether it had one before or not.
 
-    histograms: see `observe`. config: calib_method (but 'auto'), percentile, weight_calib. Returns {path of a quantizer: how
-    many of its ranges were raised to MIN_AMAX}; a dead channel is one. Raises QatError naming the quantizers that saw no
+    histograms: see `observe`. config: calib_method (but 'auto'), percentile. Raises QatError naming the quantizers that saw no
     data, only zeros, or a value that is not finite.
     """
-    calibrate_weights(model, config.weight_calib)
     quantizers = dict(named_quantizers(model))
     for name, amax in zip(histograms, activation_amax(histograms, config)):
         quantizers[name].set_amax(amax)
-    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in quantizers.items()}
+
+
+def raised_ranges(model):
+    """{path of a quantizer: how many of its ranges are MIN_AMAX, to which smaller ones are raised}; a dead channel is one."""
+    raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in named_quantizers(model)}
     return {name: channels for name, channels in raised.items() if channels}
 
 
 def calibrate(model, batches, config):
-    """`set_ranges` by what `model` sees on `batches`."""
-    return set_ranges(model, observe(model, batches), config)
+    """Every quantizer of `model` gets its amax, those of activations by what they see on `batches`; see `observe`.
+
+    config: as of `set_activation_ranges`, and weight_calib. Returns `raised_ranges`.
+    """
+    histograms = observe(model, batches)
+    calibrate_weights(model, config.weight_calib)
+    set_activation_ranges(model, histograms, config)
+    return raised_ranges(model)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from models.quantize.bias import correct_biases
-from models.quantize.calibrate import set_ranges
+from models.quantize.bias import correct_biases, watch
+from models.quantize.calibrate import calibrate_weights, raised_ranges, set_activation_ranges
 from models.quantize.losses import is_plain_detector
 from utils.qat.distributed import from_first
 
@@ -17,16 +17,17 @@ CANDIDATES = 'mse', 'l2.4', 'l3'
 
 
 @torch.no_grad()
-def divergence(model, reference, batches):
-    """How far the detections of `model` are from those of `reference`, at least 0; plain detectors (losses.is_plain_detector).
+def divergence(model, batches, references):
+    """How far the detections of `model` are from a float model's, at least 0; plain detectors (losses.is_plain_detector).
 
+    batches: a list of images, FP32 [B, 3, H, W] in 0..1. references: for each, the raw maps of the float model's head. It is the
     Kullback-Leibler divergence of the classes' scores, and of the distances to the four sides of a box (mean of the four), this
-    weighted by the reference's best score at that place; over the sum of these best scores, which is near the number of
+    weighted by the float model's best score at that place; over the sum of these best scores, which is near the number of
     places with an object.
     """
     bins, total, weights = model.model[-1].reg_max, 0.0, 0.0
-    for images in batches:
-        for mine, theirs in zip(model.eval()(images)[1], reference.eval()(images)[1]):
+    for images, maps in zip(batches, references):
+        for mine, theirs in zip(model.eval()(images)[1], maps):
             (sides, scores), (true_sides, true_scores) = (
                 raw.double().split((4 * bins, raw.shape[1] - 4 * bins), 1) for raw in (mine, theirs))
             sides, true_sides = (s.unflatten(1, (4, bins)).log_softmax(2) for s in (sides, true_sides))
@@ -45,26 +46,32 @@ def choose(model, reference, histograms, images, config, progress=iter):
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
     [B, 3, H, W] in 0..1, to correct the biases on (config.bias_correction) and to compare. progress: wraps the candidates, e.g.
-    tqdm. Returns ({method: divergence of those that were compared}, method, what `set_ranges` returns). Every process of a
-    torchrun calls it with the same images.
+    tqdm. Returns ({method: divergence of those that were compared}, method, raised_ranges). Every process of a torchrun calls it
+    with the same images.
     """
+    auto = config.calib_method == 'auto'
+    comparing = auto and is_plain_detector(model)
+    float_model = [(means, output[1]) for means, output in watch(reference, images)] if comparing or config.bias_correction else []
     biases = [m.bias for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None]
     before = [bias.detach().clone() for bias in biases]
+    calibrate_weights(model, config.weight_calib)
 
     def calibrate_by(method):
         for bias, value in zip(biases, before):
             bias.data.copy_(value)
-        raised = set_ranges(model, histograms, replace(config, calib_method=method))
+        set_activation_ranges(model, histograms, replace(config, calib_method=method))
         if config.bias_correction:
-            correct_biases(model, reference, images)
-        return raised
+            correct_biases(model, images, [means for means, _ in float_model])
 
-    if config.calib_method != 'auto' or not is_plain_detector(model):
-        method = CANDIDATES[0] if config.calib_method == 'auto' else config.calib_method
-        return {}, method, calibrate_by(method)
+    if not comparing:
+        method = CANDIDATES[0] if auto else config.calib_method
+        calibrate_by(method)
+        return {}, method, raised_ranges(model)
     found = {}
     for method in progress(CANDIDATES):
-        raised = calibrate_by(method)
-        found[method] = divergence(model, reference, images)
+        calibrate_by(method)
+        found[method] = divergence(model, images, [maps for _, maps in float_model])
     best = from_first(min(found, key=found.get))
-    return found, best, raised if best == CANDIDATES[-1] else calibrate_by(best)
+    if best != CANDIDATES[-1]:
+        calibrate_by(best)
+    return found, best, raised_ranges(model)

@@ -39,7 +39,7 @@ def parse_args(argv):
 
     c = QuantizeConfig
     p = verb('quantize', c, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint')
-    p.add_argument('--hyp', type=Path, default=Path('data/hyps/hyp.scratch-high.yaml'), help='augmentation for fine-tuning')
+    p.add_argument('--hyp', type=Path, default=c.hyp, help='fine-tune on images augmented as this file says; default: as they are')
     p.add_argument('--epochs', type=int, default=c.epochs, help='fine-tuning epochs; 0 = calibration only')
     p.add_argument('--iters', type=int, default=c.iters, help='fine-tuning steps per epoch, at most')
     p.add_argument('--lr', type=float, default=c.lr, help='highest learning rate of the fine-tuning')
@@ -53,7 +53,7 @@ def parse_args(argv):
     p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
     p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen: by least squared error, '
-                   'by that of another power, ...; auto: that of mse, l2.4 and l3 which keeps the detections best')
+                   'by that of another power, by what it does to the detections, ...; auto: that of mse, l2.4, l3 and fisher which keeps these best')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
     p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
                    help="range of a weight's output channel: its largest magnitude, or that of least squared error")
@@ -190,7 +190,7 @@ def quantize(config):
     """
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
-    if config.epochs:
+    if config.hyp:
         require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
     import shlex
@@ -211,11 +211,11 @@ def quantize(config):
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     if config.task_loss:
-        require_detector(model)
+        require_detector(model, '--task-loss')
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
-    hyp = load_hyp(config.hyp) if config.epochs else None
+    hyp = load_hyp(config.hyp) if config.hyp else None
     shard = rank(), world_size()
     loaders = {'val': val_loader(data, config, stride, shard=shard)}
     if config.val_split:

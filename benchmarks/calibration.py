@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from models.quantize import checkpoint
-from models.quantize.calibrate import Histogram, activation_amax, calibrate_weights, collect
+from models.quantize.calibrate import Histogram, calibrate_weights, collect, histogram_amax
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import tie_scales
@@ -81,7 +81,7 @@ def measure(args):
     """All figures, plain values: seconds, those of collection per image."""
     device = select_device(args.device)
     config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
-                            hyp=None, batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
+                            batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     batches = list(calibration_images(load_data(config.data, model.model[-1].nc), config, int(max(model.stride)), device))
@@ -108,8 +108,7 @@ def measure(args):
         'forward': {'float': float_time / images, 'ours': ours_time / images, 'stock': stock_time / images},
         'search': {}, 'weights': {}}
     for method in SEARCH:
-        config.calib_method = method
-        ours_time, _ = seconds(device, lambda: activation_amax(ours, config), 3)
+        ours_time, _ = seconds(device, lambda: histogram_amax(ours, method, config), 3)
         figures['search'][method] = {'ours': ours_time, 'stock': None}
         if method in STOCK:
             with on_cpu() if device.type == 'cpu' else nullcontext():

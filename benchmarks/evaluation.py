@@ -49,7 +49,7 @@ def measure(args):
     device = select_device(args.device)
     torch.backends.cudnn.allow_tf32 = False  # as qat.py
     config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
-                            hyp=None, batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images,
+                            batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images,
                             calib_method='mse')
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)

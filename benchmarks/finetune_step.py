@@ -111,7 +111,7 @@ def prepare(args, device, seed):
     quantized = deepcopy(teacher)
     quantize_model(quantized)
     tie_scales(quantized)
-    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), hyp=Path(), calib_method='mse'))
+    calibrate(quantized, [images], QuantizeConfig(weights=args.weights, data=Path(), calib_method='mse'))
     return images, teacher, quantized, supervised_layers(quantized, 1)
 
 

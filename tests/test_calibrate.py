@@ -258,7 +258,7 @@ def assert_ready(model):
 def test_every_quantizer_is_ready(model, method):
     before = state(model)
     calibrate(model, BATCHES, settings(calib_method=method))
-    assert {'auto', *SEARCH} == set(CALIB_METHODS)
+    assert {'auto', 'fisher', *SEARCH} == set(CALIB_METHODS)
     assert_ready(model)
     after = state(model)
     assert same({k: after[k] for k in before}, before), 'calibration changes no weight'

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from models.quantize.finetune import finetune, rate, supervised_layers
-from models.quantize.losses import relative_error
+from models.quantize.losses import TINY, relative_error
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.errors import QatError
@@ -193,13 +193,14 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
 
 def test_the_loss_keeps_what_autograd_would(demo):
     """The gradient of the squared error is bit for bit that of the formula; half precision only rounds it."""
-    student, teacher = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).unbind()
+    student, teacher = torch.randn(2, 4, 10, 100, generator=torch.Generator().manual_seed(0)).unbind()
     gradients = {}
     for dtype in (torch.float32, torch.bfloat16):
         s = student.to(dtype).requires_grad_()
         loss = relative_error([s], [teacher])
         gradients[dtype], = torch.autograd.grad(loss, s)
-        formula, = torch.autograd.grad((s.float() - teacher).square().sum() / teacher.square().sum(), s)
+        error, energy = ((x * x).flatten(1).sum(1) for x in (s.float() - teacher, teacher))
+        formula, = torch.autograd.grad((error / energy + TINY).sqrt().mean(), s)
         assert gradients[dtype].dtype == dtype
         assert torch.equal(gradients[dtype], formula) if dtype == torch.float32 else \
             torch.allclose(gradients[dtype], formula, rtol=0.01)
@@ -273,11 +274,21 @@ def test_fewer_layers_are_another_loss(demo):
 
 
 def test_relative_error_by_hand():
-    first = relative_error([torch.tensor([3.0, 3.0])], [torch.tensor([3.0, 4.0])])
-    targets = [torch.tensor([2.0]), torch.tensor([0.0])]
-    second = relative_error([torch.tensor([1.0]), torch.tensor([1.0])], targets)
-    assert first.item() == pytest.approx(1 / 25) and second.item() == pytest.approx(2 / 4)
-    assert relative_error(targets, targets) == 0
+    first = relative_error([torch.tensor([[3.0, 3.0]])], [torch.tensor([[3.0, 4.0]])])
+    targets = [torch.tensor([[2.0], [3.0]]), torch.tensor([[0.0], [4.0]])]  # two tensors of two images
+    second = relative_error([torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [2.0]])], targets)
+    assert first.item() == pytest.approx(1 / 5) and second.item() == pytest.approx(((2 / 4) ** 0.5 + 2 / 5) / 2)
+    assert relative_error(targets, targets) == pytest.approx(TINY ** 0.5), 'what keeps its gradient finite'
+
+
+def test_an_image_far_beyond_the_ranges_counts_as_one():
+    """However large its values are; in the squared error of the batch it would be all there is."""
+    teacher, error = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(0))
+    student = (teacher + 0.1 * error).requires_grad_()
+    large = torch.tensor([1000.0] + [1] * 7)[:, None]  # the first image; what is clipped leaves a tenth of it
+    relative_error([student * large], [teacher * large]).backward()
+    norms = student.grad.norm(dim=1)
+    assert norms.max() < 1.5 * norms.min()
 
 
 @pytest.mark.parametrize('amp', ['off', 'bf16'])
@@ -292,7 +303,7 @@ def test_a_student_without_quantizers_has_nothing_to_learn(demo):
     student = demo.quantized_model()
     with quantizers_off(student):
         [epoch] = finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1))
-    assert epoch.loss == 0
+    assert epoch.loss == pytest.approx(TINY ** 0.5)
 
 
 @pytest.mark.parametrize('share', [False, True])

@@ -56,6 +56,18 @@ def test_workers_change_no_image(demo):
     assert len(passes[0]) == 9 and same(passes[0], passes[1]) and same(passes[0], passes[2])
 
 
+def test_without_hyp_images_are_as_they_are(demo):
+    """Those of the calibration, each once, in an order of each epoch's own."""
+    images = training(demo, hyp=None)
+    plain = torch.cat(list(calibration_images(load_data(demo.data), settings(imgsz=64, calib_images=12), 32, CPU)))
+    orders = []
+    for epoch in (0, 1):
+        shown = torch.cat(epoch_of(images, epoch))
+        orders.append([next(i for i, p in enumerate(plain) if torch.equal(p, x)) for x in shown])
+        assert sorted(orders[-1]) == list(range(12))
+    assert orders[0] != orders[1]
+
+
 def test_an_epoch_does_not_depend_on_those_before(demo):
     images = training(demo)
     in_order = [list(images) for _ in range(3)]

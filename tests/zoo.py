@@ -120,7 +120,7 @@ def state(model):
 
 def settings(**changes):
     """A QuantizeConfig for tests; the files it names are not read."""
-    return QuantizeConfig(**{'weights': Path('w.pt'), 'data': Path('d.yaml'), 'hyp': Path('h.yaml'), 'workers': 0,
+    return QuantizeConfig(**{'weights': Path('w.pt'), 'data': Path('d.yaml'), 'workers': 0,
                              'batch_size': 4, 'imgsz': 128, 'calib_images': 8, 'amp': 'off', 'calib_method': 'mse',
                              **changes})
 

@@ -100,8 +100,8 @@ def calibrate_weights(model, method):
             quantizer.set_amax(weight_amax(module.weight, method))
 
 
-def activation_amax(histograms, config):
-    """The amax of each of `histograms` (name → Histogram), FP32 [Q]. Raises QatError naming those that cannot have one."""
+def require_values(histograms):
+    """Raise QatError naming those of `histograms` (name → Histogram) that can have no amax."""
     largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
     broken = [name for name, value in largest.items() if not value < float('inf')]
     if broken:
@@ -110,8 +110,12 @@ def activation_amax(histograms, config):
     if empty:
         raise QatError(f"calibration: {len(empty)} quantizer(s) saw no data or only zeros: {', '.join(empty[:5])}"
                        f"{' …' if len(empty) > 5 else ''}; use more or other images (--calib-images, train: in --data)")
+
+
+def histogram_amax(histograms, method, config):
+    """The amax of each of `histograms`, FP32 [Q]. method: a key of search.SEARCH. config: percentile."""
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
-    return (SEARCH[config.calib_method](counts, config) * bin_width(exponents)).float()
+    return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
 
 @torch.no_grad()
@@ -141,15 +145,11 @@ def observe(model, batches):
     return histograms
 
 
-def set_activation_ranges(model, histograms, config):
-    """Give every activation quantizer of `model` its amax, whether it had one before or not.
-
-    histograms: see `observe`. config: calib_method (but 'auto'), percentile. Raises QatError naming the quantizers that saw no
-    data, only zeros, or a value that is not finite.
-    """
+def set_ranges(model, ranges):
+    """Give quantizers of `model` an amax, whether they had one before or not. ranges: path → amax."""
     quantizers = dict(named_quantizers(model))
-    for name, amax in zip(histograms, activation_amax(histograms, config)):
-        quantizers[name].set_amax(amax)
+    for path, amax in ranges.items():
+        quantizers[path].set_amax(amax)
 
 
 def raised_ranges(model):
@@ -161,9 +161,11 @@ def raised_ranges(model):
 def calibrate(model, batches, config):
     """Every quantizer of `model` gets its amax, those of activations by what they see on `batches`; see `observe`.
 
-    config: as of `set_activation_ranges`, and weight_calib. Returns `raised_ranges`.
+    config: calib_method (a key of search.SEARCH), percentile, weight_calib. Returns `raised_ranges`. Raises QatError naming the
+    quantizers that saw no data, only zeros, or a value that is not finite.
     """
     histograms = observe(model, batches)
+    require_values(histograms)
     calibrate_weights(model, config.weight_calib)
-    set_activation_ranges(model, histograms, config)
+    set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))))
     return raised_ranges(model)

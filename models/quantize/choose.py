@@ -3,17 +3,16 @@
 No criterion for the range of a single tensor is best for all models: clipping large values helps one and harms the next. What
 counts is what becomes of the detections, and that can be measured on a few images, without labels.
 """
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
 from models.quantize.bias import correct_biases, watch
-from models.quantize.calibrate import calibrate_weights, raised_ranges, set_activation_ranges
-from models.quantize.losses import is_plain_detector
+from models.quantize.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
+from models.quantize.fisher import fisher_amax
+from models.quantize.losses import is_plain_detector, require_detector
 from utils.qat.distributed import from_first
 
-CANDIDATES = 'mse', 'l2.4', 'l3'
+CANDIDATES = 'mse', 'l2.4', 'l3', 'fisher'
 
 
 @torch.no_grad()
@@ -49,7 +48,10 @@ def choose(model, reference, histograms, images, config, progress=iter):
     tqdm. Returns ({method: divergence of those that were compared}, method, raised_ranges). Every process of a torchrun calls it
     with the same images.
     """
+    require_values(histograms)
     auto = config.calib_method == 'auto'
+    if config.calib_method == 'fisher':
+        require_detector(model, '--calib-method fisher')
     comparing = auto and is_plain_detector(model)
     float_model = [(means, output[1]) for means, output in watch(reference, images)] if comparing or config.bias_correction else []
     biases = [m.bias for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None]
@@ -59,7 +61,8 @@ def choose(model, reference, histograms, images, config, progress=iter):
     def calibrate_by(method):
         for bias, value in zip(biases, before):
             bias.data.copy_(value)
-        set_activation_ranges(model, histograms, replace(config, calib_method=method))
+        set_ranges(model, fisher_amax(model, histograms, images, config) if method == 'fisher' else
+                   dict(zip(histograms, histogram_amax(histograms, method, config))))
         if config.bias_correction:
             correct_biases(model, images, [means for means, _ in float_model])
 

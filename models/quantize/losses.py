@@ -7,28 +7,38 @@ from utils.loss_tal import ComputeLoss
 from utils.qat.errors import QatError
 
 
+TINY = 1e-8  # squared relative error, 80 dB below the teacher: keeps the root's gradient finite where student and teacher agree
+
+
+def _energy(x):
+    """[B, ...] → sum of squares of each image, [B]."""
+    return x.square().flatten(1).sum(1)
+
+
 class _SquaredError(torch.autograd.Function):
-    """sum((student - teacher)²) in FP32; keeps the difference for the backward pass in the precision of the student."""
+    """sum((student - teacher)²) of each image, FP32 [B]; keeps the difference for the backward pass in the student's precision."""
 
     @staticmethod
     def forward(ctx, student, teacher):
         difference = student.float() - teacher.float()
         ctx.save_for_backward(difference.to(student.dtype))
-        return difference.square().sum()
+        return _energy(difference)
 
     @staticmethod
     def backward(ctx, gradient):
         difference, = ctx.saved_tensors
-        return (difference.float() * (2 * gradient)).to(difference.dtype), None
+        gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
+        return (difference.float() * gradient).to(difference.dtype), None
 
 
 def relative_error(outputs, targets):
-    """|outputs - targets|² / |targets|² of one layer, a scalar: relative, so that no layer drowns the others.
+    """|outputs - targets| / |targets| of one layer, mean over the images, a scalar: relative, so that no layer drowns the others.
 
-    outputs, targets: the layer's tensors, of student and teacher.
+    The root, and image by image, because some images have values far beyond the calibrated ranges: what is clipped of these, and
+    cannot be learnt, would else be most of the loss. outputs, targets: the layer's tensors [B, ...], of student and teacher.
     """
     error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
-    return error / sum(t.float().square().sum() for t in targets).clamp(min=1e-12)
+    return (error / sum(_energy(t.float()) for t in targets).clamp(min=1e-12) + TINY).sqrt().mean()
 
 
 def is_plain_detector(model):
@@ -36,10 +46,10 @@ def is_plain_detector(model):
     return type(model.model[-1]).__name__ in ('Detect', 'DDetect')
 
 
-def require_detector(model):
-    """Raise QatError if LabelLoss knows no loss for `model`."""
+def require_detector(model, flag):
+    """Raise QatError, naming the `flag` that asks for it, if `model` is no plain detector."""
     if not is_plain_detector(model):
-        raise QatError("--task-loss: only for a plain detector (Detect, DDetect), and the model's head is "
+        raise QatError(f"{flag}: only for a plain detector (Detect, DDetect), and the model's head is "
                        f'{type(model.model[-1]).__name__}; leave it out')
 
 

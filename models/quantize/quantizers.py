@@ -30,6 +30,11 @@ absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every con
 logging.getLogger('absl').propagate = False
 
 
+def usable_scale(amax):
+    """amax, values >= 0 of any shape → the scales that it gets: FP32, the nearest FP16 numbers, see MIN_AMAX."""
+    return (amax.float().clamp(MIN_AMAX, MAX_AMAX) / QMAX).half().float()
+
+
 class Quantizer(TensorQuantizer):
     """Fake-quantize a tensor to INT8: per tensor (`axis=None`, activations) or per slice of `axis` (weights).
 
@@ -44,7 +49,7 @@ class Quantizer(TensorQuantizer):
     def set_amax(self, amax):
         """Take `amax` (tensor, shape [] or [C], values >= 0), rounded to the nearest whose scale is an FP16 number;
         values under MIN_AMAX are raised to it."""
-        amax = (amax.detach().float().clamp(MIN_AMAX, MAX_AMAX) / QMAX).half().float() * QMAX  # 11 bits times 7: exact in FP32
+        amax = usable_scale(amax.detach()) * QMAX  # 11 bits times 7: exact in FP32
         self.register_buffer('_amax', amax)
         self.register_buffer('_zero_point', torch.zeros_like(amax, dtype=torch.int32))
 
@@ -60,7 +65,7 @@ class Quantizer(TensorQuantizer):
 
     def _fake_quantize(self, inputs, scale, zero_point):
         if _without_gradient(inputs):
-            return _rounded(inputs, scale if self._axis is None else _along(self._axis, scale, inputs))
+            return rounded(inputs, scale if self._axis is None else _along(self._axis, scale, inputs))
         if self._axis is None:
             return torch.fake_quantize_per_tensor_affine(inputs, scale, zero_point, QMIN, QMAX)
         return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
@@ -91,8 +96,8 @@ def _without_gradient(inputs):
     return not (torch.is_grad_enabled() or torch.jit.is_tracing()) and inputs.device.type == 'cpu' and inputs.dtype == torch.float32
 
 
-def _rounded(inputs, scale):
-    """What the operators compute, in the order in which they do; scale: FP32, of a shape that broadcasts."""
+def rounded(inputs, scale):
+    """What the operators compute, in the order in which they do, without gradient; scale: FP32, of a shape that broadcasts."""
     return (inputs * scale.reciprocal()).round_().clamp_(QMIN, QMAX).mul_(scale)
 
 

@@ -16,9 +16,8 @@ from utils.qat.distributed import all_reduce, world_size
 
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
-# The loss is relative to the sum of squares of whole layers, so that gradients of single activations are near 1e-9; FP16
-# ends at 6e-8. On gelan-t the first steps overflow above 2^18.
-LOSS_SCALE, GROW_AFTER = 2.0 ** 16, 100  # the first, and after how many good steps it doubles
+# The loss is relative to whole layers, so that gradients of single activations are near 1e-8; FP16 ends at 6e-8.
+LOSS_SCALE, GROW_AFTER = 2.0 ** 13, 100  # the first, and after how many good steps it doubles
 LABELS, LOG2 = 'labels', 'log2 of the scales'  # the term of the loss and the parameter that belong to no layer
 SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from utils.qat.errors import QatError
 
-CALIB_METHODS = ('auto', 'mse', 'l2.4', 'l3', 'entropy', 'percentile', 'max')  # auto: the best of the first three
+CALIB_METHODS = ('auto', 'mse', 'l2.4', 'l3', 'fisher', 'entropy', 'percentile', 'max')  # auto: the best of the next four
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')
@@ -48,7 +48,7 @@ class QuantizeConfig:
     """`qat.py quantize`."""
     weights: Path
     data: Path
-    hyp: Path
+    hyp: Path = None  # augmentation of the images for fine-tuning; None = they are taken as they are
     device: str = ''
     batch_size: int = 10
     imgsz: int = 640
@@ -59,7 +59,7 @@ class QuantizeConfig:
     iters: int = 200  # fine-tuning steps per epoch, at most; an epoch ends with the training set
     seed: int = 57
     supervision_stride: int = 1  # compare every n-th layer with the float teacher
-    lr: float = 3e-5  # highest learning rate
+    lr: float = 1e-5  # highest learning rate
     amp: str = None  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; None = fp16 on a GPU, else off
     compile: bool = False  # fine-tune by replaying a CUDA graph
     task_loss: float = 0.0  # weight of the detection loss on the labels

@@ -100,7 +100,7 @@ class Seeded:
         random.seed(seed)
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        transform = self.dataset.albumentations.transform
+        transform = getattr(self.dataset.albumentations, 'transform', None)  # not where nothing is augmented
         if hasattr(transform, 'set_random_seed'):  # albumentations that keep a random state of their own
             transform.set_random_seed(seed)
         return self.dataset[index]
@@ -144,13 +144,13 @@ class TrainingImages(Images):
         return super().__iter__()
 
 
-def training_images(data, config, stride, device, hyp, shard=(0, 1)):
-    """Augmented training images in random order, for fine-tuning; with their labels if config.task_loss counts them. These must
-    exist in any case.
+def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
+    """Training images in random order, for fine-tuning; with their labels if config.task_loss counts them. These must exist in
+    any case.
 
-    An epoch's images follow from config.seed and its number, whatever the number of workers and the epochs before.
-    shard: (rank, ranks), see EpochBatches.
+    hyp: how they are augmented, see data.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
+    config.seed and its number, whatever the number of workers and the epochs before. shard: (rank, ranks), see EpochBatches.
     """
-    dataset = open_dataset(data, 'train', config, stride, augment=True, hyp=hyp)
+    dataset = open_dataset(data, 'train', config, stride, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)

@@ -24,13 +24,13 @@ def resumed(folder, given):
         other = ', '.join(sorted(settings.keys() ^ kinds.keys()))
         raise QatError(f'--resume {folder}: started by another version of this toolkit (settings that differ: {other}); '
                        'start the run again')
-    config = QuantizeConfig(**{k: Path(v) if kinds[k] is Path else v for k, v in settings.items()})
+    config = QuantizeConfig(**{k: Path(v) if v and kinds[k] is Path else v for k, v in settings.items()})
     contradictions = [f"--{'no-' * (v is False)}{k.replace('_', '-')} contradicts the run, whose {k} is {getattr(config, k)}"
                       for k, v in given.items() if k not in FREE and v != getattr(config, k)]
     if contradictions:
         raise QatError(f"--resume {folder}: {'; '.join(contradictions)}; besides it only --device and --workers may be given")
     _check_progress(folder, report)
-    for path in (config.weights, config.data, config.hyp):
+    for path in filter(None, (config.weights, config.data, config.hyp)):
         if not path.is_file():
             raise QatError(f'--resume {folder}: the run was started with {path}, which is not there; put it back, or run this '
                            'command in the folder where the run was started')

@@ -1,12 +1,9 @@
-"""What each quantizer does to the outputs: for all of them at once, by one backward pass, and for some of them measured.
+"""What the quantization of each place does to the detections: for all places at once, by one backward pass an image.
 
-To second order the divergence of the outputs (see `choose.divergence`) is half the square of what rounding moves them by, in the
-metric of their Fisher information. With a random vector v whose covariance is that information, the mean over v of
-(v · J δ)² is that square, and one backward pass from v gives v · J δ for the rounding errors δ of every place where something
-is quantized. Each image draws a v of its own, so that n images estimate a figure to sqrt(2 / n) of itself; the figures of units
-made of several places follow by adding, before they are squared.
-Sources: Hutchinson's trace estimator; Martens, "New Insights and Perspectives on the Natural Gradient Method"
-(arXiv:1412.1193), section 5: the Fisher information as the metric of outputs.
+Rounding moves what a place computes by δ, and the outputs by J δ. With a probe v of the outputs (see fisher.py) the backward pass
+gives v · J δ for every place, and half the mean square of these is the divergence that this place alone causes, to second order. Each
+image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. Places that are kept in float together are
+added before they are squared. Where δ is not small, or one place's rounding changes another's, only measuring tells.
 """
 import contextlib
 from copy import deepcopy
@@ -14,7 +11,7 @@ from copy import deepcopy
 import torch
 
 from models.quantize.blocks import QuantConv2d, Twin
-from models.quantize.losses import is_plain_detector
+from models.quantize.fisher import AT_ONCE, backward
 from models.quantize.quantizers import Quantizer, quantizers_off
 
 
@@ -26,37 +23,6 @@ def untied(model):
             if isinstance(child, Quantizer):
                 module._modules[name] = deepcopy(child)
     return model
-
-
-def probe(maps, model, generator):
-    """(v, weight): for each of the head's raw maps [B, C, H, W] a random v whose covariance is their Fisher information, and the
-    sum that the divergence is relative to.
-
-    Of a plain detector, as `choose.divergence` weighs it: classes are independent Bernoulli variables, the distance to a side is
-    a category. Of any other model v · δ is relative to the maps' own energy, so that the square is the relative squared error.
-    """
-    def signs(shape):
-        return torch.randint(2, shape, generator=generator).mul_(2).sub_(1).to(maps[0].device)
-
-    if not is_plain_detector(model):
-        return [signs(m.shape).to(m) for m in maps], sum(m.square().sum() for m in maps) / 2
-    bins, vectors, weights = model.model[-1].reg_max, [], 0.0
-    for raw in maps:
-        sides, scores = raw.split((4 * bins, raw.shape[1] - 4 * bins), 1)
-        scores, sides = scores.sigmoid(), sides.unflatten(1, (4, bins)).softmax(2)
-        weight = scores.amax(1)[:, None]  # [B, 1, H, W]
-        drawn = _draw(sides, generator)
-        of_sides = (drawn - sides) * (weight / 4).sqrt()[:, :, None] * signs((len(raw), 4, 1, *raw.shape[2:]))
-        vectors.append(torch.cat((of_sides.flatten(1, 2), (scores * (1 - scores)).sqrt() * signs(scores.shape)), 1))
-        weights += weight.sum()
-    return vectors, weights
-
-
-def _draw(chances, generator):
-    """One-hot draws along axis 2 of `chances` [B, 4, bins, H, W], which add up to 1 there."""
-    uniform = torch.rand(chances[:, :, :1].shape, generator=generator).to(chances)
-    index = (chances.cumsum(2) < uniform).sum(2, keepdim=True).clamp_(max=chances.shape[2] - 1)
-    return torch.zeros_like(chances).scatter_(2, index, 1.0)
 
 
 class Sensitivity:
@@ -73,14 +39,12 @@ class Sensitivity:
 
     def see(self, images):
         """images: FP32 [B, 3, H, W] in 0..1. One forward and one backward pass of the float model."""
-        found = {path: torch.zeros(len(images), dtype=torch.float64, device=images.device) for path in self.projections}
-        with self._places(found), quantizers_off(self.model), torch.enable_grad():
-            maps = self.model(images.requires_grad_())[1]
-            vectors, weight = probe([m.detach() for m in maps], self.model, self.generator)
-            torch.autograd.backward(maps, vectors, inputs=[images])
-        self.weight += weight.item()
-        for path, values in found.items():
-            self.projections[path].append(values)
+        for part in images.split(AT_ONCE):
+            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.projections}
+            with self._places(found), quantizers_off(self.model):
+                self.weight += backward(self.model, part, self.generator).item()
+            for path, values in found.items():
+                self.projections[path].append(values)
 
     @contextlib.contextmanager
     def _places(self, found):

@@ -101,7 +101,7 @@ def main(argv=None):
             loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
         half = config.half or config.trt == 11 and quant is not None
         done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace, half,
-                           config.fp32_scales)
+                           config.fp32_scales, quant['recipe'].get('kept_float', ()) if quant else ())
     LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}) -> {path}\n"
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}] -> output0, "
                 f'opset {done.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'

@@ -1,6 +1,7 @@
 """Quantize a trained YOLOv9 detector to INT8 and evaluate the result.
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
+    python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
     python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
 
 `torchrun --nproc_per_node N qat.py ...` does the same on N GPUs: the first process writes and talks, all compute.
@@ -9,86 +10,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from utils.qat.config import ADD_POLICIES, AMP, CALIB_METHODS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig, QuantizeConfig
+from utils.qat.arguments import parse_args
+from utils.qat.config import EvalConfig, SensitiveConfig
 from utils.qat.distributed import describe, from_first, is_first, join, leave, on_first, rank, select_device, world_size
-from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
-from utils.qat.resume import resumed
-
-COMPARED = 32  # calibration images that biases are corrected on, and calibrations compared
-
-
-def parse_args(argv):
-    """Command line → QuantizeConfig or EvalConfig."""
-    parser = Parser(description=__doc__.splitlines()[0])
-    verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
-
-    def verb(name, config, help):
-        p = verbs.add_parser(name, help=help, description=help)
-        p.set_defaults(config=config)
-        p.add_argument('--weights', type=Path, required=name == 'eval', help='checkpoint (.pt)' + ', or .onnx' * (name == 'eval'))
-        p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
-        p.add_argument('--device', default=config.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-        p.add_argument('--batch-size', type=int, default=config.batch_size, help='images per batch, of each process')
-        p.add_argument('--imgsz', '--img', '--img-size', type=int, default=config.imgsz, help='image size in pixels')
-        p.add_argument('--workers', type=int, default=config.workers, help='data loading processes, of each process')
-        p.add_argument('--project', type=Path, default=config.project, help='results go to PROJECT/NAME')
-        p.add_argument('--name', default=config.name, help='results go to PROJECT/NAME')
-        p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
-        return p
-
-    c = QuantizeConfig
-    p = verb('quantize', c, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint')
-    p.add_argument('--hyp', type=Path, default=c.hyp, help='fine-tune on images augmented as this file says; default: as they are')
-    p.add_argument('--epochs', type=int, default=c.epochs, help='fine-tuning epochs; 0 = calibration only')
-    p.add_argument('--iters', type=int, default=c.iters, help='fine-tuning steps per epoch, at most')
-    p.add_argument('--lr', type=float, default=c.lr, help='highest learning rate of the fine-tuning')
-    p.add_argument('--amp', choices=AMP, default=c.amp, help='precision of the fine-tuning: FP32 (off), or autocast; default: fp16 on a '
-                                                               'GPU, which it needs, else off')
-    p.add_argument('--compile', action='store_true', help='fine-tune by replaying a CUDA graph; needs a GPU')
-    p.add_argument('--task-loss', type=float, default=c.task_loss, metavar='W',
-                   help='add W times the detection loss on the labels to the loss of the fine-tuning; not with --compile')
-    p.add_argument('--learn-scales', action='store_true', help='scales of activations learn with the weights')
-    p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
-    p.add_argument('--supervision-stride', type=int, default=c.supervision_stride, help='compare every n-th layer with the float model')
-    p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
-    p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen: by least squared error, '
-                   'by that of another power, by what it does to the detections, ...; auto: that of mse, l2.4, l3 and fisher which keeps these best')
-    p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
-    p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
-                   help="range of a weight's output channel: its largest magnitude, or that of least squared error")
-    p.add_argument('--no-bias-correction', dest='bias_correction', action='store_false',
-                   help="leave the biases as they are: do not move them by what quantization moved the mean of a channel's outputs")
-    p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
-                   help='tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do')
-    p.add_argument('--add-policy', choices=ADD_POLICIES, default=c.add_policy,
-                   help='residual Add: quantize both addends, or only the shortcut')
-    p.add_argument('--dry-run', action='store_true', help='print what would be quantized, what shares a scale and what stays '
-                                                          'float, and stop; needs only --weights')
-    p.add_argument('--no-eval-origin', dest='eval_origin', action='store_false', help='do not evaluate the float model')
-    p.add_argument('--no-eval-ptq', dest='eval_ptq', action='store_false', help='do not evaluate the calibrated model')
-    p.add_argument('--val-split', type=float, default=c.val_split, help='share of the training images to hold out of training and '
-                                                                        'choose the best epoch on, such as 0.1; default: on val')
-    p.add_argument('--resume', type=Path, metavar='FOLDER', help='go on with the interrupted run in FOLDER, with its settings')
-    quantizing = p
-
-    c = EvalConfig
-    p = verb('eval', c, 'evaluate a quantized checkpoint or an ONNX file')
-    p.add_argument('--conf-thres', type=float, default=c.conf_thres, help='lowest score that counts')
-    p.add_argument('--iou-thres', type=float, default=c.iou_thres, help='IoU above which NMS drops a box')
-    p.add_argument('--square', action='store_true', help='letterbox to IMGSZ x IMGSZ, as a deployed model sees images '
-                                                         '(always so for .onnx); default: rectangles, as val.py')
-
-    args = vars(parser.parse_args(argv))
-    if args.get('resume'):
-        quantizing.set_defaults(**dict.fromkeys(args))  # None, for a second look: which options were typed?
-        typed = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k not in ('verb', 'resume')}
-        return resumed(args['resume'], typed)
-    if args['weights'] is None:
-        quantizing.error('the following arguments are required: --weights')
-    config = args.pop('config')
-    del args['verb']
-    return config(**args)
 
 
 def choose_precision(config, device):
@@ -111,60 +37,46 @@ def new_folder(config):
     return folder
 
 
-def prepare(model, config):
-    """Quantize `model` in place as `config` says, not calibrated yet; returns (Conversion, groups that share a scale)."""
-    from models.quantize.convert import quantize_model
-    from models.quantize.scales import shared_scales, tie_scales
-    conversion = quantize_model(model, config.add_policy)
-    if conversion.unknown:
-        unknown = ', '.join(f'{path} ({name})' for path, name in conversion.unknown.items())
-        LOGGER.warning(f'not known to this toolkit: {unknown}; their convolutions are quantized, their other operations are '
-                       'not looked at: export, then check with scripts/audit_onnx.py')
-    if config.scale_policy == 'tied':
-        tie_scales(model)
-    groups = shared_scales(model)
-    LOGGER.info(f'{conversion.summary()}\n{sum(map(len, groups))} activation quantizers, {len(groups)} scales ({config.scale_policy})')
-    return conversion, groups
-
-
 def dry_run(config):
     """Print the plan of `quantize`; computes one blank image, writes nothing."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
 
     from models.quantize import checkpoint
+    from models.quantize.ptq import Choice, prepare
     from utils.qat.report import plan
 
     with quiet_upstream():
         model = checkpoint.load_float(config.weights)
     layers = [(m.i, type(m).__name__) for m in model.model]
-    conversion, groups = prepare(model, config)
+    conversion, groups = prepare(model, config, Choice.of(model, config, checkpoint.sha256(config.weights)).paths)
     LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
 
 
-def calibrate_run(run, images, config):
-    """PTQ: score the float model, calibrate a quantized copy of it on `images`, save and score that."""
+def calibrate_run(run, images, config, choice):
+    """PTQ: score the float model, calibrate a quantized copy of it on `images`, save and score that.
+
+    choice: what stays in float, see ptq.Choice; more of it where config.max_drop asks for a budget.
+    """
     import time
-    from copy import deepcopy
 
-    from models.quantize.calibrate import observe
-    from models.quantize.choose import choose
-    from utils.qat.loaders import few
+    from models.quantize.ptq import calibrated, within_budget
 
-    if config.eval_origin:
+    if config.eval_origin or config.max_drop is not None:
         run.report['origin'] = run.score_float('float')
     start = time.perf_counter()
-    model = deepcopy(run.model)
-    prepare(model, config)
-    histograms = observe(model, bar(images, 'calibrating'))
-    found, method, raised = choose(model, run.model, histograms, list(few(images, COMPARED, config)), config,
-                                   lambda methods: bar(methods, 'comparing calibrations'))
-    for layer, channels in raised.items():
-        LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    run.report['calibration'] = {'method': method, 'divergence': found}
-    compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
-    LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}"
-                f"{f' (divergence of the detections: {compared})' if found else ''}, weights {config.weight_calib}"
-                f"{', biases corrected' if config.bias_correction else ''} ({run.timed('calibrate', start):.1f} s)")
+
+    def attempt(choice):
+        model, found = calibrated(run.model, images, config, bar, choice.paths)
+        lost = 100 * (run.report['origin']['ap'] - run.score_now(model, 'trial')['ap'])
+        LOGGER.info(f'{lost:.2f} points lost, at most {config.max_drop} allowed')
+        return lost, (model, found)
+
+    if config.max_drop is None:
+        model, found = calibrated(run.model, images, config, bar, choice.paths)
+    else:
+        choice, (model, found) = within_budget(choice, config.max_drop, attempt)
+    run.report['calibration'], run.report['kept_float'] = found, choice.paths
+    LOGGER.info(f"calibration took {run.timed('calibrate', start):.1f} s")
     run.calibrated(model, config.eval_ptq)
 
 
@@ -199,6 +111,7 @@ def quantize(config):
     import torch
     from models.quantize import checkpoint
     from models.quantize.losses import require_detector
+    from models.quantize.ptq import Choice
     from models.quantize.run import Run
     from utils.general import check_img_size, init_seeds
     from utils.qat.data import load_data, load_hyp
@@ -212,6 +125,7 @@ def quantize(config):
         model = checkpoint.load_float(config.weights, device)
     if config.task_loss:
         require_detector(model, '--task-loss')
+    choice = None if config.resume else Choice.of(model, config, checkpoint.sha256(config.weights))
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
@@ -234,7 +148,7 @@ def quantize(config):
     LOGGER.info(f'device {describe(device)}, results in {folder}')
 
     if not run.report['ptq']:
-        calibrate_run(run, calibration, config)
+        calibrate_run(run, calibration, config, choice)
     if config.epochs:
         with resumable(f'python qat.py quantize --resume {shlex.quote(str(folder))}'):
             finetune_run(run, training, config)
@@ -246,6 +160,59 @@ def quantize(config):
         LOGGER.info(f"note: the calibrated model scores higher than every epoch: {folder / report['ptq']['file']}")
     LOGGER.info(f'\n{run_table(report)}\n\nreport  {folder / "report.json"}\nweights {final}\n'
                 f'next: python export_qat.py --weights {final} --include onnx --imgsz {config.imgsz}')
+
+
+def sensitive(config):
+    """What the INT8 of each part costs: one calibrated model, each unit alone in INT8, and all but each."""
+    require_file(config.weights, '--weights', ('.pt', '.pth'))
+    require_file(config.data, '--data', ('.yaml', '.yml'))
+
+    import time
+
+    import torch
+    from models.quantize import checkpoint
+    from models.quantize.losses import require_detector
+    from models.quantize.ptq import calibrated
+    from models.quantize.sensitivity import analyse
+    from utils.general import check_img_size, init_seeds
+    from utils.qat.data import load_data
+    from utils.qat.loaders import calibration_images, val_loader
+    from utils.qat.plots import plot_sensitivity
+    from utils.qat.report import write_json
+    from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
+
+    start = time.perf_counter()
+    device = select_device(config.device)
+    join(device)
+    with quiet_upstream():
+        reference = checkpoint.load_float(config.weights, device)
+    require_detector(reference, 'sensitive')
+    stride = int(max(reference.stride))
+    config.imgsz = check_img_size(config.imgsz, stride)
+    data = load_data(config.data, reference.model[-1].nc)
+    shard = rank(), world_size()
+    calibration = calibration_images(data, config, stride, device, shard)
+    loader = val_loader(data, config, stride, square=True, limit=config.num_image or None, shard=shard)
+
+    init_seeds(config.seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    folder = new_folder(config)
+    on_first(log_to)(folder / 'log.txt')
+    LOGGER.info(f'device {describe(device)}, results in {folder}')
+    model, calibration = calibrated(reference, calibration, config, bar)
+    times = {'calibrate': time.perf_counter() - start}
+    found = analyse(model, reference, loader, data.names, config, bar, times)
+    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': checkpoint.sha256(config.weights),
+               'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device),
+               'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
+    times['all'] = time.perf_counter() - start
+    on_first(write_json)(folder / FILE, summary)
+    on_first(write_markdown)(folder / 'sensitivity.md', summary)
+    on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
+    LOGGER.info(f'\n{summary_table(summary, 10)}\n\n' + '  '.join(f'{k} {v:.1f} s' for k, v in times.items())
+                + f'\nsummary {folder / FILE}\nnext: python qat.py quantize --weights {config.weights} --data {config.data} '
+                  f'--imgsz {config.imgsz} --sensitive {folder / FILE} --max-drop 0.2')
 
 
 def eval_(config):
@@ -293,10 +260,12 @@ def eval_(config):
 
 
 def main(argv=None):
-    config = parse_args(argv)
+    config = parse_args(argv, __doc__.splitlines()[0])
     with explain_out_of_memory(config.batch_size):
         if isinstance(config, EvalConfig):
             eval_(config)
+        elif isinstance(config, SensitiveConfig):
+            sensitive(config)
         else:
             (dry_run if config.dry_run else quantize)(config)
     leave()

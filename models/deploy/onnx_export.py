@@ -106,12 +106,12 @@ def rounding_noise(model, images, theirs, last_bits):
 
 @torch.no_grad()
 def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
-                fp32_scales=False):
+                fp32_scales=False, kept_float=()):
     """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], both FP32.
 
     imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
     `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
-    and what is written is made of that graph. Returns Exported.
+    and what is written is made of that graph. kept_float: paths of blocks that are float by choice, noted in the metadata. Returns Exported.
     Raises QatError, and leaves no file, if ONNX's checker rejects the graph or ONNX Runtime does not agree with PyTorch.
     """
     traced = prepare(model, inplace)
@@ -131,7 +131,8 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         images = test_images(2 if dynamic else batch, imgsz)
         theirs = traced(images.to(device)).cpu()
         onnx_passes.set_output_shape(graph, 'batch' if dynamic else batch, *theirs.shape[1:])
-        onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names)
+        onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names,
+                                **{'kept_float': list(kept_float)} if kept_float else {})
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 

@@ -15,6 +15,25 @@ from utils.qat.distributed import from_first
 CANDIDATES = 'mse', 'l2.4', 'l3', 'fisher'
 
 
+def divergence_sums(maps, references, bins):
+    """(divergence, places with an object), summed over all images and places: see `divergence`. FP64 scalars.
+
+    maps, references: raw maps [B, 4 bins + classes, H, W] of a plain detector's head, and of the float model's.
+    """
+    total, weights = 0.0, 0.0
+    for mine, theirs in zip(maps, references):
+        (sides, scores), (true_sides, true_scores) = (
+            raw.double().split((4 * bins, raw.shape[1] - 4 * bins), 1) for raw in (mine, theirs))
+        sides, true_sides = (s.unflatten(1, (4, bins)).log_softmax(2) for s in (sides, true_sides))
+        wanted = true_scores.sigmoid()
+        weight = wanted.amax(1)  # [B, H, W]
+        total = total + F.binary_cross_entropy_with_logits(scores, wanted, reduction='sum')
+        total = total - F.binary_cross_entropy_with_logits(true_scores, wanted, reduction='sum')
+        total = total + (F.kl_div(sides, true_sides, reduction='none', log_target=True).sum(2).mean(1) * weight).sum()
+        weights = weights + weight.sum()
+    return total, weights
+
+
 @torch.no_grad()
 def divergence(model, batches, references):
     """How far the detections of `model` are from a float model's, at least 0; plain detectors (losses.is_plain_detector).
@@ -24,18 +43,8 @@ def divergence(model, batches, references):
     weighted by the float model's best score at that place; over the sum of these best scores, which is near the number of
     places with an object.
     """
-    bins, total, weights = model.model[-1].reg_max, 0.0, 0.0
-    for images, maps in zip(batches, references):
-        for mine, theirs in zip(model.eval()(images)[1], maps):
-            (sides, scores), (true_sides, true_scores) = (
-                raw.double().split((4 * bins, raw.shape[1] - 4 * bins), 1) for raw in (mine, theirs))
-            sides, true_sides = (s.unflatten(1, (4, bins)).log_softmax(2) for s in (sides, true_sides))
-            wanted = true_scores.sigmoid()
-            weight = wanted.amax(1)  # [B, H, W]
-            total += F.binary_cross_entropy_with_logits(scores, wanted, reduction='sum')
-            total -= F.binary_cross_entropy_with_logits(true_scores, wanted, reduction='sum')
-            total += (F.kl_div(sides, true_sides, reduction='none', log_target=True).sum(2).mean(1) * weight).sum()
-            weights += weight.sum()
+    head = model.eval().model[-1]
+    total, weights = map(sum, zip(*(divergence_sums(model(images)[1], maps, head.reg_max) for images, maps in zip(batches, references))))
     return (total / weights).item()
 
 

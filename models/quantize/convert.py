@@ -16,6 +16,9 @@ REVIEWED = {
 }
 
 
+CHOSEN = 'by choice'  # why a block stays in float that could be INT8
+
+
 @dataclass
 class Conversion:
     """What `quantize_model` did: layer path → kind of twin, layer path → reason to stay float, and path → class of
@@ -27,7 +30,7 @@ class Conversion:
     def summary(self):
         kinds = list(self.swapped.values())
         counts = ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds)))
-        return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} convolutions stay float'
+        return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} stay float'
 
 
 def float_convs(model):
@@ -56,13 +59,20 @@ def unknown_modules(model):
             and any(isinstance(inner, nn.Conv2d) for inner in m.modules())}
 
 
-def quantize_model(model, add_policy='both'):
+def find_twins(model):
+    """{path: class} of the blocks of a fused float model that `quantize_model` swaps, in the order of the network."""
+    kept = float_convs(model)
+    return {path: type(m).__name__ for path, m in model.named_modules()
+            if type(m) in TWINS and TWINS[type(m)].suits(m) and path not in kept}
+
+
+def quantize_model(model, add_policy='both', keep_float=()):
     """Swap the blocks of a fused float model for their quantized twins, in place; returns a Conversion.
 
     Blocks inside blocks are swapped too (a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks do not).
-    add_policy: see blocks.QuantResidual.
+    add_policy: see blocks.QuantResidual. keep_float: paths of blocks that are not swapped, of `find_twins`.
     """
-    done = Conversion(kept_float=float_convs(model), unknown=unknown_modules(model))
+    done = Conversion(kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model))
 
     def visit(parent, prefix):
         for name, child in list(parent.named_children()):

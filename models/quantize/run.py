@@ -54,7 +54,7 @@ class Run:
             return
         self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(self.device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
-                       'calibration': None, 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
+                       'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
         self.write()
         on_first(self.state.unlink)(missing_ok=True)  # of an earlier run in this folder
@@ -89,6 +89,10 @@ class Run:
         """Metrics of the float model on `images`, 'val' or 'held out' (default: `chosen_on`), as plain values."""
         return self._score(TorchModel(self.model), what, images).plain()
 
+    def score_now(self, model, what):
+        """Metrics of a quantized model as it is, not saved: a trial."""
+        return self._score(TorchModel(model), what, None).plain()
+
     def score(self, file, what, images=None):
         """Metrics of the quantized model in `file`, as `score_float`, and the SQNR of its head's outputs."""
         compared = ComparedModel(self._load(file)[0], self.model)
@@ -117,7 +121,8 @@ class Run:
         name: file name with {score}; until the score is known the file is hidden.
         """
         unscored = self.weights / '.unscored.pt'
-        on_first(checkpoint.save_quantized)(unscored, model, self.report['settings'], self.source)
+        recipe = {**self.report['settings'], 'kept_float': self.report['kept_float']}
+        on_first(checkpoint.save_quantized)(unscored, model, recipe, self.source)
         metrics = self.score(unscored, what) if evaluating else None
         final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
         on_first(os.replace)(unscored, final)

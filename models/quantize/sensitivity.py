@@ -1,58 +1,75 @@
-"""What the quantization of each place does to the detections: for all places at once, by one backward pass an image.
+"""What the INT8 of each unit of a network costs: estimated for all of them at once, and measured for some.
 
-Rounding moves what a place computes by δ, and the outputs by J δ. With a probe v of the outputs (see fisher.py) the backward pass
-gives v · J δ for every place, and half the mean square of these is the divergence that this place alone causes, to second order. Each
-image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. Places that are kept in float together are
-added before they are squared. Where δ is not small, or one place's rounding changes another's, only measuring tells.
+Rounding moves what a place computes by δ, and the outputs by J δ. With a probe v of the outputs (see fisher.py) one backward pass
+gives v · J δ for every place, and half the mean square of these is the divergence that this place alone causes, to second order.
+Each image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. The places of a unit are added before
+they are squared. Where δ is large, or one rounding changes another, only measuring tells: see measure.py.
 """
 import contextlib
-from copy import deepcopy
+import time
 
 import torch
 
 from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.fisher import AT_ONCE, backward
-from models.quantize.quantizers import Quantizer, quantizers_off
+from models.quantize.measure import Forms, measure
+from models.quantize.quantizers import quantizers_off
+from models.quantize.units import find_units, within
+from utils.qat.distributed import all_reduce, rank, world_size
+from utils.qat.evaluate import prepared
+
+MEASURED = 10  # units, the worst by the estimate
 
 
-def untied(model):
-    """A copy of the quantized `model` in which every place has a quantizer of its own, with the range that it shared."""
-    model = deepcopy(model)
-    for module in model.modules():
-        for name, child in module._modules.items():
-            if isinstance(child, Quantizer):
-                module._modules[name] = deepcopy(child)
-    return model
+class Estimate:
+    """The divergence if only a unit is quantized, and if all but this one are; feed it images with `see`, then ask `result`.
 
-
-class Sensitivity:
-    """Estimates for a calibrated `model`, whose biases are those of the float model: feed it images, then ask for units.
-
-    Biases that were corrected for one quantization are wrong for all others, the float model among them.
+    forms: of the calibrated model, see measure.Forms; all in float. units: see units.find_units. correcting: the biases of a
+    quantized convolution take back what it moved the mean of its outputs by.
     """
 
-    def __init__(self, model, seed=0):
-        self.model = untied(model).eval().requires_grad_(False)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.projections = {path: [] for path, m in self.model.named_modules() if isinstance(m, Twin)}  # v · J δ, [B] per batch
-        self.weight = 0.0
+    def __init__(self, forms, units, correcting, seed):
+        self.forms, self.units, self.correcting, self.seed = forms, units, correcting, seed
+        self.model = forms.model
+        device = next(self.model.parameters()).device
+        self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)  # of the squares: only, all but
+        self.weight = torch.zeros((), dtype=torch.float64, device=device)
+        twins = [path for paths in units.values() for path in paths]
+        self.shifts = {path: torch.zeros(m.out_channels, dtype=torch.float64, device=device) for path, m in self.model.named_modules()
+                       if path in twins and isinstance(m, QuantConv2d)}  # of the mean of the outputs, sums over the images
+        self.images = torch.zeros((), dtype=torch.float64, device=device)
 
-    def see(self, images):
-        """images: FP32 [B, 3, H, W] in 0..1. One forward and one backward pass of the float model."""
+    def see(self, images, number):
+        """images: FP32 [B, 3, H, W] in 0..1, the batch `number` of all. One forward and one backward pass of the float model."""
+        generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2 ** 63)
         for part in images.split(AT_ONCE):
-            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.projections}
+            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self._twins()}
             with self._places(found), quantizers_off(self.model):
-                self.weight += backward(self.model, part, self.generator).item()
-            for path, values in found.items():
-                self.projections[path].append(values)
+                self.weight += backward(self.model, part, generator)
+            of_units = torch.stack([sum(found[path] for path in twins) for twins in self.units.values()])  # [units, B]
+            self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
+            self.images += len(part)
+
+    def _twins(self):
+        return [path for paths in self.units.values() for path in paths]
 
     @contextlib.contextmanager
     def _places(self, found):
-        """Context: the backward pass adds the share of each twin's roundings to `found`."""
+        """Context: the backward pass adds to `found` the share of the roundings of each twin."""
         def note(path, tensor, error):
             def add(gradient):
                 found[path] += (gradient * error).flatten(1).sum(1, dtype=torch.float64)
             tensor.register_hook(add)
+
+        def of_conv(path):
+            @torch.no_grad()
+            def hook(conv, inputs, output):
+                quantized = conv.input_quantizer._quant_forward(inputs[0]), conv.weight_quantizer._quant_forward(conv.weight)
+                error = conv._conv_forward(*quantized, conv.bias) - output
+                mean = error.mean((0, 2, 3))
+                self.shifts[path] += mean * len(output)
+                note(path, output, error - mean[:, None, None] if self.correcting else error)
+            return hook
 
         def of_input(path):
             def hook(quantizer, inputs, output):
@@ -63,37 +80,91 @@ class Sensitivity:
                 return output
             return hook
 
-        def of_weight(path):
-            def hook(conv, inputs, output):
-                with torch.no_grad():
-                    error = conv._conv_forward(inputs[0], conv.weight_quantizer._quant_forward(conv.weight) - conv.weight, None)
-                note(path, output, error)
-            return hook
-
-        handles = []
-        for path, twin in self.model.named_modules():
-            if not isinstance(twin, Twin):
-                continue
-            for name in twin.quantizer_names:
-                quantizer = getattr(twin, name)
-                if quantizer._axis is None:
-                    handles.append(quantizer.register_forward_hook(of_input(path)))
+        hooks = []
+        for path in self._twins():
+            twin = self.model.get_submodule(path)
             if isinstance(twin, QuantConv2d):
-                handles.append(twin.register_forward_hook(of_weight(path)))
+                hooks.append(twin.register_forward_hook(of_conv(path)))
+            else:
+                hooks += [getattr(twin, name).register_forward_hook(of_input(path)) for name in twin.quantizer_names]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
 
-    def distortion(self, twins):
-        """Estimated divergence if only these places (paths of twins) are quantized."""
-        return self._divergence(sum(torch.cat(self.projections[path]) for path in twins))
+    def result(self):
+        """({unit: (only, all but)}, {path of a convolution: shift of the mean of its outputs, [C]}). Of all processes of a torchrun."""
+        sums, weight, images = (all_reduce(x.clone()) for x in (self.sums, self.weight, self.images))
+        values = (sums / 2 / weight).t().tolist()
+        return dict(zip(self.units, values)), {path: all_reduce(s.clone()) / images for path, s in self.shifts.items()}
 
-    def without(self, twins):
-        """Estimated divergence if all but these are."""
-        rest = self.projections.keys() - set(twins)
-        return self._divergence(sum(torch.cat(self.projections[path]) for path in sorted(rest)))
 
-    def _divergence(self, projections):
-        return (projections.square().sum() / 2 / self.weight).item()
+def unit_costs(model, units, imgsz):
+    """{unit: (FLOPs of its convolutions for an image of imgsz x imgsz, 2 per multiply-add; parameters)}, and under '' those of all
+    convolutions of the model."""
+    flops = {}
+
+    def note(path):
+        return lambda conv, inputs, output: flops.__setitem__(path, 2 * output[0].numel() * conv.weight[0].numel())
+
+    convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
+    hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
+    parameter = next(model.parameters())
+    with torch.no_grad(), quantizers_off(model):
+        model.eval()(torch.zeros(1, 3, imgsz, imgsz, device=parameter.device))
+    for hook in hooks:
+        hook.remove()
+
+    def total(paths):
+        return sum(flops[p] for p in paths), sum(x.numel() for p in paths for x in convs[p].parameters(recurse=False))
+
+    return {'': total(convs), **{unit: total([p for p in twins if p in convs]) for unit, twins in units.items()}}
+
+
+def _ranges(model, twins):
+    """{path of a quantizer: its amax; for weights the smallest and the largest of the channels}."""
+    found = {}
+    for path in twins:
+        twin = model.get_submodule(path)
+        for name in twin.quantizer_names:
+            amax = getattr(twin, name)._amax
+            found[f'{path}.{name}'] = amax.item() if amax.dim() == 0 else [amax.min().item(), amax.max().item()]
+    return found
+
+
+def analyse(model, reference, loader, names, config, progress, times):
+    """What each unit of `model` costs: plain values for summary-sensitive-analysis.json.
+
+    model: calibrated, biases corrected or not as config.bias_correction says. reference: the float model it was made of. loader: see
+    loaders.val_loader, of this process of a torchrun. config: see config.SensitiveConfig. progress: wraps an iterable, with a text.
+    times: takes the seconds of the parts.
+    """
+    start = time.perf_counter()
+    twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]
+    units = find_units(reference, twins, config.granularity)
+    costs = unit_costs(model, units, config.imgsz)
+    forms = Forms(model, reference)
+    estimate = Estimate(forms, units, config.bias_correction, config.seed)
+    device = next(model.parameters()).device
+    for number, (images, targets, *_) in enumerate(progress(loader, 'estimating')):
+        estimate.see(prepared(images, targets, device)[0], rank() + number * world_size())
+    estimated, shifts = estimate.result()
+    forms.learn_alone(shifts if config.bias_correction else {})
+
+    times['estimate'] = time.perf_counter() - start
+
+    chosen = list(units) if config.metric == 'ap' else sorted(units, key=lambda u: -estimated[u][0])[:MEASURED]
+    figures = measure(forms, {u: units[u] for u in units if u in chosen}, loader, names, config.metric != 'distortion',
+                      lambda it: progress(it, f'measuring {len(chosen)}'))
+    times['measure'] = time.perf_counter() - start - times['estimate']
+    rows = []
+    for unit, paths in units.items():
+        measured = {way: figures[unit, way] for way in ('only', 'without')} if unit in chosen else None
+        module = reference.get_submodule(unit)
+        rows.append({
+            'unit': unit, 'kind': type(module).__name__, 'convolutions': sum(within(p, unit) for p in estimate.shifts),
+            'flops': costs[unit][0], 'parameters': costs[unit][1], 'estimated': dict(zip(('only', 'without'), estimated[unit])),
+            'measured': measured, 'distortion': measured['only']['divergence'] if measured else estimated[unit][0],
+            'twins': paths, 'ranges': _ranges(forms.model, paths)})
+    return {'float': figures['float'], 'int8': figures['int8'], 'flops': costs[''][0], 'units': rows}

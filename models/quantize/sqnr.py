@@ -15,26 +15,33 @@ from utils.qat.distributed import all_reduce
 PARTS = ('boxes', 'classes')
 
 
+def energies(maps, references, classes):
+    """FP64 [2, 2]: of each part, the sums of t² and of (s - t)². maps, references: raw maps [B, 4 reg_max + classes, H, W]."""
+    sums = 0
+    for mine, theirs in zip(maps, references):
+        parts = zip(*(raw.split((raw.shape[1] - classes, classes), 1) for raw in (mine, theirs)))
+        sums = sums + torch.stack([torch.stack((t.double().square().sum(), (s.double() - t).square().sum())) for s, t in parts])
+    return sums
+
+
+def decibels(sums):
+    """`energies` → {part: dB}; infinite where the maps are equal."""
+    signal, noise = sums.t()
+    return dict(zip(PARTS, (10 * (signal / noise).log10()).tolist()))
+
+
 class ComparedModel(TorchModel):
     """A TorchModel that compares its head's raw maps with those of `reference`, a float model, while it predicts."""
 
     def __init__(self, model, reference):
         super().__init__(model)
-        self.reference = reference.eval()
-        self.sums = torch.zeros(len(PARTS), 2, dtype=torch.float64, device=self.device)  # of t² and (s - t)²
+        self.reference, self.sums = reference.eval(), 0
 
     def __call__(self, images):
         predictions, maps = self.model(images)
-        for mine, theirs in zip(maps, self.reference(images)[1]):
-            for sums, s, t in zip(self.sums, self._parts(mine), self._parts(theirs)):
-                sums += torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
+        self.sums = self.sums + energies(maps, self.reference(images)[1], self.nc)
         return predictions
 
-    def _parts(self, raw):
-        """Raw map [B, 4 reg_max + classes, H, W] → boxes, classes."""
-        return raw.split((raw.shape[1] - self.nc, self.nc), 1)
-
     def sqnr(self):
-        """{part: dB}, of all images so far, under torchrun of those of all processes; infinite where the maps are equal."""
-        signal, noise = all_reduce(self.sums.clone()).t()
-        return dict(zip(PARTS, (10 * (signal / noise).log10()).tolist()))
+        """{part: dB}, of all images so far, under torchrun of those of all processes."""
+        return decibels(all_reduce(self.sums.clone()))

@@ -13,7 +13,7 @@ from utils.qat import onnx_cost
 from utils.qat.errors import QatError
 from utils.qat.onnx_absorb import unabsorbed
 from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, name_of, opset
-from utils.qat.onnx_rules import CHECKS, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
 from utils.qat.report import markdown_table
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
@@ -135,6 +135,8 @@ def text(found, limit=None):
     else:
         lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']
     lines += listed('In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)])
+    chosen = [c.name for c in found.convs if c.reason == CHOICE]
+    lines += listed('In float by choice', chosen) if chosen else []
     lines += listed(f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
                     [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned])
     for kind, meaning in FINDINGS.items():

@@ -1,4 +1,6 @@
 """Reading an ONNX graph: who makes a tensor, who reads it, what is constant, which nodes only move values."""
+import ast
+
 import onnx
 from onnx import numpy_helper
 
@@ -65,12 +67,19 @@ def name_of(node):
     return node.name or f'{node.op_type} of {node.output[0]}'
 
 
+def module_of(node):
+    """Path of the module that `node` was traced in, as PyTorch names it: '/model.2/cv2/cv2.0/cv1/conv/Conv' is of
+    'model.2.cv2.0.cv1.conv', because the scope of a container's member repeats the container's name."""
+    scopes = node.name.strip('/').split('/')[:-1]
+    return '.'.join(scope for scope, inner in zip(scopes, [*scopes[1:], '']) if not inner.startswith(f'{scope}.'))
+
+
 class Graph:
     """A model with the tables above made once, and the questions one asks of a Q/DQ graph.
 
     nodes; inputs and outputs: names of the tensors given and returned; values, producer and readers: see `constants`,
     `producers`, `readers`. fixed: names of tensors that no image changes: weights on their way through Q and DQ, shapes,
-    and what is computed from them.
+    and what is computed from them. kept_float: paths of modules that were left in float by choice, from the file's metadata.
     """
 
     def __init__(self, model):
@@ -78,6 +87,7 @@ class Graph:
         self.producer, self.readers = producers(model), readers(model)
         self.inputs = [i.name for i in model.graph.input if i.name not in self.values]
         self.outputs = {o.name for o in model.graph.output}
+        self.kept_float = set(next((ast.literal_eval(p.value) for p in model.metadata_props if p.key == 'kept_float'), ()))
         self.fixed = {'', *self.values}  # '' stands for an input left out
         for node in self.nodes:
             if node.op_type in ('Shape', 'Size') or all(name in self.fixed for name in node.input):
@@ -107,11 +117,18 @@ class Graph:
                 found.append((node, i))
         return found
 
+    def by_choice(self, node):
+        """Whether `node` (None: the caller) is in float because the user left it so."""
+        return node is not None and module_of(node) in self.kept_float
+
     def asked(self, tensor):
-        """{scale or FLOAT: [names of who asks]}: the forms in which the values of `tensor` are wanted."""
+        """{scale or FLOAT: [names of who asks]}: the forms in which the values of `tensor` are wanted. What is in float by choice does
+        not ask."""
         found = {}
         for node, _ in self.uses(tensor):
             quantizes = node is not None and node.op_type == 'QuantizeLinear'
+            if not quantizes and self.by_choice(node):
+                continue
             found.setdefault(self.scale(node) if quantizes else FLOAT, []).append(name_of(node) if node else 'graph output')
         return found
 

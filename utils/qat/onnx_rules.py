@@ -12,7 +12,7 @@ import numpy as np
 from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
 from utils.qat.onnx_graph import CONVS, FLOAT, QDQ, attribute, moved_inputs, name_of
 
-HEAD, DFL = 'output of the head', 'integral over the box distribution (DFL)'
+HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (DFL)', 'by choice'
 
 FINDINGS = {  # kind → what it means
     'not quantized': 'no convolution runs in INT8',
@@ -50,11 +50,13 @@ def is_dfl(graph, node):
 
 
 def float_reason(graph, node):
-    """Why a convolution runs in float. HEAD and DFL are as they should be, anything else is a finding.
+    """Why a convolution runs in float. HEAD, DFL and CHOICE are as they should be, anything else is a finding.
 
     HEAD: see `_ends_the_graph`. Where one of the two is quantized it is a finding anywhere: that DQ is lost.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
+    if len(lacks) == 2 and graph.by_choice(node):
+        return CHOICE
     if len(lacks) == 2 and is_dfl(graph, node):
         return DFL
     return HEAD if len(lacks) == 2 and _ends_the_graph(graph, node) else f"{' and '.join(lacks)} not quantized"
@@ -73,12 +75,12 @@ def _ends_the_graph(graph, node):
 
 
 def float_convs(graph):
-    """A convolution reads INT8 data and an INT8 weight, unless it is one of the last of the head."""
+    """A convolution reads INT8 data and an INT8 weight, unless it is one of the last of the head, or float by choice."""
     convs = [n for n in graph.nodes if n.op_type in CONVS]
     if not any(is_int8(graph, n) for n in convs):
         yield Finding('not quantized', 'the graph', f'{len(convs)} convolutions, none of them behind DQ nodes')
     for node in convs:
-        if not is_int8(graph, node) and float_reason(graph, node) not in (HEAD, DFL):
+        if not is_int8(graph, node) and float_reason(graph, node) not in (HEAD, DFL, CHOICE):
             yield Finding('float conv', name_of(node), float_reason(graph, node))
 
 
@@ -108,8 +110,11 @@ def _all(forms):
 
 def moves(graph):
     """An operator that only moves values runs in INT8 if what it reads and what it makes has one scale: all that comes in, and
-    all that is asked of what goes out. Not quantized at all is as good. An operator that runs in INT8 may read it in place of a Q."""
+    all that is asked of what goes out. Not quantized at all is as good. An operator that runs in INT8 may read it in place of a Q; for
+    one that is float by choice it cannot be both."""
     for node in graph.nodes:
+        if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):
+            continue
         given = [node.input[i] for i in moved_inputs(node) if node.input[i] not in graph.fixed]
         if not given:
             continue
@@ -154,7 +159,7 @@ def adds(graph):
     recommends for a shortcut."""
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
-        if node.op_type != 'Add' or reader is not None and reader.op_type == 'Add':
+        if node.op_type != 'Add' or reader is not None and reader.op_type == 'Add' or graph.by_choice(node):
             continue
         addends = list(_addends(graph, node))
         quantized = [a for a in addends if graph.dequantized(a)]

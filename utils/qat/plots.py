@@ -24,3 +24,23 @@ def plot_ap(path, report):
     axes.legend()
     with atomic(path) as tmp:
         figure.savefig(tmp, dpi=120)
+
+
+def plot_sensitivity(path, summary):
+    """Distortion of each unit as bars in the order of the network, coloured by kind; all in INT8 as a line."""
+    units = summary['units']
+    kinds = sorted({u['kind'] for u in units})
+    colours = {kind: f'C{i}' for i, kind in enumerate(kinds)}
+    figure = Figure(figsize=(max(7, 0.16 * len(units) + 2), 5), layout='constrained')
+    axes = figure.subplots()
+    for kind in kinds:
+        places = [i for i, u in enumerate(units) if u['kind'] == kind]
+        axes.bar(places, [max(units[i]['distortion'], 1e-9) for i in places], color=colours[kind], label=kind)
+    axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label='all in INT8')
+    axes.set_xticks(range(len(units)), [u['unit'].removeprefix('model.') for u in units], rotation=90, fontsize=7)
+    axes.set(yscale='log', xlim=(-1, len(units)), xlabel='unit', ylabel='divergence of the detections',
+             title=f"{summary['weights']}: each unit alone in INT8, {summary['images']} images")
+    axes.grid(axis='y', alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    with atomic(path) as tmp:
+        figure.savefig(tmp, dpi=120)

@@ -1,0 +1,139 @@
+"""A quantized model with some of its parts in float: each part has its forms, and what comes before it is computed once."""
+from copy import deepcopy
+
+import torch
+
+from models.quantize.blocks import Twin
+from models.quantize.choose import divergence_sums
+from models.quantize.quantizers import Quantizer
+from models.quantize.sqnr import decibels, energies
+from utils.qat.distributed import all_reduce, from_first, is_first, merged
+from utils.qat.evaluate import Scorer, detect, prepared
+
+FLOAT, INT8, ALONE = 'float', 'int8', 'alone'
+
+
+def untied(model):
+    """A copy of the quantized `model` in which every place has a quantizer of its own, with the range that it shared."""
+    model = deepcopy(model)
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if isinstance(child, Quantizer):
+                module._modules[name] = deepcopy(child)
+    return model
+
+
+class Forms:
+    """The twins of a calibrated model, each in one of its forms: FLOAT, as it was; INT8, with the bias that it has among others in
+    INT8; ALONE, INT8 with the bias that it has where all others are float.
+
+    model: a copy of the calibrated one; it begins in FLOAT.
+    """
+
+    def __init__(self, model, reference):
+        self.model = untied(model).eval().requires_grad_(False)
+        self.twins = {path: m for path, m in self.model.named_modules() if isinstance(m, Twin)}
+        self.biases = {path: {FLOAT: reference.get_submodule(path).bias.detach().clone(), INT8: m.bias.clone()}
+                       for path, m in self.model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
+        self.take(FLOAT)
+
+    def learn_alone(self, shifts):
+        """shifts: {path of a convolution: what its roundings alone move the mean of its outputs by, [C]}, to be taken back."""
+        for path, biases in self.biases.items():
+            biases[ALONE] = biases[FLOAT] - shifts[path].to(biases[FLOAT]) if path in shifts else biases[FLOAT]
+
+    def take(self, form, paths=None):
+        """Bring the twins at `paths` into `form`; default: all, and the biases of the convolutions that are always float."""
+        for path in paths or {**self.twins, **self.biases}:
+            for name in self.twins[path].quantizer_names if path in self.twins else ():
+                getattr(self.twins[path], name)._disabled = form == FLOAT
+            if path in self.biases:
+                self.model.get_submodule(path).bias.data.copy_(self.biases[path][form])
+
+
+def _inputs(layer, x, saved):
+    """What `layer` reads: the output x of the layer before, or saved ones."""
+    if layer.f == -1:
+        return x
+    return saved[layer.f] if isinstance(layer.f, int) else [x if j == -1 else saved[j] for j in layer.f]
+
+
+def run_from(model, first, x, saved):
+    """The layers of upstream's `model` from number `first` on: their output. x, saved: what there is before it, see `states`."""
+    for layer in model.model[first:]:
+        x = layer(_inputs(layer, x, saved))
+        saved = [*saved, x if layer.i in model.save else None]
+    return x
+
+
+def states(model, images):
+    """(what there is before each layer: its predecessor's output and the list of those that later layers read; the output)."""
+    x, saved, found = images, [], []
+    for layer in model.model:
+        found.append((x, saved))
+        x = layer(_inputs(layer, x, saved))
+        saved = [*saved, x if layer.i in model.save else None]
+    return found, x
+
+
+class Tally:
+    """What a form of the model makes of all images: divergence and SQNR of its outputs; with `scorer` its detections' metrics."""
+
+    def __init__(self, head, scorer=None):
+        self.head, self.scorer, self.sums = head, scorer, 0
+
+    def add(self, output, wanted, scene):
+        """output: of the model. wanted: the raw maps of the float one. scene: (targets, height and width, paths, shapes)."""
+        predictions, maps = output
+        parts = (*divergence_sums(maps, wanted, self.head.reg_max), *energies(maps, wanted, self.head.nc).flatten())
+        self.sums = self.sums + torch.stack(parts)
+        if self.scorer:
+            self.scorer.update(detect(predictions), *scene)
+
+    def result(self):
+        """Plain values; of all processes of a torchrun."""
+        total, weight, *sums = all_reduce(self.sums.clone())
+        found = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(2, 2))}
+        if self.scorer:
+            self.scorer.batches = merged(self.scorer.batches)
+            metrics = from_first(self.scorer.metrics() if is_first() else None)
+            found.update(ap=metrics.ap, ap50=metrics.ap50, precision=metrics.precision, recall=metrics.recall)
+        return found
+
+
+@torch.no_grad()
+def measure(forms, units, loader, names, scoring, progress):
+    """{'float', 'int8', (unit, 'only'), (unit, 'without'): figures of a Tally}: of the float model, of all in INT8, of this unit
+    alone in INT8, and of all but this unit in INT8. With `scoring` all but 'only' have metrics, too.
+
+    units: {unit: paths of its twins}. loader: see loaders.val_loader. Activations of a batch before each layer are kept, of the
+    float and of the INT8 model: a unit costs what comes behind it.
+    """
+    model, head = forms.model, forms.model.model[-1]
+    device = next(model.parameters()).device
+    tallies = {key: Tally(head, Scorer(names) if scoring else None) for key in ('float', 'int8')}
+    for unit in units:
+        tallies[unit, 'only'] = Tally(head)
+        tallies[unit, 'without'] = Tally(head, Scorer(names) if scoring else None)
+    for images, targets, paths, shapes in progress(loader):
+        images, targets = prepared(images, targets, device)
+        scene = targets, images.shape[2:], paths, shapes
+        forms.take(FLOAT)
+        float_states, output = states(model, images)
+        wanted = output[1]
+        tallies['float'].add(output, wanted, scene)
+        forms.take(INT8)
+        int8_states, output = states(model, images)
+        tallies['int8'].add(output, wanted, scene)
+        for unit, twins in units.items():
+            layer = int(unit.split('.')[1])
+            forms.take(FLOAT, twins)
+            tallies[unit, 'without'].add(run_from(model, layer, *int8_states[layer]), wanted, scene)
+            forms.take(INT8, twins)
+        forms.take(FLOAT)
+        for unit, twins in units.items():
+            layer = int(unit.split('.')[1])
+            forms.take(ALONE, twins)
+            tallies[unit, 'only'].add(run_from(model, layer, *float_states[layer]), wanted, scene)
+            forms.take(FLOAT, twins)
+    return {key: tally.result() for key, tally in tallies.items()}

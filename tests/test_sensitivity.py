@@ -1,0 +1,342 @@
+"""Laws of the sensitivity analysis: units are what they say, what is measured is what a whole model does, estimates rank as
+measuring does, a damaged block is found, and what it says can be followed: kept in float, exported, within a budget."""
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from models.deploy.onnx_export import export_onnx
+from models.quantize import checkpoint
+from models.quantize.blocks import Twin
+from models.quantize.calibrate import calibrate
+from models.quantize.choose import divergence
+from models.quantize.convert import CHOSEN, find_twins, quantize_model
+from models.quantize.measure import ALONE, FLOAT, INT8, Forms, measure
+from models.quantize.ptq import Choice, within_budget
+from models.quantize.quantizers import named_quantizers
+from models.quantize.scales import scale_groups, tie_scales
+from models.quantize.sensitivity import Estimate, unit_costs
+from models.quantize.units import find_units, left_out
+from utils.qat.data import load_data
+from utils.qat.errors import QatError, run_command
+from utils.qat.loaders import val_loader
+from utils.qat.onnx_audit import audit
+from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
+from zoo import build, full, fuse, image, output, program, same, settings
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture(scope='module')
+def loader(demo):
+    return list(val_loader(load_data(demo.data), settings(batch_size=4), 32, square=True))
+
+
+def plain_progress(iterable, text=''):
+    return iterable
+
+
+# ---- units --------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('granularity', ['layer', 'block', 'conv'])
+def test_every_twin_is_in_one_unit(demo, granularity):
+    model = demo.float_model()
+    twins = list(find_twins(model))
+    units = find_units(model, twins, granularity)
+    assert sorted(path for paths in units.values() for path in paths) == sorted(twins)
+    assert all(path == unit or path.startswith(f'{unit}.') for unit, paths in units.items() for path in paths)
+    order = [int(unit.split('.')[1]) for unit in units]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize('name', full('gelan-c'))
+def test_blocks_are_the_parts_of_an_elan_and_of_the_head(name):
+    model = fuse(build(name, width_multiple=0.25))
+    units = find_units(model, find_twins(model), 'block')
+    inside = [u for u in units if u.startswith('model.2')]
+    assert [u for u in inside if u.split('.')[1] == '2'] == ['model.2.cv1', 'model.2.cv2.0', 'model.2.cv2.1', 'model.2.cv3.0',
+                                                              'model.2.cv3.1', 'model.2.cv4']
+    assert {'model.0', 'model.1', 'model.3', 'model.9', 'model.22.cv2.0.0', 'model.22.cv3.2.1'} <= units.keys()
+    assert 'model.3.cv1' not in units, 'a layer without containers is one block'
+
+
+def test_paths_are_matched_from_their_start_to_a_dot():
+    paths = ['model.2', 'model.2.cv1.conv', 'model.22.cv1.conv', 'model.3.cv4.conv']
+    assert left_out(paths, ['model.2']) == paths[:2]
+    assert left_out(paths, ['model.2', r'.*\.cv4']) == [*paths[:2], paths[3]]
+    assert left_out(paths, only=[r'model\.2']) == paths[2:]
+    assert left_out(paths, ['.*cv1'], [r'model\.(2|3)']) == ['model.2.cv1.conv', 'model.22.cv1.conv']
+    assert left_out(paths) == []
+    for wrong, says in (({'exclude': ['model.4']}, '--exclude model.4: matches no'), ({'only': ['(']}, r'--only \(: no regular expression'),
+                        ({'exclude': ['model']}, 'nothing is left')):
+        with pytest.raises(QatError, match=says):
+            left_out(paths, **wrong)
+
+
+def test_costs_are_counted_once(demo):
+    model = demo.quantized_model()
+    twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]
+    costs = {g: unit_costs(model, find_units(model, twins, g), 64) for g in ('layer', 'conv')}
+    for which in (0, 1):
+        sums = [sum(c[which] for unit, c in of.items() if unit) for of in costs.values()]
+        assert sums[0] == sums[1] < costs['layer'][''][which]
+    conv = model.model[0].conv
+    assert costs['conv']['model.0.conv'] == (2 * 32 * 32 * conv.weight.numel(), conv.weight.numel() + conv.bias.numel())
+
+
+# ---- what is measured ---------------------------------------------------------------------------------------------------
+
+def test_measured_is_what_the_whole_model_does(demo, loader):
+    """Beginning in the middle of the network changes nothing; the divergence is that of choose.py."""
+    model, reference = demo.quantized_model(), demo.float_model()
+    for m in model.modules():  # biases that a correction moved
+        if isinstance(m, torch.nn.Conv2d) and m.bias is not None:
+            m.bias.data += 0.01
+    forms = Forms(model, reference)
+    forms.learn_alone({})
+    units = find_units(reference, list(forms.twins), 'layer')
+    some = {unit: units[unit] for unit in ('model.0', 'model.14', 'model.34')}
+    found = measure(forms, some, loader, load_data(demo.data).names, True, plain_progress)
+    images = [batch[0].float() / 255 for batch in loader]
+    with torch.no_grad():
+        wanted = [reference(x)[1] for x in images]
+        assert same([forms.model(x)[1] for x in images], wanted), 'it is left in float'
+    assert found['float']['divergence'] == pytest.approx(0, abs=1e-9) and found['int8']['divergence'] == pytest.approx(
+        divergence(model, images, wanted), rel=1e-9)
+    assert found['int8']['ap'] != found['float']['ap'] > 0.5
+    for unit, twins in some.items():
+        forms.take(FLOAT)
+        forms.take(ALONE, twins)
+        assert found[unit, 'only']['divergence'] == pytest.approx(divergence(forms.model, images, wanted), rel=1e-9)
+        forms.take(INT8)
+        forms.take(FLOAT, twins)
+        assert found[unit, 'without']['divergence'] == pytest.approx(divergence(forms.model, images, wanted), rel=1e-9)
+        assert 0 < found[unit, 'only']['divergence'] < found['int8']['divergence'] and 'ap' in found[unit, 'without']
+
+
+def test_estimates_rank_as_measuring_does(demo, loader):
+    from scipy.stats import spearmanr
+    reference = demo.float_model()
+    forms = Forms(demo.quantized_model(), reference)
+    units = find_units(reference, list(forms.twins), 'block')
+    estimate = Estimate(forms, units, False, 0)
+    for number, (images, *_) in enumerate(loader):
+        estimate.see(images.float() / 255, number)
+    estimated, _ = estimate.result()
+    forms.learn_alone({})
+    some = dict(list(units.items())[::4])
+    measured = measure(forms, some, loader, {}, False, plain_progress)
+    pairs = [(estimated[u][0], measured[u, 'only']['divergence']) for u in some]
+    assert spearmanr(*zip(*pairs)).statistic > 0.9
+    ratios = np.array([e / m for e, m in pairs])
+    assert 0.5 < np.median(ratios) < 2
+
+
+def test_the_shift_that_is_estimated_is_that_of_the_mean(demo, loader):
+    reference = demo.float_model()
+    forms = Forms(demo.quantized_model(), reference)
+    units = find_units(reference, list(forms.twins), 'layer')
+    estimate = Estimate(forms, units, True, 0)
+    images = loader[0][0].float() / 255
+    estimate.see(images, 0)
+    _, shifts = estimate.result()
+    forms.take(INT8, ['model.0.conv'])
+    with torch.no_grad():
+        moved = forms.model.model[0].conv(images) - reference.model[0].conv(images)
+    assert torch.allclose(shifts['model.0.conv'], moved.mean((0, 2, 3)).double(), rtol=1e-3, atol=1e-7)
+
+
+# ---- what is left in float ----------------------------------------------------------------------------------------------
+
+KEPT = ['model.14.cv2.0', 'model.3', 'model.17.cv4']
+
+
+@pytest.fixture(scope='module')
+def partly(demo):
+    """A calibrated model with some units in float, and their paths."""
+    model = demo.float_model()
+    kept = left_out(list(find_twins(model)), KEPT)
+    done = quantize_model(model, keep_float=kept)
+    tie_scales(model)
+    calibrate(model, [image(96, 2, seed) for seed in range(2)], settings())
+    return model, kept, done
+
+
+def test_what_is_kept_is_upstreams_own(demo, partly):
+    model, kept, done = partly
+    reference = demo.float_model()
+    assert kept and {path for path, why in done.kept_float.items() if why == CHOSEN} == set(kept) and not set(kept) & set(done.swapped)
+    for path in kept:
+        assert type(model.get_submodule(path)) is type(reference.get_submodule(path))
+    assert set(done.swapped) | set(kept) == set(find_twins(reference))
+
+
+def test_the_others_keep_their_groups(demo, partly):
+    """A group loses what is float now, and nothing else: it is neither split nor without a range."""
+    whole = demo.float_model()
+    quantize_model(whole)
+    before = [[p for p in group if not any(p == f'{k}.{n}' for k in partly[1] for n in ('input_quantizer', 'add_quantizer'))]
+              for group in scale_groups(whole)]
+    model = demo.float_model()
+    quantize_model(model, keep_float=partly[1])
+    assert sorted(map(sorted, scale_groups(model))) == sorted(sorted(g) for g in before if g)
+    assert all(hasattr(q, '_amax') for _, q in named_quantizers(partly[0]))
+
+
+@pytest.mark.parametrize('trt', [10, 11])
+def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
+    model, kept, _ = partly
+    path = tmp_path / 'model.onnx'
+    export_onnx(model, path, (96, 96), simplify=True, opset=19, half=trt == 11, kept_float=kept)
+    graph = onnx.load(path)
+    found = audit(graph)
+    assert not found.findings
+    chosen = [c.name for c in found.convs if c.reason == 'by choice']
+    assert len(chosen) == sum(isinstance(model.get_submodule(p), torch.nn.Conv2d) for p in kept)
+    del graph.metadata_props[:]
+    assert {f.kind for f in audit(graph).findings} >= {'float conv', 'mixed'}, 'without the choice they are findings'
+
+
+# ---- choosing by a summary ----------------------------------------------------------------------------------------------
+
+def summary_of(demo, **changes):
+    model = demo.float_model()
+    units = find_units(model, list(find_twins(model)), 'layer')
+    rows = [{'unit': u, 'kind': 'X', 'flops': 10 + i, 'parameters': 1, 'distortion': float((i * 7) % 5), 'twins': paths}
+            for i, (u, paths) in enumerate(units.items())]
+    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': checkpoint.sha256(demo.single), 'flops': 10_000,
+            'units': rows, **changes}
+
+
+@pytest.mark.parametrize('changes, says', [
+    ({'kind': 'something'}, 'of another kind'), ({'version': 99}, 'of another kind or version'), ({'units': 3}, 'no summary of a sensitivity'),
+    ({'weights_sha256': '0'}, 'of another checkpoint'),
+    ({'units': [{'unit': 'model.99', 'distortion': 1, 'flops': 1, 'twins': ['model.99.conv']}]}, 'no unit model.99 to quantize')])
+def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
+    path = tmp_path / FILE
+    path.write_text(json.dumps(summary_of(demo, **changes)))
+    with pytest.raises(QatError, match=f'--sensitive .*{says}'):
+        read_summary(path, checkpoint.sha256(demo.single), list(find_twins(demo.float_model())))
+
+
+def test_orders():
+    units = [{'unit': 'a', 'distortion': 1.0, 'flops': 1}, {'unit': 'b', 'distortion': 3.0, 'flops': 10}, {'unit': 'c', 'distortion': 2.0, 'flops': 1}]
+    assert [u['unit'] for u in worst({'units': units})] == ['b', 'c', 'a']
+    assert [u['unit'] for u in dearest({'units': units})] == ['c', 'a', 'b']
+
+
+@pytest.mark.parametrize('needed', [0, 1, 2, 3, 5, 8, 18])
+def test_the_smallest_number_that_keeps_the_budget(demo, needed):
+    summary = summary_of(demo)
+    assert len(summary['units']) > 20
+    attempts = []
+
+    def attempt(choice):
+        n = sum(set(u['twins']) <= set(choice.paths) for u in summary['units'])
+        attempts.append(n)
+        return (0.1 if n >= needed else 0.5), n
+
+    choice, result = within_budget(Choice([], summary), 0.2, attempt)
+    assert result == needed and set(choice.paths) == {p for u in dearest(summary)[:needed] for p in u['twins']}
+    assert len(attempts) == len(set(attempts)) <= 12
+
+
+def test_a_budget_that_cannot_be_kept_is_said(demo):
+    with pytest.raises(QatError, match='--max-drop 0.2: not kept .* lose 0.40 points'):
+        within_budget(Choice([], summary_of(demo)), 0.2, lambda choice: (0.5 if choice.paths else 0.4, None))
+
+
+# ---- a damaged model ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def damaged(demo, tmp_path_factory):
+    """The demo with one convolution of heavy-tailed outputs: a few of its channels 200 times as large, which the next convolution
+    takes back. The float model detects as before."""
+    ckpt = torch.load(demo.single, weights_only=False)
+    model = ckpt['model'].float()
+    block = model.model[14]  # RepNCSPELAN4: the first channels of cv1 are read by cv4 alone
+    with torch.no_grad():
+        for parameter in (block.cv1.bn.weight, block.cv1.bn.bias):
+            parameter[:2] *= 200
+        block.cv4.conv.weight[:, :2] /= 200
+    path = tmp_path_factory.mktemp('damaged') / 'damaged.pt'
+    torch.save({'model': model.half(), 'ema': None}, path)
+    return path
+
+
+def run(*argv, code=0):
+    assert run_command(program('qat.py').main, [str(a) for a in argv]) == code
+
+
+def common(demo, weights, folder):
+    return ('--weights', weights, '--data', demo.data, '--imgsz', 128, '--device', 'cpu', '--workers', 0, '--batch-size', 4,
+            '--calib-images', 8, '--calib-method', 'mse', '--project', folder, '--exist-ok')
+
+
+@pytest.fixture(scope='module')
+def analysed(demo, damaged):
+    """The folder of an analysis of the damaged model."""
+    folder = damaged.parent / 'runs'
+    run('sensitive', *common(demo, damaged, folder), '--granularity', 'layer', '--num-image', 0)
+    return folder / 'exp'
+
+
+def test_the_damaged_block_is_the_worst(analysed):
+    summary = json.loads((analysed / FILE).read_text())
+    assert worst(summary)[0]['unit'] == 'model.14' and worst(summary)[0]['distortion'] > 3 * worst(summary)[1]['distortion']
+    gains = {u['unit']: u['measured']['without']['ap'] - summary['int8']['ap'] for u in summary['units'] if u['measured']}
+    assert max(gains, key=gains.get) == 'model.14' and len(gains) == 10
+    estimated = {u['unit']: u['estimated']['only'] for u in summary['units']}
+    assert max(estimated, key=estimated.get) == 'model.14'
+
+
+def test_what_an_analysis_leaves(analysed):
+    summary = json.loads((analysed / FILE).read_text())
+    assert {p.name for p in analysed.iterdir()} == {FILE, 'sensitivity.md', 'sensitivity.png', 'log.txt'}
+    table = (analysed / 'sensitivity.md').read_text()
+    for unit in summary['units']:
+        assert f"| {unit['unit']} " in table
+        assert {'kind', 'flops', 'parameters', 'estimated', 'ranges'} <= unit.keys() and unit['ranges']
+    assert sum(u['flops'] for u in summary['units']) < summary['flops']
+    assert (analysed / 'log.txt').read_text().count('model.14 ') == 1, 'the ten worst are shown'
+
+
+def test_the_budget_is_kept_where_int8_does_not_keep_it(demo, damaged, analysed, tmp_path):
+    options = common(demo, damaged, tmp_path)
+    run('quantize', *options, '--epochs', 0, '--name', 'all')
+    run('quantize', *options, '--epochs', 0, '--name', 'budget', '--sensitive', analysed / FILE, '--max-drop', 1)
+    reports = {name: json.loads((tmp_path / name / 'report.json').read_text()) for name in ('all', 'budget')}
+    lost = {name: 100 * (r['origin']['ap'] - r['ptq']['ap']) for name, r in reports.items()}
+    assert lost['budget'] <= 1 < lost['all']
+    kept = reports['budget']['kept_float']
+    assert reports['all']['kept_float'] == [] and any(path.startswith('model.14.') for path in kept)
+    [file] = (tmp_path / 'budget' / 'weights').glob('ptq*.pt')
+    model, quant = checkpoint.load_quantized(file)
+    assert quant['recipe']['kept_float'] == kept
+    assert not any(isinstance(model.get_submodule(path), Twin) for path in kept)
+    assert 'of the FLOPs stay INT8' in (tmp_path / 'budget' / 'log.txt').read_text()
+
+
+def test_the_worst_units_stay_in_float(demo, damaged, analysed, tmp_path, capsys):
+    run('quantize', *common(demo, damaged, tmp_path), '--epochs', 0, '--no-eval-origin', '--no-eval-ptq', '--sensitive', analysed / FILE,
+        '--keep-float', 1, '--exclude', 'model.0')
+    kept = json.loads((tmp_path / 'exp' / 'report.json').read_text())['kept_float']
+    assert {path.split('.')[1] for path in kept} <= {'0', '14'} and len(kept) > 5
+
+
+@pytest.mark.parametrize('more, says', [
+    (('--keep-float', 1), 'needs --sensitive'), (('--sensitive', 'x.json'), 'say what to do with it'),
+    (('--sensitive', 'x.json', '--max-drop', 0.2), 'x.json: no such file'), (('--exclude', 'model.99'), 'matches no quantized layer'),
+    (('--sensitive', '{analysed}', '--keep-float', 1), 'of another checkpoint')])
+def test_wrong_choices_are_answered_with_one_line(demo, analysed, tmp_path, capfd, more, says):
+    more = [str(m).format(analysed=analysed / FILE) for m in more]
+    run('quantize', *common(demo, demo.single, tmp_path), '--epochs', 0, *more, code=2)
+    [line] = [x for x in capfd.readouterr().err.splitlines() if 'error:' in x]
+    assert says in line
+    assert not (tmp_path / 'exp').exists()
+
+
+def test_a_quantized_checkpoint_is_not_analysed(demo, tmp_path, capfd):
+    run('sensitive', *common(demo, demo.quantized, tmp_path), code=2)
+    assert 'is already quantized' in capfd.readouterr().err

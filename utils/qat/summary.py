@@ -1,0 +1,71 @@
+"""summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
+import json
+
+from utils.qat.errors import QatError, require_file
+from utils.qat.report import markdown_table
+
+FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
+
+
+def read_summary(path, source, twins):
+    """The content of a summary, for --sensitive.
+
+    source: SHA-256 of the float checkpoint to quantize. twins: paths of what can be quantized in it. Raises QatError if the file is no
+    summary, one of another model, or one that names what the model does not have.
+    """
+    again = 'write it with: python qat.py sensitive'
+    require_file(path, '--sensitive', ('.json',))
+    try:
+        summary = json.loads(path.read_text(encoding='utf-8'))
+        kind, version, units = (summary[key] for key in ('kind', 'version', 'units'))
+        needed = [(u['unit'], u['distortion'], u['flops'], u['twins']) for u in units]
+    except (ValueError, KeyError, TypeError) as e:
+        raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis; {again}') from e
+    if (kind, version) != (KIND, VERSION):
+        raise QatError(f'--sensitive {path}: a summary of another kind or version ({kind}, {version}); {again}')
+    unknown = [unit for unit, _, _, paths in needed if not paths or set(paths) - set(twins)]
+    if unknown:
+        raise QatError(f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}')
+    if summary.get('weights_sha256') != source:
+        raise QatError(f"--sensitive {path}: of another checkpoint ({summary.get('weights')}; its SHA-256 differs); {again}")
+    return summary
+
+
+def worst(summary):
+    """Units of a summary, those of the largest distortion first."""
+    return sorted(summary['units'], key=lambda u: -u['distortion'])
+
+
+def dearest(summary):
+    """Units of a summary in the order in which they are given up: most distortion per FLOP first."""
+    return sorted(summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
+
+
+def share_int8(summary, kept):
+    """Share of the model's FLOPs that is in INT8 if the units `kept` are not, 0..1."""
+    return sum(u['flops'] for u in summary['units'] if u not in kept) / summary['flops']
+
+
+def summary_table(summary, limit=None):
+    """The worst units, at most `limit`: Markdown."""
+    def points(unit):
+        without = (unit['measured'] or {}).get('without', {})
+        return f"{100 * (without['ap'] - summary['int8']['ap']):+.2f}" if 'ap' in without else '-'
+
+    def number(unit, way):
+        return f"{unit['measured'][way]['divergence']:.5f}" if unit['measured'] else '-'
+
+    rows = [[u['unit'], u['kind'], f"{u['flops'] / summary['flops']:.1%}", f"{u['estimated']['only']:.5f}", number(u, 'only'), number(u, 'without'),
+             points(u)] for u in worst(summary)[:limit]]
+    return markdown_table(('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows)
+
+
+def write_markdown(path, summary):
+    """All units as a table, and what the figures are."""
+    lines = [f"# Sensitivity of {summary['weights']}", '', f"{len(summary['units'])} units ({summary['settings']['granularity']}), "
+             f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
+             f"{summary['int8']['divergence']:.5f}."]
+    if 'ap' in summary['int8']:
+        lines.append(f"AP: float {summary['float']['ap']:.4f}, all in INT8 {summary['int8']['ap']:.4f}; the last column is what "
+                     'leaving the unit in float would add, in points (0.01).')
+    path.write_text('\n'.join([*lines, '', summary_table(summary), '', '![distortion of each unit](sensitivity.png)', '']), encoding='utf-8')

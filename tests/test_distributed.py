@@ -17,6 +17,7 @@ from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
 from utils.qat.loaders import calibration_images, training_images, val_loader
 from utils.qat.log import LOGGER
+from utils.qat.summary import FILE
 from zoo import image, program, python, same, settings, state
 
 CPU = torch.device('cpu')
@@ -52,6 +53,23 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     assert {p.name for p in (tmp_path / 'pair').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
     written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
     assert written == sorted([Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt'])
+
+
+def test_sensitive_finds_what_one_process_finds(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
+    argv = ['sensitive', *quantize(demo, tmp_path, '--granularity', 'layer', '--calib-method', 'mse')[2:]]
+    argv.remove('--no-eval-origin')
+    program('qat.py').main([str(a) for a in (*argv, '--name', 'alone')])
+    said = torchrun('qat.py', *argv, '--name', 'pair')
+    first, second = (json.loads((tmp_path / name / FILE).read_text()) for name in ('alone', 'pair'))
+    assert said.count('summary ') == 1 and first['int8']['ap'] == second['int8']['ap'] > 0.2
+    for a, b in zip(first['units'], second['units'], strict=True):
+        assert a['unit'] == b['unit'] and a['ranges'] == b['ranges']
+        assert a['estimated'] == pytest.approx(b['estimated'], rel=1e-6)
+        assert (a['measured'] is None) == (b['measured'] is None)
+        if a['measured']:
+            assert a['measured']['only']['divergence'] == pytest.approx(b['measured']['only']['divergence'], rel=1e-6)
+            assert a['measured']['without']['ap'] == b['measured']['without']['ap']
 
 
 def test_a_mistake_of_all_is_one_line(demo, tmp_path):

@@ -80,13 +80,14 @@ class Tally:
     """What a form of the model makes of all images: divergence and SQNR of its outputs; with `scorer` its detections' metrics."""
 
     def __init__(self, head, scorer=None):
-        self.head, self.scorer, self.sums = head, scorer, 0
+        self.head, self.scorer = head, scorer
+        self.sums = torch.zeros(6, dtype=torch.float64, device=next(head.parameters()).device)
 
     def add(self, output, wanted, scene):
         """output: of the model. wanted: the raw maps of the float one. scene: (targets, height and width, paths, shapes)."""
         predictions, maps = output
         parts = (*divergence_sums(maps, wanted, self.head.reg_max), *energies(maps, wanted, self.head.nc).flatten())
-        self.sums = self.sums + torch.stack(parts)
+        self.sums += torch.stack(parts)
         if self.scorer:
             self.scorer.update(detect(predictions), *scene)
 

@@ -35,11 +35,12 @@ class ComparedModel(TorchModel):
 
     def __init__(self, model, reference):
         super().__init__(model)
-        self.reference, self.sums = reference.eval(), 0
+        self.reference = reference.eval()
+        self.sums = torch.zeros(len(PARTS), 2, dtype=torch.float64, device=self.device)
 
     def __call__(self, images):
         predictions, maps = self.model(images)
-        self.sums = self.sums + energies(maps, self.reference(images)[1], self.nc)
+        self.sums += energies(maps, self.reference(images)[1], self.nc)
         return predictions
 
     def sqnr(self):

@@ -21,6 +21,8 @@ def prepare(model, config, keep_float=()):
     keep_float: paths of blocks that stay as they are, see convert.find_twins.
     """
     conversion = quantize_model(model, config.add_policy, keep_float)
+    if not conversion.swapped:
+        raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
         unknown = ', '.join(f'{path} ({name})' for path, name in conversion.unknown.items())
         LOGGER.warning(f'not known to this toolkit: {unknown}; their convolutions are quantized, their other operations are '
@@ -65,7 +67,7 @@ class Choice:
         """source: SHA-256 of the float checkpoint. Raises QatError for what is not there to choose."""
         twins = list(find_twins(reference))
         summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
-        if config.keep_float >= len(summary['units']) if summary else False:
+        if summary and config.keep_float >= len(summary['units']):
             raise QatError(f"--keep-float {config.keep_float}: {config.sensitive} has {len(summary['units'])} units, and one at least "
                            'must be quantized')
         choice = cls(left_out(twins, config.exclude, config.only), summary)
@@ -86,22 +88,24 @@ def within_budget(choice, budget, attempt):
     time until it is kept, then between the last two. budget: points (0.01) of AP. attempt: Choice → (points lost, result).
     Raises QatError if the budget cannot be kept.
     """
-    order, tried = dearest(choice.summary), {}
+    order, lost, kept = dearest(choice.summary), {}, {}  # by number of units: points lost; (choice, result) where the budget is kept
 
-    def lost(n):
-        if n not in tried:
-            tried[n] = (*attempt(choice.adding(order[:n]) if n else choice), n)
-        return tried[n][0]
+    def keeps(n):
+        of_n = choice.adding(order[:n]) if n else choice
+        lost[n], result = attempt(of_n)
+        if lost[n] <= budget:
+            kept.clear()  # of more units
+            kept[n] = of_n, result
+        return n in kept
 
-    most, n = len(order) - 1, 0
-    while lost(n) > budget:
+    most, below, n = len(order) - 1, -1, 0
+    while not keeps(n):
         if n == most:
-            best = min(tried.values(), key=lambda t: t[0])
-            raise QatError(f'--max-drop {budget}: not kept with any number of units in float; {best[-1]} lose {best[0]:.2f} points; '
+            best = min(lost, key=lost.get)
+            raise QatError(f'--max-drop {budget}: not kept with any number of units in float; {best} lose {lost[best]:.2f} points; '
                            'use a larger one, or more images in val')
-        n = min(max(1, 2 * n), most)
-    below = max((k for k in tried if k < n), default=-1)
+        below, n = n, min(max(1, 2 * n), most)
     while n - below > 1:
         middle = (n + below) // 2
-        n, below = (middle, below) if lost(middle) <= budget else (n, middle)
-    return (choice.adding(order[:n]) if n else choice), tried[n][1]
+        n, below = (middle, below) if keeps(middle) else (n, middle)
+    return kept[n]

@@ -124,7 +124,7 @@ def quantize(config):
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     if config.task_loss:
-        require_detector(model, '--task-loss')
+        require_detector(model, '--task-loss', 'leave it out')
     choice = None if config.resume else Choice.of(model, config, checkpoint.sha256(config.weights))
     stride = int(max(model.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
@@ -186,7 +186,7 @@ def sensitive(config):
     join(device)
     with quiet_upstream():
         reference = checkpoint.load_float(config.weights, device)
-    require_detector(reference, 'sensitive')
+    require_detector(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
     stride = int(max(reference.stride))
     config.imgsz = check_img_size(config.imgsz, stride)
     data = load_data(config.data, reference.model[-1].nc)

@@ -42,7 +42,7 @@ say "The toolkit, laid over .work/yolov9"
 cd "$HERE/.work/yolov9"
 OUT=../demo
 mkdir -p "$OUT/.done"
-SOURCES=$(cat .yolov9-qat.manifest ../../demo/{make_data.py,weights.py,demo-weights.pt,hyp.yaml} | sha256sum) # all that a result hangs on
+SOURCES=$(cat .yolov9-qat.manifest ../../demo/{make_data.py,weights.py,demo-weights.pt} | sha256sum) # all that a result hangs on
 STALE=no
 START=$SECONDS
 
@@ -77,7 +77,7 @@ step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $
 step "Reparameterize: drop the auxiliary branch" $OUT/yolov9-demo.pt \
     python reparameterization.py --weights $OUT/yolov9-demo-dual.pt --save $OUT/yolov9-demo.pt
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
-    python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" --hyp ../../demo/hyp.yaml \
+    python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" \
     --epochs 2 --iters 10 --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify

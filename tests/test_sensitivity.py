@@ -340,3 +340,11 @@ def test_wrong_choices_are_answered_with_one_line(demo, analysed, tmp_path, capf
 def test_a_quantized_checkpoint_is_not_analysed(demo, tmp_path, capfd):
     run('sensitive', *common(demo, demo.quantized, tmp_path), code=2)
     assert 'is already quantized' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('name', full('gelan-c-seg'))
+def test_a_segmenter_is_not_analysed(demo, name, tmp_path, capfd):
+    torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
+    run('sensitive', *common(demo, tmp_path / 'seg.pt', tmp_path / 'runs'), code=2)
+    assert "sensitive: only for a plain detector (Detect, DDetect), and the model's head is Segment" in capfd.readouterr().err
+    assert not (tmp_path / 'runs').exists()

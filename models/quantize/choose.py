@@ -60,7 +60,7 @@ def choose(model, reference, histograms, images, config, progress=iter):
     require_values(histograms)
     auto = config.calib_method == 'auto'
     if config.calib_method == 'fisher':
-        require_detector(model, '--calib-method fisher')
+        require_detector(model, '--calib-method fisher', 'use another, such as mse')
     comparing = auto and is_plain_detector(model)
     float_model = [(means, output[1]) for means, output in watch(reference, images)] if comparing or config.bias_correction else []
     biases = [m.bias for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None]

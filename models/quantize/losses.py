@@ -46,11 +46,11 @@ def is_plain_detector(model):
     return type(model.model[-1]).__name__ in ('Detect', 'DDetect')
 
 
-def require_detector(model, flag):
-    """Raise QatError, naming the `flag` that asks for it, if `model` is no plain detector."""
+def require_detector(model, what, instead):
+    """Raise QatError, saying `what` needs it and what to do `instead`, if `model` is no plain detector."""
     if not is_plain_detector(model):
-        raise QatError(f"{flag}: only for a plain detector (Detect, DDetect), and the model's head is "
-                       f'{type(model.model[-1]).__name__}; leave it out')
+        raise QatError(f"{what}: only for a plain detector (Detect, DDetect), and the model's head is "
+                       f'{type(model.model[-1]).__name__}; {instead}')
 
 
 class LabelLoss(ComputeLoss):

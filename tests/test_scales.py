@@ -50,6 +50,15 @@ def test_what_is_known_of_the_blocks():
     assert f'{down}input_quantizer' not in groups[f'{down}cv2.conv.input_quantizer']
 
 
+def test_equal_poolings_of_one_tensor_share_a_scale(demo):
+    """Layers 3 and 12 of the demo, both AConv, read layer 2; in the file they are one AveragePool."""
+    model = demo.float_model()
+    quantize_model(model)
+    groups = {path: set(g) for g in scale_groups(model) for path in g}
+    assert [model.model[i].f + i if model.model[i].f < 0 else model.model[i].f for i in (3, 12)] == [2, 2]
+    assert groups['model.3.cv1.conv.input_quantizer'] == {'model.3.cv1.conv.input_quantizer', 'model.12.cv1.conv.input_quantizer'}
+
+
 @pytest.fixture(scope='module')
 def tied(demo):
     """The trained demo, tied and calibrated."""

@@ -52,11 +52,12 @@ def _tensors(value):
 
 
 class _Watch(TorchFunctionMode):
-    """Joins the inputs and outputs of every commuting operation."""
+    """Joins the inputs and outputs of every commuting operation, and the outputs of equal average poolings of one tensor, which an
+    exporter merges into one node."""
 
     def __init__(self, groups):
         super().__init__()
-        self.groups = groups
+        self.groups, self.pooled = groups, {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -64,6 +65,11 @@ class _Watch(TorchFunctionMode):
         nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
         if func in COMMUTING or nearest:
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
+        elif func is F.avg_pool2d:
+            x, *settings = args
+            self.groups.find(x)  # keeps it alive, so that its identity is its own
+            first = self.pooled.setdefault((id(x), str((settings, sorted(kwargs.items())))), result)
+            self.groups.join([first, result])
         return result
 
 

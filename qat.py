@@ -8,7 +8,6 @@
 """
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from utils.qat.arguments import parse_args
 from utils.qat.config import EvalConfig, SensitiveConfig
@@ -95,6 +94,31 @@ def finetune_run(run, images, config):
         run.learned(student, epoch)
 
 
+def load(config, device):
+    """What `quantize` and `sensitive` begin with: (the float model on `device`, its stride); config.imgsz is rounded up to that."""
+    from models.quantize import checkpoint
+    from utils.general import check_img_size
+
+    with quiet_upstream():
+        model = checkpoint.load_float(config.weights, device)
+    stride = int(max(model.stride))
+    config.imgsz = check_img_size(config.imgsz, stride)
+    return model, stride
+
+
+def open_folder(config, device, folder):
+    """The last thing before the work: `folder` gets the log, and all that is random or rounds is set."""
+    import torch
+    from utils.general import init_seeds
+
+    init_seeds(config.seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
+    on_first(log_to)(folder / 'log.txt')
+    LOGGER.info(f'device {describe(device)}, results in {folder}')
+    return folder
+
+
 def quantize(config):
     """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk.
 
@@ -108,12 +132,10 @@ def quantize(config):
     import shlex
     from dataclasses import replace
 
-    import torch
-    from models.quantize import checkpoint
+    from models.quantize.checkpoint import sha256
     from models.quantize.losses import require_detector
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
-    from utils.general import check_img_size, init_seeds
     from utils.qat.data import load_data, load_hyp
     from utils.qat.loaders import calibration_images, training_images, val_loader
     from utils.qat.report import run_table
@@ -121,13 +143,10 @@ def quantize(config):
     device = select_device(config.device)
     choose_precision(config, device)
     join(device)
-    with quiet_upstream():
-        model = checkpoint.load_float(config.weights, device)
+    model, stride = load(config, device)
     if config.task_loss:
         require_detector(model, '--task-loss', 'leave it out')
-    choice = None if config.resume else Choice.of(model, config, checkpoint.sha256(config.weights))
-    stride = int(max(model.stride))
-    config.imgsz = check_img_size(config.imgsz, stride)
+    choice = None if config.resume else Choice.of(model, config, sha256(config.weights))
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.hyp else None
     shard = rank(), world_size()
@@ -139,13 +158,8 @@ def quantize(config):
     if training:
         loaders['train'] = training.loader
 
-    init_seeds(config.seed)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
-    folder = config.resume or new_folder(config)
-    on_first(log_to)(folder / 'log.txt')
+    folder = open_folder(config, device, config.resume or new_folder(config))
     run = Run(folder, config, model, data, loaders, LOGGER.info, bar)
-    LOGGER.info(f'device {describe(device)}, results in {folder}')
 
     if not run.report['ptq']:
         calibrate_run(run, calibration, config, choice)
@@ -169,12 +183,10 @@ def sensitive(config):
 
     import time
 
-    import torch
     from models.quantize import checkpoint
     from models.quantize.losses import require_detector
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
-    from utils.general import check_img_size, init_seeds
     from utils.qat.data import load_data
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
@@ -184,22 +196,14 @@ def sensitive(config):
     start = time.perf_counter()
     device = select_device(config.device)
     join(device)
-    with quiet_upstream():
-        reference = checkpoint.load_float(config.weights, device)
+    reference, stride = load(config, device)
     require_detector(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    stride = int(max(reference.stride))
-    config.imgsz = check_img_size(config.imgsz, stride)
     data = load_data(config.data, reference.model[-1].nc)
     shard = rank(), world_size()
     calibration = calibration_images(data, config, stride, device, shard)
     loader = val_loader(data, config, stride, square=True, limit=config.num_image or None, shard=shard)
 
-    init_seeds(config.seed)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False
-    folder = new_folder(config)
-    on_first(log_to)(folder / 'log.txt')
-    LOGGER.info(f'device {describe(device)}, results in {folder}')
+    folder = open_folder(config, device, new_folder(config))
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, bar, times)

@@ -51,29 +51,23 @@ class Forms:
                 self.model.get_submodule(path).bias.data.copy_(self.biases[path][form])
 
 
-def _inputs(layer, x, saved):
-    """What `layer` reads: the output x of the layer before, or saved ones."""
-    if layer.f == -1:
-        return x
-    return saved[layer.f] if isinstance(layer.f, int) else [x if j == -1 else saved[j] for j in layer.f]
+def walk(model, first, x, saved):
+    """The layers of upstream's `model` from number `first` on: yields what there is before each, and behind the last: the output of
+    the layer before, and the list of all so far, None where no later layer reads them. x, saved: such a pair, before `first`."""
+    for layer in model.model[first:]:
+        yield x, saved
+        if layer.f != -1:
+            x = saved[layer.f] if isinstance(layer.f, int) else [x if j == -1 else saved[j] for j in layer.f]
+        x = layer(x)
+        saved = [*saved, x if layer.i in model.save else None]
+    yield x, saved
 
 
 def run_from(model, first, x, saved):
-    """The layers of upstream's `model` from number `first` on: their output. x, saved: what there is before it, see `states`."""
-    for layer in model.model[first:]:
-        x = layer(_inputs(layer, x, saved))
-        saved = [*saved, x if layer.i in model.save else None]
+    """The model's output, from layer `first` on; see `walk`."""
+    for x, _ in walk(model, first, x, saved):
+        pass
     return x
-
-
-def states(model, images):
-    """(what there is before each layer: its predecessor's output and the list of those that later layers read; the output)."""
-    x, saved, found = images, [], []
-    for layer in model.model:
-        found.append((x, saved))
-        x = layer(_inputs(layer, x, saved))
-        saved = [*saved, x if layer.i in model.save else None]
-    return found, x
 
 
 class Tally:
@@ -120,11 +114,11 @@ def measure(forms, units, loader, names, scoring, progress):
         images, targets = prepared(images, targets, device)
         scene = targets, images.shape[2:], paths, shapes
         forms.take(FLOAT)
-        float_states, output = states(model, images)
+        *float_states, (output, _) = walk(model, 0, images, [])
         wanted = output[1]
         tallies['float'].add(output, wanted, scene)
         forms.take(INT8)
-        int8_states, output = states(model, images)
+        *int8_states, (output, _) = walk(model, 0, images, [])
         tallies['int8'].add(output, wanted, scene)
         for unit, twins in units.items():
             layer = int(unit.split('.')[1])

@@ -34,24 +34,21 @@ class Estimate:
         device = next(self.model.parameters()).device
         self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)  # of the squares: only, all but
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
-        twins = [path for paths in units.values() for path in paths]
-        self.shifts = {path: torch.zeros(m.out_channels, dtype=torch.float64, device=device) for path, m in self.model.named_modules()
-                       if path in twins and isinstance(m, QuantConv2d)}  # of the mean of the outputs, sums over the images
+        self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
+        self.shifts = {path: torch.zeros(m.out_channels, dtype=torch.float64, device=device) for path, m in self.twins.items()
+                       if isinstance(m, QuantConv2d)}  # of the mean of the outputs, sums over the images
         self.images = torch.zeros((), dtype=torch.float64, device=device)
 
     def see(self, images, number):
         """images: FP32 [B, 3, H, W] in 0..1, the batch `number` of all. One forward and one backward pass of the float model."""
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2 ** 63)
         for part in images.split(AT_ONCE):
-            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self._twins()}
+            found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
             with self._places(found), quantizers_off(self.model):
                 self.weight += backward(self.model, part, generator)
             of_units = torch.stack([sum(found[path] for path in twins) for twins in self.units.values()])  # [units, B]
             self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
             self.images += len(part)
-
-    def _twins(self):
-        return [path for paths in self.units.values() for path in paths]
 
     @contextlib.contextmanager
     def _places(self, found):
@@ -81,8 +78,7 @@ class Estimate:
             return hook
 
         hooks = []
-        for path in self._twins():
-            twin = self.model.get_submodule(path)
+        for path, twin in self.twins.items():
             if isinstance(twin, QuantConv2d):
                 hooks.append(twin.register_forward_hook(of_conv(path)))
             else:

@@ -170,8 +170,8 @@ def quantize(config):
 
     report = run.report
     final = folder / (report['best'] or report['ptq'])['file']
-    if report['best'] and report['best']['ap'] < report['ptq'].get('ap', 0):
-        LOGGER.info(f"note: the calibrated model scores higher than every epoch: {folder / report['ptq']['file']}")
+    if report['best'] and not report['best']['epoch']:
+        LOGGER.info(f'note: the calibrated model scores at least as high as every epoch, so {final.name} is a copy of it')
     LOGGER.info(f'\n{run_table(report)}\n\nreport  {folder / "report.json"}\nweights {final}\n'
                 f'next: python export_qat.py --weights {final} --include onnx --imgsz {config.imgsz}')
 

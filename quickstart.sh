@@ -99,7 +99,7 @@ cat <<EOT
 Files in $HERE/.work/demo:
   yolov9-demo.pt                            float, one branch
   qat/weights/ptq_ap_*.pt                   calibrated
-  qat/weights/qat_best_yolov9-demo.pt       fine-tuned, the best epoch
+  qat/weights/qat_best_yolov9-demo.pt       calibrated and fine-tuned, the best of the run
   qat/weights/qat_best_yolov9-demo.onnx     the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime
   qat/report.md, report.json, ap.png        figures of every stage
   eval_*/metrics.json                       figures of the files that were scored on their own

@@ -74,9 +74,18 @@ def test_files_of_quantize(job):
     assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
     assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
-    assert report['best']['ap'] == max(e['ap'] for e in report['epochs'])
+    assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
     assert report['settings']['seed'] == 57 and torch.__version__.startswith(report['versions']['torch'])
     assert 'QAT epoch 2' in (exp / 'report.md').read_text() and 'PTQ' in (exp / 'log.txt').read_text()
+
+
+def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
+    out, folder = run(*quantize(job, '--epochs', 1, '--lr', 0.01, '--name', 'harmed')), job / 'runs/harmed'
+    report = report_of(folder)
+    assert report['epochs'][0]['ap'] < report['ptq']['ap'] - 0.01, 'the rate is meant to harm'
+    assert report['best'] == {**report['ptq'], 'epoch': 0, 'file': 'weights/qat_best_single.pt'}
+    assert (folder / report['ptq']['file']).read_bytes() == (folder / report['best']['file']).read_bytes()
+    assert 'best (PTQ)' in out and 'is a copy of it' in out
 
 
 def test_same_seed_same_report(job):

@@ -31,8 +31,8 @@ def save_as(path, fill):
 class Run:
     """folder: PROJECT/NAME. report: what report.json holds. source: the float checkpoint.
 
-    The models of all stages are scored on the same images, `chosen_on`, and by these the best epoch is chosen: 'held out' if
-    some are, else 'val'.
+    The models of all stages are scored on the same images, `chosen_on`, and by these the best is chosen, of the epochs and,
+    as epoch 0, the calibrated model: 'held out' if some are, else 'val'.
     """
 
     def __init__(self, folder, config, model, data, loaders, say, progress):
@@ -154,12 +154,18 @@ class Run:
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
         self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
+        if not self.report['best'] and 'ap' in self.report['ptq']:
+            self._keep_best({'epoch': 0, **self.report['ptq']})  # fine-tuning may gain nothing
+        self._keep_best(result)
+        self.write()
+        on_first(plot_ap)(self.folder / 'ap.png', self.report)
+
+    def _keep_best(self, result):
+        """Where `result` has the highest AP so far, its model becomes qat_best_*.pt."""
         if not self.report['best'] or result['ap'] > self.report['best']['ap']:
             best = self.weights / f'qat_best_{self.source.stem}.pt'
             on_first(save_as)(best, lambda tmp: shutil.copyfile(self.folder / result['file'], tmp))
             self.report['best'] = {**result, 'file': f'weights/{best.name}'}
-        self.write()
-        on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def finish(self):
         """All stages are done. Where held-out images chose the epoch, score float, PTQ and best on val as well.

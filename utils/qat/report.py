@@ -72,7 +72,8 @@ def run_table(report):
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
     rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
     if report['best']:
-        rows.append(row(f"best (epoch {report['best']['epoch']})", report['best'], ''))
+        which = f"epoch {report['best']['epoch']}" if report['best']['epoch'] else 'PTQ'
+        rows.append(row(f'best ({which})', report['best'], ''))
     columns = (*COLUMNS, 'boxes dB', 'classes dB')
     table = markdown_table(('model', 'loss', *columns), rows)
     if report['chosen_on'] == 'val':

@@ -47,7 +47,7 @@ def dry_run(config):
     with quiet_upstream():
         model = checkpoint.load_float(config.weights)
     layers = [(m.i, type(m).__name__) for m in model.model]
-    conversion, groups = prepare(model, config, Choice.of(model, config, checkpoint.sha256(config.weights)).paths)
+    conversion, groups = prepare(model, config, Choice.of(model, config).paths)
     LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
 
 
@@ -132,7 +132,6 @@ def quantize(config):
     import shlex
     from dataclasses import replace
 
-    from models.quantize.checkpoint import sha256
     from models.quantize.losses import require_detector
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
@@ -146,7 +145,7 @@ def quantize(config):
     model, stride = load(config, device)
     if config.task_loss:
         require_detector(model, '--task-loss', 'leave it out')
-    choice = None if config.resume else Choice.of(model, config, sha256(config.weights))
+    choice = None if config.resume else Choice.of(model, config)
     data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.hyp else None
     shard = rank(), world_size()
@@ -188,6 +187,7 @@ def sensitive(config):
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
     from utils.qat.data import load_data
+    from utils.qat.files import sha256
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
     from utils.qat.report import write_json
@@ -207,7 +207,7 @@ def sensitive(config):
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, bar, times)
-    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': checkpoint.sha256(config.weights),
+    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256(config.weights),
                'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device),
                'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
     times['all'] = time.perf_counter() - start

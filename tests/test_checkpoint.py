@@ -9,10 +9,11 @@ import pytest
 import torch
 from models.quantize import blocks
 from models.quantize.checkpoint import (kind_of, load_any, load_dual_or_float, load_float, load_quantized, pickled_classes,
-                                        save_quantized, sha256)
+                                        save_quantized)
 from models.quantize.convert import is_quantized
 from models.quantize.quantizers import Quantizer
 from utils.qat.errors import QatError
+from utils.qat.files import sha256
 from zoo import image, output, python, same, state
 
 EVERY = load_float, load_quantized, load_any, load_dual_or_float

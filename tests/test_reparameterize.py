@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FULL_TREE, TREE
-from models.quantize.checkpoint import load_float, sha256
+from models.quantize.checkpoint import load_float
 from models.quantize.reparameterize import largest_difference, reparameterize
 from utils.qat.errors import QatError, run_command
+from utils.qat.files import sha256
 from utils.qat.log import quiet_upstream
 from zoo import build, config, config_file, full, image, output, program, python, same, state
 

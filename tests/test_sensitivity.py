@@ -7,7 +7,6 @@ import onnx
 import pytest
 import torch
 from models.deploy.onnx_export import export_onnx
-from models.quantize import checkpoint
 from models.quantize.blocks import Twin
 from models.quantize.calibrate import calibrate
 from models.quantize.choose import divergence
@@ -20,6 +19,7 @@ from models.quantize.sensitivity import Estimate, unit_costs
 from models.quantize.units import find_units, left_out
 from utils.qat.data import load_data
 from utils.qat.errors import QatError, run_command
+from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit
 from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
@@ -205,7 +205,7 @@ def summary_of(demo, **changes):
     units = find_units(model, list(find_twins(model)), 'layer')
     rows = [{'unit': u, 'kind': 'X', 'flops': 10 + i, 'parameters': 1, 'distortion': float((i * 7) % 5), 'twins': paths}
             for i, (u, paths) in enumerate(units.items())]
-    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': checkpoint.sha256(demo.single), 'flops': 10_000,
+    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': sha256(demo.single), 'flops': 10_000,
             'units': rows, **changes}
 
 
@@ -217,7 +217,7 @@ def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
     path = tmp_path / FILE
     path.write_text(json.dumps(summary_of(demo, **changes)))
     with pytest.raises(QatError, match=f'--sensitive .*{says}'):
-        read_summary(path, checkpoint.sha256(demo.single), list(find_twins(demo.float_model())))
+        read_summary(path, sha256(demo.single), list(find_twins(demo.float_model())))
 
 
 def test_orders():

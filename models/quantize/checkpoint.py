@@ -4,7 +4,6 @@ A file is judged by the class names in its pickle before anything in it runs, so
 answered with one line. Loading the pickled model itself executes code from the file: load only files you trust.
 """
 import datetime
-import hashlib
 import pickletools
 import platform
 import struct
@@ -20,6 +19,7 @@ from models.common import RepConvN
 from models.quantize.convert import is_quantized
 from models.quantize.scales import shared_scales
 from utils.qat.errors import QatError, atomic, require_file
+from utils.qat.files import sha256
 
 FORMAT = 2  # 2: every scale is an FP16 number
 DAMAGED = (ValueError, OSError, EOFError, RuntimeError, struct.error, zlib.error)  # what unzipping bad bytes raises
@@ -120,13 +120,6 @@ def load_any(path, device='cpu'):
     if kind_of(require_file(path, '--weights', ('.pt', '.pth'))) == 'quantized':
         return load_quantized(path, device)
     return load_float(path, device), None
-
-
-def sha256(path):
-    """Hex digest of a file."""
-    with open(path, 'rb') as f:
-        return hashlib.file_digest(f, 'sha256').hexdigest() if hasattr(hashlib, 'file_digest') \
-            else hashlib.sha256(f.read()).hexdigest()
 
 
 def versions():

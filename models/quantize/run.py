@@ -17,6 +17,7 @@ from utils.qat.backends import TorchModel
 from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
+from utils.qat.files import sha256
 from utils.qat.plots import plot_ap
 from utils.qat.report import write_report
 from utils.qat.resume import STATE, read_report
@@ -136,7 +137,7 @@ class Run:
     def load_calibrated(self):
         """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
         model, quant = self._load(self.folder / self.report['ptq']['file'])
-        if quant['source_sha256'] != checkpoint.sha256(self.source):
+        if quant['source_sha256'] != sha256(self.source):
             raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
                            'differs); put the old one back, or start a new run')
         return model

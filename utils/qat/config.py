@@ -13,7 +13,7 @@ GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 
 
-def _check(problems):
+def check(problems):
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
         raise QatError('; '.join(bad))
@@ -36,7 +36,7 @@ class EvalConfig:
     exist_ok: bool = False
 
     def __post_init__(self):
-        _check([
+        check([
             (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
             (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
@@ -85,7 +85,7 @@ class CalibrationConfig:
         ]
 
     def __post_init__(self):
-        _check(self.problems())
+        check(self.problems())
 
 
 @dataclass
@@ -202,11 +202,11 @@ class ExportConfig:
     def __post_init__(self):
         if len(self.imgsz) == 1:
             self.imgsz = self.imgsz * 2
-        _check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
+        check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
         lowest, highest, default = OPSETS[self.trt]
         opset_given = self.opset is not None
         self.opset = default if self.opset is None else self.opset
-        _check([
+        check([
             (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
             (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),

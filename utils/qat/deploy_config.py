@@ -1,0 +1,50 @@
+"""Settings of the commands that build and run engines, as config.py has those of the others."""
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.qat.config import check
+from utils.qat.errors import QatError
+from utils.qat.tensorrt_api import BACKENDS
+
+PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')
+
+
+def batches(text):
+    """'MIN,OPT,MAX' or 'N' → three numbers. Raises QatError for anything else."""
+    numbers = [int(n) for n in text.split(',') if n.strip().isdigit()]
+    numbers = numbers * 3 if len(numbers) == 1 else numbers
+    if len(numbers) != 3 or text.count(',') not in (0, 2) or not 1 <= numbers[0] <= numbers[1] <= numbers[2]:
+        raise QatError(f'--batch {text}: must be one number or MIN,OPT,MAX, such as 1,8,16, with 1 <= MIN <= OPT <= MAX')
+    return tuple(numbers)
+
+
+@dataclass
+class BuildConfig:
+    """`scripts/build_engine.py`."""
+    onnx: Path
+    engine: Path = None  # where to write; None = beside the ONNX file
+    imgsz: list = None  # height, width in pixels; None = those of the file
+    batch: tuple = None  # smallest, best served, largest; None = the file's, or 1 where the axis is open
+    precision: str = 'auto'  # auto = INT8 with FP16 where the file has Q/DQ, else FP16; a strongly typed file has its own
+    workspace: int = 4096  # MiB that kernels may use to work in. A fixed number, so that a build does not depend on what is free
+    timing_cache: Path = None  # None = beside the engine; speeds up the next build
+    level: int = None  # the builder's optimization level, 0 to 5; None = TensorRT's own choice
+    backend: str = 'tensorrt'
+    trtexec: bool = True  # use it where it is found
+
+    def __post_init__(self):
+        if isinstance(self.batch, str):
+            self.batch = batches(self.batch)
+        if self.imgsz and len(self.imgsz) == 1:
+            self.imgsz = self.imgsz * 2
+        self.engine = self.engine or self.onnx.with_suffix('.engine')
+        self.timing_cache = self.timing_cache or self.engine.with_suffix('.timing.cache')
+        check([
+            (self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 32), f'--imgsz {self.imgsz}: one number, or height and width, '
+                                                                            'of 32 or more'),
+            (self.precision not in PRECISIONS, f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}"),
+            (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
+            (self.level is not None and not 0 <= self.level <= 5, f'--level {self.level}: must lie in 0 to 5'),
+            (self.backend not in BACKENDS, f"--backend {self.backend}: must be one of {', '.join(BACKENDS)}"),
+            (self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'),
+        ])

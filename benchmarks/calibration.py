@@ -3,33 +3,38 @@
 Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 
     cd yolov9
-    PYTHONPATH=. python ../yolov9-qat/benchmarks/calibration.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
+    python ../yolov9-qat/benchmarks/calibration.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
 
 Collection is timed per image, with the forward pass that it needs and without; the search for all activation quantizers
 together. The stock search takes up to seconds for each quantizer: it is timed on --sample of them, evenly spread, and scaled up.
 Prints a Markdown table; --json FILE writes the same figures.
 """
 import argparse
+import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import torch
-from models.quantize import checkpoint
-from models.quantize.calibrate import Histogram, calibrate_weights, collect, histogram_amax
-from models.quantize.convert import quantize_model
-from models.quantize.quantizers import named_quantizers, quantizers_off
-from models.quantize.scales import tie_scales
-from models.quantize.search import SEARCH
 from pytorch_quantization.calib import HistogramCalibrator
-from utils.qat.backends import describe, select_device
-from utils.qat.config import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
-from utils.qat.data import load_data
-from utils.qat.errors import Parser, require_file, run_command
-from utils.qat.loaders import calibration_images
-from utils.qat.log import quiet_upstream
-from utils.qat.report import write_json
+
+sys.path.insert(0, os.getcwd())
+
+from models.quantize import checkpoint  # noqa: E402
+from models.quantize.calibrate import Histogram, calibrate_weights, collect, histogram_amax  # noqa: E402
+from models.quantize.convert import quantize_model  # noqa: E402
+from models.quantize.quantizers import named_quantizers, quantizers_off  # noqa: E402
+from models.quantize.scales import tie_scales  # noqa: E402
+from models.quantize.search import SEARCH  # noqa: E402
+from utils.qat.backends import describe, select_device  # noqa: E402
+from utils.qat.config import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
+from utils.qat.data import load_data  # noqa: E402
+from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.loaders import calibration_images  # noqa: E402
+from utils.qat.log import quiet_upstream  # noqa: E402
+from utils.qat.report import write_json  # noqa: E402
 
 STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
 

@@ -3,29 +3,34 @@
 Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 
     cd yolov9
-    PYTHONPATH=. python ../yolov9-qat/benchmarks/evaluation.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
+    python ../yolov9-qat/benchmarks/evaluation.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
 
 Times are those of `qat.py eval` on --images of val, per image, the best of --repeats; loading the images is not measured.
 Prints a Markdown table; --json FILE writes the same figures.
 """
 import argparse
+import os
+import sys
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from models.quantize import checkpoint
-from models.quantize.calibrate import calibrate
-from models.quantize.convert import quantize_model
-from models.quantize.scales import tie_scales
-from stock import with_stock_quantizers  # beside this file
-from utils.qat.backends import TorchModel, describe, select_device
-from utils.qat.config import QuantizeConfig
-from utils.qat.data import load_data
-from utils.qat.errors import Parser, require_file, run_command
-from utils.qat.evaluate import evaluate
-from utils.qat.loaders import calibration_images, val_loader
-from utils.qat.log import quiet_upstream
-from utils.qat.report import markdown_table, write_json
+
+sys.path.insert(0, os.getcwd())
+
+from models.quantize import checkpoint  # noqa: E402
+from models.quantize.calibrate import calibrate  # noqa: E402
+from models.quantize.convert import quantize_model  # noqa: E402
+from models.quantize.scales import tie_scales  # noqa: E402
+from stock import with_stock_quantizers  # noqa: E402  beside this file
+from utils.qat.backends import TorchModel, describe, select_device  # noqa: E402
+from utils.qat.config import QuantizeConfig  # noqa: E402
+from utils.qat.data import load_data  # noqa: E402
+from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.evaluate import evaluate  # noqa: E402
+from utils.qat.loaders import calibration_images, val_loader  # noqa: E402
+from utils.qat.log import quiet_upstream  # noqa: E402
+from utils.qat.report import markdown_table, write_json  # noqa: E402
 
 PARTS = ('pre', 'inference', 'nms')
 

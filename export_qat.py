@@ -49,11 +49,10 @@ def build_command(path, config, int8, half):
 def verify(config, predict, limits, path, data, loader):
     """Compare the written file with `predict`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
     import onnxruntime
-    from models.quantize.checkpoint import versions
     from utils.qat.backends import OnnxModel
     from utils.qat.compare import compare
     from utils.qat.files import sha256
-    from utils.qat.report import comparison_tables, write_json
+    from utils.qat.report import comparison_tables, versions, write_json
 
     result = compare(predict, OnnxModel(path, predict.device), loader, predict.device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from utils.qat.arguments import parse_args
 from utils.qat.config import EvalConfig, SensitiveConfig
-from utils.qat.distributed import describe, from_first, is_first, join, leave, on_first, rank, select_device, world_size
+from utils.qat.distributed import describe, join, leave, on_first, rank, select_device, world_size
 from utils.qat.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
 
@@ -25,15 +25,6 @@ def choose_precision(config, device):
         raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; {again} --compile')
     if not cuda and config.amp == 'fp16':
         raise QatError(f'--amp fp16: only on a GPU, and the device is {device.type}; {again} --amp, or use bf16')
-
-
-def new_folder(config):
-    """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given)."""
-    from utils.general import increment_path
-    folder = from_first(increment_path(config.project / config.name, exist_ok=config.exist_ok))
-    if is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def dry_run(config):
@@ -136,6 +127,7 @@ def quantize(config):
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
     from utils.qat.data import load_data, load_hyp
+    from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, training_images, val_loader
     from utils.qat.report import run_table
 
@@ -182,15 +174,14 @@ def sensitive(config):
 
     import time
 
-    from models.quantize import checkpoint
     from models.quantize.losses import require_detector
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
     from utils.qat.data import load_data
-    from utils.qat.files import sha256
+    from utils.qat.files import new_folder, sha256
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
-    from utils.qat.report import write_json
+    from utils.qat.report import versions, write_json
     from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
 
     start = time.perf_counter()
@@ -208,7 +199,7 @@ def sensitive(config):
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, bar, times)
     summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256(config.weights),
-               'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device),
+               'settings': asdict(config), 'versions': versions(), 'device': describe(device),
                'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
     times['all'] = time.perf_counter() - start
     on_first(write_json)(folder / FILE, summary)
@@ -226,41 +217,18 @@ def eval_(config):
 
     import torch
     from models.quantize import checkpoint
-    from utils.general import check_img_size
     from utils.qat.backends import OnnxModel, TorchModel
-    from utils.qat.data import load_data
-    from utils.qat.evaluate import evaluate
-    from utils.qat.loaders import val_loader
-    from utils.qat.report import class_table, write_json
+    from utils.qat.scoring import score_file
 
     device = select_device(config.device)
     join(device)
     torch.backends.cudnn.allow_tf32 = False  # see quantize
-    is_onnx = config.weights.suffix == '.onnx'
-    if is_onnx:
+    if config.weights.suffix == '.onnx':
         predict = OnnxModel(config.weights, device)
-        if set(predict.imgsz) != {config.imgsz}:
-            raise QatError(f"--imgsz {config.imgsz}: {config.weights} takes {' x '.join(map(str, predict.imgsz))}; "
-                           f'give that size, or export again with --imgsz {config.imgsz}')
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
-    config.imgsz = check_img_size(config.imgsz, predict.stride)
-    data = load_data(config.data, predict.nc)
-    loader = val_loader(data, config, predict.stride, square=config.square or is_onnx, shard=(rank(), world_size()))
-
-    folder = new_folder(config)
-    on_first(log_to)(folder / 'log.txt')
-    LOGGER.info(f'{config.weights} on {describe(device)}')
-    metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
-                       progress=lambda it: bar(it, 'evaluating'), predictions_file=folder / 'predictions.json')
-    on_first(write_json)(folder / 'metrics.json', {
-        'settings': asdict(config), 'versions': checkpoint.versions(), 'device': describe(device), **metrics.plain(),
-        'times': {'ms_per_image': metrics.ms_per_image}})
-    LOGGER.info(f'{class_table(metrics.plain())}\n')
-    if metrics.coco:
-        LOGGER.info('pycocotools: ' + '  '.join(f'{k} {v:.4f}' for k, v in metrics.coco.items()))
-    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + f' per image\nresults {folder}')
+    score_file(predict, config, device)
 
 
 def main(argv=None):

@@ -20,10 +20,10 @@ import yaml
 from conftest import REPO, TREE
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch, finetune
-from utils.dataloaders import LoadImagesAndLabels
 from utils.qat.data import load_data, load_hyp
 from utils.qat.errors import QatError, run_command
 from utils.qat.loaders import calibration_images, training_images, val_loader
+from utils.qat.report import versions
 from utils.qat.resume import STATE
 from zoo import image, program, same, settings, state
 
@@ -378,7 +378,7 @@ def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
     shutil.copytree(stopped, tmp_path / 'exp')
     edit_report(tmp_path / 'exp', lambda r: r['versions'].update(torch='2.0'))
     assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
-    now = checkpoint.versions()['torch']
+    now = versions()['torch']
     log = (tmp_path / 'exp/log.txt').read_text()
     assert re.search(rf'warning: not what the run was started with.*: torch 2\.0, now {re.escape(now)}\n', log)
     report, weights = result(tmp_path / 'exp')

@@ -7,6 +7,7 @@ import onnx
 import pytest
 import torch
 from models.deploy.onnx_export import export_onnx
+from models.quantize import checkpoint
 from models.quantize.blocks import Twin
 from models.quantize.calibrate import calibrate
 from models.quantize.choose import divergence
@@ -23,7 +24,7 @@ from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit
 from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
-from zoo import build, full, fuse, image, output, program, same, settings
+from zoo import build, full, fuse, image, program, same, settings
 
 CPU = torch.device('cpu')
 

@@ -5,12 +5,10 @@ answered with one line. Loading the pickled model itself executes code from the 
 """
 import datetime
 import pickletools
-import platform
 import struct
 import zipfile
 import zlib
 from copy import deepcopy
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -20,6 +18,7 @@ from models.quantize.convert import is_quantized
 from models.quantize.scales import shared_scales
 from utils.qat.errors import QatError, atomic, require_file
 from utils.qat.files import sha256
+from utils.qat.report import versions
 
 FORMAT = 2  # 2: every scale is an FP16 number
 DAMAGED = (ValueError, OSError, EOFError, RuntimeError, struct.error, zlib.error)  # what unzipping bad bytes raises
@@ -120,12 +119,6 @@ def load_any(path, device='cpu'):
     if kind_of(require_file(path, '--weights', ('.pt', '.pth'))) == 'quantized':
         return load_quantized(path, device)
     return load_float(path, device), None
-
-
-def versions():
-    """Versions of what decides the numbers."""
-    return {'python': platform.python_version(),
-            **{p: metadata.version(p) for p in ('torch', 'torchvision', 'numpy', 'pytorch-quantization')}}
 
 
 def save_quantized(path, model, recipe, source):

@@ -19,7 +19,7 @@ from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
 from utils.qat.files import sha256
 from utils.qat.plots import plot_ap
-from utils.qat.report import write_report
+from utils.qat.report import versions, write_report
 from utils.qat.resume import STATE, read_report
 
 
@@ -53,7 +53,7 @@ class Run:
             self.report = read_report(folder)
             self._check_unchanged(images)
             return
-        self.report = {'settings': config.plain(), 'versions': checkpoint.versions(), 'device': describe(self.device),
+        self.report = {'settings': config.plain(), 'versions': versions(), 'device': describe(self.device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
                        'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
@@ -70,7 +70,7 @@ class Run:
         if images != self.report['images']:
             raise QatError(f"--resume {self.folder}: {self.data.file} had {self.report['images']} images when the run was "
                            f'started, and has {images}; put the old ones back, or start a new run')
-        now = {**checkpoint.versions(), 'device': describe(self.device)}
+        now = {**versions(), 'device': describe(self.device)}
         before = {**self.report['versions'], 'device': self.report['device']}
         changed = {k: v for k, v in now.items() if v != before[k]}
         if changed:

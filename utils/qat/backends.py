@@ -1,10 +1,14 @@
-"""Things that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns [B, 4 + nc, N], boxes xywh in pixels."""
+"""Things that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns [B, 4 + nc, N], boxes xywh in pixels.
+
+Files with NMS inside return detections instead: a list of [n, 6], see evaluate.detect.
+"""
 import ast
 
-import numpy as np
 import torch
 
 from utils.qat.errors import QatError
+
+END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as EfficientNMS has them
 
 
 def select_device(text):
@@ -44,11 +48,52 @@ class TorchModel:
         return self.model(images)[0]
 
 
-class OnnxModel:
-    """An ONNX file run by ONNX Runtime, its Q/DQ included.
+class FileModel:
+    """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
 
-    Its own size and batch size come from the graph: `imgsz` (height, width), `batch` (None if the axis is dynamic).
+    The outputs are either predictions, [B, 4 + nc, N], or, of a file with NMS inside (end2end), `num_dets` [B, 1], `det_boxes`
+    [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the first num_dets count.
     """
+
+    def __init__(self, path, image, outputs, batch, metadata):
+        """image: shape of the one input. outputs: {name: shape}. batch: smallest and largest; None = any. metadata: of the export."""
+        self.end2end = [next((n for n in outputs if n == name), None) for name in END2END]
+        shapes = list(outputs.values())
+        if len(image) != 4 or (None in self.end2end and (len(shapes) != 1 or len(shapes[0]) != 3)):
+            raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], or with NMS inside '
+                           f"{', '.join(END2END)}; found {list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; "
+                           'export it with export_qat.py')
+        self.path, self.imgsz, self.batch = path, list(image[2:]), batch
+        self.stride = int(float(metadata.get('stride', 32)))
+        names = ast.literal_eval(metadata['names']) if 'names' in metadata else None
+        if None in self.end2end:
+            self.nc = shapes[0][1] - 4
+            self.names = names or {i: str(i) for i in range(self.nc)}
+        else:  # how many classes there are is not in the shapes
+            self.nc, self.names = len(names) if names else None, names
+
+    def __call__(self, images):
+        """Images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N] (boxes as xywh), or a list of detections [n, 6] (see evaluate.detect)."""
+        smallest, largest = self.batch or (1, len(images))
+        parts = []
+        for part in images.split(largest):
+            padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
+            # clone: a runner may reuse what it returns
+            parts.append({name: out[:len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
+        outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        if None in self.end2end:
+            return next(iter(outputs.values()))
+        number, boxes, scores, classes = (outputs[name] for name in self.end2end)
+        found = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
+        return [each[:n] for each, n in zip(found, number.flatten().tolist())]
+
+    def run(self, images):
+        """A batch of a size that the file takes → {output name: tensor}."""
+        raise NotImplementedError
+
+
+class OnnxModel(FileModel):
+    """An ONNX file run by ONNX Runtime, its Q/DQ included."""
 
     def __init__(self, path, device=torch.device('cpu')):
         import onnxruntime as ort
@@ -63,28 +108,32 @@ class OnnxModel:
             self.session = ort.InferenceSession(str(path), options, providers=providers)
         except Exception as e:  # onnxruntime's exceptions share no public base class
             raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
-        self.path, image = path, self.session.get_inputs()[0]
-        output = self.session.get_outputs()[0]
-        if len(image.shape) != 4 or len(output.shape) != 3:
-            raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], '
-                           f'found {image.shape} -> {output.shape}; export it with export_qat.py')
+        image = self.session.get_inputs()[0]
         self.input_name, self.device = image.name, device
-        self.batch = image.shape[0] if isinstance(image.shape[0], int) else None
-        self.imgsz = image.shape[2:]
-        meta = self.session.get_modelmeta().custom_metadata_map
-        self.stride = int(float(meta.get('stride', 32)))
-        self.nc = output.shape[1] - 4
-        self.names = ast.literal_eval(meta['names']) if 'names' in meta else {i: str(i) for i in range(self.nc)}
+        batch = (image.shape[0],) * 2 if isinstance(image.shape[0], int) else None  # a static graph wants full batches
+        super().__init__(path, image.shape, {o.name: o.shape for o in self.session.get_outputs()}, batch,
+                         self.session.get_modelmeta().custom_metadata_map)
 
-    def __call__(self, images):
-        images, size, out = images.cpu().numpy(), self.batch or len(images), []
-        for start in range(0, len(images), size):
-            part = images[start:start + size]
-            padding = np.zeros((size - len(part), *part.shape[1:]), part.dtype)  # a static graph wants full batches
-            try:
-                result = self.session.run(None, {self.input_name: np.concatenate((part, padding))})[0]
-            except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
-                raise QatError(f'--weights {self.path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
-                               f"{' '.join(str(e).split())[:300]}") from e
-            out.append(result[:len(part)])
-        return torch.from_numpy(np.concatenate(out)).to(self.device)
+    def run(self, images):
+        try:
+            outputs = self.session.run(None, {self.input_name: images.cpu().numpy()})
+        except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
+            raise QatError(f'--weights {self.path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
+                           f"{' '.join(str(e).split())[:300]}") from e
+        return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
+
+
+class EngineModel(FileModel):
+    """A TensorRT engine. It keeps GPU memory until it is closed."""
+
+    def __init__(self, path, device, backend='tensorrt'):
+        from utils.qat.engine import EngineRunner
+        self.runner, self.device = EngineRunner(path, device, backend=backend), device
+        if len(self.runner.inputs) != 1:
+            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(self.runner.inputs)}")
+        (self.input_name, (smallest, _, largest)), = self.runner.inputs.items()
+        metadata = self.runner.sidecar['metadata'] if self.runner.sidecar else {}
+        super().__init__(path, largest, self.runner.outputs, (smallest[0], largest[0]), metadata)
+
+    def run(self, images):
+        return {name: out.float() for name, out in self.runner({self.input_name: images}).items()}

@@ -23,7 +23,7 @@ class Comparison:
     rtol: float
     atol: float
     top: int
-    boxes: dict  # of all predictions, before NMS: see Elements.figures
+    boxes: dict  # of all predictions, before NMS: see Elements.figures; None if a model has NMS inside
     scores: dict
     ranks: list  # of the top detections, after NMS: see Ranking.ranks
     disagreement: float  # over all ranks
@@ -82,7 +82,9 @@ class Elements:
         self.largest = torch.maximum(self.largest, difference.max())  # unlike max(), it keeps NaN
 
     def figures(self):
-        """max, mean: absolute difference. within: share with |other - reference| <= atol + rtol |reference|, as numpy.isclose."""
+        """max, mean: absolute difference. within: share with |other - reference| <= atol + rtol |reference|, as numpy.isclose. None of nothing."""
+        if not self.count:
+            return None
         return {'max': self.largest.item(), 'mean': self.total / self.count, 'within': self.close / self.count}
 
 
@@ -159,14 +161,16 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
     scorers, images_seen = [Scorer(names), Scorer(names)] if names else [], 0
     for images, targets, paths, shapes in progress(loader) if progress else loader:
         images, targets = prepared(images, targets, device)
-        predictions = [predict(images).to(device) for predict in (reference, other)]
-        first, second = predictions
-        if first.shape != second.shape:
-            raise QatError(f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same '
-                           'classes and image size can be compared')
-        boxes.update(first[:, :4], second[:, :4])
-        scores.update(first[:, 4:], second[:, 4:])
-        detections = [detect(p) for p in predictions]
+        predictions = [predict(images) for predict in (reference, other)]
+        inside = [isinstance(p, list) for p in predictions]  # NMS was in the model, which shows nothing of what came before
+        if not any(inside):
+            first, second = predictions
+            if first.shape != second.shape:
+                raise QatError(f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same '
+                               'classes and image size can be compared')
+            boxes.update(first[:, :4], second[:, :4])
+            scores.update(first[:, 4:], second[:, 4:])
+        detections = [[d.to(device) for d in (p if has_nms else detect(p))] for p, has_nms in zip(predictions, inside)]
         for pair in zip(*detections):
             ranking.update(*pair)
         for scorer, found in zip(scorers, detections):

@@ -31,6 +31,7 @@ class EvalConfig:
     iou_thres: float = 0.7  # of the NMS
     square: bool = False  # letterbox to imgsz x imgsz, as a deployed model sees it
     workers: int = 8
+    save_json: bool = True  # write the detections, in COCO's result format
     project: Path = Path('runs/qat_eval')
     name: str = 'exp'
     exist_ok: bool = False

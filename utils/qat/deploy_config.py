@@ -40,8 +40,7 @@ class BuildConfig:
         self.engine = self.engine or self.onnx.with_suffix('.engine')
         self.timing_cache = self.timing_cache or self.engine.with_suffix('.timing.cache')
         check([
-            (self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 32), f'--imgsz {self.imgsz}: one number, or height and width, '
-                                                                            'of 32 or more'),
+            (self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 1), f'--imgsz {self.imgsz}: one number, or height and width'),
             (self.precision not in PRECISIONS, f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}"),
             (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
             (self.level is not None and not 0 <= self.level <= 5, f'--level {self.level}: must lie in 0 to 5'),

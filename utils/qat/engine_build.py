@@ -7,52 +7,14 @@ TensorRT-RTX builds without a GPU.
 """
 import time
 import warnings
-from dataclasses import dataclass
 
-import onnx
-from onnx import TensorProto
-
+from utils.qat.engine_plan import Source, plan
 from utils.qat.errors import QatError, atomic
-from utils.qat.files import sha256
 from utils.qat.log import LOGGER
-from utils.qat.onnx_audit import load
-from utils.qat.onnx_graph import count_qdq, name_of
-from utils.qat.report import write_json
-from utils.qat.sidecar import VERSION, sidecar_of, this_gpu
+from utils.qat.sidecar import write_sidecar
 from utils.qat.tensorrt_api import capabilities, load_tensorrt, logger, product, progress_monitor
 
 MIB = 1 << 20
-
-
-@dataclass
-class Plan:
-    """How a file is built: flags by name, and the precision that the engine will have, in words."""
-    network: list  # of NetworkDefinitionCreationFlag
-    builder: list  # of BuilderFlag
-    precision: str
-
-
-def plan(can, int8, half, wanted, what, file):
-    """Plan of a file with Q/DQ (`int8`) or FP16 inside (`half`), for a TensorRT that has `can`, see Capabilities.
-
-    wanted: --precision. what: TensorRT and its version, in words. Raises QatError if that precision cannot come of the file.
-    """
-    export = f'python export_qat.py --weights {file.with_suffix(".pt").name}'
-    if int8 and wanted in ('fp32', 'fp16'):
-        raise QatError(f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint')
-    if not int8 and wanted == 'int8':
-        raise QatError(f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
-                       '(qat.py quantize, then export_qat.py)')
-    parts = ['INT8'] * int8 + (['FP16'] if half else ['FP32'])
-    if half or not can.precision_flags:
-        if not can.typed:
-            raise QatError(f'{file}: FP16 outside Q/DQ, which {what} cannot take; {export} --trt 8')
-        if (wanted == 'fp16' and not half) or (wanted == 'fp32' and half):
-            raise QatError(f"--precision {wanted}: {what} computes in the types of the file, and {file} is {' and '.join(parts)}; "
-                           f"{export} --trt 11{' --half' * (wanted == 'fp16')}")
-        return Plan(['STRONGLY_TYPED'] + ['EXPLICIT_BATCH'] * can.explicit_batch, [], ' and '.join(parts))
-    flags = ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
-    return Plan(['EXPLICIT_BATCH'] * can.explicit_batch, flags, ' and '.join(flags[::-1]) or 'FP32')
 
 
 class EngineFromOnnx:
@@ -64,15 +26,8 @@ class EngineFromOnnx:
         self.trt = load_tensorrt(config.backend, '--backend ' + config.backend)
         self.can, self.product = capabilities(self.trt), product(self.trt)
         self.log = logger(self.trt, LOGGER.info)
-        model = load(config.onnx)
-        self.metadata = {p.key: p.value for p in model.metadata_props}
-        self.int8 = any(count_qdq(model))
-        self.half = any(i.data_type == TensorProto.FLOAT16 for i in model.graph.initializer)
-        self.plan = plan(self.can, self.int8, self.half, config.precision, self.product, config.onnx)
-        if not self.can.precision_flags and self.int8 and not self.half:
-            LOGGER.info(f'warning: {config.onnx} is FP32 outside Q/DQ, and {self.product} computes it so: slower than FP16. '
-                        'Export it with --trt 11')
-        self.nodes = [name_of(n) for n in model.graph.node]
+        self.source = Source(config)
+        self.plan = plan(self.source, self.can, self.product)
 
     def build(self):
         """Write config.engine and its sidecar; returns what the sidecar holds."""
@@ -86,7 +41,11 @@ class EngineFromOnnx:
             settings.builder_optimization_level = config.level
         for flag in self.plan.builder:
             settings.set_flag(getattr(trt.BuilderFlag, flag))
-        shapes = self._shapes(network, settings)
+        if self.source.dynamic:
+            profile = self.builder.create_optimization_profile()
+            for name, shapes in self.source.shapes.items():
+                profile.set_shape(name, *shapes)
+            settings.add_optimization_profile(profile)
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', 'Use Deprecated in TensorRT-RTX')  # which keeps no timings, but takes the calls
             reused = self._use_timing_cache(settings)
@@ -95,13 +54,8 @@ class EngineFromOnnx:
                 tmp.write_bytes(bytes(settings.get_timing_cache().serialize()))
         with atomic(config.engine) as tmp:
             tmp.write_bytes(engine)
-        content = {'sidecar': VERSION, 'built_by': self.product, 'gpu': this_gpu(), 'bytes': config.engine.stat().st_size,
-                   'onnx': config.onnx.name, 'onnx_sha256': sha256(config.onnx), 'precision': self.plan.precision,
-                   'typed': 'STRONGLY_TYPED' in self.plan.network, 'inputs': shapes, 'metadata': self.metadata,
-                   'workspace_mib': config.workspace, 'level': config.level, 'timing_cache_reused': reused,
-                   'seconds': round(time.perf_counter() - start, 1)}
-        write_json(sidecar_of(config.engine), content)
-        return content
+        return write_sidecar(self.source, self.plan, self.product, {'timing_cache_reused': reused,
+                                                                   'seconds': round(time.perf_counter() - start, 1)})
 
     def _parse(self):
         trt, flags = self.trt, 0
@@ -122,57 +76,20 @@ class EngineFromOnnx:
         if self.can.node_names and error.node_name():
             node = f'{error.node_name()} ({error.node_operator()})'
         else:
-            node = self.nodes[error.node()] if 0 <= error.node() < len(self.nodes) else 'the graph'
+            node = self.source.nodes[error.node()] if 0 <= error.node() < len(self.source.nodes) else 'the graph'
         return f"node {node}: {' '.join(error.desc().split())}"
-
-    def _shapes(self, network, settings):
-        """Give inputs with an open axis a profile. Returns {name: {'min', 'opt', 'max': shape}} of all inputs."""
-        config, found, profile, open_axes = self.config, {}, self.builder.create_optimization_profile(), False
-        for tensor in map(network.get_input, range(network.num_inputs)):
-            shape = tuple(tensor.shape)
-            smallest, best, largest = self._batch(shape[0])
-            rest = self._size(shape)
-            found[tensor.name] = {'min': [smallest, *rest], 'opt': [best, *rest], 'max': [largest, *rest]}
-            if -1 in shape:
-                open_axes = True
-                profile.set_shape(tensor.name, *found[tensor.name].values())
-        if open_axes:
-            settings.add_optimization_profile(profile)
-        return found
-
-    def _batch(self, own):
-        """Smallest, best and largest batch, where the file has `own`, -1 if it is open."""
-        wanted = self.config.batch
-        if own == -1:
-            return wanted or (1, 1, 1)
-        if wanted and set(wanted) != {own}:
-            raise QatError(f"--batch {','.join(map(str, wanted))}: {self.config.onnx} has a fixed batch of {own}; leave the flag out, or "
-                           'export with --dynamic')
-        return own, own, own
-
-    def _size(self, shape):
-        """The axes behind the batch: those of the file, or --imgsz where they are open."""
-        own, wanted = shape[1:], self.config.imgsz
-        if -1 not in own:
-            if wanted and list(own[-2:]) != list(wanted):
-                raise QatError(f"--imgsz {' '.join(map(str, wanted))}: {self.config.onnx} takes {own[-2]} x {own[-1]}; leave the flag out, "
-                               'or export with that --imgsz')
-            return own
-        if not wanted:
-            raise QatError(f'--imgsz: {self.config.onnx} leaves the image size open ({list(shape)}); say which to build for')
-        return tuple(w if o == -1 else o for o, w in zip(own, (own[0], *wanted)))
 
     def _use_timing_cache(self, settings):
         """Go on from config.timing_cache if it is there and of this TensorRT and GPU; tells whether."""
         file = self.config.timing_cache
         kept = file.read_bytes() if file.exists() else b''
-        if kept:
-            cache = settings.create_timing_cache(kept)
-            if cache and settings.set_timing_cache(cache, False):  # False: not of another TensorRT or GPU
-                return True
-            LOGGER.info(f'warning: {file} is no timing cache of {self.product} on this GPU; it is made anew')
-        settings.set_timing_cache(settings.create_timing_cache(b''), False)
-        return False
+        cache = settings.create_timing_cache(kept)  # empty where it cannot read `kept`
+        whole = cache and settings.set_timing_cache(cache, False) and len(bytes(cache.serialize())) == len(kept)
+        if kept and not whole:
+            LOGGER.info(f'warning: {file} is no timing cache of {self.product} on this GPU, or not whole; it is made anew')
+        if not cache:
+            settings.set_timing_cache(settings.create_timing_cache(b''), False)
+        return bool(kept and whole)
 
     def _serialize(self, network, settings):
         """The engine, as bytes."""

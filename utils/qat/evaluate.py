@@ -114,7 +114,8 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
              predictions_file=None):
     """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
-    predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores.
+    predict: images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N], boxes as xywh in pixels, then class scores; or, with NMS inside, a list
+    of detections, see `detect`; then conf_thres, iou_thres and max_det are the model's own.
     loader: see loaders.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
     predictions_file: where to write the detections as COCO JSON.
     """
@@ -127,7 +128,8 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
         with clocks['inference']:
             predictions = predict(images)
         with clocks['nms']:
-            detections = detect(predictions, conf_thres, iou_thres, max_det)
+            inside = isinstance(predictions, list)  # NMS was in the model
+            detections = predictions if inside else detect(predictions, conf_thres, iou_thres, max_det)
         scorer.update(detections, targets, images.shape[2:], paths, shapes)
 
     scorer.batches = merged(scorer.batches)

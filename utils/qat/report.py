@@ -1,5 +1,7 @@
 """Metrics → report.json and a Markdown table. Files are whole at any moment: written aside, then renamed."""
 import json
+import platform
+from importlib import metadata
 
 from utils.qat.errors import atomic
 
@@ -9,6 +11,12 @@ COLUMNS = ('AP', 'AP50', 'P', 'R')
 def write_json(path, content):
     with atomic(path) as tmp:
         tmp.write_text(json.dumps(content, indent=2, default=str) + '\n', encoding='utf-8')
+
+
+def versions():
+    """Versions of what decides the numbers."""
+    return {'python': platform.python_version(),
+            **{p: metadata.version(p) for p in ('torch', 'torchvision', 'numpy', 'pytorch-quantization')}}
 
 
 def figures(metrics):
@@ -42,7 +50,7 @@ def comparison_tables(comparison, names):
 
     tolerance = f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"
     elements = [(text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
-                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores']))]
+                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores'])) if e]  # none with NMS inside
     ranks = [(r['rank'], r['images'], number(r['score'], '.4f'), number(r['score_error']), number(r['box_error']),
               number(r['disagreement'], '.1%')) for r in comparison['ranks']]
     ranks.append((f"top {comparison['top']}", *['-'] * 4, number(comparison['disagreement'], '.1%')))

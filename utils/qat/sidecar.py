@@ -5,6 +5,8 @@ An engine runs only in the version of TensorRT that built it, on the kind of GPU
 import json
 
 from utils.qat.errors import QatError
+from utils.qat.files import sha256
+from utils.qat.report import write_json
 
 VERSION = 1
 
@@ -20,6 +22,18 @@ def this_gpu(device=None):
     if not torch.cuda.is_available():
         return None
     return {'name': torch.cuda.get_device_name(device), 'capability': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
+
+
+def write_sidecar(source, plan, product, more):
+    """Write what the engine of source.config was built of (engine_plan.Source), how (engine_plan.Plan) and by; returns the content."""
+    config = source.config
+    content = {'sidecar': VERSION, 'built_by': product, 'gpu': this_gpu(), 'bytes': config.engine.stat().st_size,
+               'onnx': config.onnx.name, 'onnx_sha256': sha256(config.onnx), 'precision': plan.precision,
+               'typed': 'STRONGLY_TYPED' in plan.network,
+               'inputs': {name: dict(zip(('min', 'opt', 'max'), shapes)) for name, shapes in source.shapes.items()},
+               'metadata': source.metadata, 'workspace_mib': config.workspace, 'level': config.level, **more}
+    write_json(sidecar_of(config.engine), content)
+    return content
 
 
 def read_sidecar(engine):

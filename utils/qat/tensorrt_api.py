@@ -21,7 +21,6 @@ OPTIONAL = {
     'progress': (None, 'IProgressMonitor'),
     'memory_v2': ('ICudaEngine', 'device_memory_size_v2'),  # the new name of device_memory_size
     'node_names': ('ParserError', 'node_name'),  # the parser's errors name the node, not only its number
-    'validity': ('Runtime', 'get_engine_validity'),
 }
 
 
@@ -34,7 +33,14 @@ class Capabilities:
     progress: bool
     memory_v2: bool
     node_names: bool
-    validity: bool
+
+
+# Major version → what it has: for trtexec, which cannot be asked. TensorRT-RTX 1.7 is as TensorRT 11.
+VERSIONS = {
+    8: Capabilities(explicit_batch=True, typed=False, precision_flags=True, progress=False, memory_v2=False, node_names=False),
+    10: Capabilities(explicit_batch=True, typed=True, precision_flags=True, progress=True, memory_v2=True, node_names=True),
+    11: Capabilities(explicit_batch=False, typed=True, precision_flags=False, progress=True, memory_v2=True, node_names=True),
+}
 
 
 def capabilities(trt):
@@ -46,8 +52,8 @@ def capabilities(trt):
 
 
 def product(trt):
-    """'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1.116'."""
-    return f"TensorRT{'-RTX' if 'rtx' in trt.__name__ else ''} {trt.__version__}"
+    """'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1', without the number of the build, which trtexec does not tell alike."""
+    return f"TensorRT{'-RTX' if 'rtx' in trt.__name__ else ''} {'.'.join(trt.__version__.split('.')[:3])}"
 
 
 def load_tensorrt(backend='tensorrt', flag='TensorRT'):

@@ -1,0 +1,98 @@
+"""Build a TensorRT engine of an ONNX file: by trtexec where it is found, else by the builder of the Python package.
+
+    python scripts/build_engine.py yolov9-c-qat.onnx --batch 1,8,16 --generate-graph
+
+Writes MODEL.engine and MODEL.engine.json, which says what it was built of, by and for. With --generate-graph, which needs the GPU, also
+MODEL.layer.json and MODEL.profile.json, and the picture that draw_engine.py makes of them.
+"""
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
+from utils.qat.deploy_config import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
+from utils.qat.errors import Parser, QatError, require_file, run_command  # noqa: E402
+from utils.qat.log import LOGGER, bar  # noqa: E402
+
+
+def parse_args(argv):
+    """Command line → (BuildConfig, None with --which; draw a graph?)."""
+    c, p = BuildConfig, Parser(description=__doc__.splitlines()[0])
+    p.add_argument('onnx', type=Path, metavar='MODEL.onnx', nargs='?', help='file of export_qat.py, or any other')
+    p.add_argument('--engine', type=Path, help='where to write; default: MODEL.engine beside the ONNX file')
+    p.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, where the file leaves them open; else '
+                   'what it must take')
+    p.add_argument('--batch', help='MIN,OPT,MAX of a file with an open batch axis: smallest, the one to be fast at, largest; or one number. Default 1')
+    p.add_argument('--precision', choices=PRECISIONS, default=c.precision, help='auto: INT8 with FP16 where the file has Q/DQ, else FP16; '
+                   'TensorRT 11 computes in the types of the file')
+    p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory that kernels may use to work in')
+    p.add_argument('--timing-cache', type=Path, help='file of timings that the build goes on from and adds to; default: beside the engine')
+    p.add_argument('--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own")
+    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='TensorRT, or TensorRT-RTX, whose builder needs no GPU')
+    p.add_argument('--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even where trtexec is found')
+    p.add_argument('--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU')
+    p.add_argument('--which', action='store_true', help='print the major version of the TensorRT that would build, as export_qat.py --trt '
+                                                        'takes it, and stop')
+    args = vars(p.parse_args(argv))
+    graph, which = args.pop('generate_graph'), args.pop('which')
+    if not which and args['onnx'] is None:
+        p.error('the following arguments are required: MODEL.onnx')
+    return None if which else BuildConfig(**args), graph
+
+
+def measure_layers(config, layer, profile):
+    """Write the layers of config.engine and their times, on random images of the best batch."""
+    import torch
+    from utils.qat.engine import EngineRunner
+    from utils.qat.report import write_json
+
+    if not torch.cuda.is_available():
+        raise QatError(f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built')
+    with EngineRunner(config.engine, backend=config.backend) as runner:
+        images = {name: torch.rand(best) for name, (_, best, _) in runner.inputs.items()}
+        write_json(layer, runner.layers())
+        write_json(profile, runner.profile(images))
+
+
+def print_which():
+    """Tell the shell scripts what to export for."""
+    from utils.qat.tensorrt_api import load_tensorrt
+    from utils.qat.trtexec import find_trtexec, version_of
+
+    trtexec = find_trtexec()
+    print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
+
+
+def main(argv=None):
+    config, graph = parse_args(argv)
+    if not config:
+        return print_which()
+    require_file(config.onnx, 'MODEL', ('.onnx',))
+
+    from utils.qat.engine_build import EngineFromOnnx
+    from utils.qat.engine_plan import Source, plan
+    from utils.qat.tensorrt_api import VERSIONS
+    from utils.qat.trtexec import build_with_trtexec, find_trtexec, version_of
+
+    layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
+    trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
+    if trtexec:
+        version, source = version_of(trtexec), Source(config)
+        flags = plan(source, VERSIONS[version[0]], f"TensorRT {'.'.join(map(str, version))}")
+        built = build_with_trtexec(trtexec, version, source, flags, LOGGER.info, *((layer, profile) if graph else ()))
+    else:
+        built = EngineFromOnnx(config, lambda: bar(None, 'building')).build()
+        if graph:
+            measure_layers(config, layer, profile)
+    shapes = '; '.join(f"{name} {' '.join(json.dumps(list(s)) for s in dict.fromkeys(map(tuple, bounds.values())))}"
+                       for name, bounds in built['inputs'].items())
+    LOGGER.info(f"{config.onnx} -> {config.engine}: {built['precision']}, {built['built_by']}, {shapes}, {built['bytes'] / 1e6:.1f} MB")
+    if graph:
+        LOGGER.info(f'next: python scripts/draw_engine.py --layer {layer} --profile {profile}')
+    elif config.engine.exists():
+        size = built['inputs'][next(iter(built['inputs']))]['opt'][-1]
+        LOGGER.info(f'next: python val_trt.py --engine-file {config.engine} --data DATA.yaml --imgsz {size}')
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

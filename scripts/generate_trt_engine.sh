@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# ONNX → TensorRT engine of the image size that was asked for, by trtexec where it is found, else by the Python package.
+set -euo pipefail
+
+HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python3}
+
+usage() {
+    cat <<EOF
+Usage: [PYTHON=python3] generate_trt_engine.sh MODEL.onnx IMGSZ [--generate-graph] [--batch MIN,OPT,MAX] [OPTION...]
+  MODEL.onnx        file of export_qat.py; the engine is written beside it
+  IMGSZ             image size in pixels, that of the file
+  --generate-graph  also measure every layer and draw the engine: MODEL.layer.json, MODEL.profile.json, MODEL.svg, MODEL.png, MODEL.csv
+  --batch           of a file exported with --dynamic
+  OPTION...         those of scripts/build_engine.py -h
+EOF
+}
+[[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }
+if (($# < 2)) || [[ $1 == -* || $2 == -* ]]; then
+    usage >&2
+    exit 2
+fi
+onnx=$1 imgsz=$2 graph=no
+for option in "${@:3}"; do [[ $option != --generate-graph ]] || graph=yes; done
+
+"$PYTHON" "$HERE/build_engine.py" "$onnx" --imgsz "$imgsz" "${@:3}"
+if [[ $graph == yes ]]; then
+    "$PYTHON" "$HERE/draw_engine.py" --layer "${onnx%.onnx}.layer.json" --profile "${onnx%.onnx}.profile.json" --output "${onnx%.onnx}"
+fi

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Checkpoint → ONNX → TensorRT engine → metrics: export_qat.py, generate_trt_engine.sh and val_trt.py in one go.
+set -euo pipefail
+
+HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+PYTHON=${PYTHON:-python3}
+
+usage() {
+    cat <<EOF
+Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA.yaml IMGSZ [--generate-graph]
+  WEIGHTS.pt        checkpoint, quantized by qat.py or float
+  DATA.yaml         val: is what the engine is evaluated on
+  IMGSZ             image size in pixels: of the file, the engine and the evaluation
+  --generate-graph  also measure every layer and draw the engine
+The ONNX file, the engine and what belongs to them are written beside WEIGHTS.
+EOF
+}
+[[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }
+if (($# < 3 || $# > 4)) || [[ ${4:---generate-graph} != --generate-graph ]]; then
+    usage >&2
+    exit 2
+fi
+weights=$1 data=$2 imgsz=$3
+model=${weights%.*}
+
+trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
+half=()
+[[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
+"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "$imgsz" --simplify --trt "$trt" "${half[@]}"
+"$HERE/generate_trt_engine.sh" "$model.onnx" "$imgsz" "${@:4}"
+"$PYTHON" "$HERE/../val_trt.py" --engine-file "$model.engine" --data "$data" --imgsz "$imgsz"

@@ -1,0 +1,96 @@
+"""One code path for TensorRT 8.6, 10 and 11: what we call, read from the source, against what each version has.
+
+tests/data/tensorrt_api.json lists the names that the Python interface of each version binds, by class.
+"""
+import ast
+import importlib
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import REPO
+from utils.qat.errors import QatError
+from utils.qat.tensorrt_api import OPTIONAL, VERSIONS, capabilities, load_tensorrt
+
+SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
+del SURFACES['source']
+FILES = [REPO / 'utils/qat' / f'{name}.py' for name in ('tensorrt_api', 'engine_build', 'engine')]
+# An expression in these files → the class whose attributes are asked of it
+CLASS_OF = {'self.builder': 'Builder', 'settings': 'IBuilderConfig', 'profile': 'IOptimizationProfile',
+            'cache': 'ITimingCache', 'settings.get_timing_cache()': 'ITimingCache', 'parser': 'OnnxParser', 'error': 'ParserError',
+            'self.runtime': 'Runtime', 'self.engine': 'ICudaEngine', 'self.context': 'IExecutionContext', 'inspector': 'EngineInspector',
+            **{f'{trt}.{name}': name for trt in ('trt', 'self.trt') for name in ('BuilderFlag', 'MemoryPoolType', 'ProfilingVerbosity', 'TensorIOMode',
+                                                                                'LayerInformationFormat', 'NetworkDefinitionCreationFlag')}}
+# Asked for only where `capabilities` says that it is there
+GUARDED = {('IBuilderConfig', 'progress_monitor'): 'progress', ('ParserError', 'node_name'): 'node_names', ('ParserError', 'node_operator'): 'node_names',
+           ('ICudaEngine', 'device_memory_size_v2'): 'memory_v2', ('ICudaEngine', 'device_memory_size'): 'not memory_v2'}
+
+
+def asked():
+    """{(class, attribute)} of TensorRT's objects in our source."""
+    found = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in CLASS_OF:
+                found.add((CLASS_OF[ast.unparse(node.value)], node.attr))
+    return found
+
+
+def module_of(surface):
+    """A module with just the names of `surface`: anything else is an AttributeError."""
+    return SimpleNamespace(**{name: SimpleNamespace(**dict.fromkeys(names)) for name, names in surface.items()})
+
+
+def test_the_source_is_read():
+    """The walk finds what the runner and the builder are known to call, of every class."""
+    assert {('IExecutionContext', 'execute_async_v3'), ('ICudaEngine', 'get_tensor_mode'), ('IBuilderConfig', 'set_timing_cache'),
+            ('OnnxParser', 'parse_from_file'), *GUARDED} <= asked()
+    assert {name for name, _ in asked()} >= set(CLASS_OF.values()) - {'BuilderFlag', 'NetworkDefinitionCreationFlag'}, 'these two go by getattr'
+
+
+@pytest.mark.parametrize('version', SURFACES)
+def test_every_version_has_what_is_called(version):
+    surface, can = SURFACES[version], capabilities(module_of(SURFACES[version]))
+    for name, attribute in asked():
+        guard = GUARDED.get((name, attribute), '')
+        if guard and getattr(can, guard.removeprefix('not ')) == guard.startswith('not '):
+            continue
+        assert attribute in surface[name], f'TensorRT {version} has no {name}.{attribute}'
+
+
+@pytest.mark.parametrize('version', SURFACES)
+def test_capabilities_of_each_version(version):
+    assert capabilities(module_of(SURFACES[version])) == VERSIONS[int(version.split('.')[0])]
+
+
+def test_versions_differ_in_every_capability():
+    """One that all had, or none, would need no question."""
+    for name in OPTIONAL:
+        assert len({getattr(can, name) for can in VERSIONS.values()}) == 2, name
+
+
+def test_tensorrt_rtx_is_as_tensorrt_11():
+    trt = pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+    assert capabilities(trt) == VERSIONS[11]
+    for name, attribute in asked():
+        if GUARDED.get((name, attribute)) != 'not memory_v2':
+            assert hasattr(getattr(trt, name), attribute), f'{name}.{attribute}'
+
+
+@pytest.mark.parametrize('content, says', [
+    (None, ['no TensorRT here', '--tensorrt 10', 'ONNX Runtime', 'val_trt.py']),
+    ('', ['only a placeholder']),
+    ('raise OSError("libnvinfer.so.10: cannot open")', ['libnvinfer.so.10']),
+    ('__version__ = "8.5.3.1"\nclass Builder: pass', ['8.5.3.1', 'at least 8.6']),
+])
+def test_a_missing_tensorrt_says_what_to_do(tmp_path, monkeypatch, content, says):
+    monkeypatch.setitem(sys.modules, 'tensorrt', None)
+    if content is not None:
+        (tmp_path / 'tensorrt.py').write_text(content)
+        monkeypatch.delitem(sys.modules, 'tensorrt')
+        monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+        importlib.invalidate_caches()
+    with pytest.raises(QatError) as refused:
+        load_tensorrt('tensorrt', '--backend tensorrt')
+    assert str(refused.value).startswith('--backend tensorrt: ') and all(text in str(refused.value) for text in says)

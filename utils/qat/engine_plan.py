@@ -1,0 +1,91 @@
+"""ONNX file and settings → how an engine of it is built: network and builder flags, and the shapes of its inputs.
+
+What TensorRT's Python builder (engine_build.py) and trtexec (trtexec.py) do alike. Facts: a file with Q/DQ is INT8; one with FP16
+inside is strongly typed, and is built in its own types; TensorRT 11 and TensorRT-RTX build every file so.
+"""
+from dataclasses import dataclass
+
+from onnx import TensorProto
+
+from utils.qat.errors import QatError
+from utils.qat.log import LOGGER
+from utils.qat.onnx_audit import load
+from utils.qat.onnx_graph import count_qdq, name_of
+
+
+class Source:
+    """What of config.onnx matters for the build; config: see deploy_config.BuildConfig.
+
+    int8: it has Q/DQ. half: it has FP16 inside. shapes: {input: (smallest, best, largest shape)}. dynamic: an axis of an input is
+    open. metadata: of the export. nodes: names, in order.
+    """
+
+    def __init__(self, config):
+        """Raises QatError if the file is no ONNX, or does not take the shapes that are asked for."""
+        self.config, model = config, load(config.onnx)
+        weights = {i.name for i in model.graph.initializer}  # old files list them among the inputs
+        inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in model.graph.input if i.name not in weights}
+        self.shapes = {name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()}
+        self.dynamic = any(-1 in shape for shape in inputs.values())
+        self.int8 = any(count_qdq(model))
+        self.half = any(i.data_type == TensorProto.FLOAT16 for i in model.graph.initializer)
+        self.metadata = {p.key: p.value for p in model.metadata_props}
+        self.nodes = [name_of(n) for n in model.graph.node]
+
+    def _batch(self, own):
+        """Smallest, best and largest batch, where the file has `own`, -1 if it is open."""
+        wanted = self.config.batch
+        if own == -1:
+            return wanted or (1, 1, 1)
+        if wanted and set(wanted) != {own}:
+            raise QatError(f"--batch {','.join(map(str, wanted))}: {self.config.onnx} has a fixed batch of {own}; leave the flag out, or "
+                           'export with --dynamic')
+        return own, own, own
+
+    def _size(self, shape):
+        """The axes behind the batch: those of the file, or --imgsz where they are open."""
+        own, wanted = shape[1:], self.config.imgsz
+        if len(shape) != 4 and -1 in own:
+            raise QatError(f'{self.config.onnx}: an input of shape {list(shape)}: only the batch, and height and width of images, may be open')
+        if -1 not in own:
+            if len(shape) == 4 and wanted and list(own[1:]) != list(wanted):
+                raise QatError(f"--imgsz {' '.join(map(str, wanted))}: {self.config.onnx} takes {own[1]} x {own[2]}; leave the flag out, "
+                               'or export with that --imgsz')
+            return own
+        if not wanted or own[0] == -1:
+            raise QatError(f'--imgsz: {self.config.onnx} leaves the image size open ({list(shape)}); say which to build for')
+        return tuple(w if o == -1 else o for o, w in zip(own, (own[0], *wanted)))
+
+
+@dataclass
+class Plan:
+    """How a file is built: flags by name, and the precision that the engine will have, in words."""
+    network: list  # of NetworkDefinitionCreationFlag
+    builder: list  # of BuilderFlag
+    precision: str
+
+
+def plan(source, can, product):
+    """Plan of a Source for a TensorRT that has `can`, see Capabilities; product: it and its version, in words.
+
+    Raises QatError if config.precision cannot come of the file.
+    """
+    file, wanted, int8, half = source.config.onnx, source.config.precision, source.int8, source.half
+    export = f'python export_qat.py --weights {file.with_suffix(".pt").name}'
+    if int8 and wanted in ('fp32', 'fp16'):
+        raise QatError(f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint')
+    if not int8 and wanted == 'int8':
+        raise QatError(f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
+                       '(qat.py quantize, then export_qat.py)')
+    parts = ['INT8'] * int8 + (['FP16'] if half else ['FP32'])
+    if half or not can.precision_flags:
+        if not can.typed:
+            raise QatError(f'{file}: FP16 outside Q/DQ, which {product} cannot take; {export} --trt 8')
+        if (wanted == 'fp16' and not half) or (wanted == 'fp32' and half):
+            raise QatError(f"--precision {wanted}: {product} computes in the types of the file, and {file} is {' and '.join(parts)}; "
+                           f"{export} --trt 11{' --half' * (wanted == 'fp16')}")
+        if int8 and not half:
+            LOGGER.info(f'warning: {file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11')
+        return Plan(['STRONGLY_TYPED'] + ['EXPLICIT_BATCH'] * can.explicit_batch, [], ' and '.join(parts))
+    flags = ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
+    return Plan(['EXPLICIT_BATCH'] * can.explicit_batch, flags, ' and '.join(flags[::-1]) or 'FP32')

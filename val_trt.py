@@ -1,0 +1,56 @@
+"""Evaluate a TensorRT engine, or an ONNX file in ONNX Runtime, on the val images of a data YAML.
+
+    python val_trt.py --engine-file yolov9-c-qat.engine --data data/coco.yaml --imgsz 640
+    python val_trt.py --weights yolov9-c-qat.onnx --data data/coco.yaml --imgsz 640 --device cpu
+
+The evaluator is that of `qat.py eval`; images are letterboxed to the size that the file takes. scripts/val_trt.sh exports, builds
+and evaluates in one go.
+"""
+import sys
+from pathlib import Path
+
+from utils.qat.config import EvalConfig
+from utils.qat.deploy_config import BACKENDS
+from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
+
+
+def parse_args(argv):
+    """Command line → (EvalConfig, backend)."""
+    c, p = EvalConfig, Parser(description=__doc__.splitlines()[0])
+    p.add_argument('--weights', '--engine-file', type=Path, required=True, metavar='FILE', help='MODEL.engine or MODEL.onnx')
+    p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
+    p.add_argument('--batch-size', type=int, default=c.batch_size, help='images read at once; the file takes them in parts of its own batch')
+    p.add_argument('--imgsz', '--img', '--img-size', type=int, default=c.imgsz, help='image size in pixels, that of the file')
+    p.add_argument('--conf-thres', type=float, default=c.conf_thres, help='lowest score that counts; of no effect with NMS inside the file')
+    p.add_argument('--iou-thres', type=float, default=c.iou_thres, help='IoU above which NMS drops a box; likewise')
+    p.add_argument('--device', default=c.device, help="GPU number, or 'cpu' for ONNX; default: the first GPU, else the CPU")
+    p.add_argument('--save-json', action='store_true', help="write the detections to predictions.json, in COCO's result format")
+    p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
+    p.add_argument('--project', type=Path, default=Path('runs/val_trt'), help='results go to PROJECT/NAME')
+    p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
+    p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
+    p.add_argument('--backend', choices=BACKENDS, default='tensorrt', help='what runs an engine: TensorRT, or TensorRT-RTX')
+    args = vars(p.parse_args(argv))
+    backend = args.pop('backend')
+    return EvalConfig(**args), backend
+
+
+def main(argv=None):
+    config, backend = parse_args(argv)
+    require_file(config.weights, '--weights', ('.engine', '.onnx'))
+    require_file(config.data, '--data', ('.yaml', '.yml'))
+
+    from utils.qat.backends import EngineModel, OnnxModel, select_device
+    from utils.qat.scoring import score_file
+
+    device = select_device(config.device)
+    with explain_out_of_memory(config.batch_size):
+        if config.weights.suffix == '.onnx':
+            predict = OnnxModel(config.weights, device)
+        else:
+            predict = EngineModel(config.weights, device, backend)
+        score_file(predict, config, device)
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

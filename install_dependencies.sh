@@ -14,7 +14,7 @@ usage() {
 Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
   --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
-  --trex      also install what drawing engine graphs needs
+  --trex      also install what drawing engines needs (scripts/draw_engine.py): pygraphviz, with Graphviz in it
   --no-trex   do not (the default)
   --dry-run   print what would be installed and change nothing
 EOF
@@ -99,9 +99,6 @@ else
     "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/install.txt" -c "$TMP/constraints.txt" ||
         fail "pip could not install the packages above (its message says which)" \
             "offline: set PIP_FIND_LINKS to a folder of wheels; system Python: $PYTHON -m venv .venv, then PYTHON=.venv/bin/python $0"
-fi
-if [[ $TREX == yes ]] && ! command -v dot >/dev/null; then
-    echo "Engine graphs need the program 'dot' as well: install the system package graphviz (no pip package contains it)."
 fi
 [[ $DRY_RUN == no ]] || exit 0
 

@@ -13,7 +13,7 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$HERE/demo/setup.sh"
 
 [[ -z ${YOLOV9_DIR:-} ]] || YOLOV9_DIR=$(readlink -f "$YOLOV9_DIR") # relative to where it was typed
-set_up_python --tests
+set_up_python --tests --trex
 [[ -n ${YOLOV9_DIR:-} ]] || set_up_yolov9
 
 say "Tests on ${YOLOV9_DIR:-.work/yolov9}"

@@ -67,11 +67,15 @@ def name_of(node):
     return node.name or f'{node.op_type} of {node.output[0]}'
 
 
-def module_of(node):
-    """Path of the module that `node` was traced in, as PyTorch names it: '/model.2/cv2/cv2.0/cv1/conv/Conv' is of
-    'model.2.cv2.0.cv1.conv', because the scope of a container's member repeats the container's name."""
-    scopes = node.name.strip('/').split('/')[:-1]
+def module_path(scopes):
+    """Path of a module, as PyTorch names it, from the scopes of a name: 'model.2', 'cv2', 'cv2.0', 'cv1' is 'model.2.cv2.0.cv1', because
+    the scope of a container's member repeats the container's name."""
     return '.'.join(scope for scope, inner in zip(scopes, [*scopes[1:], '']) if not inner.startswith(f'{scope}.'))
+
+
+def module_of(node):
+    """Path of the module that `node` was traced in: '/model.2/cv2/cv2.0/cv1/conv/Conv' is of 'model.2.cv2.0.cv1.conv'."""
+    return module_path(node.name.strip('/').split('/')[:-1])
 
 
 class Graph:

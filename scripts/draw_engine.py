@@ -1,0 +1,48 @@
+"""Draws a TensorRT engine, layer by layer, and names what costs more than it must. Reads what trtexec exports, needs no GPU.
+
+    trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInfo=layers.json --exportProfile=profile.json
+    python scripts/draw_engine.py --layer layers.json --profile profile.json
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
+from utils.qat.errors import Parser, atomic, run_command  # noqa: E402
+from utils.qat.log import LOGGER  # noqa: E402
+
+SHOWN = 10  # lines of a list without --verbose
+
+
+def parse_args(argv):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument('--layer', type=Path, required=True, metavar='L.json', help='layer information of an engine built with '
+                        '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json')
+    parser.add_argument('--profile', type=Path, metavar='P.json', help='times of its layers: trtexec --exportProfile=P.json')
+    parser.add_argument('--output', type=Path, metavar='PREFIX', help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: '
+                        'FOLDER/L)')
+    parser.add_argument('--verbose', action='store_true', help=f'whole lists, not the first {SHOWN} lines')
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+
+    from utils.qat import engine_graph, engine_rules, engine_tables
+    from utils.qat.profile import read_engine
+
+    engine = read_engine(args.layer, args.profile)
+    prefix = args.output or args.layer.with_suffix('')
+    prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
+    csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
+    findings = engine_rules.findings(engine)
+    LOGGER.info(f'{args.layer}\n{engine_tables.text(engine, findings, None if args.verbose else SHOWN)}')
+    engine_tables.write_csv(csv, engine, findings)
+    with atomic(dot) as tmp:
+        tmp.write_text(engine_graph.dot(engine, findings, args.layer.name), encoding='utf-8')
+    LOGGER.info(f'all layers: {csv}; the graph as text: {dot}')
+    engine_graph.draw(dot, (svg, png))
+    LOGGER.info(f'pictures: {svg}, {png}')
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

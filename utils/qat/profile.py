@@ -1,0 +1,209 @@
+"""What TensorRT says of an engine: layer information and, if there is one, a profile (JSON) → an `Engine`.
+
+Layer information is what EngineInspector.get_engine_information(JSON) returns for an engine built with detailed profiling
+verbosity; `trtexec --exportLayerInfo` writes the same. A profile is what `trtexec --exportProfile` writes. Both are read without
+TensorRT, torch or a GPU, and whatever is missing in a layer stays unknown: the fields differ between versions.
+
+  8.6, 10  "Bindings": [name, ...]; a tensor has "Format/Datatype", such as "Thirty-two wide channel vectorized row major Int8
+           format", or just "Half" where Myelin compiled the layer. 10 adds "StreamId" and "Metadata" (nodes of the ONNX file).
+  11       "I/O Tensors": [{"Name", "IOMode", ...}, ...]; a tensor has "Datatype" and "Format", and a layer "Constants".
+
+Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
+sampleReporting.cpp of trtexec, and what the compiler of TensorRT-RTX 1.7 lists (tests/test_profile.py reads it).
+"""
+import json
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from utils.qat.errors import QatError, require_file
+
+DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'
+EXPORT = 'trtexec --exportLayerInfo=layers.json --exportProfile=profile.json writes both'
+TYPES = {'float': 'FP32', 'fp32': 'FP32', 'half': 'FP16', 'fp16': 'FP16', 'bfloat16': 'BF16', 'bf16': 'BF16', 'fp8': 'FP8', 'fp4': 'FP4',
+         'uint8': 'UINT8', 'int8': 'INT8', 'int4': 'INT4', 'int32': 'INT32', 'int64': 'INT64', 'bool': 'BOOL'}
+TYPE = re.compile(rf"\b({'|'.join(TYPES)})", re.IGNORECASE)
+FLOATS = ('FP32', 'FP16', 'BF16')
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple = None  # None if unknown, -1 for a dimension that is open
+    dtype: str = ''  # INT8, FP16, FP32, ...; '' if unknown
+    format: str = ''  # memory layout, in TensorRT's words
+
+
+@dataclass
+class Layer:
+    name: str
+    kind: str  # LayerType
+    inputs: list  # Tensors; weights are not among them
+    outputs: list
+    operation: str = ''  # ParameterType, such as Convolution
+    weights: str = ''  # their type
+    tactic: str = ''  # name of the kernel; '' if TensorRT names none
+    origin: str = ''  # of a Reformat: QDQ or REFORMAT
+    nodes: list = field(default_factory=list)  # of the ONNX file, where they are given
+    ms: float = None  # per inference; None if it is not in the profile
+
+    @property
+    def types(self):
+        """(type of the first input, type of the first output), '' where it is unknown or there is none."""
+        return tuple(tensors[0].dtype if tensors else '' for tensors in (self.inputs, self.outputs))
+
+    @property
+    def precision(self):
+        """Type of what the layer computes with: of its first input, which is the data of a convolution."""
+        return self.types[0] or self.types[1] or 'unknown'
+
+
+@dataclass
+class Engine:
+    layers: list  # in the order in which they run
+    inputs: list  # Tensors that are given
+    outputs: list  # and returned
+    ms: float = None  # sum over the profile, which is more than one inference takes; None without a profile
+    untimed: list = field(default_factory=list)  # names of layers that are not in the profile
+    unknown: list = field(default_factory=list)  # names in the profile that are no layers
+
+    def share(self, layers):
+        """Part of the time, 0 to 1, that `layers` take; None without a profile."""
+        return sum(layer.ms or 0 for layer in layers) / self.ms if self.ms else None
+
+    def edges(self):
+        """[(from, to, Tensor as it is read)]: indices of layers; from is None for a given tensor, to is None for a returned one.
+
+        A name can be written more than once: a Concat of which nothing is left has a writer per part, and Myelin uses memory again.
+        So a reader gets the last tensor of its own size that was written before it, or, if there is none, all the parts.
+        """
+        writers, found = defaultdict(list), []
+        given = {t.name for t in self.inputs}
+        readers = [(i, t) for i, layer in enumerate(self.layers) for t in layer.inputs]
+        for i, layer in enumerate(self.layers):
+            for t in layer.outputs:
+                writers[t.name].append((i, t))
+        for reader, t in [*readers, *((None, t) for t in self.outputs)]:
+            before = [(i, w) for i, w in writers[t.name] if reader is None or i < reader]
+            whole = [i for i, w in before if size(w) == size(t)]
+            sources = whole[-1:] or [i for i, _ in before] or [None] * (t.name in given and reader is not None)
+            found += [(i, reader, t) for i in sources]
+        return list(dict.fromkeys(found))  # a layer may read a tensor twice
+
+
+def size(tensor):
+    """Number of elements; None if unknown."""
+    return None if tensor.shape is None else math.prod(tensor.shape)
+
+
+def dtype(text):
+    """INT8, FP16, ... of what TensorRT writes about a type or a format; '' if it names none that is known."""
+    match = TYPE.search(text)
+    return TYPES[match[1].lower()] if match else ''
+
+
+def _load(path, flag):
+    require_file(path, flag)
+    try:
+        return json.loads(path.read_text(encoding='utf-8'))
+    except ValueError as e:
+        where = f' in line {e.lineno}' if isinstance(e, json.JSONDecodeError) else ''
+        raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
+
+
+def _texts(raw, *keys):
+    """The values of `keys` that are text, in that order."""
+    return [raw[key] for key in keys if isinstance(raw.get(key), str)]
+
+
+def _tensor(raw):
+    if not isinstance(raw, dict):
+        return Tensor(str(raw))
+    shape, described = raw.get('Dimensions'), _texts(raw, 'Datatype', 'DataType', 'Format/Datatype', 'Format')
+    return Tensor(str(raw.get('Name', '')), tuple(shape) if isinstance(shape, list) and all(isinstance(n, int) for n in shape) else None,
+                  next(filter(None, map(dtype, described)), ''), next(iter(_texts(raw, 'Format', 'Format/Datatype')), ''))
+
+
+def _layer(raw, index):
+    def tensors(key):
+        return [_tensor(t) for t in raw[key]] if isinstance(raw.get(key), list) else []
+
+    def text(key):
+        return next(iter(_texts(raw, key)), '')
+
+    weights, constants = raw.get('Weights'), tensors('Constants')
+    weights = dtype(str(weights.get('Type', ''))) if isinstance(weights, dict) else constants[0].dtype if constants else ''
+    return Layer(text('Name') or f'layer {index}', text('LayerType') or 'unknown', tensors('Inputs'), tensors('Outputs'),
+                 text('ParameterType'), weights, text('TacticName'), text('Origin'),
+                 re.findall(r'\[ONNX Layer: (.*?)\]', text('Metadata')))
+
+
+def _bound(raw, layers):
+    """(inputs, outputs) of the engine, as Tensors. "Bindings" are names alone: those that no layer writes are given."""
+    read, written = ({t.name: t for layer in layers for t in getattr(layer, side)} for side in ('inputs', 'outputs'))
+    listed = raw.get('I/O Tensors')
+    if isinstance(listed, list) and all(isinstance(t, dict) for t in listed):
+        sides = [('output' if str(t.get('IOMode')).lower() == 'output' else 'input', _tensor(t)) for t in listed]
+        return [t for side, t in sides if side == 'input'], [t for side, t in sides if side == 'output']
+    names = raw.get('Bindings')
+    if not isinstance(names, list):  # layers alone: what nobody writes is given, what nobody reads is returned
+        names = [*(n for n in read if n not in written), *(n for n in written if n not in read)]
+    return [read[n] for n in names if n in read and n not in written], [written[n] for n in names if n in written]
+
+
+def read_layers(path):
+    """Engine, without times, of a file of layer information. QatError if it is none, or if it has names alone."""
+    raw = _load(path, '--layer')
+    if isinstance(raw, list) and any(isinstance(row, dict) and ('averageMs' in row or 'count' in row) for row in raw):
+        raise QatError(f'--layer {path}: a profile (times of layers), to be given as --profile; {EXPORT}')
+    raw = {'Layers': raw} if isinstance(raw, list) else raw
+    rows = raw.get('Layers') if isinstance(raw, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, (dict, str)) for row in rows):
+        raise QatError(f'--layer {path}: no layer information of an engine; {EXPORT}')
+    if not rows:
+        raise QatError(f'--layer {path}: it lists no layer; {DETAILED}')
+    layers = [_layer(row if isinstance(row, dict) else {'Name': row}, i) for i, row in enumerate(rows)]
+    if not any(t.dtype for layer in layers for t in (*layer.inputs, *layer.outputs)):
+        raise QatError(f'--layer {path}: names of layers and no more; {DETAILED}')
+    return Engine(layers, *_bound(raw, layers))
+
+
+def read_profile(path):
+    """[(name of a layer, ms per inference), ...] of a profile. QatError if it is none."""
+    raw = _load(path, '--profile')
+    if isinstance(raw, dict) and 'Layers' in raw:
+        raise QatError(f'--profile {path}: layer information, to be given as --layer; {EXPORT}')
+    rows = [row for row in raw if not (isinstance(row, dict) and row.keys() == {'count'})] if isinstance(raw, list) else []
+    try:
+        times = [(str(row['name']), float(row['averageMs'])) for row in rows]
+    except (KeyError, TypeError, ValueError) as e:
+        raise QatError(f'--profile {path}: no profile of an engine; {EXPORT}') from e
+    if not times or not all(0 <= ms < math.inf for _, ms in times):
+        raise QatError(f'--profile {path}: {"it lists no layer" if not times else "times that are no numbers"}; {EXPORT}')
+    return times
+
+
+def read_engine(layer_path, profile_path=None):
+    """Engine of a file of layer information, with the times of a profile of it if that is given.
+
+    Equal names are matched in their order. What does not match is kept in `untimed` and `unknown`. QatError if nothing matches, or one
+    of the files is not what it should be.
+    """
+    engine = read_layers(layer_path)
+    if profile_path is None:
+        return engine
+    times = read_profile(profile_path)
+    waiting = defaultdict(list)
+    for layer in engine.layers:
+        waiting[layer.name].append(layer)
+    for name, ms in times:
+        if waiting[name]:
+            waiting[name].pop(0).ms = ms
+        else:
+            engine.unknown.append(name)
+    engine.ms = sum(ms for _, ms in times)
+    engine.untimed = [layer.name for layer in engine.layers if layer.ms is None]
+    if len(engine.untimed) == len(engine.layers):
+        raise QatError(f'--profile {profile_path}: none of its {len(times)} layers is in {layer_path}: it is of another engine; {EXPORT}')
+    return engine

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checkpoint → ONNX → TensorRT engine → metrics: export_qat.py, generate_trt_engine.sh and val_trt.py in one go.
+# Checkpoint → ONNX → TensorRT engine → metrics: export_qat.py, build_engine.py and val_trt.py in one go.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -27,5 +27,8 @@ trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for;
 half=()
 [[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
 "$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "$imgsz" --simplify --trt "$trt" "${half[@]}"
-"$HERE/generate_trt_engine.sh" "$model.onnx" "$imgsz" "${@:4}"
+"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "$imgsz" "${@:4}"
 "$PYTHON" "$HERE/../val_trt.py" --engine-file "$model.engine" --data "$data" --imgsz "$imgsz"
+if [[ ${4:-} == --generate-graph ]]; then # last: what else there is shall not wait for a picture
+    "$PYTHON" "$HERE/draw_engine.py" --layer "$model.layer.json" --profile "$model.profile.json" --output "$model"
+fi

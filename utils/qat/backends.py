@@ -51,15 +51,17 @@ class TorchModel:
 class FileModel:
     """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
 
-    The outputs are either predictions, [B, 4 + nc, N], or, of a file with NMS inside (end2end), `num_dets` [B, 1], `det_boxes`
-    [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the first num_dets count.
+    A detector's outputs are either predictions, [B, 4 + nc, N], or, with NMS inside (end2end), `num_dets` [B, 1], `det_boxes`
+    [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the first num_dets count. A classifier has scores
+    [B, nc]; compare_outputs.py takes it as well.
     """
 
     def __init__(self, path, image, outputs, batch, metadata):
         """image: shape of the one input. outputs: {name: shape}. batch: smallest and largest; None = any. metadata: of the export."""
         self.end2end = [next((n for n in outputs if n == name), None) for name in END2END]
         shapes = list(outputs.values())
-        if len(image) != 4 or (None in self.end2end and (len(shapes) != 1 or len(shapes[0]) != 3)):
+        self.classifies = len(shapes) == 1 and len(shapes[0]) == 2
+        if len(image) != 4 or not self.classifies and None in self.end2end and (len(shapes) != 1 or len(shapes[0]) != 3):
             raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], or with NMS inside '
                            f"{', '.join(END2END)}; found {list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; "
                            'export it with export_qat.py')
@@ -67,13 +69,14 @@ class FileModel:
         self.stride = int(float(metadata.get('stride', 32)))
         names = ast.literal_eval(metadata['names']) if 'names' in metadata else None
         if None in self.end2end:
-            self.nc = shapes[0][1] - 4
+            self.nc = shapes[0][1] - 4 * (not self.classifies)
             self.names = names or {i: str(i) for i in range(self.nc)}
         else:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
 
     def __call__(self, images):
-        """Images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N] (boxes as xywh), or a list of detections [n, 6] (see evaluate.detect)."""
+        """Images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N] (boxes as xywh), a list of detections [n, 6] (see evaluate.detect), or
+        of a classifier [B, nc]."""
         smallest, largest = self.batch or (1, len(images))
         parts = []
         for part in images.split(largest):

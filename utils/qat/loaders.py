@@ -154,3 +154,27 @@ def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
     dataset = open_dataset(data, 'train', config, stride, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
+
+
+def random_images(number, batch_size, imgsz, seed):
+    """Batches of noise, as `val_loader` makes them: images uint8 [B, 3, imgsz, imgsz], and no targets, paths or shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, number, batch_size):
+        yield torch.randint(256, (min(batch_size, number - start), 3, imgsz, imgsz), dtype=torch.uint8, generator=generator), torch.zeros(0, 6), [], []
+
+
+def class_images(config, imgsz):
+    """Batches of (images FP32 [B, 3, imgsz, imgsz], labels [B]) of a folder with one folder for each class, in the order of their names.
+
+    The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out; values are in 0..1, then
+    normalised with config.mean and config.std. config: a deploy_config.CompareConfig. Raises QatError if there is no such folder.
+    """
+    from torchvision import datasets, transforms  # here: upstream needs no more of it than NMS
+    steps = transforms.Compose([transforms.Resize(round(imgsz / 0.875)), transforms.CenterCrop(imgsz), transforms.ToTensor(),
+                                transforms.Normalize(config.mean, config.std)])
+    try:
+        dataset = datasets.ImageFolder(config.data, steps)
+    except OSError as e:
+        raise QatError(f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg') from e
+    dataset = _spread(dataset, config.images) if config.images else dataset
+    return DataLoader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))

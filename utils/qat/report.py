@@ -66,6 +66,20 @@ def comparison_tables(comparison, names):
     return '\n\n'.join(tables)
 
 
+def class_comparison_tables(comparison, names):
+    """A plain ClassComparison of the classifiers called `names` (reference, other): all scores, the highest, accuracy."""
+    e = comparison['scores']
+    ranks = [(r['rank'], f"{r['score']:.4f}", f"{r['score_error']:.3g}", f"{r['disagreement']:.1%}") for r in comparison['ranks']]
+    ranks.append((f"top {comparison['top']}", '-', '-', f"{comparison['disagreement']:.1%}"))
+    tables = [markdown_table(('all scores', 'max difference', 'mean difference', f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"),
+                             [('scores', f"{e['max']:.3g}", f"{e['mean']:.3g}", f"{e['within']:.2%}")]),
+              markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks)]
+    if comparison['reference']:
+        rows = [(name, *(f'{comparison[k][top]:.4f}' for top in ('top1', 'top5'))) for name, k in zip(names, ('reference', 'other'))]
+        tables.append(markdown_table(('model', 'top-1', 'top-5'), rows))
+    return '\n\n'.join(tables)
+
+
 def noise(metrics):
     """SQNR of the head's boxes and classes, in dB, of plain metrics; '-' where there is none."""
     sqnr = (metrics or {}).get('sqnr')

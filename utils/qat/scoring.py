@@ -21,6 +21,8 @@ def score_file(predict, config, device):
     Raises QatError if file, settings and data do not fit together.
     """
     exported = isinstance(predict, FileModel)
+    if exported and predict.classifies:
+        raise QatError(f'--weights {config.weights}: a classifier, which has no boxes to score; compare_outputs.py takes it')
     if exported and set(predict.imgsz) != {config.imgsz}:
         raise QatError(f"--imgsz {config.imgsz}: {config.weights} takes {' x '.join(map(str, predict.imgsz))}; "
                        f'give that size, or export again with --imgsz {config.imgsz}')

@@ -11,11 +11,12 @@ PYTHON=${PYTHON:-python3}
 
 usage() {
     cat <<EOF
-Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--dry-run]
+Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
   --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
   --trex      also install what drawing engines needs (scripts/draw_engine.py): pygraphviz, with Graphviz in it
   --no-trex   do not (the default)
+  --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), where none is installed
   --dry-run   print what would be installed and change nothing
 EOF
 }
@@ -24,17 +25,22 @@ fail() { # reason, next step
     exit 2
 }
 
-TESTS=no TREX=no DRY_RUN=no
-for arg in "$@"; do
-    case $arg in
+TESTS=no TREX=no TENSORRT='' DRY_RUN=no
+while (($#)); do
+    case $1 in
         --defaults) ;;
         --tests) TESTS=yes ;;
         --trex) TREX=yes ;;
         --no-trex) TREX=no ;;
         --dry-run) DRY_RUN=yes ;;
+        --tensorrt)
+            [[ ${2:-} =~ ^(10|11|rtx)$ ]] || fail "--tensorrt ${2:-}: must be 10, 11 or rtx (8.6 has no package that pip can install: use its container)"
+            TENSORRT=$2 && shift
+            ;;
         -h | --help) usage && exit 0 ;;
-        *) fail "unknown option $arg; allowed: --defaults --tests --trex --no-trex --dry-run" ;;
+        *) fail "unknown option $1; allowed: --defaults --tests --trex --no-trex --tensorrt --dry-run" ;;
     esac
+    shift
 done
 command -v "$PYTHON" >/dev/null || fail "no $PYTHON on this machine" "set PYTHON to a Python 3.10 or newer"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$("$PYTHON" -V) is too old, 3.10 or newer is needed"
@@ -100,6 +106,30 @@ else
         fail "pip could not install the packages above (its message says which)" \
             "offline: set PIP_FIND_LINKS to a folder of wheels; system Python: $PYTHON -m venv .venv, then PYTHON=.venv/bin/python $0"
 fi
+
+# ---- TensorRT, if asked for. The package index has TensorRT-RTX itself; of TensorRT it has small packages that load the libraries
+# from NVIDIA's own index while they are installed, which takes a machine that reaches it.
+install_tensorrt() {
+    local have wheels
+    if [[ $TENSORRT == rtx ]]; then
+        wheels=$(grep -o '^tensorrt-rtx-[^#]*' "$HERE/requirements.txt")
+    else
+        wheels="tensorrt>=$TENSORRT.0,<$((TENSORRT + 1))"
+        if have=$("$PYTHON" -c 'import tensorrt; print(tensorrt.__version__)' 2>/dev/null); then
+            [[ $have == "$TENSORRT".* ]] || fail "TensorRT $have is installed and is never replaced" "another version: make an environment of its own"
+            echo "  keep     tensorrt $have" && return
+        fi
+    fi
+    echo "TensorRT: $wheels"
+    [[ $DRY_RUN == no ]] || return 0
+    echo "$wheels" >"$TMP/tensorrt.txt"
+    "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/tensorrt.txt" -c "$TMP/constraints.txt" ||
+        fail "pip could not install TensorRT ($wheels): its libraries come from NVIDIA's package index, pypi.nvidia.com, which this machine does not reach" \
+            "or has no version for this Python. Use the container nvcr.io/nvidia/pytorch, which has TensorRT, or NVIDIA's .deb or .tar of it;" \
+            "or fetch the wheels elsewhere (pip download 'tensorrt>=$TENSORRT.0') and set PIP_FIND_LINKS to their folder." \
+            "Without it: python val_trt.py --weights MODEL.onnx evaluates in ONNX Runtime, and --tensorrt rtx has a builder that needs no GPU"
+}
+[[ -z $TENSORRT ]] || install_tensorrt
 [[ $DRY_RUN == no ]] || exit 0
 
 # ---- what is there now -----------------------------------------------------------------------------------------------------

@@ -107,6 +107,20 @@ def test_container_packages_are_kept_whatever_their_version(bare_python):
         assert pin in constraints
 
 
+def test_tensorrt_is_installed_where_there_is_none_and_never_replaced(tmp_path):
+    """In environments that pip can look at without the network."""
+    out = run(INSTALL, "--dry-run", "--tensorrt", "11").stdout
+    assert "TensorRT: tensorrt>=11.0,<12" in out
+    assert f"{RTX}bindings==1." in run(INSTALL, "--dry-run", "--tensorrt", "rtx").stdout
+    (tmp_path / "tensorrt.py").write_text("__version__ = '10.13.3.9'")
+    assert "keep     tensorrt 10.13.3.9" in run(INSTALL, "--dry-run", "--tensorrt", "10", PYTHONPATH=str(tmp_path)).stdout
+    result = run(INSTALL, "--dry-run", "--tensorrt", "11", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2 and "TensorRT 10.13.3.9 is installed and is never replaced" in result.stderr
+    for given in (("--tensorrt",), ("--tensorrt", "8")):
+        result = run(INSTALL, "--dry-run", *given)
+        assert result.returncode == 2 and "must be 10, 11 or rtx" in result.stderr
+
+
 def test_install_errors_are_one_line_with_a_way_out():
     result = run(INSTALL, "--with-trex")
     assert result.returncode == 2 and "--trex" in result.stderr

@@ -114,6 +114,19 @@ def test_eval_repeats_the_reported_figures(job):
     assert {'image_id', 'category_id', 'bbox', 'score'} == set(detections[0])
 
 
+def test_val_trt_gives_the_figures_of_eval_on_the_same_file(job):
+    options = ('--weights', job / 'runs/exp/weights/qat_best_single.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--batch-size', 4,
+               '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--exist-ok')
+    run('qat.py', 'eval', *options, '--name', 'onnx')
+    out = run('val_trt.py', *options, '--name', 'trt')
+    first, second = (json.loads((job / 'eval' / name / 'metrics.json').read_text()) for name in ('onnx', 'trt'))
+    assert {k: v for k, v in first.items() if k not in ('settings', 'times')} == {k: v for k, v in second.items() if k not in ('settings', 'times')}
+    assert f"{second['ap']:.4f}" in out and set(second['times']['ms_per_image']) == {'pre', 'inference', 'nms'}
+    assert not (job / 'eval/trt/predictions.json').exists()
+    run('val_trt.py', *options, '--name', 'trt', '--save-json')
+    assert (job / 'eval/trt/predictions.json').read_text() == (job / 'eval/onnx/predictions.json').read_text()
+
+
 def test_coco_data_gets_pycocotools_figures(job):
     """COCO is recognised by val2017.txt; the same boxes as COCO annotations must give about the same AP."""
     from PIL import Image
@@ -250,6 +263,7 @@ def wrong(job, tmp_path_factory):
     with zipfile.ZipFile(folder / 'foreign.pt', 'w') as archive:  # what the pickle of the other tool's checkpoint refers to
         archive.writestr('foreign/data.pkl', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.')
     (folder / 'broken.onnx').write_bytes(b'no graph')
+    (folder / 'model.engine').write_bytes(b'no engine')
     (folder / 'hyp.yaml').write_text('mosaic: 1.0\n')
     return folder
 
@@ -258,6 +272,8 @@ QUANTIZE = ('qat', 'quantize', '--weights', '{job}/single.pt', '--data', '{job}/
             '--imgsz', SIZE, '--workers', '0')
 EVAL = ('qat', 'eval', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--data', '{job}/data/data.yaml', '--imgsz', SIZE,
         '--workers', '0')
+VAL = ('val_trt', '--weights', '{job}/runs/exp/weights/qat_best_single.onnx', '--data', '{job}/data/data.yaml', '--imgsz', SIZE, '--workers', '0',
+       '--device', 'cpu')
 EXPORT = ('export_qat', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
 REPARAMETERIZE = ('reparameterization', '--weights', '{job}/dual.pt', '--save', '{job}/other.pt')
 
@@ -302,6 +318,12 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EVAL, '--weights {job}/runs/exp/weights/qat_best_single.onnx --imgsz 640', ['--imgsz 640', '128 x 128']),
     (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
     (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
+    (VAL, '--weights {job}/single.pt', ['single.pt', '.engine or .onnx']),
+    (VAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
+    (VAL, '--weights {wrong}/model.engine', ['model.engine', 'ONNX Runtime evaluates the .onnx']),
+    (VAL, '--weights {wrong}/model.engine --backend rtx', ['model.engine']),
+    (VAL, '--imgsz 640', ['--imgsz 640', '128 x 128']),
+    (VAL, '--iou-thres 2', ['--iou-thres', '[0, 1]']),
     (EXPORT, '--opset 9', ['--opset 9', '13']),
     (EXPORT, '--fp32-scales', ['--fp32-scales', 'only with --trt 11']),
     (EXPORT, '--trt 11 --fp32-scales --opset 23', ['--opset 23: leave it out', 'opset 23']),
@@ -328,7 +350,7 @@ def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, mon
     from utils.qat.errors import run_command
     monkeypatch.chdir(TREE)
     argv = [a.format(job=job, wrong=wrong, repo=REPO) for a in (*base[1:], *more.split())]
-    if base in (QUANTIZE, EVAL) and '--project' not in more:
+    if base in (QUANTIZE, EVAL, VAL) and '--project' not in more:
         argv += ['--project', str(tmp_path / 'runs')]
     before = {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'}
     capsys.readouterr()

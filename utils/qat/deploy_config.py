@@ -85,3 +85,61 @@ class BuildConfig:
             (self.backend not in BACKENDS, f"--backend {self.backend}: must be one of {', '.join(BACKENDS)}"),
             (self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'),
         ])
+
+
+BENCHMARKED = ('tensorrt', 'rtx', 'onnxruntime', 'pytorch')  # --backend of benchmark_trt.py
+
+
+def listed(text):
+    """'a, b' → ('a', 'b')."""
+    return tuple(part.strip() for part in text.split(',') if part.strip())
+
+
+def milliseconds(text):
+    """'500ms', '0.5s' or '500' → 500.0. Raises QatError for anything else."""
+    number, unit = (text[:-2], 1) if text.endswith('ms') else (text[:-1], 1000) if text.endswith('s') else (text, 1)
+    try:
+        return float(number) * unit
+    except ValueError as e:
+        raise QatError(f'--warmup {text}: must be a time such as 500ms or 0.5s') from e
+
+
+@dataclass
+class BenchmarkConfig:
+    """`benchmark_trt.py`."""
+    models: list  # .onnx, .engine and .pt files
+    batch: tuple = None  # images per query, each a measurement; None = those of the file, see network.Network
+    precision: tuple = None  # None = all that a file and a backend have
+    imgsz: list = None  # height, width in pixels, where a file leaves them open
+    duration: float = 10.0  # seconds of each measurement
+    warmup: float = 500.0  # milliseconds before it
+    backend: tuple = None  # None = all that can run here
+    device: str = ''
+    cuda_graph: bool = True  # replay engines, as trtexec 11 does unless told otherwise
+    workspace: int = BuildConfig.workspace
+    project: Path = Path('runs/benchmark')
+    name: str = 'exp'
+    exist_ok: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.batch, str):
+            numbers = listed(self.batch)
+            check([(not numbers or not all(n.isdigit() and int(n) for n in numbers),
+                    f'--batch {self.batch}: must be numbers of images, 1 or more, such as 1,4,8,12')])
+            self.batch = tuple(dict.fromkeys(map(int, numbers)))
+        self.precision, self.backend = (tuple(dict.fromkeys(listed(x))) if isinstance(x, str) else x for x in (self.precision, self.backend))
+        if isinstance(self.warmup, str):
+            self.warmup = milliseconds(self.warmup)
+        if self.imgsz and len(self.imgsz) == 1:
+            self.imgsz = self.imgsz * 2
+        precisions = PRECISIONS[1:]
+        check([
+            (self.precision is not None and (not self.precision or not set(self.precision) <= set(precisions)),
+             f"--precision {','.join(self.precision or ())}: must be of {', '.join(precisions)}"),
+            (self.backend is not None and (not self.backend or not set(self.backend) <= set(BENCHMARKED)),
+             f"--backend {','.join(self.backend or ())}: must be of {', '.join(BENCHMARKED)}"),
+            (self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 1), f'--imgsz {self.imgsz}: one number, or height and width, of 1 or more'),
+            (not 0 < self.duration < float('inf'), f'--duration {self.duration}: must be more than 0 seconds'),
+            (not 0 <= self.warmup < float('inf'), f'--warmup {self.warmup}: must be 0 or more'),
+            (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
+        ])

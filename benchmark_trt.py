@@ -1,0 +1,102 @@
+"""Latency, throughput, memory and size of networks over batches and precisions: TensorRT, TensorRT-RTX, ONNX Runtime, PyTorch.
+
+    python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
+"""
+import sys
+from pathlib import Path
+
+from utils.qat.deploy_config import BENCHMARKED, PRECISIONS, BenchmarkConfig
+from utils.qat.errors import Parser, QatError, run_command
+from utils.qat.log import LOGGER, quiet_upstream
+
+
+def parse_args(argv):
+    c = BenchmarkConfig
+    parser = Parser(description=__doc__.splitlines()[0], epilog='PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and '
+                    'precision beside MODEL.onnx; a quantized one in simulation, whose time says nothing about INT8. ONNX Runtime and engines compute in the precision of the file; TensorRT before 11 builds '
+                    'FP32 and FP16 of a float file.')
+    parser.add_argument('models', nargs='+', type=Path, metavar='MODEL', help='.onnx (any network), .engine, or .pt (YOLOv9)')
+    parser.add_argument('--batch', help='images per query, each measured: 1,4,8,12; default: the batches that a file is made for, or these '
+                                        'four where it takes any')
+    parser.add_argument('--precision', help=f"of {','.join(PRECISIONS[1:])}; default: all that a file and a backend have")
+    parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, where a file leaves them open; '
+                                                                                  'of a .pt: 640 by default')
+    parser.add_argument('--duration', type=float, default=c.duration, help='seconds of each measurement')
+    parser.add_argument('--warmup', default='500ms', help='time before it, such as 500ms or 0.5s')
+    parser.add_argument('--backend', help=f"of {','.join(BENCHMARKED)}; default: all that can run here")
+    parser.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
+    parser.add_argument('--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one')
+    parser.add_argument('--workspace', type=int, default=c.workspace, help='MiB that the kernels of an engine may work in, when it is built')
+    parser.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME, engines to PROJECT/engines')
+    parser.add_argument('--name', default=c.name)
+    parser.add_argument('--exist-ok', action='store_true', help='write into an existing PROJECT/NAME')
+    return c(**vars(parser.parse_args(argv)))
+
+
+def describe_machine(device):
+    """What the figures depend on besides the files."""
+    import platform
+    from importlib import metadata
+
+    import torch
+    from utils.qat.backends import describe
+    linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
+    lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
+    cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
+    installed = {d.name: d.version for d in metadata.distributions()}
+    versions = {p: installed[p] for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'tensorrt', 'tensorrt_rtx') if p in installed}
+    gpu = device.type == 'cuda'
+    return {'device': describe(device) if gpu else f'CPU {cpu}'.strip(), 'gpu': gpu, 'cpu': cpu, 'threads': torch.get_num_threads(),
+            'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})}, 'tf32': torch.backends.cudnn.allow_tf32}
+
+
+def main(argv=None):
+    config = parse_args(argv)
+
+    from dataclasses import asdict
+
+    import torch
+    from models.quantize.checkpoint import kind_of, load_any
+    from utils.general import increment_path
+    from utils.qat.backends import select_device
+    from utils.qat.benchmark_cases import cases_of, run_case
+    from utils.qat.benchmark_report import result_table, summary, with_short_names, write_benchmark
+    from utils.qat.network import networks_of
+    from utils.qat.usage import Usage
+
+    def load(file, device):
+        with quiet_upstream():
+            model, quant = load_any(file, device)
+        return model, quant is not None
+
+    device = select_device(config.device)
+    cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
+    torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
+    folder = Path(increment_path(config.project / config.name, exist_ok=config.exist_ok))
+    report = {'settings': asdict(config), 'machine': describe_machine(device), 'left_out': left_out, 'results': [], 'usage': []}
+    LOGGER.info(f"{report['machine']['device']}: {len(cases)} measurements of {config.duration:g} s")
+    for line in left_out:
+        LOGGER.info(f'left out: {line}')
+    try:
+        with Usage(device, LOGGER.info) as usage:
+            report['usage'] = usage.samples
+            for number, case in enumerate(cases, 1):
+                LOGGER.info(f'\n{number} of {len(cases)}: {case}')
+                try:
+                    result = run_case(case, config, device, load, usage, LOGGER.info).plain()
+                except QatError as e:
+                    left_out.append(str(e))
+                    LOGGER.info(f'left out: {e}')
+                else:
+                    report['results'].append(result)
+                    LOGGER.info(summary(result))
+    finally:  # what was measured stays, whatever ended it
+        if report['results']:
+            write_benchmark(folder, report)
+            LOGGER.info(f'\n{result_table(with_short_names(report["results"]))}\n\nresults {folder}')
+    if not report['results']:
+        raise QatError('; '.join(dict.fromkeys(left_out)))
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

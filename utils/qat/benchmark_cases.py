@@ -1,0 +1,157 @@
+"""What a sweep measures: files, backends, precisions and batches in, cases out, and a line for each that is left out.
+
+A combination that cannot be is left out with the reason; it is the user's mistake only if nothing is left to measure.
+"""
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from utils.qat.benchmark import Result, measure
+from utils.qat.engine_cache import engine_for
+from utils.qat.errors import QatError
+from utils.qat.network import Network, shapes_of
+from utils.qat.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
+from utils.qat.tensorrt_api import load_tensorrt
+
+ENGINES = ('tensorrt', 'rtx')
+
+
+@dataclass
+class Case:
+    network: Network
+    backend: str  # one of BACKENDS
+    precision: str  # fp32, fp16 or int8; '' for an engine that does not tell
+    batch: int
+    inputs: dict  # name → (torch.dtype, shape); empty for an engine, which says it when it is loaded
+
+    @property
+    def runs(self):
+        """The user's file that is run, or that an engine is built of."""
+        return self.network.checkpoint if self.backend == 'pytorch' else self.network.file
+
+    def __str__(self):
+        return ', '.join((str(self.runs), BACKENDS[self.backend], *[self.precision.upper()] * bool(self.precision), f'batch {self.batch}'))
+
+
+def cases_of(networks, config, device):
+    """([Case], [why something is left out]) of a BenchmarkConfig. Raises QatError if no case is left."""
+    cases, absent, refused = [], {}, {}  # dicts keep the order, and a reason once
+    for network in networks:
+        suffix = network.file.suffix.lower()
+        able = {'.onnx': tuple(BACKENDS), '.engine': (network.backend,)}.get(suffix, ('pytorch',))
+        for backend in config.backend or able:
+            if backend not in able:
+                refused[f'{network.file}: {BACKENDS[backend]} does not run {suffix}; here it is {" or ".join(BACKENDS[b] for b in able)}'] = True
+            elif why := missing(backend, device) or without_checkpoint(network, backend):
+                (refused if config.backend else absent)[why] = True
+            else:
+                cases += _cases(network, backend, config, device, refused)
+    if not cases:
+        raise QatError('; '.join(refused or absent))
+    return cases, [*absent, *refused]
+
+
+def _cases(network, backend, config, device, refused):
+    """Yield those of one file and backend; adds to `refused`."""
+    possible = precisions(network, backend, device)
+    asked = config.precision or possible
+    if impossible := [p for p in asked if p not in possible]:
+        refused[f"--precision {','.join(impossible)}: {not_possible(network, backend, impossible, device)}"] = True
+    for precision in [p for p in asked if p in possible]:
+        for batch in config.batch or network.batches:
+            try:
+                inputs = inputs_of(network, backend, batch, config.imgsz)
+            except QatError as e:
+                refused[str(e)] = True
+            else:
+                yield Case(network, backend, precision, batch, inputs)
+
+
+def inputs_of(network, backend, batch, imgsz):
+    """Case.inputs. Raises QatError if the file does not take them; a checkpoint takes any batch."""
+    inputs = network.inputs
+    if backend == 'pytorch':
+        inputs = {name: (dtype, (None, *shape[1:])) for name, (dtype, shape) in inputs.items()}
+    return shapes_of(inputs, batch, imgsz, network.file)
+
+
+def missing(backend, device):
+    """Why `backend` cannot run on `device`; '' if it can."""
+    if backend in ENGINES:
+        if device.type != 'cuda':
+            return f'{BACKENDS[backend]}: needs an NVIDIA GPU, and this is --device {device}'
+        try:
+            load_tensorrt(backend, BACKENDS[backend])
+        except QatError as e:
+            return str(e)
+    if backend == 'onnxruntime' and device.type == 'cuda':
+        import onnxruntime
+        if 'CUDAExecutionProvider' not in onnxruntime.get_available_providers():
+            return 'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
+    return ''
+
+
+def without_checkpoint(network, backend):
+    """Why PyTorch has nothing to run for `network`; '' if it has."""
+    if backend != 'pytorch' or network.checkpoint:
+        return ''
+    return f'{network.file}: PyTorch runs the checkpoint that a file was exported from, and {network.unpaired}'
+
+
+def precisions(network, backend, device):
+    """Those that `backend` can run `network` in."""
+    if backend == 'pytorch' and network.precision != 'int8':
+        return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
+    if backend in ENGINES and network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
+        return 'fp32', 'fp16'  # chosen when the engine is built
+    return network.precision,
+
+
+def not_possible(network, backend, impossible, device):
+    """Why some precisions are not among `precisions`."""
+    if not network.precision:
+        return f'{network.file} does not tell its own, for lack of {network.file.name}.json; leave the flag out'
+    if network.file.suffix.lower() == '.engine':
+        return f'{network.file} was built as {network.types}'
+    if network.precision != 'int8' and 'int8' in impossible:
+        return f'{network.file} has no Q/DQ, so nothing in it can be INT8; give the export of the quantized checkpoint (qat.py quantize)'
+    if network.precision == 'int8':
+        return f'{network.file} is INT8; give the float model for FP32 and FP16'
+    if backend == 'pytorch':
+        return f'PyTorch is measured in FP32 on --device {device}: FP16 is for GPUs'
+    return f'{network.file} is {network.types}, and {BACKENDS[backend]} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
+
+
+def run_case(case, config, device, load, usage, say):
+    """Result of a case, from nothing: it is loaded, measured, and given back.
+
+    load: file, device → (model, whether it is quantized), for PyTorch. usage: a Usage that samples. say: takes a line about a
+    build. Raises QatError where the file does not run so.
+    """
+    network, file = case.network, case.runs
+    if case.backend in ENGINES and file.suffix.lower() == '.onnx':
+        file = engine_for(network, case.backend, case.precision, case.batch, config, device, say)
+    begun = usage.begin()
+    try:
+        with _runner(case, file, config, device, load) as runner:
+            runner.prepare(shapes_of(runner.accepts, case.batch, config.imgsz, file) if runner.accepts else case.inputs)
+            busy = usage.now()
+            figures = measure(runner, config.warmup, config.duration)
+            return Result(
+                model=str(case.runs), backend=BACKENDS[case.backend], types=runner.types,
+                precision=case.precision, batch=case.batch, images_per_s=figures['qps'] * case.batch, **figures, size_bytes=runner.size,
+                parameters=runner.parameters or network.parameters, layers=runner.layers or network.layers, usage=usage.since(begun, busy))
+    except torch.cuda.OutOfMemoryError as e:
+        raise QatError(f'{case}: out of GPU memory; give a smaller --batch or --imgsz') from e
+    finally:
+        gc.collect()  # before the next one's memory is looked at
+        torch.cuda.empty_cache()
+
+
+def _runner(case, file, config, device, load):
+    if case.backend == 'pytorch':
+        return TorchRunner(file, case.precision == 'fp16', device, load)
+    if case.backend == 'onnxruntime':
+        return OnnxRuntimeRunner(file, case.network.types, device)
+    return TensorRTRunner(file, case.network.types, device, case.backend, config.cuda_graph)

@@ -1,0 +1,87 @@
+"""Results of a benchmark → the summary of each in trtexec's layout, and benchmark.json, benchmark.md and pictures of all."""
+from pathlib import Path
+
+from utils.qat.benchmark_plots import plot_latency, plot_throughput, plot_usage
+from utils.qat.errors import atomic
+from utils.qat.report import markdown_table, write_json
+
+
+def with_short_names(results):
+    """Plain Results whose model is the file's name, or its path where two files share a name."""
+    files = {r['model'] for r in results}
+    names = [Path(f).name for f in files]
+    return [{**r, 'model': Path(r['model']).name if names.count(Path(r['model']).name) == 1 else r['model']} for r in results]
+
+
+def series(result):
+    """What is measured at several batches: (model, backend, types)."""
+    return result['model'], result['backend'], result['types']
+
+
+def summary(result):
+    """A plain Result as trtexec prints it."""
+    def line(name, times):
+        parts = [f'{key} = {times[key]:.5g} ms' for key in ('min', 'max', 'mean', 'median')]
+        return f"{name}: {', '.join(parts + [f'percentile({p}%) = {times[key]:.5g} ms' for p, key in ((90, 'p90'), (95, 'p95'), (99, 'p99'))])}"
+
+    what = 'GPU Compute Time' if result['h2d'] else 'Compute Time'
+    timed = (('Latency', 'latency'), ('Enqueue Time', 'enqueue'), ('H2D Latency', 'h2d'), (what, 'compute'), ('D2H Latency', 'd2h'))
+    return '\n'.join([
+        '=== Performance summary ===',
+        f"Throughput: {result['qps']:.6g} qps ({result['images_per_s']:.6g} images/s)",
+        *[line(name, result[key]) for name, key in timed if result[key]],
+        f"Total Host Walltime: {result['host_seconds']:.6g} s",
+        f"Total {what}: {result['compute_seconds']:.6g} s"])
+
+
+def _number(value, form='.4g'):
+    return '-' if value is None else format(value, form)
+
+
+def model_table(results):
+    """Size, parameters and layers of what ran: a row per model, backend and types, and per engine where each batch has one."""
+    rows = {}
+    for r in results:
+        parameters = None if r['parameters'] is None else r['parameters'] / 1e6
+        row = *series(r), f"{r['size_bytes'] / 1e6:.2f}", _number(parameters, '.3f'), _number(r['layers'], 'd')
+        rows.setdefault(row, []).append(r['batch'])
+    return markdown_table(('model', 'backend', 'precision', 'batches', 'file (MB)', 'parameters (M)', 'layers'),
+                          [(*row[:3], ', '.join(map(str, sorted(batches))), *row[3:]) for row, batches in rows.items()])
+
+
+def result_table(results):
+    """Times, throughput, memory and utilisation: a row per measurement."""
+    rows = []
+    for r in results:
+        usage = r['usage'] or {}
+        model = [f"{r['compute'][key]:.4g}" for key in ('median', 'p99')]
+        rows.append((*series(r), r['batch'], *model, _number(r['h2d'] and r['latency']['median']), f"{r['qps']:.1f}", f"{r['images_per_s']:.1f}", _number(usage.get('peak_mib'), '.0f'), _number(usage.get('added_mib'), '.0f'),
+                     _number(usage.get('percent'), '.0f')))
+    return markdown_table(('model', 'backend', 'precision', 'batch', 'model median (ms)', 'p99', 'end to end (ms)', 'qps', 'images/s', 'memory (MiB)',
+                           'of it added', 'utilisation (%)'), rows)
+
+
+def markdown(report):
+    """benchmark.md."""
+    machine = report['machine']
+    left_out = [f'- {line}' for line in report['left_out']]
+    parts = [
+        '# Benchmark', f"{machine['device']}, {machine['threads']} CPU threads; " + ', '.join(f'{k} {v}' for k, v in machine['versions'].items()) + '.',
+        f"{report['settings']['duration']:g} s each, after {report['settings']['warmup']:g} ms to warm up. What the figures mean and which can be "
+        'compared: docs/benchmark.md of yolov9-qat.',
+        result_table(report['results']), model_table(report['results']), *(['Left out:', '\n'.join(left_out)] if left_out else []),
+        '![latency](latency.png)', '![throughput](throughput.png)', *['![memory and utilisation](usage.png)'] * bool(report['usage']),
+        '## As trtexec says it', *[f"{r['model']}, {r['backend']}, {r['types']}, batch {r['batch']}\n\n```\n{summary(r)}\n```" for r in report['results']]]
+    return '\n\n'.join(parts) + '\n'
+
+
+def write_benchmark(folder, report):
+    """benchmark.json, benchmark.md, latency.png, throughput.png and, where something was sampled, usage.png."""
+    write_json(folder / 'benchmark.json', report)
+    report = {**report, 'results': with_short_names(report['results'])}
+    with atomic(folder / 'benchmark.md') as tmp:
+        tmp.write_text(markdown(report), encoding='utf-8')
+    plot_latency(folder / 'latency.png', report['results'])
+    plot_throughput(folder / 'throughput.png', report['results'])
+    if report['usage']:
+        plot_usage(folder / 'usage.png', report)

@@ -1,0 +1,138 @@
+"""What a file is before it runs: its inputs, its types, its size.
+
+in:  an .onnx of anybody's, an .engine, a YOLOv9 checkpoint
+out: a Network, and the shapes that its inputs have for a batch
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from onnx import TensorProto
+
+from utils.qat.errors import QatError, require_file
+from utils.qat.onnx_audit import load
+from utils.qat.onnx_graph import QDQ, Graph, count_qdq
+from utils.qat.sidecar import read_sidecar
+
+DTYPES = {'FLOAT': torch.float32, 'FLOAT16': torch.float16, 'DOUBLE': torch.float64, 'INT8': torch.int8, 'UINT8': torch.uint8,
+          'INT16': torch.int16, 'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # ONNX → torch.dtype
+BATCHES = (1, 4, 8, 12)  # measured where a file takes any
+IMGSZ = 640, 640  # of a checkpoint, which has none of its own
+
+
+@dataclass
+class Network:
+    """A file to measure. parameters and layers are None where only a backend knows them."""
+    file: Path
+    inputs: dict  # name → (torch.dtype, shape with None where it is open); empty for an engine, which says it when it is loaded
+    types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if nothing tells
+    batches: tuple  # to measure unless told otherwise
+    parameters: int = None
+    layers: int = None
+    checkpoint: Path = None  # what PyTorch runs
+    unpaired: str = ''  # why it has none
+    backend: str = None  # what an engine is for
+
+    @property
+    def precision(self):
+        """fp32, fp16, int8, or '' if nothing tells."""
+        return self.types.split(' ')[0].lower()
+
+
+def networks_of(files, imgsz, kind_of):
+    """A Network for each of `files`. kind_of: see models.quantize.checkpoint. Raises QatError if one cannot be read.
+
+    PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that is among
+    `files` itself.
+    """
+    found = []
+    for file in dict.fromkeys(files):
+        require_file(file, 'MODEL', ('.onnx', '.engine', '.pt', '.pth'))
+        found.append({'.onnx': _onnx, '.engine': _engine}.get(file.suffix.lower(), _checkpoint)(file, imgsz, kind_of))
+    for network in found:
+        if network.file.suffix.lower() == '.onnx':
+            _pair(network, network.file.with_suffix('.pt'), files, kind_of)
+    return found
+
+
+def _pair(network, checkpoint, files, kind_of):
+    kind = 'quantized' if network.precision == 'int8' else 'float'
+    if not checkpoint.is_file():
+        network.unpaired = f'there is no {checkpoint.name} beside it'
+    elif checkpoint in files:
+        network.unpaired = f'{checkpoint} is measured by itself'
+    elif kind_of(checkpoint) != kind:
+        network.unpaired = f'{checkpoint.name} beside it is no {kind} one'
+    else:
+        network.checkpoint = checkpoint
+
+
+def _checkpoint(file, imgsz, kind_of):
+    types = 'INT8 and FP32' if kind_of(file) == 'quantized' else 'FP32'
+    return Network(file, {'images': (torch.float32, (None, 3, *(imgsz or IMGSZ)))}, types, BATCHES, checkpoint=file)
+
+
+def _engine(file, imgsz, kind_of):
+    sidecar = read_sidecar(file) or {}
+    batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
+    return Network(file, {}, sidecar.get('precision', ''), tuple(sorted(batches)) or (1,),
+                   backend='rtx' if 'RTX' in sidecar.get('built_by', '') else 'tensorrt')
+
+
+def _onnx(file, imgsz, kind_of):
+    model = load(file)
+    graph, inputs = Graph(model), {}
+    for given in model.graph.input:
+        kind = TensorProto.DataType.Name(given.type.tensor_type.elem_type)
+        if given.name not in graph.inputs:
+            continue  # a weight
+        if kind not in DTYPES:
+            raise QatError(f'{file}: input {given.name} is of type {kind}; the benchmark can feed {", ".join(DTYPES)}')
+        inputs[given.name] = DTYPES[kind], tuple(d.dim_value or None for d in given.type.tensor_type.shape.dim)
+    half = any(i.data_type == TensorProto.FLOAT16 for i in model.graph.initializer)
+    types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if half else 'FP32')
+    layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
+    own = fixed_batch(inputs)
+    return Network(file, inputs, types, (own,) if own else BATCHES, parameters_of(graph), layers)
+
+
+def parameters_of(graph):
+    """Number of values in the constants of an onnx_graph.Graph, INT8 weights included; scales, zero points, single numbers and
+    integers such as shapes do not count. Constants that an exporter computed (a head's anchors) do."""
+    def counts(name, value):
+        readers = [(node.op_type, i) for node, i in graph.readers.get(name, ())]
+        stored = ('DequantizeLinear', 0) in readers
+        settings = all(op in QDQ | {'Resize'} and i for op, i in readers)
+        return value.ndim and (stored or value.dtype.kind not in 'iubOSU' and not settings)
+
+    return sum(value.size for name, value in graph.values.items() if counts(name, value))
+
+
+def fixed_batch(inputs):
+    """The batch that the inputs of a Network are bound to; None if the first axis of one is open."""
+    batched = [shape for _, shape in inputs.values() if shape]
+    return batched[0][0] if batched and all(shape[0] for shape in batched) else None
+
+
+def shapes_of(inputs, batch, imgsz, file):
+    """{name: (torch.dtype, shape)} for `batch` images. Raises QatError if the file does not take them.
+
+    An open first axis is the batch; open axes 2 and 3 of an image [B, C, H, W] are imgsz; nothing else may be open.
+    """
+    own = fixed_batch(inputs)
+    if own and batch not in {shape[0] for _, shape in inputs.values() if shape}:
+        raise QatError(f'--batch {batch}: {file} has a fixed batch of {own}; leave the flag out, or export with --dynamic')
+    found = {}
+    for name, (dtype, shape) in inputs.items():
+        rest = shape[1:]
+        if imgsz and len(shape) == 4 and any(a and a != b for a, b in zip(rest[1:], imgsz)):
+            raise QatError(f"--imgsz {' '.join(map(str, imgsz))}: {file} takes {rest[1]} x {rest[2]}; leave the flag out, or export with that --imgsz")
+        if None in rest and len(shape) == 4 and not imgsz:
+            raise QatError(f'--imgsz: {file} leaves the image size of {name} open; say which to measure')
+        wanted = (None, None, *(imgsz or (None, None)))[1:] if len(shape) == 4 else rest
+        rest = tuple(a or b for a, b in zip(rest, wanted))
+        if None in rest:
+            raise QatError(f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
+                           'that size fixed')
+        found[name] = dtype, (*((shape[0] or batch,) if shape else ()), *rest)
+    return found

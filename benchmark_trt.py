@@ -57,10 +57,10 @@ def main(argv=None):
 
     import torch
     from models.quantize.checkpoint import kind_of, load_any
-    from utils.general import increment_path
     from utils.qat.backends import select_device
     from utils.qat.benchmark_cases import cases_of, run_case
     from utils.qat.benchmark_report import result_table, summary, with_short_names, write_benchmark
+    from utils.qat.files import new_folder
     from utils.qat.network import networks_of
     from utils.qat.usage import Usage
 
@@ -72,7 +72,6 @@ def main(argv=None):
     device = select_device(config.device)
     cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
-    folder = Path(increment_path(config.project / config.name, exist_ok=config.exist_ok))
     report = {'settings': asdict(config), 'machine': describe_machine(device), 'left_out': left_out, 'results': [], 'usage': []}
     LOGGER.info(f"{report['machine']['device']}: {len(cases)} measurements of {config.duration:g} s")
     for line in left_out:
@@ -92,6 +91,7 @@ def main(argv=None):
                     LOGGER.info(summary(result))
     finally:  # what was measured stays, whatever ended it
         if report['results']:
+            folder = new_folder(config)
             write_benchmark(folder, report)
             LOGGER.info(f'\n{result_table(with_short_names(report["results"]))}\n\nresults {folder}')
     if not report['results']:

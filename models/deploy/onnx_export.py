@@ -106,12 +106,13 @@ def rounding_noise(model, images, theirs, last_bits):
 
 @torch.no_grad()
 def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
-                fp32_scales=False, kept_float=()):
+                fp32_scales=False, kept_float=(), layout=None):
     """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], both FP32.
 
     imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
     `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
-    and what is written is made of that graph. kept_float: paths of blocks that are float by choice, noted in the metadata. Returns Exported.
+    and what is written is made of that graph. kept_float: paths of blocks that are float by choice, noted in the metadata. layout:
+    function that gives the checked graph (an onnx.ModelProto) other inputs and outputs, such as deepstream_layout. Returns Exported.
     Raises QatError, and leaves no file, if ONNX's checker rejects the graph or ONNX Runtime does not agree with PyTorch.
     """
     traced = prepare(model, inplace)
@@ -142,7 +143,8 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         if not (figures['boxes'] <= limit and figures['scores'] <= limit):
             raise QatError(f"ONNX Runtime differs from PyTorch by {figures['boxes']:.2%} (boxes) and {figures['scores']:.2%} "
                            f'(scores), more than {limit:.1%}; no file was written')
-        if fp32_scales:
-            graph = onnx_half.fp32_scales(graph)
+        for apply in (*[onnx_half.fp32_scales] * fp32_scales, *[layout] * (layout is not None)):
+            graph = apply(graph)
+            onnx.checker.check_model(graph, full_check=True)
             onnx.save(graph, tmp)
     return Exported(onnx_graph.opset(graph), onnx_graph.count_qdq(graph), noise=noise, limit=limit, **figures)

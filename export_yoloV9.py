@@ -1,0 +1,65 @@
+"""Checkpoint → ONNX for DeepStream-Yolo (NvDsInferParseYolo), with labels.txt and config_infer_primary_yoloV9.txt.
+
+    python export_yoloV9.py -w runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --dynamic
+
+Takes what the script of that name in DeepStream-Yolo takes, and quantized checkpoints besides. docs/deepstream.md says what goes where.
+"""
+import sys
+from pathlib import Path
+
+from utils.qat.deploy_config import DeepStreamConfig
+from utils.qat.errors import Parser, QatError, atomic, require_file, run_command
+from utils.qat.log import LOGGER, quiet_upstream
+
+
+def parse_args(argv):
+    c = DeepStreamConfig
+    parser = Parser(description=__doc__.splitlines()[0], epilog='Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and '
+                    'config_infer_primary_yoloV9.txt to the current folder; files of these names are replaced.')
+    parser.add_argument('-w', '--weights', type=Path, required=True, help='quantized or float checkpoint (.pt); of one with auxiliary branches '
+                                                                          'the main branch is exported')
+    parser.add_argument('-s', '--size', nargs='+', type=int, default=[640], help='size of the images in pixels: one number, or height and width')
+    parser.add_argument('--opset', type=int, help='ONNX opset; default: 17, with --trt 11 19')
+    parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
+    parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
+    parser.add_argument('--batch', type=int, default=c.batch, help='images per run of a graph with a fixed batch')
+    parser.add_argument('--trt', type=int, default=c.trt, help='TensorRT the file is for: 8 (8.6) or 10: FP32 with Q/DQ, the builder chooses '
+                                                               'FP16; 11: strongly typed, FP16 outside Q/DQ')
+    return DeepStreamConfig(**vars(parser.parse_args(argv)))
+
+
+def write(path, text):
+    with atomic(path) as tmp:
+        tmp.write_text(text, encoding='utf-8')
+
+
+def main(argv=None):
+    config = parse_args(argv)
+    require_file(config.weights, '--weights', ('.pt', '.pth'))
+
+    from models.deploy.load import load_main_branch
+    from models.deploy.onnx_export import export_onnx
+    from utils.qat.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
+
+    with quiet_upstream():
+        model, quant, head = load_main_branch(config.weights)
+        if hasattr(model.model[-1], 'nm'):  # number of mask coefficients
+            raise QatError(f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks')
+        config.require_stride(int(max(model.stride)))
+        LOGGER.info(f"{config.weights}: YOLOv9 {'INT8' if quant else 'float'}, head {head}"
+                    + f', its main branch ({type(model.model[-1]).__name__})' * head.startswith(('Dual', 'Triple')))
+        path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11
+        done = export_onnx(model, path, config.size, config.batch, config.dynamic, config.simplify, config.opset, half=half,
+                           kept_float=quant['recipe'].get('kept_float', ()) if quant else (), layout=deepstream_layout)
+    names = [str(name) for name in model.names.values()]
+    write(Path(LABELS), ''.join(f'{name}\n' for name in names))
+    write(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
+    LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [.., 6], opset {done.opset}, "
+                f"{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{', FP16 outside them' * half}\n"
+                f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '
+                f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'
+                f'next: copy these into the folder of DeepStream-Yolo: {path} {LABELS} {CONFIG}')
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

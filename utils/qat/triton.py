@@ -1,0 +1,52 @@
+"""An exported graph → config.pbtxt, by which NVIDIA Triton Inference Server (https://github.com/triton-inference-server/server) serves it.
+
+in:  any graph of ours: plain, DeepStream, with NMS inside
+out: the text of MODELS/<name>/config.pbtxt; beside it, the engine of the graph is 1/model.plan, the graph itself 1/model.onnx
+
+Format: docs/user_guide/model_configuration.md there. Imports no torch.
+"""
+from onnx import TensorProto
+
+from utils.qat.errors import QatError
+
+TYPES = {TensorProto.FLOAT: 'TYPE_FP32', TensorProto.FLOAT16: 'TYPE_FP16', TensorProto.INT32: 'TYPE_INT32', TensorProto.INT64: 'TYPE_INT64',
+         TensorProto.INT8: 'TYPE_INT8', TensorProto.UINT8: 'TYPE_UINT8', TensorProto.BOOL: 'TYPE_BOOL'}
+PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
+
+
+def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
+    """Text of the configuration of `model` (an onnx.ModelProto) as the model `name`.
+
+    max_batch: images per run, at most, where the batch axis is open; the engine must be built for it. Requests of several clients are
+    then run together. A graph with a fixed batch takes just that. platform: what runs it, one of PLATFORMS. Raises QatError if a
+    tensor has no shape, or a type that Triton lacks, or if some tensors follow an open batch and others do not.
+    """
+    weights = {i.name for i in model.graph.initializer}  # old files list them among the inputs
+    inputs = [v for v in model.graph.input if v.name not in weights]
+    shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}
+    open_batch = next(iter(shapes.values()))[0] == -1
+    if any((shape[0] == -1) != open_batch for shape in shapes.values()):
+        raise QatError('Triton: the first axis of every input and output must be the batch; found '
+                       + ', '.join(f'{n} {shape}' for n, shape in shapes.items()))
+    lines = [f'name: "{name}"', f'platform: "{platform}"', f'max_batch_size: {max_batch if open_batch else 0}']
+    for kind, values in (('input', inputs), ('output', model.graph.output)):
+        rows = ',\n'.join(f'  {{ name: "{v.name}", data_type: {_type(v)}, dims: {shapes[v.name][open_batch:]} }}' for v in values)
+        lines.append(f'{kind} [\n{rows}\n]')
+    if open_batch and max_batch > 1:
+        lines.append('dynamic_batching { }')
+    return '\n'.join(lines) + '\n'
+
+
+def _shape(value):
+    """Shape of a graph's input or output; -1 where an axis is open."""
+    dims = [d.dim_value if d.HasField('dim_value') else -1 for d in value.type.tensor_type.shape.dim]
+    if not dims:
+        raise QatError(f'Triton: {value.name} has no axes, or a shape that the file does not tell')
+    return dims
+
+
+def _type(value):
+    code = value.type.tensor_type.elem_type
+    if code not in TYPES:
+        raise QatError(f'Triton: {value.name} is of type {TensorProto.DataType.Name(code)}, which this tool does not serve')
+    return TYPES[code]

@@ -15,7 +15,7 @@ from utils.qat.tensorrt_api import OPTIONAL, VERSIONS, capabilities, load_tensor
 
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
 del SURFACES['source']
-FILES = [REPO / 'utils/qat' / f'{name}.py' for name in ('tensorrt_api', 'engine_build', 'engine')]
+FILES = [*(REPO / 'utils/qat' / f'{name}.py' for name in ('tensorrt_api', 'engine_build', 'engine')), REPO / 'examples/infer_engine.py']
 # An expression in these files → the class whose attributes are asked of it
 CLASS_OF = {'self.builder': 'Builder', 'settings': 'IBuilderConfig', 'profile': 'IOptimizationProfile',
             'cache': 'ITimingCache', 'settings.get_timing_cache()': 'ITimingCache', 'parser': 'OnnxParser', 'error': 'ParserError',

@@ -15,6 +15,7 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from utils.qat import onnx_graph
+from utils.qat.deepstream import deepstream_layout
 from utils.qat.onnx_half import fp32_scales, to_half
 from zoo import build, fuse, image, settings
 
@@ -140,6 +141,17 @@ def test_an_engine_of_the_demo(exported, kind, options, typing):
     batch = -1 if options.get('dynamic') else 1
     assert done.inputs == {'images': ('FLOAT', (batch, 3, 64, 64))}
     assert done.outputs == {'output0': ('FLOAT', (batch, 14, 84))}
+
+
+@pytest.mark.parametrize('kind, options, typing', DEMOS, ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static')
+def test_an_engine_for_deepstream(exported, kind, options, typing):
+    graph, int8 = exported(kind, **options)
+    graph = deepstream_layout(TYPED[typing](graph))
+    done = compile_graph(graph)
+    assert_compiled(graph, done, int8)
+    batch = -1 if options.get('dynamic') else 1
+    assert done.inputs == {'input': ('FLOAT', (batch, 3, 64, 64))}
+    assert done.outputs == {'output': ('FLOAT', (batch, 84, 6))}
 
 
 @pytest.mark.full_tree

@@ -1,0 +1,188 @@
+"""Detect objects in images with an exported ONNX file: a reference client, to copy from. It needs ONNX Runtime, NumPy and OpenCV.
+
+    python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--save]
+
+    image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → the file → its outputs → detections [n, 6] → the image
+
+It prints a line for each detection: class, score, and x1 y1 x2 y2 in pixels of the image. Pre-processing and NMS are those that the
+model was evaluated with. All three layouts of outputs are read:
+    plain       output0 [B, 4 + nc, N]: x, y (centre), width, height and the scores of all classes; NMS is done here
+    DeepStream  output [B, N, 6]: x1, y1, x2, y2, score and class of the best class; NMS is done here
+    end2end     num_dets [B, 1], det_boxes [B, K, 4] (x1, y1, x2, y2), det_scores [B, K], det_classes [B, K]; NMS is in the file
+Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: examples/infer_engine.py.
+"""
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+IMAGES = {'.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp'}
+PICTURES = Path('runs/infer')  # where --save puts them
+MOST = 300  # detections in an image
+
+
+def fail(message):
+    """End the program with one line and exit code 2."""
+    print(f'{Path(sys.argv[0]).name}: error: {message}', file=sys.stderr)
+    sys.exit(2)
+
+
+def letterbox(image, height, width):
+    """Fit an image into height x width, its sides in proportion, with equal grey borders.
+
+    image: BGR uint8 [h, w, 3]. Returns (RGB FP32 [3, height, width] in 0..1, gain, (left, top)): a point (x, y) of the image is at
+    (x * gain + left, y * gain + top).
+    """
+    h, w = image.shape[:2]
+    gain = min(height / h, width / w)
+    if gain != 1:
+        image = cv2.resize(image, (max(1, int(w * gain)), max(1, int(h * gain))), interpolation=cv2.INTER_AREA if gain < 1 else cv2.INTER_LINEAR)
+    top, left = (height - image.shape[0]) / 2, (width - image.shape[1]) / 2
+    gain = image.shape[0] / h  # as it came out of the rounding
+    # of an odd border, right and bottom get one pixel more
+    image = cv2.copyMakeBorder(image, round(top - 0.1), round(top + 0.1), round(left - 0.1), round(left + 0.1), cv2.BORDER_CONSTANT,
+                               value=(114, 114, 114))
+    return np.ascontiguousarray(image[..., ::-1].transpose(2, 0, 1), np.float32) / 255, gain, (left, top)
+
+
+def nms(boxes, scores, classes, iou_thres):
+    """Indices of the boxes that stay, highest score first: one goes if it overlaps a better one of its class by more than iou_thres.
+
+    boxes: x1, y1, x2, y2 [n, 4]. scores, classes: [n]. iou_thres: area of the intersection / area of the union.
+    """
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    kept, left = [], np.argsort(-scores, kind='stable')
+    while len(left) and len(kept) < MOST:
+        best, left = left[0], left[1:]
+        kept.append(best)
+        sides = np.minimum(boxes[best, 2:], boxes[left, 2:]) - np.maximum(boxes[best, :2], boxes[left, :2])
+        shared = sides.clip(0).prod(1)
+        iou = shared / (areas[best] + areas[left] - shared)
+        left = left[(iou <= iou_thres) | (classes[left] != classes[best])]
+    return kept
+
+
+def read_outputs(outputs, conf_thres, iou_thres):
+    """Outputs of the file for one image, {name: array with a batch axis} → detections FP32 [n, 6], highest score first: x1, y1, x2, y2 in
+    pixels of the letterboxed image, score, class."""
+    if 'num_dets' in outputs:
+        n = int(outputs['num_dets'][0, 0])
+        boxes, scores, classes = (outputs[name][0, :n] for name in ('det_boxes', 'det_scores', 'det_classes'))
+        found = np.column_stack((boxes, scores, classes)).astype(np.float32)
+        return found[found[:, 4] > conf_thres]
+    (output,) = outputs.values()
+    if output.shape[2] == 6:
+        found = output[0][output[0, :, 4] > conf_thres]
+    else:
+        rows = output[0].T  # [N, 4 + nc]
+        at, classes = np.nonzero(rows[:, 4:] > conf_thres)  # a box may be of several classes, as in the evaluation
+        centre, half = rows[at, :2], rows[at, 2:4] / 2
+        found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
+    return found[nms(found[:, :4], found[:, 4], found[:, 5], iou_thres)]
+
+
+def to_image(found, gain, border, shape):
+    """Detections in pixels of the image itself, clipped to it. gain, border: of `letterbox`. shape: height, width."""
+    found = found.copy()
+    found[:, :4] = (found[:, :4] - np.float32([*border, *border])) / np.float32(gain)
+    found[:, :4] = found[:, :4].clip(0, [shape[1], shape[0], shape[1], shape[0]])
+    return found
+
+
+def draw(image, found, names):
+    """Draw the detections into the image, in place: a colour for each class."""
+    thick = max(1, round(sum(image.shape[:2]) / 800))
+    for x1, y1, x2, y2, score, number in found.tolist():
+        hue = int(number) * 67 % 180
+        colour = cv2.cvtColor(np.uint8([[[hue, 200, 255]]]), cv2.COLOR_HSV2BGR)[0, 0].tolist()
+        text = f'{names.get(int(number), int(number))} {score:.2f}'
+        (w, h), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, thick)
+        left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)  # the label stays inside
+        cv2.rectangle(image, (round(x1), round(y1)), (round(x2), round(y2)), colour, thick)
+        cv2.rectangle(image, (left, bottom - h - 4), (left + w, bottom), colour, -1)
+        cv2.putText(image, text, (left, bottom - 3), cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA)
+
+
+class OnnxModel:
+    """An ONNX file. shape: [B, 3, H, W] of what it takes. names: class index → name."""
+
+    def __init__(self, path, device):
+        """device: 'cpu', or the number of a GPU."""
+        import onnxruntime
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        # Q and DQ as they are written, which is what was evaluated and what TensorRT computes; leave it out for speed on a CPU
+        options.add_session_config_entry('session.disable_quant_qdq', '1')
+        provider = ('CPUExecutionProvider', {}) if device == 'cpu' else ('CUDAExecutionProvider', {'device_id': device})
+        if provider[0] not in onnxruntime.get_available_providers():
+            fail(f'--device {device}: this ONNX Runtime has no {provider[0]}; use --device cpu, or install onnxruntime-gpu')
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        except Exception as e:  # its exceptions share no base class
+            fail(f"{path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}")
+        self.input, metadata = self.session.get_inputs()[0], self.session.get_modelmeta().custom_metadata_map
+        self.shape = [1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)]  # an open batch takes one image
+        self.names = ast.literal_eval(metadata.get('names', '{}'))
+
+    def __call__(self, image):
+        """RGB FP32 [3, H, W] in 0..1 → {name: array}; of a fixed batch of several, all are this image."""
+        names = [o.name for o in self.session.get_outputs()]
+        return dict(zip(names, self.session.run(names, {self.input.name: np.repeat(image[None], self.shape[0], 0)})))
+
+
+def parse_args(description, suffix, argv):
+    parser = argparse.ArgumentParser(description=description)
+    parser.error = fail
+    parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
+    parser.add_argument('images', type=Path, metavar='IMAGE|FOLDER', help='an image, or a folder: all images in it')
+    parser.add_argument('--conf-thres', type=float, default=0.25, help='lowest score; a file with NMS inside has one of its own besides')
+    parser.add_argument('--iou-thres', type=float, default=0.45, help='IoU above which NMS drops a box; not of a file with NMS inside')
+    parser.add_argument('--save', action='store_true', help=f'draw the detections into copies of the images, in {PICTURES}/')
+    parser.add_argument('--device', default='cpu' if suffix == '.onnx' else '0', help='number of a GPU' + ", or 'cpu'" * (suffix == '.onnx'))
+    args = parser.parse_args(argv)
+    if not args.model.is_file() or args.model.suffix != suffix:
+        fail(f'{args.model}: expected a file ending in {suffix}')
+    for flag, value in (('--conf-thres', args.conf_thres), ('--iou-thres', args.iou_thres)):
+        if not 0 <= value <= 1:
+            fail(f'{flag} {value}: must lie in 0 to 1')
+    if not args.device.isdigit() and (args.device != 'cpu' or suffix != '.onnx'):
+        fail(f"--device {args.device}: must be the number of a GPU{', or cpu' * (suffix == '.onnx')}")
+    args.files = sorted(f for f in args.images.iterdir() if f.suffix.lower() in IMAGES) if args.images.is_dir() else [args.images]
+    if not args.files or not args.files[0].is_file():
+        fail(f"{args.images}: no such image, nor a folder with images ({', '.join(sorted(IMAGES))})")
+    return args
+
+
+def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[0], argv=None):
+    """open_model: takes the file and the device; returns what OnnxModel is. Returns the exit code: 1 if an image could not be read."""
+    args = parse_args(description, suffix, argv)
+    model = open_model(args.model, args.device)
+    if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
+        fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
+    unread = 0
+    for file in args.files:
+        image = cv2.imread(str(file))
+        if image is None:
+            print(f'{file}: OpenCV cannot read it', file=sys.stderr)
+            unread += 1
+            continue
+        pixels, gain, border = letterbox(image, *model.shape[2:])
+        found = to_image(read_outputs(model(pixels), args.conf_thres, args.iou_thres), gain, border, image.shape[:2])
+        for *box, score, number in found.tolist():
+            print(f"{file.name}: {model.names.get(int(number), int(number))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}")
+        if not len(found):
+            print(f'{file.name}: nothing found')
+        if args.save:
+            PICTURES.mkdir(parents=True, exist_ok=True)
+            draw(image, found, model.names)
+            cv2.imwrite(str(PICTURES / file.name), image)
+    if args.save:
+        print(f'pictures {PICTURES}')
+    return 1 if unread else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Laws of the clients that people copy: they detect what the toolkit's evaluation detects, and need nothing of it."""
+import ast
+import operator
+import re
+import shutil
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import REPO
+from graphs import FLOAT
+from models.deploy.onnx_export import export_onnx
+from onnx import helper, numpy_helper
+from torchvision.ops import batched_nms
+from utils.general import non_max_suppression, scale_boxes
+from utils.qat import backends
+from utils.qat.config import EvalConfig
+from utils.qat.data import load_data
+from utils.qat.deepstream import deepstream_layout
+from utils.qat.evaluate import detect
+from utils.qat.loaders import val_loader
+from zoo import program
+
+client = program('scripts/infer_onnx.py')
+SIZE, CONF, IOU = 128, 0.01, 0.6
+
+
+@pytest.fixture(scope='module')
+def files(demo, tmp_path_factory):
+    """A folder with the quantized demo's plain.onnx and deepstream.onnx, and its validation images."""
+    folder = tmp_path_factory.mktemp('infer')
+    for name, layout in (('plain', None), ('deepstream', deepstream_layout)):
+        export_onnx(demo.quantized_model(), folder / f'{name}.onnx', (SIZE, SIZE), layout=layout)
+    shutil.copytree(demo.data.parent / 'images/val', folder / 'images')
+    return folder
+
+
+@pytest.fixture(scope='module')
+def evaluated(demo, files):
+    """[(path, pixels as the model sees them, predictions [4 + nc, N], function to pixels of the image)], as the evaluation has them."""
+    config = EvalConfig(demo.single, demo.data, batch_size=1, imgsz=SIZE, workers=0)
+    predict, found = backends.OnnxModel(files / 'plain.onnx'), []
+    for images, _, [path], [shape] in val_loader(load_data(demo.data), config, 32, square=True):
+        pixels = images.float() / 255
+
+        def native(boxes, shape=shape):
+            boxes = boxes.clone()
+            scale_boxes((SIZE, SIZE), boxes[:, :4], *shape)
+            return boxes.numpy()
+
+        found.append((path, pixels[0].numpy(), predict(pixels)[0], native))
+    return found
+
+
+def end2end(found, most=40):
+    """A file whose outputs are the detections `found` [n, 6], whatever it is given; rows behind the last are rubbish."""
+    rows = np.full((most, 6), 77, np.float32)
+    rows[:len(found)] = found
+    outputs = {'num_dets': np.int32([[len(found)]]), 'det_boxes': rows[None, :, :4], 'det_scores': rows[None, :, 4],
+               'det_classes': rows[None, :, 5].astype(np.int32)}
+    nodes = [helper.make_node('Identity', [f'{name} stored'], [name]) for name in outputs]
+    types = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in outputs.items()}
+    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('images', FLOAT, [1, 3, SIZE, SIZE])],
+                              [helper.make_tensor_value_info(name, types[name], value.shape) for name, value in outputs.items()],
+                              [numpy_helper.from_array(np.ascontiguousarray(value), f'{name} stored') for name, value in outputs.items()])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8)
+
+
+def detected(file, path, conf=CONF):
+    """What the client finds in an image: [n, 6] in pixels of the image."""
+    model, image = client.OnnxModel(file, 'cpu'), cv2.imread(path)
+    pixels, gain, border = client.letterbox(image, *model.shape[2:])
+    return client.to_image(client.read_outputs(model(pixels), conf, IOU), gain, border, image.shape[:2])
+
+
+def assert_same(ours, theirs):
+    """Same detections in the same order: boxes to 0.01 pixels, scores to 1e-5, classes."""
+    assert ours.shape == theirs.shape and len(ours)
+    assert np.abs(ours[:, :4] - theirs[:, :4]).max() < 0.01 and np.abs(ours[:, 4] - theirs[:, 4]).max() < 1e-5
+    assert np.array_equal(ours[:, 5], theirs[:, 5])
+
+
+def test_plain_files_as_they_are_evaluated(files, evaluated):
+    several = 0
+    for path, _, predictions, native in evaluated:
+        theirs = native(detect(predictions[None], CONF, IOU)[0])
+        assert_same(detected(files / 'plain.onnx', path), theirs)
+        several += len(theirs) - len(np.unique(theirs[:, :4], axis=0))
+    assert several, 'some boxes are of several classes'
+
+
+def test_deepstream_files_with_the_best_class_of_each_box(files, evaluated):
+    for path, _, predictions, native in evaluated:
+        theirs = native(non_max_suppression(predictions[None], CONF, IOU)[0])
+        assert_same(detected(files / 'deepstream.onnx', path), theirs)
+
+
+def test_end2end_files_as_they_are(evaluated, tmp_path):
+    for path, _, predictions, native in evaluated[:3]:
+        theirs = detect(predictions[None], 0.2, IOU)[0]
+        onnx.save(end2end(theirs), tmp_path / 'end2end.onnx')
+        assert_same(detected(tmp_path / 'end2end.onnx', path), native(theirs))
+        assert_same(detected(tmp_path / 'end2end.onnx', path, conf=0.5), native(theirs[theirs[:, 4] > 0.5]))
+
+
+def test_nothing_found(tmp_path, evaluated):
+    onnx.save(end2end(np.zeros((0, 6))), tmp_path / 'end2end.onnx')
+    assert detected(tmp_path / 'end2end.onnx', evaluated[0][0]).shape == (0, 6)
+    plain, deepstream = np.zeros((1, 14, 21), np.float32), np.zeros((1, 21, 6), np.float32)
+    assert [client.read_outputs({'output': o}, 0.25, 0.45).shape for o in (plain, deepstream)] == [(0, 6)] * 2
+
+
+def test_a_fixed_batch_takes_one_image(demo, files, evaluated, tmp_path):
+    export_onnx(demo.quantized_model(), tmp_path / 'two.onnx', (SIZE, SIZE), batch=2)
+    path = evaluated[0][0]
+    assert_same(detected(tmp_path / 'two.onnx', path), detected(files / 'plain.onnx', path))
+
+
+# ---- its parts ----------------------------------------------------------------------------------------------------------
+
+def test_the_model_sees_what_the_evaluation_shows_it(evaluated):
+    for path, pixels, _, _ in evaluated:
+        assert np.array_equal(client.letterbox(cv2.imread(path), SIZE, SIZE)[0], pixels)
+
+
+def test_every_shape_of_image(tmp_path):
+    """Odd, tall, wide, small and large: the same pixels, and boxes back where they were."""
+    rng, shapes = np.random.default_rng(0), [(128, 128), (97, 131), (131, 97), (33, 500), (500, 31), (40, 30), (255, 129), (64, 128), (300, 299)]
+    for folder in ('images', 'labels'):
+        (tmp_path / folder).mkdir()
+    for i, shape in enumerate(shapes):
+        cv2.imwrite(str(tmp_path / f'images/{i}.png'), cv2.resize(rng.integers(0, 255, (9, 9, 3)).astype(np.uint8), shape[::-1]))
+        (tmp_path / f'labels/{i}.txt').write_text('0 0.5 0.5 0.5 0.25\n')
+    (tmp_path / 'data.yaml').write_text(f'path: {tmp_path}\ntrain: images\nval: images\nnames: [a]\n')
+    config = EvalConfig(tmp_path, tmp_path, batch_size=1, imgsz=SIZE, workers=0)
+    for images, _, [path], [(shape, ratio)] in val_loader(load_data(tmp_path / 'data.yaml'), config, 32, square=True):
+        image = cv2.imread(path)
+        pixels, gain, border = client.letterbox(image, SIZE, SIZE)
+        assert pixels.dtype == np.float32 and np.array_equal(pixels, (images.float() / 255)[0].numpy()), image.shape
+        boxes = torch.tensor([[20.5, 30, 90, 100.25, 0.9, 2], [-3, -3, 200, 200, 0.8, 1]])
+        found = client.to_image(boxes.numpy(), gain, border, image.shape[:2])
+        scale_boxes((SIZE, SIZE), boxes[:, :4], shape, ratio)
+        assert np.abs(found - boxes.numpy()).max() < 1e-3
+
+
+def test_a_file_that_is_not_square():
+    image = np.full((100, 50, 3), (10, 20, 30), np.uint8)
+    pixels, gain, border = client.letterbox(image, 64, 96)
+    assert pixels.shape == (3, 64, 96) and gain == 0.64 and border == (32, 0)
+    assert np.allclose(pixels[:, 32, 48] * 255, (30, 20, 10)) and np.allclose(pixels[:, 0, [0, 31, 64, 95]] * 255, 114)
+
+
+@pytest.mark.parametrize('iou', [0.0, 0.3, 0.7, 1.0])
+def test_nms(iou):
+    rng = np.random.default_rng(1)
+    corner = rng.uniform(0, 100, (200, 2))
+    boxes = np.hstack((corner, corner + rng.uniform(1, 60, (200, 2)))).astype(np.float32)
+    scores, classes = rng.permutation(200).astype(np.float32) / 200, rng.integers(0, 3, 200)
+    theirs = batched_nms(*map(torch.from_numpy, (boxes, scores, classes)), iou)
+    assert client.nms(boxes, scores, classes, iou) == theirs.tolist()
+    assert 3 <= len(theirs) <= 200
+
+
+def test_no_more_than_the_evaluation_keeps():
+    boxes = np.float32([[10 * i, 0, 10 * i + 5, 5] for i in range(400)])
+    scores = np.linspace(0.1, 0.9, 400, dtype=np.float32)
+    assert client.nms(boxes, scores, np.zeros(400), 0.5) == list(range(399, 99, -1))
+
+
+def test_what_is_drawn():
+    image = np.zeros((100, 200, 3), np.uint8)
+    client.draw(image, np.float32([[20, 30, 80, 90, 0.5, 0], [150, 2, 199, 60, 0.75, 7]]), {0: 'cell'})
+    first, second = image[60, 20].tolist(), image[30, 150].tolist()
+    assert first != second and [0, 0, 0] not in (first, second), 'a colour for each class'
+    assert image[90, 50].tolist() == first and image[60, 199].tolist() == second and not image[50, 50].any()
+    assert (image[20:30, 20:40] == first).all(2).mean() > 0.3, 'its name is above the box'
+    assert (image[:14, 140:] == second).all(2).mean() > 0.2, 'and stays inside the image'
+
+
+# ---- the programs -------------------------------------------------------------------------------------------------------
+
+def run(folder, *arguments, code=0):
+    """Run a copy of the client in `folder`, where torch and the packages of this tree cannot be imported; returns stdout, stderr."""
+    shutil.copy(REPO / 'scripts/infer_onnx.py', folder)
+    for name in ('torch', 'torchvision', 'models', 'utils'):
+        (folder / f'{name}.py').write_text('raise ImportError("not where it was copied to")')
+    done = subprocess.run([sys.executable, 'infer_onnx.py', *map(str, arguments)], cwd=folder, text=True, capture_output=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_copy_runs_alone(files, evaluated, tmp_path):
+    said, _ = run(tmp_path, files / 'plain.onnx', files / 'images', '--save', '--conf-thres', 0.3, '--iou-thres', IOU)
+    *lines, last = said.splitlines()
+    wanted = []
+    for path, *_ in sorted(evaluated, key=lambda one: one[0]):
+        found = detected(files / 'plain.onnx', path, 0.3)
+        name = path.split('/')[-1]
+        wanted += [f"{name}: {int(n)} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}" for *box, score, n in found.tolist()] or [f'{name}: nothing found']
+        drawn, image = cv2.imread(str(tmp_path / 'runs/infer' / name)), cv2.imread(path)
+        assert drawn.shape == image.shape and (len(found) == 0 or np.abs(drawn.astype(int) - image).max() > 60)
+    assert lines == wanted and len(lines) > 20 and last == 'pictures runs/infer'
+
+
+def test_an_unreadable_image_is_named_and_the_others_done(files, tmp_path):
+    (tmp_path / 'some').mkdir()
+    (tmp_path / 'some/a.jpg').write_bytes(b'no image')
+    shutil.copy(next((files / 'images').iterdir()), tmp_path / 'some/b.JPG')
+    said, complaint = run(tmp_path, files / 'deepstream.onnx', 'some', code=1)
+    assert said.startswith('b.JPG: ') and complaint == 'some/a.jpg: OpenCV cannot read it\n' and not (tmp_path / 'runs').exists()
+
+
+BAD = {'model': (['images.onnx', 'images'], 'images.onnx: expected a file ending in .onnx'),
+       'suffix': (['plain.pt', 'images'], 'plain.pt: expected a file'),
+       'not ONNX': (['broken.onnx', 'images'], 'broken.onnx: ONNX Runtime cannot load it'),
+       'images': (['plain.onnx', 'missing'], 'missing: no such image, nor a folder with images'),
+       'empty folder': (['plain.onnx', 'empty'], 'empty: no such image, nor a folder with images'),
+       'no images': (['plain.onnx'], 'arguments are required: IMAGE|FOLDER'),
+       'confidence': (['plain.onnx', 'images', '--conf-thres', '25'], '--conf-thres 25.0: must lie in 0 to 1'),
+       'IoU': (['plain.onnx', 'images', '--iou-thres', '-1'], '--iou-thres -1.0: must lie in 0 to 1'),
+       'device': (['plain.onnx', 'images', '--device', 'gpu'], '--device gpu: must be the number of a GPU, or cpu'),
+       'open size': (['open.onnx', 'images'], "open.onnx: takes [1, 3, 'height', 'width']; expected images")}
+
+
+@pytest.mark.parametrize('arguments, says', BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(files, tmp_path, monkeypatch, capsys, arguments, says):
+    for name in ('plain.onnx', 'images'):
+        (tmp_path / name).symlink_to(files / name)
+    (tmp_path / 'empty').mkdir()
+    for name in ('plain.pt', 'broken.onnx'):
+        (tmp_path / name).write_bytes(b'nothing of that kind')
+    model = end2end(np.zeros((0, 6)))
+    for axis, name in ((0, 'batch'), (2, 'height'), (3, 'width')):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = name
+    onnx.save(model, tmp_path / 'open.onnx')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        client.main(argv=arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count('\n') == 1 and says in said
+
+
+def test_names_of_cuda_python():
+    """Every name that the engine's client takes from cuda-python is there; tests/test_tensorrt_api.py has those of TensorRT."""
+    cudart = pytest.importorskip('cuda.bindings.runtime', reason='no cuda-python: pip install cuda-bindings')
+    tree = ast.parse((REPO / 'examples/infer_engine.py').read_text(encoding='utf-8'))
+    names = {ast.unparse(node).partition('.')[2] for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+             and re.fullmatch(r'cudart(\.\w+)+', ast.unparse(node))}
+    assert {'cudaMemcpyAsync', 'cudaError_t.cudaSuccess', 'cudaMemcpyKind.cudaMemcpyDeviceToHost'} <= names
+    for name in names:
+        assert operator.attrgetter(name)(cudart) is not None
+
+
+@pytest.mark.gpu
+def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
+    pytest.importorskip('tensorrt')
+    pytest.importorskip('cuda.bindings.runtime')
+    from utils.qat.deploy_config import BuildConfig
+    from utils.qat.engine_build import EngineFromOnnx
+    engine = program('examples/infer_engine.py')
+    for name in ('plain', 'deepstream'):
+        EngineFromOnnx(BuildConfig(files / f'{name}.onnx', engine=tmp_path / f'{name}.engine')).build()
+        model = engine.EngineModel(tmp_path / f'{name}.engine', '0')
+        assert model.shape == [1, 3, SIZE, SIZE] and len(model.names) == 10
+        for path, pixels, *_ in evaluated:
+            ours = client.read_outputs(model(pixels), 0.5, IOU)
+            theirs = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), 0.5, IOU)
+            assert abs(len(ours) - len(theirs)) <= 1 + len(theirs) // 5

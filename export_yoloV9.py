@@ -54,7 +54,7 @@ def main(argv=None):
     names = [str(name) for name in model.names.values()]
     write(Path(LABELS), ''.join(f'{name}\n' for name in names))
     write(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
-    LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [.., 6], opset {done.opset}, "
+    LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [B, N, 6], opset {done.opset}, "
                 f"{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{', FP16 outside them' * half}\n"
                 f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '
                 f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'

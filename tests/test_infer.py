@@ -129,7 +129,8 @@ def test_the_model_sees_what_the_evaluation_shows_it(evaluated):
 
 def test_every_shape_of_image(tmp_path):
     """Odd, tall, wide, small and large: the same pixels, and boxes back where they were."""
-    rng, shapes = np.random.default_rng(0), [(128, 128), (97, 131), (131, 97), (33, 500), (500, 31), (40, 30), (255, 129), (64, 128), (300, 299)]
+    rng = np.random.default_rng(0)
+    shapes = [(128, 128), (97, 131), (131, 97), (33, 500), (500, 31), (40, 30), (255, 129), (64, 128), (300, 299), (99, 128), (128, 99)]
     for folder in ('images', 'labels'):
         (tmp_path / folder).mkdir()
     for i, shape in enumerate(shapes):

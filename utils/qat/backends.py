@@ -62,8 +62,8 @@ class FileModel:
         shapes = list(outputs.values())
         self.classifies = len(shapes) == 1 and len(shapes[0]) == 2
         if len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][2] == 6:  # no grid has 6 cells
-            raise QatError(f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; its model is the one that '
-                           'export_qat.py writes of the same checkpoint: use that')
+            raise QatError(f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
+                           'export_qat.py writes of the same checkpoint')
         if len(image) != 4 or not self.classifies and None in self.end2end and (len(shapes) != 1 or len(shapes[0]) != 3):
             raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], or with NMS inside '
                            f"{', '.join(END2END)}; found {list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; "

@@ -78,7 +78,7 @@ step "Reparameterize: drop the auxiliary branch" $OUT/yolov9-demo.pt \
     python reparameterization.py --weights $OUT/yolov9-demo-dual.pt --save $OUT/yolov9-demo.pt
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" \
-    --epochs 2 --iters 10 --calib-images 200 --project $OUT --name qat
+    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \

@@ -1,20 +1,23 @@
-"""Checkpoint → ONNX, with Q/DQ where the checkpoint is quantized.
+"""Checkpoint → ONNX, with Q/DQ where the checkpoint is quantized, and with NMS inside on request.
 
-    python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx --dynamic --simplify
+    python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
+
+onnx writes MODEL.onnx, predictions; onnx_end2end writes MODEL-end2end.onnx, detections (docs/end2end.md).
 """
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from utils.qat.config import FLOAT_LIMITS, INT8_LIMITS, OPSETS, EvalConfig, ExportConfig
-from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
+from utils.qat.config import END2END, FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, EvalConfig, ExportConfig
+from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, quiet_upstream
 
 
 def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='quantized or float checkpoint (.pt)')
-    parser.add_argument('--include', nargs='+', default=['onnx'], help='what to write: onnx')
+    parser.add_argument('--include', nargs='+', default=['onnx'], help=f"what to write: {', '.join(INCLUDE)}")
     parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, default=[640, 640], help='height and width in pixels')
     parser.add_argument('--batch-size', type=int, default=1, help='images per run of a graph with a fixed batch')
     parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
@@ -36,7 +39,22 @@ def parse_args(argv):
     parser.add_argument('--atol', type=float, default=ExportConfig.atol, help='the same, absolute: pixels for boxes')
     parser.add_argument('--max-ap-diff', type=float, help=f'largest difference of AP, in 0..1; default: '
                         f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8')
+    end2end = parser.add_argument_group('NMS inside the file (--include onnx_end2end)')
+    end2end.add_argument('--nms', help=f'plugin: {PLUGIN}, which only TensorRT has; standard: operators of ONNX, which run in ONNX Runtime too. '
+                         'Default: plugin, with --trt 11 standard')
+    end2end.add_argument('--topk-all', type=int, default=ExportConfig.topk_all, help='detections per image, at most')
+    end2end.add_argument('--iou-thres', type=float, default=ExportConfig.iou_thres, help='IoU above which a box is dropped')
+    end2end.add_argument('--conf-thres', type=float, default=ExportConfig.conf_thres, help='scores up to this do not count')
+    end2end.add_argument('--class-agnostic', action='store_true', help='boxes of different classes drop each other too')
     return ExportConfig(**vars(parser.parse_args(argv)))
+
+
+def require_multiples(imgsz, stride):
+    """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
+    if any(side % stride for side in imgsz):
+        near = [side // stride * stride for side in imgsz]
+        raise QatError(f"--imgsz {' '.join(map(str, imgsz))}: must be multiples of {stride}, the stride of the model, such as "
+                       f"{' '.join(map(str, near))} or {' '.join(str(side + stride * (side != given)) for side, given in zip(near, imgsz))}")
 
 
 def build_command(path, config, int8, half):
@@ -46,21 +64,21 @@ def build_command(path, config, int8, half):
     return f"trtexec --onnx={path} --fp16{' --int8' * int8}  (TensorRT {'8.6' if config.trt == 8 else 10})"
 
 
-def verify(config, predict, limits, path, data, loader):
-    """Compare the written file with `predict`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
+def verify(config, reference, device, limits, path, data, loader):
+    """Compare the written file with `reference`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
     import onnxruntime
     from utils.qat.backends import OnnxModel
     from utils.qat.compare import compare
     from utils.qat.files import sha256
     from utils.qat.report import comparison_tables, versions, write_json
 
-    result = compare(predict, OnnxModel(path, predict.device), loader, predict.device, data.names, config.rtol, config.atol,
+    result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))
     excess, file = result.excess(limits), path.with_suffix('.verify.json')
     write_json(file, {'settings': asdict(config), 'versions': {**versions(), 'onnxruntime': onnxruntime.__version__},
                       'onnx': {'file': path, 'sha256': sha256(path)}, 'limits': asdict(limits), 'above_limits': excess,
                       **result.plain()})
-    LOGGER.info(f"\nPyTorch and ONNX Runtime on {result.images} images of {config.verify}\n\n"
+    LOGGER.info(f"\nPyTorch and ONNX Runtime ({path.name}) on {result.images} images of {config.verify}\n\n"
                 f"{comparison_tables(result.plain(), ('PyTorch', 'ONNX Runtime'))}\n"
                 f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}: '
                 f"{'exceeded' if excess else 'kept'}\nresults {file}")
@@ -77,9 +95,9 @@ def main(argv=None):
         require_file(config.verify, '--verify', ('.yaml', '.yml'))
 
     import torch
+    from models.deploy.end2end import export_end2end, torch_nms
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
-    from utils.general import check_img_size
     from utils.qat.backends import TorchModel, select_device
     from utils.qat.data import load_data
     from utils.qat.loaders import val_loader
@@ -92,28 +110,45 @@ def main(argv=None):
         model, quant = load_any(config.weights, select_device(config.device))
         if config.fp32_scales and not quant:
             raise QatError(f'--fp32-scales: {config.weights} is a float checkpoint, without scales; leave the flag out, or use --half')
-        imgsz = check_img_size(config.imgsz, int(max(model.stride)))
-        path = config.weights.with_suffix('.onnx')
-        predict = TorchModel(model)
+        predict, imgsz, nms = TorchModel(model), config.imgsz, config.nms_settings
+        require_multiples(imgsz, predict.stride)
+        files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
+        plain, end2end = files.get('onnx'), files.get('onnx_end2end')
         if config.verify:  # a mistake in the data shall show before the work
             data = load_data(config.verify, predict.nc, '--verify')
             settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
             loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
         half = config.half or config.trt == 11 and quant is not None
-        done = export_onnx(model, path, imgsz, config.batch_size, config.dynamic, config.simplify, config.opset, config.inplace, half,
-                           config.fp32_scales, quant['recipe'].get('kept_float', ()) if quant else ())
-    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}) -> {path}\n"
-                f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}] -> output0, "
-                f'opset {done.opset}, {path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
+        export = partial(export_onnx, model, imgsz=imgsz, batch=config.batch_size, dynamic=config.dynamic, simplify=config.simplify,
+                         opset=config.opset, inplace=config.inplace, half=half, fp32_scales=config.fp32_scales,
+                         kept_float=quant['recipe'].get('kept_float', ()) if quant else ())
+        done = export(plain) if plain else None
+        if end2end:
+            with atomic(end2end) as tmp:
+                done = done or export(tmp)
+                export_end2end(plain or tmp, tmp, nms, runnable=not config.fp32_scales)
+    LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}), "
+                f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}], "
+                f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
                 f"ONNX Runtime{' (which wants the scales in FP16)' * config.fp32_scales} against PyTorch: "
                 f'boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
-                f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'
-                f'engine: {build_command(path, config, quant is not None, half)}')
+                f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
+    checked = 'in ONNX Runtime as by torchvision' if nms.kind == 'standard' else 'not run here, only TensorRT has it'
+    for path in files.values():
+        outputs = f"{', '.join(END2END)} of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}" if path == end2end else 'output0'
+        LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\n'
+                    f'engine: {build_command(path, config, quant is not None, half)}')
+    in_onnxruntime = {what: path for what, path in files.items() if what == 'onnx' or nms.kind == 'standard'}
+    if end2end and nms.kind == 'plugin' and config.trt == 11:
+        LOGGER.info(f'warning: {PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin')
     if config.verify:
+        references = {'onnx': predict, 'onnx_end2end': lambda images: torch_nms(predict(images), nms)}
         with explain_out_of_memory(config.batch_size):
-            return verify(config, predict, config.limits(bool(quant)), path, data, loader)
+            return max(verify(config, references[what], predict.device, config.limits(bool(quant)), path, data, loader)
+                       for what, path in in_onnxruntime.items())
     if quant and not config.fp32_scales:
-        LOGGER.info(f'next: python qat.py eval --weights {path} --data DATA.yaml --imgsz {imgsz[0]}')
+        for path in in_onnxruntime.values():
+            LOGGER.info(f'next: python qat.py eval --weights {path} --data DATA.yaml --imgsz {imgsz[0]}')
 
 
 if __name__ == '__main__':

@@ -16,7 +16,9 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
+from models.deploy.end2end import export_end2end
 from models.quantize.checkpoint import FORMAT
+from utils.qat.config import Nms
 
 SIZE = '128'
 
@@ -179,6 +181,26 @@ def test_verify_writes_the_comparison_beside_the_file(job):
     assert {k: alone[k] for k in result['other']} == result['other'], 'the figures of the file, as eval finds them'
 
 
+def test_end2end_files(job):
+    """One that is verified and evaluated; one for TensorRT alone, with its deprecation said; and no plain file beside them."""
+    shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'inside.pt')
+    data = job / 'data/data.yaml'
+    out = run('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard', '--simplify',
+              '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
+    assert 'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
+    assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json'}
+    result = json.loads((job / 'inside-end2end.verify.json').read_text())
+    assert result['above_limits'] == [] and result['boxes'] is None and result['settings']['topk_all'] == 300
+    for file in (job / 'inside-end2end.onnx', job / 'runs/exp/weights/qat_best_single.onnx'):
+        run('val_trt.py', '--weights', file, '--data', data, '--imgsz', SIZE, '--workers', 0, '--device', 'cpu', '--project', job / 'nms', '--name', file.stem)
+    inside, outside = (json.loads((job / 'nms' / name / 'metrics.json').read_text()) for name in ('inside-end2end', 'qat_best_single'))
+    assert abs(inside['ap'] - outside['ap']) < 1e-3 and inside['ap'] == result['other']['ap']
+
+    out = run('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', 'onnx', '--nms', 'plugin', '--trt', 11)
+    assert 'warning: EfficientNMS_TRT is deprecated since TensorRT 10.12' in out and '--nms standard' in out
+    assert (job / 'inside.onnx').exists() and 'eval --weights ' + str(job / 'inside.onnx') in out and out.count('next:') == 1
+
+
 def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
     """Here: a model that no longer detects anything, so that there is nothing to verify."""
     checkpoint = torch.load(job / 'single.pt', weights_only=False)
@@ -264,6 +286,7 @@ def wrong(job, tmp_path_factory):
         archive.writestr('foreign/data.pkl', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.')
     (folder / 'broken.onnx').write_bytes(b'no graph')
     (folder / 'model.engine').write_bytes(b'no engine')
+    export_end2end(job / 'runs/exp/weights/qat_best_single.onnx', folder / 'plugin.onnx', Nms('plugin'))
     (folder / 'hyp.yaml').write_text('mosaic: 1.0\n')
     return folder
 
@@ -315,6 +338,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
     (EVAL, '--weights {job}/single.pt', ['is not quantized', 'qat.py quantize', 'val.py']),
     (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
+    (EVAL, '--weights {wrong}/plugin.onnx', ['plugin.onnx', 'EfficientNMS_TRT', 'TensorRT alone', '--include onnx_end2end --nms standard']),
     (EVAL, '--weights {job}/runs/exp/weights/qat_best_single.onnx --imgsz 640', ['--imgsz 640', '128 x 128']),
     (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
     (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
@@ -329,7 +353,19 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EXPORT, '--trt 11 --fp32-scales --opset 23', ['--opset 23: leave it out', 'opset 23']),
     (EXPORT, '--trt 11 --fp32-scales --verify {job}/data/data.yaml', ['--verify', 'cannot run', 'without that flag']),
     (EXPORT, '--trt 11 --fp32-scales --weights {job}/single.pt', ['--fp32-scales', 'single.pt', 'float checkpoint', '--half']),
-    (EXPORT, '--include engine', ['--include engine', "'onnx'"]),
+    (EXPORT, '--include engine', ['--include engine', 'onnx, onnx_end2end']),
+    (EXPORT, '--imgsz 100', ['--imgsz 100 100', 'multiples of 32', '96 96 or 128 128']),
+    (EXPORT, '--imgsz 64 100', ['--imgsz 64 100', '64 96 or 64 128']),
+    (EXPORT, '--nms standard --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
+    (EXPORT, '--nms fast --include onnx_end2end', ['--nms fast', 'plugin, standard']),
+    (EXPORT, '--include onnx_end2end --conf-thres -0.1 --iou-thres 1.1', ['--conf-thres -0.1', '--iou-thres 1.1', '[0, 1]']),
+    (EXPORT, '--include onnx_end2end --conf-thres nan', ['--conf-thres nan', '[0, 1]']),
+    (EXPORT, '--include onnx_end2end --iou-thres 0', ['--iou-thres 0', 'EfficientNMS_TRT', '--nms standard']),
+    (EXPORT, '--include onnx_end2end --topk-all 4097', ['--topk-all 4097', '1 to 4096', '--nms plugin']),
+    (EXPORT, '--include onnx_end2end --topk-all 3841 --trt 11', ['--topk-all 3841', '1 to 3840', '--nms standard']),
+    (EXPORT, '--include onnx_end2end --topk-all 0', ['--topk-all 0']),
+    (EXPORT, '--include onnx_end2end --topk-all 500 --class-agnostic --nms standard', ['--topk-all 500', 'only 336 candidates']),
+    (EXPORT, '--include onnx_end2end --verify {job}/data/data.yaml', ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard']),
     (EXPORT, '--weights {job}/dual.pt', ['auxiliary branch', 'reparameterization.py']),
     (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
     (EXPORT, '--verify {wrong}/none.yaml', ['--verify', 'no such file']),

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 import onnx
 import pytest
-from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, node, with_values
+from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, with_values
 from models.deploy import onnx_export
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from utils.qat import onnx_graph
+from utils.qat.config import NMS_LIMITS, Nms
 from utils.qat.deepstream import deepstream_layout
 from utils.qat.onnx_half import fp32_scales, to_half
+from utils.qat.onnx_nms import add_nms
 from zoo import build, fuse, image, settings
 
 trt = pytest.importorskip('tensorrt_rtx_bindings',
@@ -165,6 +167,54 @@ def test_engines_of_gelan(tmp_path):
     assert_compiled(graph, compile_graph(graph), int8)
     typed = to_half(copy(graph))
     assert_compiled(typed, compile_graph(typed), int8)
+
+
+# ---- NMS inside -----------------------------------------------------------------------------------------------------------
+
+def with_nms(graph, **settings):
+    return add_nms(copy(graph), Nms('standard', **{'topk_all': 20, **settings}))
+
+
+def without_its_nms(model):
+    """A copy that is given the boxes that NonMaxSuppression selects, a list of any length."""
+    model = copy(model)
+    [found] = [n for n in model.graph.node if n.op_type == 'NonMaxSuppression']
+    model.graph.node.remove(found)
+    model.graph.input.append(onnx.helper.make_tensor_value_info(found.output[0], onnx.TensorProto.INT64, ['selected', 3]))
+    return model
+
+
+INSIDE = [('float', {}, 'fp32', {}), ('float', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32', {'class_agnostic': True}),
+          ('int8', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32 scales', {'class_agnostic': True})]
+
+
+@pytest.mark.parametrize('kind, options, typing, settings', INSIDE, ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults')
+def test_engines_with_nms_inside(exported, kind, options, typing, settings):
+    """The parser takes all of it, with outputs of fixed size. The compiler has no NonMaxSuppression (NVIDIA/TensorRT-RTX issue 5, open), and
+    TensorRT has; around it everything builds."""
+    graph, int8 = exported(kind, **options)
+    graph = with_nms(TYPED[typing](copy(graph)), **settings)
+    done, batch = compile_graph(graph), -1 if options else 1
+    assert done.errors == [] and [layer.op_type for layer in done.layers].count('NMS') == 1
+    assert done.outputs == {'num_dets': ('INT32', (batch, 1)), 'det_boxes': ('FLOAT', (batch, 20, 4)), 'det_scores': ('FLOAT', (batch, 20)),
+                            'det_classes': ('INT32', (batch, 20))}
+    assert done.engine or any('NonMaxSuppression' in message and 'no runners that implement it' in message for message in done.said)
+    done = compile_graph(without_its_nms(graph))
+    done.said = [message for message in done.said if 'has Int64 binding' not in message]  # of the list that it is given
+    assert_compiled(graph, done, int8)
+
+
+def test_the_plugin_is_not_there(exported):
+    done = compile_graph(add_nms(copy(exported('float')[0]), Nms('plugin', 20)))
+    assert not done.engine and 'EfficientNMS_TRT' in done.errors[0] and 'Plugin not found' in done.errors[0]
+
+
+@pytest.mark.parametrize('more, builds', [(0, True), (1, False)])
+def test_the_most_detections_are_what_topk_takes(more, builds):
+    most = NMS_LIMITS['standard'] + more
+    graph = graph_of([node('Identity', 'x', 'output0')], ('output0',), shape=(1, 7, 4000))
+    done = compile_graph(without_its_nms(with_nms(graph, topk_all=most)))
+    assert bool(done.engine) == builds and (builds or 'K exceeds the maximum value allowed (3840)' in done.said[-1])
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------

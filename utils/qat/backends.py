@@ -6,9 +6,8 @@ import ast
 
 import torch
 
+from utils.qat.config import END2END, PLUGIN
 from utils.qat.errors import QatError
-
-END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as EfficientNMS has them
 
 
 def select_device(text):
@@ -98,21 +97,29 @@ class FileModel:
         raise NotImplementedError
 
 
+def onnx_session(source, device=torch.device('cpu')):
+    """ONNX Runtime's session of a file (its name), or of a serialized model (bytes)."""
+    import onnxruntime as ort
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
+    # does not load with FP16 scales (1.31).
+    options.add_session_config_entry('session.disable_quant_qdq', '1')
+    wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
+    providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
+    return ort.InferenceSession(source, options, providers=providers)
+
+
 class OnnxModel(FileModel):
     """An ONNX file run by ONNX Runtime, its Q/DQ included."""
 
     def __init__(self, path, device=torch.device('cpu')):
-        import onnxruntime as ort
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
-        # does not load with FP16 scales (1.31).
-        options.add_session_config_entry('session.disable_quant_qdq', '1')
-        wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
-        providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=providers)
+            self.session = onnx_session(str(path), device)
         except Exception as e:  # onnxruntime's exceptions share no public base class
+            if PLUGIN in str(e):
+                raise QatError(f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
+                               '--include onnx_end2end --nms standard') from e
             raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
         image = self.session.get_inputs()[0]
         self.input_name, self.device = image.name, device

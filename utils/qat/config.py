@@ -1,5 +1,5 @@
 """Settings of each command: dataclasses that check themselves and report every problem at once, quoting the flag."""
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from utils.qat.errors import QatError
@@ -11,6 +11,12 @@ ADD_POLICIES = ('both', 'residual')
 AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
+PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
+END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as that plugin has them
+# --include → what the name of the file ends in, behind the stem of the weights
+INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
+# --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
+NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
 
 
 def check(problems):
@@ -179,11 +185,21 @@ INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02)
 OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
 
 
+@dataclass(frozen=True)
+class Nms:
+    """NMS inside an exported file, see onnx_nms.py."""
+    kind: str  # of NMS_LIMITS
+    topk_all: int = 100  # detections per image, at most
+    iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
+    conf_thres: float = 0.25  # scores up to this do not count
+    class_agnostic: bool = False  # classes do not matter for what is dropped, and a box is of its best class alone
+
+
 @dataclass
 class ExportConfig:
     """`export_qat.py`."""
     weights: Path
-    include: list = field(default_factory=lambda: ['onnx'])
+    include: list = field(default_factory=lambda: ['onnx'])  # of INCLUDE
     imgsz: list = field(default_factory=lambda: [640, 640])  # height, width in pixels
     batch_size: int = 1
     dynamic: bool = False  # the batch axis
@@ -199,14 +215,25 @@ class ExportConfig:
     rtol: float = 1e-3  # of what counts as within tolerance: |ONNX Runtime - PyTorch| <= atol + rtol |PyTorch|
     atol: float = 1e-3
     max_ap_diff: float = None  # 0..1; None = that of FLOAT_LIMITS or INT8_LIMITS
+    nms: str = None  # the kind; None = 'plugin', for TensorRT 11 'standard'. This and the next four: see Nms
+    topk_all: int = Nms.topk_all
+    iou_thres: float = Nms.iou_thres
+    conf_thres: float = Nms.conf_thres
+    class_agnostic: bool = Nms.class_agnostic
 
     def __post_init__(self):
         if len(self.imgsz) == 1:
             self.imgsz = self.imgsz * 2
+        end2end = 'onnx_end2end' in self.include
+        idle = [f.name for f in fields(Nms)[1:] if getattr(self, f.name) != f.default] + ['nms'] * (self.nms is not None)
+        check([(name not in INCLUDE, f"--include {name}: must be of {', '.join(INCLUDE)}") for name in self.include]
+              + [(idle and not end2end, f"{', '.join('--' + name.replace('_', '-') for name in idle)}: only with --include onnx_end2end")])
         check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
         lowest, highest, default = OPSETS[self.trt]
         opset_given = self.opset is not None
         self.opset = default if self.opset is None else self.opset
+        self.nms = self.nms or ('standard' if self.trt == 11 else 'plugin')
+        check([(self.nms not in NMS_LIMITS, f"--nms {self.nms}: must be one of {', '.join(NMS_LIMITS)}")])
         check([
             (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
@@ -225,8 +252,19 @@ class ExportConfig:
             (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
             (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
             (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
-            (self.include != ['onnx'], f"--include {' '.join(self.include)}: only 'onnx' is available"),
+            (not 1 <= self.topk_all <= NMS_LIMITS[self.nms],
+             f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[self.nms]} for --nms {self.nms}'),
+            (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
+            (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
+            (self.nms == 'plugin' and self.iou_thres == 0, f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard'),
+            (self.verify and self.nms == 'plugin' and 'onnx' not in self.include,
+             f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard'),
         ])
+
+    @property
+    def nms_settings(self):
+        """Nms of the end2end file."""
+        return Nms(self.nms, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic)
 
     def limits(self, quantized):
         """Limits of --verify for a quantized or a float model."""

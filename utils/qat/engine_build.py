@@ -62,6 +62,7 @@ class EngineFromOnnx:
         for flag in self.plan.network:
             flags |= 1 << int(getattr(trt.NetworkDefinitionCreationFlag, flag))
         network = self.builder.create_network(flags)
+        trt.init_libnvinfer_plugins(self.log, '')  # files with EfficientNMS inside
         parser = trt.OnnxParser(network, self.log)
         if not parser.parse_from_file(str(self.config.onnx)):
             raise QatError(f'{self.config.onnx}: {self.product} cannot take it: {self._complaint(parser)}')

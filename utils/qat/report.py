@@ -54,8 +54,8 @@ def comparison_tables(comparison, names):
     ranks = [(r['rank'], r['images'], number(r['score'], '.4f'), number(r['score_error']), number(r['box_error']),
               number(r['disagreement'], '.1%')) for r in comparison['ranks']]
     ranks.append((f"top {comparison['top']}", *['-'] * 4, number(comparison['disagreement'], '.1%')))
-    tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements),
-              markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks)]
+    tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(elements)
+    tables.append(markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks))
     if comparison['reference']:
         rows = [(name, *figures(comparison[k])) for name, k in zip(names, ('reference', 'other'))]
         tables.append(markdown_table(('model', *COLUMNS), rows))

@@ -94,6 +94,7 @@ def main(argv=None):
     if config.verify:
         require_file(config.verify, '--verify', ('.yaml', '.yml'))
 
+    import onnx
     import torch
     from models.deploy.end2end import export_end2end, torch_nms
     from models.deploy.onnx_export import export_onnx
@@ -102,6 +103,7 @@ def main(argv=None):
     from utils.qat.data import load_data
     from utils.qat.loaders import val_loader
     from utils.qat.onnx_half import require_opset
+    from utils.qat.triton import triton_config
 
     if config.fp32_scales:
         require_opset()
@@ -127,6 +129,9 @@ def main(argv=None):
             with atomic(end2end) as tmp:
                 done = done or export(tmp)
                 export_end2end(plain or tmp, tmp, nms, runnable=not config.fp32_scales)
+            serving = end2end.with_suffix('.pbtxt')
+            with atomic(serving) as tmp:
+                tmp.write_text(triton_config(onnx.load(end2end), end2end.stem, config.batch_size), encoding='utf-8')
     LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}), "
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}], "
                 f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
@@ -138,6 +143,8 @@ def main(argv=None):
         outputs = f"{', '.join(END2END)} of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}" if path == end2end else 'output0'
         LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\n'
                     f'engine: {build_command(path, config, quant is not None, half)}')
+    if end2end:
+        LOGGER.info(f'-> {serving}: copy it to MODELS/{end2end.stem}/config.pbtxt of a Triton server, docs/deepstream.md')
     in_onnxruntime = {what: path for what, path in files.items() if what == 'onnx' or nms.kind == 'standard'}
     if end2end and nms.kind == 'plugin' and config.trt == 11:
         LOGGER.info(f'warning: {PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin')

@@ -188,7 +188,9 @@ def test_end2end_files(job):
     out = run('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard', '--simplify',
               '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
     assert 'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
-    assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json'}
+    assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json', 'inside-end2end.pbtxt'}
+    served = (job / 'inside-end2end.pbtxt').read_text()
+    assert 'name: "inside-end2end"' in served and all(f'name: "{name}"' in served for name in ('num_dets', 'det_boxes', 'det_scores', 'det_classes'))
     result = json.loads((job / 'inside-end2end.verify.json').read_text())
     assert result['above_limits'] == [] and result['boxes'] is None and result['settings']['topk_all'] == 300
     for file in (job / 'inside-end2end.onnx', job / 'runs/exp/weights/qat_best_single.onnx'):

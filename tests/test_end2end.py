@@ -17,7 +17,7 @@ from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate, prepared
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit, coverage
-from utils.qat.onnx_graph import attribute, count_qdq, opset
+from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import DOMAIN, Appended, add_nms, standard
 
 CPU = torch.device('cpu')

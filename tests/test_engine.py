@@ -11,6 +11,7 @@ from conftest import REPO, TREE
 from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
 from utils.qat.deploy_config import BuildConfig
+from utils.qat.engine import require_within
 from utils.qat.engine_build import EngineFromOnnx
 from utils.qat.engine_plan import Source, plan
 from utils.qat.errors import QatError
@@ -248,6 +249,17 @@ def test_a_sidecar_that_is_none_of_ours_is_refused(engine):
             read_sidecar(engine)
     sidecar_of(engine).unlink()
     assert read_sidecar(engine) is None
+
+
+def test_shapes_outside_the_profile_are_refused():
+    profile = (1, 3, 320, 320), (4, 3, 320, 320), (8, 3, 640, 640)
+    for shape in (profile[0], profile[2], (5, 3, 320, 640)):
+        require_within('e.engine', 'images', shape, profile)
+    for shape in ((9, 3, 320, 320), (1, 3, 288, 320), (1, 3, 320, 672), (3, 320, 320)):
+        with pytest.raises(QatError) as refused:
+            require_within('e.engine', 'images', shape, profile)
+        assert f'images of shape {list(shape)}' in str(refused.value) and '[1, 3, 320, 320] to [8, 3, 640, 640]' in str(refused.value)
+        assert '--batch MIN,OPT,MAX' in str(refused.value)
 
 
 # ---- trtexec ------------------------------------------------------------------------------------------------------------

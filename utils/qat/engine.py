@@ -18,6 +18,15 @@ DTYPES = {'FLOAT': torch.float32, 'HALF': torch.float16, 'BF16': torch.bfloat16,
           'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # trt.DataType → torch.dtype
 
 
+def require_within(file, name, shape, profile):
+    """Raise QatError unless input `name` of the engine in `file` takes `shape`. profile: its (smallest, best, largest shape)."""
+    smallest, _, largest = profile
+    if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
+        bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
+        raise QatError(f'{file}: {name} of shape {list(shape)}, and the engine takes {bounds}; give another --batch-size or --imgsz, or build it '
+                       'for that: scripts/generate_trt_engine.sh MODEL.onnx IMGSZ --batch MIN,OPT,MAX')
+
+
 class EngineRunner:
     """inputs, outputs: {name: (smallest, best, largest shape)} and {name: shape, -1 where it follows the batch}.
 
@@ -80,11 +89,7 @@ class EngineRunner:
     def prepare(self, shapes):
         """Buffers for inputs of `shapes` ({name: shape}); returns the outputs' buffers. Raises QatError if the engine does not take them."""
         for name, shape in shapes.items():
-            smallest, _, largest = self.inputs[name]
-            if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
-                bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
-                raise QatError(f'{self.file}: {name} of shape {list(shape)}, and the engine takes {bounds}; give another --batch-size or '
-                               '--imgsz, or build it for that: scripts/generate_trt_engine.sh --batch MIN,OPT,MAX')
+            require_within(self.file, name, shape, self.inputs[name])
             self.context.set_input_shape(name, tuple(shape))
             self._buffer(name, shape)
         found = {}

@@ -57,20 +57,20 @@ class FileModel:
 
     def __init__(self, path, image, outputs, batch, metadata):
         """image: shape of the one input. outputs: {name: shape}. batch: smallest and largest; None = any. metadata: of the export."""
-        self.end2end = [next((n for n in outputs if n == name), None) for name in END2END]
+        self.end2end = set(END2END) <= set(outputs)
         shapes = list(outputs.values())
         self.classifies = len(shapes) == 1 and len(shapes[0]) == 2
         if len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][2] == 6:  # no grid has 6 cells
             raise QatError(f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
                            'export_qat.py writes of the same checkpoint')
-        if len(image) != 4 or not self.classifies and None in self.end2end and (len(shapes) != 1 or len(shapes[0]) != 3):
+        if len(image) != 4 or not (self.classifies or self.end2end or len(shapes) == 1 and len(shapes[0]) == 3):
             raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], or with NMS inside '
                            f"{', '.join(END2END)}; found {list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; "
                            'export it with export_qat.py')
         self.path, self.imgsz, self.batch = path, list(image[2:]), batch
         self.stride = int(float(metadata.get('stride', 32)))
         names = ast.literal_eval(metadata['names']) if 'names' in metadata else None
-        if None in self.end2end:
+        if not self.end2end:
             self.nc = shapes[0][1] - 4 * (not self.classifies)
             self.names = names or {i: str(i) for i in range(self.nc)}
         else:  # how many classes there are is not in the shapes
@@ -86,11 +86,11 @@ class FileModel:
             # clone: a runner may reuse what it returns
             parts.append({name: out[:len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
-        if None in self.end2end:
-            return next(iter(outputs.values()))
-        number, boxes, scores, classes = (outputs[name] for name in self.end2end)
+        if not self.end2end:
+            return next(iter(outputs.values())).float()
+        number, boxes, scores, classes = (outputs[name] for name in END2END)
         found = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
-        return [each[:n] for each, n in zip(found, number.flatten().tolist())]
+        return [each[:n] for each, n in zip(found, number.flatten().int().tolist())]
 
     def run(self, images):
         """A batch of a size that the file takes → {output name: tensor}."""
@@ -149,4 +149,4 @@ class EngineModel(FileModel):
         super().__init__(path, largest, self.runner.outputs, (smallest[0], largest[0]), metadata)
 
     def run(self, images):
-        return {name: out.float() for name, out in self.runner({self.input_name: images}).items()}
+        return self.runner({self.input_name: images})

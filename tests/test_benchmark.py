@@ -339,7 +339,9 @@ def test_files_of_one_name_are_told_apart(files, tmp_path):
 def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
     arguments = [files / 'demo.onnx', '--backend', 'onnxruntime', '--batch', '1,2,4', '--duration', 5, '--device', 'cpu', '--project', tmp_path]
     running = subprocess.Popen([sys.executable, 'benchmark_trt.py', *map(str, arguments)], cwd=TREE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'},
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               # a shell's background job, and so a CI job, may ignore SIGINT, and children inherit that
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for line in running.stdout:
         if line.startswith('2 of 3'):
             running.send_signal(signal.SIGINT)

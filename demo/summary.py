@@ -21,7 +21,7 @@ def rows(folder):
     """One row per scored file: what it is, what ran it, on which images, AP AP50 P R, MB on disk, ms per image."""
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / 'yolov9-demo.pt', folder / 'qat' / report['best']['file']
-    trained = f"QAT, epoch {report['best']['epoch']}"
+    trained = f"QAT, epoch {report['best']['epoch']}" if report['best']['epoch'] else 'best: PTQ'
     for name, metrics, file in (('float', report['origin'], single),
                                 ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
                                 (trained, report['best'], best)):

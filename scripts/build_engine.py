@@ -89,9 +89,10 @@ def main(argv=None):
     LOGGER.info(f"{config.onnx} -> {config.engine}: {built['precision']}, {built['built_by']}, {shapes}, {built['bytes'] / 1e6:.1f} MB")
     if graph:
         LOGGER.info(f'next: python scripts/draw_engine.py --layer {layer} --profile {profile}')
-    elif config.engine.exists():
+    else:
         size = built['inputs'][next(iter(built['inputs']))]['opt'][-1]
-        LOGGER.info(f'next: python val_trt.py --engine-file {config.engine} --data DATA.yaml --imgsz {size}')
+        backend = '' if config.backend == BuildConfig.backend else f' --backend {config.backend}'
+        LOGGER.info(f'next: python val_trt.py --engine-file {config.engine} --data DATA.yaml --imgsz {size}{backend}')
 
 
 if __name__ == '__main__':

@@ -103,6 +103,7 @@ def main(argv=None):
     from utils.qat.data import load_data
     from utils.qat.loaders import val_loader
     from utils.qat.onnx_half import require_opset
+    from utils.qat.report import write_text
     from utils.qat.triton import triton_config
 
     if config.fp32_scales:
@@ -130,8 +131,7 @@ def main(argv=None):
                 done = done or export(tmp)
                 export_end2end(plain or tmp, tmp, nms, runnable=not config.fp32_scales)
             serving = end2end.with_suffix('.pbtxt')
-            with atomic(serving) as tmp:
-                tmp.write_text(triton_config(onnx.load(end2end), end2end.stem, config.batch_size), encoding='utf-8')
+            write_text(serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
     LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}), "
                 f"images [{'batch' if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}], "
                 f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'

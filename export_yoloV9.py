@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from utils.qat.deploy_config import DeepStreamConfig
-from utils.qat.errors import Parser, QatError, atomic, require_file, run_command
+from utils.qat.errors import Parser, QatError, require_file, run_command
 from utils.qat.log import LOGGER, quiet_upstream
 
 
@@ -28,11 +28,6 @@ def parse_args(argv):
     return DeepStreamConfig(**vars(parser.parse_args(argv)))
 
 
-def write(path, text):
-    with atomic(path) as tmp:
-        tmp.write_text(text, encoding='utf-8')
-
-
 def main(argv=None):
     config = parse_args(argv)
     require_file(config.weights, '--weights', ('.pt', '.pth'))
@@ -40,6 +35,7 @@ def main(argv=None):
     from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
     from utils.qat.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
+    from utils.qat.report import write_text
 
     with quiet_upstream():
         model, quant, head = load_main_branch(config.weights)
@@ -52,8 +48,8 @@ def main(argv=None):
         done = export_onnx(model, path, config.size, config.batch, config.dynamic, config.simplify, config.opset, half=half,
                            kept_float=quant['recipe'].get('kept_float', ()) if quant else (), layout=deepstream_layout)
     names = [str(name) for name in model.names.values()]
-    write(Path(LABELS), ''.join(f'{name}\n' for name in names))
-    write(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
+    write_text(Path(LABELS), ''.join(f'{name}\n' for name in names))
+    write_text(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
     LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [B, N, 6], opset {done.opset}, "
                 f"{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{', FP16 outside them' * half}\n"
                 f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.errors import Parser, atomic, run_command  # noqa: E402
+from utils.qat.errors import Parser, run_command  # noqa: E402
 from utils.qat.log import LOGGER  # noqa: E402
 
 SHOWN = 10  # lines of a list without --verbose
@@ -29,6 +29,7 @@ def main(argv=None):
 
     from utils.qat import engine_graph, engine_rules, engine_tables
     from utils.qat.profile import read_engine
+    from utils.qat.report import write_text
 
     engine = read_engine(args.layer, args.profile)
     prefix = args.output or args.layer.with_suffix('')
@@ -37,8 +38,7 @@ def main(argv=None):
     findings = engine_rules.findings(engine)
     LOGGER.info(f'{args.layer}\n{engine_tables.text(engine, findings, None if args.verbose else SHOWN)}')
     engine_tables.write_csv(csv, engine, findings)
-    with atomic(dot) as tmp:
-        tmp.write_text(engine_graph.dot(engine, findings, args.layer.name), encoding='utf-8')
+    write_text(dot, engine_graph.dot(engine, findings, args.layer.name))
     LOGGER.info(f'all layers: {csv}; the graph as text: {dot}')
     engine_graph.draw(dot, (svg, png))
     LOGGER.info(f'pictures: {svg}, {png}')

@@ -3,6 +3,7 @@
 Files with NMS inside return detections instead: a list of [n, 6], see evaluate.detect.
 """
 import ast
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -47,7 +48,7 @@ class TorchModel:
         return self.model(images)[0]
 
 
-class FileModel:
+class FileModel(ABC):
     """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
 
     A detector's outputs are either predictions, [B, 4 + nc, N], or, with NMS inside (end2end), `num_dets` [B, 1], `det_boxes`
@@ -92,9 +93,9 @@ class FileModel:
         found = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
         return [each[:n] for each, n in zip(found, number.flatten().int().tolist())]
 
+    @abstractmethod
     def run(self, images):
         """A batch of a size that the file takes → {output name: tensor}."""
-        raise NotImplementedError
 
 
 def onnx_session(source, device=torch.device('cpu')):

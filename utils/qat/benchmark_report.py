@@ -2,8 +2,7 @@
 from pathlib import Path
 
 from utils.qat.benchmark_plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.errors import atomic
-from utils.qat.report import markdown_table, write_json
+from utils.qat.report import markdown_table, write_json, write_text
 
 
 def with_short_names(results):
@@ -79,8 +78,7 @@ def write_benchmark(folder, report):
     """benchmark.json, benchmark.md, latency.png, throughput.png and, where something was sampled, usage.png."""
     write_json(folder / 'benchmark.json', report)
     report = {**report, 'results': with_short_names(report['results'])}
-    with atomic(folder / 'benchmark.md') as tmp:
-        tmp.write_text(markdown(report), encoding='utf-8')
+    write_text(folder / 'benchmark.md', markdown(report))
     plot_latency(folder / 'latency.png', report['results'])
     plot_throughput(folder / 'throughput.png', report['results'])
     if report['usage']:

@@ -85,10 +85,11 @@ class EngineFromOnnx:
         file = self.config.timing_cache
         kept = file.read_bytes() if file.exists() else b''
         cache = settings.create_timing_cache(kept)  # empty where it cannot read `kept`
-        whole = cache and settings.set_timing_cache(cache, False) and len(bytes(cache.serialize())) == len(kept)
+        taken = cache and settings.set_timing_cache(cache, False)  # False: not of another TensorRT or GPU
+        whole = taken and len(bytes(cache.serialize())) == len(kept)
         if kept and not whole:
             LOGGER.info(f'warning: {file} is no timing cache of {self.product} on this GPU, or not whole; it is made anew')
-        if not cache:
+        if not taken:
             settings.set_timing_cache(settings.create_timing_cache(b''), False)
         return bool(kept and whole)
 

@@ -5,12 +5,10 @@ inside is strongly typed, and is built in its own types; TensorRT 11 and TensorR
 """
 from dataclasses import dataclass
 
-from onnx import TensorProto
-
 from utils.qat.errors import QatError
 from utils.qat.log import LOGGER
 from utils.qat.onnx_audit import load
-from utils.qat.onnx_graph import count_qdq, name_of
+from utils.qat.onnx_graph import count_qdq, given, is_half, name_of
 
 
 class Source:
@@ -23,12 +21,11 @@ class Source:
     def __init__(self, config):
         """Raises QatError if the file is no ONNX, or does not take the shapes that are asked for."""
         self.config, model = config, load(config.onnx)
-        weights = {i.name for i in model.graph.initializer}  # old files list them among the inputs
-        inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in model.graph.input if i.name not in weights}
+        inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
         self.shapes = {name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()}
         self.dynamic = any(-1 in shape for shape in inputs.values())
         self.int8 = any(count_qdq(model))
-        self.half = any(i.data_type == TensorProto.FLOAT16 for i in model.graph.initializer)
+        self.half = is_half(model)
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
 

@@ -14,6 +14,7 @@ from utils.metrics import ap_per_class
 
 from utils.qat.distributed import from_first, is_first, merged
 from utils.qat.errors import QatError
+from utils.qat.report import write_text
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
 
@@ -139,7 +140,7 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
         metrics = scorer.metrics()
         metrics.ms_per_image = {k: round(sum(s[k] for s in seconds) / metrics.images * 1e3, 2) for k in clocks}
         if predictions_file:
-            predictions_file.write_text(json.dumps(scorer.rows))
+            write_text(predictions_file, json.dumps(scorer.rows))
         if annotations:
             metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)
     return from_first(metrics)

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from utils.qat.errors import QatError, require_file
 from utils.qat.onnx_audit import load
-from utils.qat.onnx_graph import QDQ, Graph, count_qdq
+from utils.qat.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 from utils.qat.sidecar import read_sidecar
 
 DTYPES = {'FLOAT': torch.float32, 'FLOAT16': torch.float16, 'DOUBLE': torch.float64, 'INT8': torch.int8, 'UINT8': torch.uint8,
@@ -82,15 +82,12 @@ def _engine(file, imgsz, kind_of):
 def _onnx(file, imgsz, kind_of):
     model = load(file)
     graph, inputs = Graph(model), {}
-    for given in model.graph.input:
-        kind = TensorProto.DataType.Name(given.type.tensor_type.elem_type)
-        if given.name not in graph.inputs:
-            continue  # a weight
+    for value in given(model):
+        kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
         if kind not in DTYPES:
-            raise QatError(f'{file}: input {given.name} is of type {kind}; the benchmark can feed {", ".join(DTYPES)}')
-        inputs[given.name] = DTYPES[kind], tuple(d.dim_value or None for d in given.type.tensor_type.shape.dim)
-    half = any(i.data_type == TensorProto.FLOAT16 for i in model.graph.initializer)
-    types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if half else 'FP32')
+            raise QatError(f'{file}: input {value.name} is of type {kind}; the benchmark can feed {", ".join(DTYPES)}')
+        inputs[value.name] = DTYPES[kind], tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
+    types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     own = fixed_batch(inputs)
     return Network(file, inputs, types, (own,) if own else BATCHES, parameters_of(graph), layers)

@@ -56,6 +56,17 @@ def moved_inputs(node):
     return range(0)
 
 
+def given(model):
+    """The inputs that whoever runs `model` has to give; old files list their weights among the inputs as well."""
+    weights = {i.name for i in model.graph.initializer}
+    return [i for i in model.graph.input if i.name not in weights]
+
+
+def is_half(model):
+    """Whether there is FP16 inside `model`."""
+    return any(i.data_type == onnx.TensorProto.FLOAT16 for i in model.graph.initializer)
+
+
 def count_qdq(model):
     """Number of (QuantizeLinear, DequantizeLinear) nodes."""
     ops = [node.op_type for node in model.graph.node]

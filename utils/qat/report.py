@@ -8,9 +8,14 @@ from utils.qat.errors import atomic
 COLUMNS = ('AP', 'AP50', 'P', 'R')
 
 
-def write_json(path, content):
+def write_text(path, text):
+    """`path` with `text`, in UTF-8, whole at any moment."""
     with atomic(path) as tmp:
-        tmp.write_text(json.dumps(content, indent=2, default=str) + '\n', encoding='utf-8')
+        tmp.write_text(text, encoding='utf-8')
+
+
+def write_json(path, content):
+    write_text(path, json.dumps(content, indent=2, default=str) + '\n')
 
 
 def versions():
@@ -108,8 +113,7 @@ def run_table(report):
 def write_report(folder, report):
     """report.json and report.md of a `quantize` run."""
     write_json(folder / 'report.json', report)
-    with atomic(folder / 'report.md') as tmp:
-        tmp.write_text(f"# {report['settings']['weights']}\n\n{run_table(report)}\n\n![AP per epoch](ap.png)\n", encoding='utf-8')
+    write_text(folder / 'report.md', f"# {report['settings']['weights']}\n\n{run_table(report)}\n\n![AP per epoch](ap.png)\n")
 
 
 def plan(layers, swapped, kept_float, groups):

@@ -6,6 +6,8 @@ out: a Runner. `prepare` once; then `upload`, `compute` and `download`, in this 
 On a GPU the three order work on `runner.stream`, which is to be the current one, and whoever measures waits for it (ONNX
 Runtime waits by itself). On a CPU nothing is transferred: inputs are where they are computed on.
 """
+from abc import ABC, abstractmethod
+
 import torch
 
 from utils.qat.engine import EngineRunner
@@ -21,7 +23,7 @@ def example(dtype, shape):
     return torch.ones(shape, dtype=dtype)
 
 
-class Runner:
+class Runner(ABC):
     """inputs: {name: tensor}, what is computed on. types: in words, such as 'INT8 and FP16'. size: bytes of the file.
 
     parameters, layers: numbers, None if unknown. accepts: inputs as in Network, of an engine, which knows them better than the file
@@ -61,8 +63,9 @@ class Runner:
             for name, tensor in self.host.items():
                 self.inputs[name].copy_(tensor, non_blocking=True)
 
+    @abstractmethod
     def compute(self):
-        raise NotImplementedError
+        """Order one run on `inputs`; afterwards `outputs` are known."""
 
     def download(self):
         if self.stream:

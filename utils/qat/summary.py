@@ -2,7 +2,7 @@
 import json
 
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import markdown_table
+from utils.qat.report import markdown_table, write_text
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
@@ -68,4 +68,4 @@ def write_markdown(path, summary):
     if 'ap' in summary['int8']:
         lines.append(f"AP: float {summary['float']['ap']:.4f}, all in INT8 {summary['int8']['ap']:.4f}; the last column is what "
                      'leaving the unit in float would add, in points (0.01).')
-    path.write_text('\n'.join([*lines, '', summary_table(summary), '', '![distortion of each unit](sensitivity.png)', '']), encoding='utf-8')
+    write_text(path, '\n'.join([*lines, '', summary_table(summary), '', '![distortion of each unit](sensitivity.png)', '']))

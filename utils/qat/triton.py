@@ -8,6 +8,7 @@ Format: docs/user_guide/model_configuration.md there. Imports no torch.
 from onnx import TensorProto
 
 from utils.qat.errors import QatError
+from utils.qat.onnx_graph import given
 
 TYPES = {TensorProto.FLOAT: 'TYPE_FP32', TensorProto.FLOAT16: 'TYPE_FP16', TensorProto.INT32: 'TYPE_INT32', TensorProto.INT64: 'TYPE_INT64',
          TensorProto.INT8: 'TYPE_INT8', TensorProto.UINT8: 'TYPE_UINT8', TensorProto.BOOL: 'TYPE_BOOL'}
@@ -21,8 +22,7 @@ def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
     then run together. A graph with a fixed batch takes just that. platform: what runs it, one of PLATFORMS. Raises QatError if a
     tensor has no shape, or a type that Triton lacks, or if some tensors follow an open batch and others do not.
     """
-    weights = {i.name for i in model.graph.initializer}  # old files list them among the inputs
-    inputs = [v for v in model.graph.input if v.name not in weights]
+    inputs = given(model)
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}
     open_batch = next(iter(shapes.values()))[0] == -1
     if any((shape[0] == -1) != open_batch for shape in shapes.values()):

@@ -62,7 +62,7 @@ def compare_detectors(config, models, device, size):
     from utils.qat.report import comparison_tables
 
     if config.data:
-        data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc)
+        data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments)
         settings = EvalConfig(config.reference, config.data, config.batch_size, size, workers=config.workers)
         loader, names = val_loader(data, settings, max(m.stride for m in models), square=True, limit=config.images), data.names
     else:

@@ -1,4 +1,4 @@
-"""Quantize a trained YOLOv9 detector to INT8 and evaluate the result.
+"""Quantize a trained YOLOv9 detector or segmentation model to INT8 and evaluate the result.
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
@@ -33,10 +33,13 @@ def dry_run(config):
 
     from models.quantize import checkpoint
     from models.quantize.ptq import Choice, prepare
+    from utils.qat.backends import TorchModel
     from utils.qat.report import plan
 
     with quiet_upstream():
         model = checkpoint.load_float(config.weights)
+    loaded = TorchModel(model)
+    config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
     conversion, groups = prepare(model, config, Choice.of(model, config).paths)
     LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
@@ -50,6 +53,7 @@ def calibrate_run(run, images, config, choice):
     import time
 
     from models.quantize.ptq import calibrated, within_budget
+    from utils.qat.report import points_lost
 
     if config.eval_origin or config.max_drop is not None:
         run.report['origin'] = run.score_float('float')
@@ -57,7 +61,7 @@ def calibrate_run(run, images, config, choice):
 
     def attempt(choice):
         model, found = calibrated(run.model, images, config, bar, choice.paths)
-        lost = 100 * (run.report['origin']['ap'] - run.score_now(model, 'trial')['ap'])
+        lost = 100 * points_lost(run.report['origin'], run.score_now(model, 'trial'))
         LOGGER.info(f'{lost:.2f} points lost, at most {config.max_drop} allowed')
         return lost, (model, found)
 
@@ -86,15 +90,18 @@ def finetune_run(run, images, config):
 
 
 def load(config, device):
-    """What `quantize` and `sensitive` begin with: (the float model on `device`, its stride); config.imgsz is rounded up to that."""
+    """What `quantize` and `sensitive` begin with: (the float model on `device`, its stride, its data); config.imgsz is rounded up to
+    the stride."""
     from models.quantize import checkpoint
     from utils.general import check_img_size
+    from utils.qat.backends import TorchModel
+    from utils.qat.data import load_data
 
     with quiet_upstream():
-        model = checkpoint.load_float(config.weights, device)
-    stride = int(max(model.stride))
-    config.imgsz = check_img_size(config.imgsz, stride)
-    return model, stride
+        model = TorchModel(checkpoint.load_float(config.weights, device))
+    config.check_model(model.segments, model.kind)
+    config.imgsz = check_img_size(config.imgsz, model.stride)
+    return model.model, model.stride, load_data(config.data, model.nc, segments=model.segments)
 
 
 def open_folder(config, device, folder):
@@ -123,10 +130,9 @@ def quantize(config):
     import shlex
     from dataclasses import replace
 
-    from models.quantize.losses import require_detector
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
-    from utils.qat.data import load_data, load_hyp
+    from utils.qat.data import load_hyp
     from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, training_images, val_loader
     from utils.qat.report import run_table
@@ -134,11 +140,9 @@ def quantize(config):
     device = select_device(config.device)
     choose_precision(config, device)
     join(device)
-    model, stride = load(config, device)
-    if config.task_loss:
-        require_detector(model, '--task-loss', 'leave it out')
+    model, stride, data = load(config, device)
     choice = None if config.resume else Choice.of(model, config)
-    data = replace(load_data(config.data, model.model[-1].nc), val_split=config.val_split)
+    data = replace(data, val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.hyp else None
     shard = rank(), world_size()
     loaders = {'val': val_loader(data, config, stride, shard=shard)}
@@ -174,10 +178,9 @@ def sensitive(config):
 
     import time
 
-    from models.quantize.losses import require_detector
+    from models.quantize.outputs import require_known_head
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
-    from utils.qat.data import load_data
     from utils.qat.files import new_folder, sha256
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
@@ -187,9 +190,8 @@ def sensitive(config):
     start = time.perf_counter()
     device = select_device(config.device)
     join(device)
-    reference, stride = load(config, device)
-    require_detector(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    data = load_data(config.data, reference.model[-1].nc)
+    reference, stride, data = load(config, device)
+    require_known_head(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
     shard = rank(), world_size()
     calibration = calibration_images(data, config, stride, device, shard)
     loader = val_loader(data, config, stride, square=True, limit=config.num_image or None, shard=shard)
@@ -231,8 +233,10 @@ def eval_(config):
     score_file(predict, config, device)
 
 
-def main(argv=None):
+def main(argv=None, needs_masks=False):
+    """needs_masks: refuse a model that gives none."""
     config = parse_args(argv, __doc__.splitlines()[0])
+    config.needs_masks = needs_masks
     with explain_out_of_memory(config.batch_size):
         if isinstance(config, EvalConfig):
             eval_(config)

@@ -9,6 +9,7 @@ and evaluates in one go.
 import sys
 from pathlib import Path
 
+from utils.qat.arguments import add_mask_options
 from utils.qat.config import EvalConfig
 from utils.qat.deploy_config import BACKENDS
 from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
@@ -30,6 +31,7 @@ def parse_args(argv):
     p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
     p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
     p.add_argument('--backend', choices=BACKENDS, default='tensorrt', help='what runs an engine: TensorRT, or TensorRT-RTX')
+    add_mask_options(p, c)
     args = vars(p.parse_args(argv))
     backend = args.pop('backend')
     return EvalConfig(**args), backend

@@ -12,10 +12,10 @@ from models.quantize.blocks import TWINS, QuantConv2d, QuantResidual, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.errors import QatError
-from zoo import DUAL, SINGLE, build, fuse, image, output, same
+from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 
 
-@pytest.mark.parametrize('name', [*SINGLE, *DUAL])
+@pytest.mark.parametrize('name', [*SINGLE, *DUAL, *SEGMENT])
 def test_every_law_on_every_model(name):
     unfused = build(name)
     model = fuse(deepcopy(unfused))
@@ -52,10 +52,10 @@ def every_convolution_is_accounted_for(model, quantized, done, **_):
 
 
 def only_the_ends_of_the_head_stay_float(model, done, **_):
-    """A branch has two towers of convolutions (box, class) on each of three levels, and one DFL."""
+    """A branch has two towers of convolutions (box, class), with masks three, on each of three levels, and one DFL."""
     head, i = type(model.model[-1]).__name__, len(model.model) - 1
     branches = {'Dual': 2, 'Trip': 3}.get(head[:4], 1)
-    ends = {f'model.{i}.cv{2 + tower}.{level}.2' for tower in range(2 * branches) for level in range(3)}
+    ends = {f'model.{i}.cv{2 + tower}.{level}.2' for tower in range((3 if 'Segment' in head else 2) * branches) for level in range(3)}
     ends |= {f'model.{i}.dfl{branch or ""}.conv' for branch in (0, 2, 3)[:branches]}
     assert set(done.kept_float) == ends and all(done.kept_float.values())
     assert all(type(model.get_submodule(n)) is nn.Conv2d and model.get_submodule(n).kernel_size == (1, 1) for n in ends)
@@ -72,7 +72,7 @@ def every_other_operation_is_swapped(model, quantized, done, **_):
 
 def nothing_is_unknown_but_a_dual_head(model, done, **_):
     """Dual heads are not quantized: reparameterization comes first."""
-    assert set(done.unknown.values()) <= {'DualDDetect', 'TripleDDetect'}
+    assert set(done.unknown.values()) <= {'DualDDetect', 'TripleDDetect', 'DualDSegment'}
 
 
 def upstream_finds_its_attributes(model, quantized, **_):

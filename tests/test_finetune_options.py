@@ -8,14 +8,14 @@ import torch
 from conftest import REPO
 from models.quantize.finetune import Epoch, finetune, supervised_layers
 from models.quantize.learned_scales import LearnedScales, _Quantize, rounded_scales
-from models.quantize.losses import LabelLoss, relative_error, require_detector
+from models.quantize.losses import LabelLoss, relative_error
 from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
 from models.quantize.step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
 from utils.qat.data import load_data, load_hyp
-from utils.qat.errors import QatError, run_command
+from utils.qat.errors import QatError
 from utils.qat.loaders import training_images
-from zoo import build, full, image, program, same, settings, state, tensors
+from zoo import image, same, settings, state, tensors
 
 LOADER = [image(64, 2, seed) for seed in range(3)]
 EACH_AMP = pytest.mark.parametrize('amp', ['off', 'bf16'])
@@ -95,19 +95,7 @@ def test_the_labels_are_learnt(demo):
 def test_labels_that_cannot_be_learnt_are_named(demo):
     step = new_step(demo, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
     with pytest.raises(NotFinite, match='the loss is not finite on the labels'):
-        step(LOADER[0])
-
-
-@pytest.mark.parametrize('name', full('gelan-c-seg'))
-def test_only_a_detector_has_such_a_loss(demo, name, tmp_path, capsys):
-    """And it is said before anything is calibrated, or a folder is made."""
-    require_detector(demo.float_model(), '--task-loss', 'leave it out')
-    torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
-    argv = ['quantize', '--weights', tmp_path / 'seg.pt', '--data', demo.data, '--hyp', REPO / 'demo/hyp.yaml', '--device', 'cpu',
-            '--project', tmp_path / 'runs', '--task-loss', 1]
-    assert run_command(program('qat.py').main, [str(a) for a in argv]) == 2
-    assert "--task-loss: only for a plain detector (Detect, DDetect), and the model's head is " in capsys.readouterr().err
-    assert not (tmp_path / 'runs').exists()
+        step(LOADER[0], None)
 
 
 @pytest.mark.parametrize('changes, says', [

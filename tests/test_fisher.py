@@ -2,8 +2,9 @@
 import pytest
 import torch
 from models.quantize.calibrate import histogram_amax, observe
-from models.quantize.choose import divergence
+from models.quantize.divergence import divergence
 from models.quantize.fisher import TRIED, fisher_amax, probe
+from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 from zoo import image, same, settings, state
 
@@ -19,7 +20,11 @@ class Fixed(torch.nn.Module):
         self.model[-1].reg_max = bins
 
     def forward(self, images):
-        return None, self.maps
+        return torch.zeros(1, 4, 1), self.maps
+
+
+def draws(generator):
+    return lambda shape: torch.rand(shape, generator=generator)
 
 
 def test_the_square_of_a_projection_is_twice_the_divergence():
@@ -27,10 +32,10 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
     generator = torch.Generator().manual_seed(0)
     maps = [torch.randn(1, 4 * 5 + 3, size, size, generator=generator).double() for size in (3, 2)]
     change = [0.01 * torch.randn(m.shape, generator=generator).double() for m in maps]
-    moved = divergence(Fixed([m + c for m, c in zip(maps, change)], 5), [None], [maps])
+    moved = divergence(Fixed([m + c for m, c in zip(maps, change)], 5), [None], [Raw(maps, None)])
     squares = []
     for _ in range(4000):
-        vectors, weight = probe(maps, 5, generator)
+        vectors, weight = probe(maps, 5, draws(generator))
         squares.append(sum((v * c).sum() for v, c in zip(vectors, change)).square() / 2 / weight)
     assert torch.stack(squares).mean().item() == pytest.approx(moved, rel=0.1)  # 4000 probes: 2 % and the third order
 
@@ -38,7 +43,7 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
 def test_a_probe_knows_what_changes_nothing():
     """The same number added to all logits of a side is no change of its distribution."""
     maps = [torch.randn(2, 4 * 5 + 3, 3, 3, generator=torch.Generator().manual_seed(0))]
-    [v], _ = probe(maps, 5, torch.Generator().manual_seed(1))
+    [v], _ = probe(maps, 5, draws(torch.Generator().manual_seed(1)))
     assert torch.allclose(v[:, :20].unflatten(1, (4, 5)).sum(2), torch.zeros(2, 4, 3, 3), atol=1e-6) and v.norm() > 0.1
 
 
@@ -64,7 +69,7 @@ def test_the_range_is_the_best_of_all_tried(demo):
     with quantizers_off(model):
         for images in BATCHES:
             maps = model(images.clone().requires_grad_())[1]
-            torch.autograd.backward(maps, probe([m.detach() for m in maps], 16, generator)[0])
+            torch.autograd.backward(maps, probe([m.detach() for m in maps], 16, draws(generator))[0])
     hook.remove()
 
     def loss(amax):

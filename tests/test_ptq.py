@@ -6,7 +6,9 @@ import pytest
 import torch
 from models.quantize.bias import correct_biases, watch
 from models.quantize.calibrate import observe
-from models.quantize.choose import CANDIDATES, choose, divergence
+from models.quantize.choose import CANDIDATES, choose
+from models.quantize.divergence import divergence
+from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
@@ -21,7 +23,7 @@ def means(model, batches):
 
 
 def raw_maps(model, batches):
-    return [output[1] for _, output in watch(model, batches)]
+    return [Raw.of(output) for _, output in watch(model, batches)]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.onnx_graph import constants
-from zoo import DUAL, SINGLE, build, fuse, image, output, same, settings
+from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 
 MOVES = {'Concat', 'MaxPool', 'Resize', 'Split', 'Slice', 'Reshape', 'Transpose', 'Unsqueeze', 'Gather'}  # Q commutes with these
 
@@ -25,7 +25,7 @@ def activations(model):
     return [n for n, q in named_quantizers(model) if q._axis is None]
 
 
-@pytest.mark.parametrize('name', ['demo', *SINGLE, *[d for d in DUAL if d != 'demo']])
+@pytest.mark.parametrize('name', ['demo', *SINGLE, *[d for d in DUAL if d != 'demo'], *SEGMENT])
 def test_groups_are_a_partition_and_tying_changes_no_float_value(name):
     model = quantized(name)
     before, groups = activations(model), scale_groups(model)

@@ -10,9 +10,10 @@ from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.blocks import Twin
 from models.quantize.calibrate import calibrate
-from models.quantize.choose import divergence
+from models.quantize.divergence import divergence
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.measure import ALONE, FLOAT, INT8, Forms, measure
+from models.quantize.outputs import Raw
 from models.quantize.ptq import Choice, within_budget
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
@@ -89,7 +90,7 @@ def test_costs_are_counted_once(demo):
 # ---- what is measured ---------------------------------------------------------------------------------------------------
 
 def test_measured_is_what_the_whole_model_does(demo, loader):
-    """Beginning in the middle of the network changes nothing; the divergence is that of choose.py."""
+    """Beginning in the middle of the network changes nothing; the divergence is that of divergence.py."""
     model, reference = demo.quantized_model(), demo.float_model()
     for m in model.modules():  # biases that a correction moved
         if isinstance(m, torch.nn.Conv2d) and m.bias is not None:
@@ -101,8 +102,8 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
     found = measure(forms, some, loader, load_data(demo.data).names, True, plain_progress)
     images = [batch[0].float() / 255 for batch in loader]
     with torch.no_grad():
-        wanted = [reference(x)[1] for x in images]
-        assert same([forms.model(x)[1] for x in images], wanted), 'it is left in float'
+        wanted = [Raw.of(reference(x)) for x in images]
+        assert same([forms.model(x)[1] for x in images], [raw.maps for raw in wanted]), 'it is left in float'
     assert found['float']['divergence'] == pytest.approx(0, abs=1e-9) and found['int8']['divergence'] == pytest.approx(
         divergence(model, images, wanted), rel=1e-9)
     assert found['int8']['ap'] != found['float']['ap'] > 0.5
@@ -341,11 +342,3 @@ def test_wrong_choices_are_answered_with_one_line(demo, analysed, tmp_path, capf
 def test_a_quantized_checkpoint_is_not_analysed(demo, tmp_path, capfd):
     run('sensitive', *common(demo, demo.quantized, tmp_path), code=2)
     assert 'is already quantized' in capfd.readouterr().err
-
-
-@pytest.mark.parametrize('name', full('gelan-c-seg'))
-def test_a_segmenter_is_not_analysed(demo, name, tmp_path, capfd):
-    torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
-    run('sensitive', *common(demo, tmp_path / 'seg.pt', tmp_path / 'runs'), code=2)
-    assert "sensitive: only for a plain detector (Detect, DDetect), and the model's head is Segment" in capfd.readouterr().err
-    assert not (tmp_path / 'runs').exists()

@@ -28,7 +28,6 @@ from utils.qat.log import quiet_upstream
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
-DEMO = REPO / 'demo' / 'yolov9-demo.yaml'
 SIZE = 64  # pixels; the strides end at 32
 
 
@@ -38,13 +37,14 @@ def full(*names):
 
 
 SINGLE = full(*(f'gelan-{size}' for size in 'tsmce'))
+SEGMENT = ['demo-seg', *full('gelan-c-seg', 'gelan-c-dseg', 'yolov9-c-dseg')]  # one head of each kind
 DUAL = ['demo', *full(*(f'yolov9-{size}' for size in ('t', 's', 'm', 'c', 'e', 'cf')))]
 
 
 def config_file(name):
-    """YAML of a config: 'demo', or a name in models/detect or models/segment of the tree."""
-    if name == 'demo':
-        return DEMO
+    """YAML of a config: 'demo', 'demo-seg', or a name in models/detect or models/segment of the tree."""
+    if name.startswith('demo'):
+        return REPO / 'demo' / f'yolov9-{name}.yaml'
     return TREE / 'models' / ('segment' if name.endswith('seg') else 'detect') / f'{name}.yaml'
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch
 
-from models.quantize.losses import LabelLoss, relative_error
+from models.quantize.losses import label_loss, relative_error
 from models.quantize.step import GraphedStep, NotFinite, Step
 from utils.qat.distributed import take_from_first
 from utils.qat.errors import QatError
@@ -44,7 +44,7 @@ def rate(step, total):
 def finetune(student, teacher, loader, config, progress=None, after=None):
     """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
 
-    loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device; with task_loss over (images, labels).
+    loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device; with task_loss over (images, labels, and masks where there are any).
     config: epochs, iters, lr, supervision_stride, amp, compile, task_loss, learn_scales (see QuantizeConfig). progress: wraps
     the iterator of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its
     weights in `student`, and the others follow (a loader with an epoch of its own must be set to it). Raises QatError if the
@@ -53,8 +53,8 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     """
     take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
     layers = supervised_layers(student, config.supervision_stride)
-    label_loss = LabelLoss(student, config.task_loss) if config.task_loss else None
-    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=label_loss,
+    on_labels = label_loss(student, config.task_loss) if config.task_loss else None
+    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=on_labels,
                 learn_scales=config.learn_scales)
     if config.compile:
         step = GraphedStep(step)
@@ -70,7 +70,7 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
         try:
             for batch in progress(batches, number, per_epoch) if progress else batches:
                 step.set_rate(rate((number - 1) * per_epoch + len(losses), total))
-                losses.append(step(*batch) if label_loss else step(batch))
+                losses.append(step(*batch) if on_labels else step(batch))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()
             step.check()

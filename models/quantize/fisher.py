@@ -1,6 +1,6 @@
 """What a small change of the head's outputs does to the detections, and the ranges that change them least.
 
-To second order, the divergence of the outputs (see `choose.divergence`) is half the square of their change in the metric of their
+To second order, the divergence of the outputs (see divergence.py) is half the square of their change in the metric of their
 Fisher information. A random vector v whose covariance is that information stands for it: the mean of (v · change)² is the square. So
 one backward pass from v gives, at every place where something is rounded, how much its values matter.
 Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric; Yuan et al.,
@@ -9,47 +9,60 @@ Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method"
 import torch
 
 from models.quantize.calibrate import histogram_amax
+from models.quantize.divergence import mask_logits, split, strongest
+from models.quantize.outputs import Raw
 from models.quantize.quantizers import named_quantizers, quantizers_off, rounded, usable_scale
 
 TRIED = 10  # ranges for each scale
 AT_ONCE = 4  # images in a backward pass, which keeps all activations in FP32
 
 
-def probe(maps, bins, generator):
-    """(v, weight): for each of a plain detector's raw maps [B, 4 bins + classes, H, W] a random v whose covariance is their Fisher
-    information, and the sum that the divergence is relative to.
+def bernoulli(logits, draw):
+    """A random v whose covariance is the Fisher information of the `logits` of Bernoulli variables."""
+    p = logits.sigmoid()
+    return (p * (1 - p)).sqrt() * (draw(p.shape) - 0.5).sign()
 
-    As `choose.divergence` weighs them: a class is a Bernoulli variable, the distance to a side a categorical one, of a weight.
+
+def probe(maps, bins, draw):
+    """(v, weight): for each of a head's raw maps [B, 4 bins + classes, H, W] a random v whose covariance is their Fisher information,
+    and the sum that the divergence is relative to. draw: shape → uniform in 0..1.
+
+    As divergence.py weighs them: a class is a Bernoulli variable, the distance to a side a categorical one, of a weight.
     """
-    def draw(shape):
-        return torch.rand(shape, generator=generator).to(maps[0])
-
     vectors, weights = [], 0.0
     for raw in maps:
-        sides, scores = raw.split((4 * bins, raw.shape[1] - 4 * bins), 1)
-        scores, sides = scores.sigmoid(), sides.unflatten(1, (4, bins)).softmax(2)
+        sides, logits = split(raw, bins)
+        scores, sides = logits.sigmoid(), sides.softmax(2)
         weight = scores.amax(1)[:, None, None]  # [B, 1, 1, H, W]
         one = (len(raw), 4, 1, *raw.shape[2:])  # a number for each side
         index = (sides.cumsum(2) < draw(one)).sum(2, keepdim=True).clamp_(max=bins - 1)
         drawn = torch.zeros_like(sides).scatter_(2, index, 1.0)
         of_sides = (drawn - sides) * (weight / 4).sqrt() * (draw(one) - 0.5).sign()
-        of_scores = (scores * (1 - scores)).sqrt() * (draw(scores.shape) - 0.5).sign()
-        vectors.append(torch.cat((of_sides.flatten(1, 2), of_scores), 1))
+        vectors.append(torch.cat((of_sides.flatten(1, 2), bernoulli(logits, draw)), 1))
         weights += weight.sum()
     return vectors, weights
 
 
 def backward(model, images, generator):
-    """A forward pass of `model` (a plain detector in eval mode), and the backward pass from a probe of its outputs; hooks see the
+    """A forward pass of `model` (with a known head, in eval mode), and the backward pass from a probe of its outputs; hooks see the
     gradients. Returns the weight, see `probe`.
 
     images: FP32 [B, 3, H, W] in 0..1.
     """
-    images = images.detach().requires_grad_()
+    def draw(shape):
+        return torch.rand(shape, generator=generator).to(images)
+
+    images, bins = images.detach().requires_grad_(), model.model[-1].reg_max
     with torch.enable_grad():
-        maps = model(images)[1]
-        vectors, weight = probe([m.detach() for m in maps], model.model[-1].reg_max, generator)
-        torch.autograd.backward(maps, vectors, inputs=[images])
+        raw = Raw.of(model(images))
+        outputs = list(raw.maps)
+        vectors, weight = probe([m.detach() for m in raw.maps], bins, draw)
+        if raw.prototypes is not None:
+            with torch.no_grad():
+                places, of_points = strongest(raw, bins)
+            outputs.append(mask_logits(raw, places))
+            vectors.append(bernoulli(outputs[-1].detach(), draw) * of_points.sqrt())
+        torch.autograd.backward(outputs, vectors, inputs=[images])
     return weight
 
 

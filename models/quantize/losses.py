@@ -1,10 +1,9 @@
-"""Losses of the fine-tuning, each a scalar: of a layer against the float model's, and of the detections against the labels."""
+"""Losses of the fine-tuning, each a scalar: of a layer against the float model's, and of what is found against the labels."""
 from types import SimpleNamespace
 
 import torch
 from utils.loss_tal import ComputeLoss
-
-from utils.qat.errors import QatError
+from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
 
 
 TINY = 1e-8  # squared relative error, 80 dB below the teacher: keeps the root's gradient finite where student and teacher agree
@@ -41,16 +40,9 @@ def relative_error(outputs, targets):
     return (error / sum(_energy(t.float()) for t in targets).clamp(min=1e-12) + TINY).sqrt().mean()
 
 
-def is_plain_detector(model):
-    """Whether the head of `model` gives boxes and classes and nothing else."""
-    return type(model.model[-1]).__name__ in ('Detect', 'DDetect')
-
-
-def require_detector(model, what, instead):
-    """Raise QatError, saying `what` needs it and what to do `instead`, if `model` is no plain detector."""
-    if not is_plain_detector(model):
-        raise QatError(f"{what}: only for a plain detector (Detect, DDetect), and the model's head is "
-                       f'{type(model.model[-1]).__name__}; {instead}')
+def _settings(model):
+    """What upstream's losses read of `model`: plain cross-entropy, as in upstream's settings."""
+    return SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
 
 
 class LabelLoss(ComputeLoss):
@@ -62,10 +54,29 @@ class LabelLoss(ComputeLoss):
     """
 
     def __init__(self, model, weight=1.0):
-        hyp = {'cls_pw': 1.0, 'fl_gamma': 0.0}  # plain cross-entropy, as in upstream's settings; it reads them from the model
-        super().__init__(SimpleNamespace(model=model.model, parameters=model.parameters, hyp=hyp))
+        super().__init__(_settings(model))
         self.weight = weight
 
     def __call__(self, maps, labels):
         loss, _ = super().__call__([m.float() for m in maps], labels)
         return self.weight * loss / len(maps[0])
+
+
+class MaskLoss(ComputeMaskLoss):
+    """The same of a segmentation model, and 2.5 mask. Callable: (raw maps, coefficients [B, nm, N], prototypes [B, nm, H / 4, W / 4]),
+    labels, and masks of each image, [1, H / 4, W / 4] of the number of the object, from 1."""
+
+    def __init__(self, model, weight=1.0):
+        super().__init__(_settings(model))
+        self.weight = weight
+
+    def __call__(self, outputs, labels, masks):
+        maps, coefficients, prototypes = outputs
+        masks = torch.cat(masks).to(labels.device).float()
+        loss, _ = super().__call__(([m.float() for m in maps], coefficients.float(), prototypes.float()), labels, masks)
+        return self.weight * loss / len(prototypes)
+
+
+def label_loss(model, weight):
+    """The loss for the head of `model`."""
+    return (MaskLoss if hasattr(model.model[-1], 'nm') else LabelLoss)(model, weight)

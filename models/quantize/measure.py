@@ -4,11 +4,14 @@ from copy import deepcopy
 import torch
 
 from models.quantize.blocks import Twin
-from models.quantize.choose import divergence_sums
+from models.quantize.divergence import divergence_sums
+from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer
-from models.quantize.sqnr import decibels, energies
+from models.quantize.sqnr import PARTS, decibels, energies
+from utils.qat.backends import TorchModel
 from utils.qat.distributed import all_reduce, from_first, is_first, merged
-from utils.qat.evaluate import Scorer, detect, prepared
+from utils.qat.detections import detect, prepared
+from utils.qat.evaluate import Scorer
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'
 
@@ -73,26 +76,27 @@ def run_from(model, first, x, saved):
 class Tally:
     """What a form of the model makes of all images: divergence and SQNR of its outputs; with `scorer` its detections' metrics."""
 
-    def __init__(self, head, scorer=None):
-        self.head, self.scorer = head, scorer
-        self.sums = torch.zeros(6, dtype=torch.float64, device=next(head.parameters()).device)
+    def __init__(self, predict, scorer=None):
+        """predict: the TorchModel."""
+        self.predict, self.scorer = predict, scorer
+        energies_of = len(PARTS) if predict.segments else 2
+        self.sums = torch.zeros(2 + 2 * energies_of, dtype=torch.float64, device=predict.device)
 
-    def add(self, output, wanted, scene):
-        """output: of the model. wanted: the raw maps of the float one. scene: (targets, height and width, paths, shapes)."""
-        predictions, maps = output
-        parts = (*divergence_sums(maps, wanted, self.head.reg_max), *energies(maps, wanted, self.head.nc).flatten())
-        self.sums += torch.stack(parts)
+    def add(self, output, wanted, truth):
+        """output: of the model. wanted: Raw of the float one. truth: a detections.Truth."""
+        raw, head = Raw.of(output), self.predict.model.model[-1]
+        self.sums += torch.stack((*divergence_sums(raw, wanted, head.reg_max), *energies(raw, wanted, head.nc).flatten()))
         if self.scorer:
-            self.scorer.update(detect(predictions), *scene)
+            self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)
 
     def result(self):
         """Plain values; of all processes of a torchrun."""
         total, weight, *sums = all_reduce(self.sums.clone())
-        found = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(2, 2))}
+        found = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(-1, 2))}
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
-            metrics = from_first(self.scorer.metrics() if is_first() else None)
-            found.update(ap=metrics.ap, ap50=metrics.ap50, precision=metrics.precision, recall=metrics.recall)
+            metrics = from_first(self.scorer.metrics() if is_first() else None).plain()
+            found.update({k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall', 'mask') if k in metrics})
         return found
 
 
@@ -104,31 +108,29 @@ def measure(forms, units, loader, names, scoring, progress):
     units: {unit: paths of its twins}. loader: see loaders.val_loader. Activations of a batch before each layer are kept, of the
     float and of the INT8 model: a unit costs what comes behind it.
     """
-    model, head = forms.model, forms.model.model[-1]
-    device = next(model.parameters()).device
-    tallies = {key: Tally(head, Scorer(names) if scoring else None) for key in ('float', 'int8')}
+    model, predict = forms.model, TorchModel(forms.model)
+    tallies = {key: Tally(predict, Scorer(names) if scoring else None) for key in ('float', 'int8')}
     for unit in units:
-        tallies[unit, 'only'] = Tally(head)
-        tallies[unit, 'without'] = Tally(head, Scorer(names) if scoring else None)
-    for images, targets, paths, shapes in progress(loader):
-        images, targets = prepared(images, targets, device)
-        scene = targets, images.shape[2:], paths, shapes
+        tallies[unit, 'only'] = Tally(predict)
+        tallies[unit, 'without'] = Tally(predict, Scorer(names) if scoring else None)
+    for batch in progress(loader):
+        images, truth = prepared(batch, predict.device)
         forms.take(FLOAT)
         *float_states, (output, _) = walk(model, 0, images, [])
-        wanted = output[1]
-        tallies['float'].add(output, wanted, scene)
+        wanted = Raw.of(output)
+        tallies['float'].add(output, wanted, truth)
         forms.take(INT8)
         *int8_states, (output, _) = walk(model, 0, images, [])
-        tallies['int8'].add(output, wanted, scene)
+        tallies['int8'].add(output, wanted, truth)
         for unit, twins in units.items():
             layer = int(unit.split('.')[1])
             forms.take(FLOAT, twins)
-            tallies[unit, 'without'].add(run_from(model, layer, *int8_states[layer]), wanted, scene)
+            tallies[unit, 'without'].add(run_from(model, layer, *int8_states[layer]), wanted, truth)
             forms.take(INT8, twins)
         forms.take(FLOAT)
         for unit, twins in units.items():
             layer = int(unit.split('.')[1])
             forms.take(ALONE, twins)
-            tallies[unit, 'only'].add(run_from(model, layer, *float_states[layer]), wanted, scene)
+            tallies[unit, 'only'].add(run_from(model, layer, *float_states[layer]), wanted, truth)
             forms.take(FLOAT, twins)
     return {key: tally.result() for key, tally in tallies.items()}

@@ -19,7 +19,7 @@ from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
 from utils.qat.files import sha256
 from utils.qat.plots import plot_ap
-from utils.qat.report import versions, write_report
+from utils.qat.report import merit, versions, write_report
 from utils.qat.resume import STATE, read_report
 
 
@@ -107,8 +107,9 @@ class Run:
         metrics = evaluate(predict, self.loaders[images], self.data.names, self.device,
                            annotations=self.data.annotations if images == 'val' else None,
                            progress=lambda it: self.progress(it, f'evaluating {what}'))
+        masks = f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
         self.say(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
-                 f'R {metrics.recall:.4f}  ({self.timed(f"evaluate {what}", start):.1f} s)')
+                 f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {what}", start):.1f} s)')
         return metrics
 
     def _load(self, file):
@@ -162,8 +163,8 @@ class Run:
         on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def _keep_best(self, result):
-        """Where `result` has the highest AP so far, its model becomes qat_best_*.pt."""
-        if not self.report['best'] or result['ap'] > self.report['best']['ap']:
+        """Where `result` is the best so far (report.merit), its model becomes qat_best_*.pt."""
+        if not self.report['best'] or merit(result) > merit(self.report['best']):
             best = self.weights / f'qat_best_{self.source.stem}.pt'
             on_first(save_as)(best, lambda tmp: shutil.copyfile(self.folder / result['file'], tmp))
             self.report['best'] = {**result, 'file': f'weights/{best.name}'}

@@ -16,7 +16,7 @@ from models.quantize.measure import Forms, measure
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.distributed import all_reduce, rank, world_size
-from utils.qat.evaluate import prepared
+from utils.qat.detections import prepared
 
 MEASURED = 10  # units, the worst by the estimate
 
@@ -143,8 +143,8 @@ def analyse(model, reference, loader, names, config, progress, times):
     forms = Forms(model, reference)
     estimate = Estimate(forms, units, config.bias_correction, config.seed)
     device = next(model.parameters()).device
-    for number, (images, targets, *_) in enumerate(progress(loader, 'estimating')):
-        estimate.see(prepared(images, targets, device)[0], rank() + number * world_size())
+    for number, batch in enumerate(progress(loader, 'estimating')):
+        estimate.see(prepared(batch, device)[0], rank() + number * world_size())
     estimated, shifts = estimate.result()
     forms.learn_alone(shifts if config.bias_correction else {})
 

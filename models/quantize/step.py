@@ -10,6 +10,7 @@ from copy import deepcopy
 import torch
 
 from models.quantize.learned_scales import LearnedScales
+from models.quantize.outputs import parts
 from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import FixedScales
 from utils.qat.distributed import all_reduce, world_size
@@ -27,15 +28,6 @@ class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
 
 
-def _tensors(output):
-    """The floating-point tensors in a layer's output (a tensor, or lists, tuples and dicts of them)."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, dict):
-        output = output.values()
-    return [t for part in output for t in _tensors(part)]
-
-
 def _copies(tensors):
     """A dict of tensors, each copied to the CPU, in the same layout."""
     return {name: t.detach().to('cpu', copy=True) for name, t in tensors.items()}
@@ -43,9 +35,9 @@ def _copies(tensors):
 
 @contextlib.contextmanager
 def _watched(model, layers, see):
-    """Context: after each of the top-level layers `layers`, `see(layer, its output tensors)` is called."""
+    """Context: after each of the top-level layers `layers`, `see(layer, its outputs)` is called; see outputs.parts."""
     def hook(index):
-        return lambda module, inputs, output: see(index, _tensors(output))
+        return lambda module, inputs, output: see(index, parts(output))
 
     hooks = [model.model[i].register_forward_hook(hook(i)) for i in layers]
     try:
@@ -56,7 +48,7 @@ def _watched(model, layers, see):
 
 
 def head_emits_raw_maps(model):
-    """Eval mode but for the head, which then returns its raw maps and spares the box decoding. (BN is fused away.)"""
+    """Eval mode but for the head, which then returns its raw outputs and spares the box decoding. (BN is fused away.)"""
     model.eval()
     model.model[-1].training = True
 
@@ -65,10 +57,10 @@ class Step:
     """Callable: images, FP32 [B, 3, H, W] in 0..1, and labels if they count → loss, a scalar on the device, without gradient.
 
     student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
-    loss: of one layer, such as `losses.relative_error`; that of the step is the mean over the layers. amp: with 'bf16' or
+    loss: of one layer, such as `losses.relative_error`, or the mean of those of its parts; that of the step is the mean over the layers. amp: with 'bf16' or
     'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
-    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device. label_loss: of (the student's raw maps,
-    labels), a scalar that is added, such as losses.LabelLoss; not in a CUDA graph. learn_scales: of activations, too.
+    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device. label_loss: of (what the student's
+    head gives, labels, ...), a scalar that is added, such as losses.LabelLoss; not in a CUDA graph. learn_scales: of activations, too.
     lr: the highest learning rate of the weights, see `set_rate`.
     """
 
@@ -140,7 +132,12 @@ class Step:
         moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
-    def _compare(self, images, labels=None):
+    def _term(self, outputs, targets):
+        """The term of the loss of a layer, of whose parts all count alike."""
+        first, *others = (self.loss(*pair) for pair in zip(outputs, targets))
+        return sum(others, first) / (1 + len(others)) if others else first
+
+    def _compare(self, images, *labels):
         """Both models on `images`: {layer: its term of the loss}, and that of the labels at last."""
         targets, pairs, terms = {}, {}, {}
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
@@ -149,18 +146,18 @@ class Step:
         def see(layer, outputs):
             pairs[layer] = outputs, targets.pop(layer)
             if self.amp:  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
-                terms[layer] = self.loss(*pairs.pop(layer))
+                terms[layer] = self._term(*pairs.pop(layer))
 
         with self.scales, self.masks, _watched(self.student, self.layers, see), \
                 torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
-            maps = self.student(images)
-        terms = terms or {layer: self.loss(*pair) for layer, pair in pairs.items()}
+            outputs = self.student(images)
+        terms = terms or {layer: self._term(*pair) for layer, pair in pairs.items()}
         if self.label_loss:
-            terms[LABELS] = self.label_loss(maps, labels)
+            terms[LABELS] = self.label_loss(outputs, *labels)
         return terms
 
-    def __call__(self, images, labels=None):
-        terms = self._compare(images.contiguous(memory_format=self.format), labels)
+    def __call__(self, images, *labels):
+        terms = self._compare(images.contiguous(memory_format=self.format), *labels)
         loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
         if self.label_loss:
             loss = loss + terms[LABELS]

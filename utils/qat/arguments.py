@@ -1,4 +1,5 @@
 """The command line of qat.py → the settings of one of its verbs."""
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 from utils.qat.config import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig,
@@ -40,7 +41,18 @@ def _verb(verbs, name, config, help):
     p.add_argument('--project', type=Path, default=config.project, help='results go to PROJECT/NAME')
     p.add_argument('--name', default=config.name, help='results go to PROJECT/NAME')
     p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
+    add_mask_options(p, config)
     return p
+
+
+def add_mask_options(p, c):
+    """The options of config.MaskConfig."""
+    masks = p.add_argument_group('segmentation models')
+    masks.add_argument('--overlap', action=BooleanOptionalAction, default=c.overlap,
+                       help='true masks as one map, in which the smaller of two objects is on top, as segment/train.py scores; default: one by '
+                            'one, as segment/val.py')
+    masks.add_argument('--mask-ratio', '--mask-downsample-ratio', type=int, default=c.mask_ratio,
+                       help='true masks so many times smaller than the image: less memory, coarser')
 
 
 def _calibration(p, c):

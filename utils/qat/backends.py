@@ -1,14 +1,18 @@
-"""Things that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns [B, 4 + nc, N], boxes xywh in pixels.
+"""Things that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns predictions [B, 4 + nc, N], boxes as xywh in pixels.
 
-Files with NMS inside return detections instead: a list of [n, 6], see evaluate.detect.
+A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm rows are mask coefficients, and prototypes
+[B, nm, H / 4, W / 4]. Files with NMS inside return detections instead: a list of Detections, one for each image.
 """
 import ast
+import math
 from abc import ABC, abstractmethod
 
 import torch
 
-from utils.qat.config import END2END, PLUGIN
+from utils.qat.config import END2END, MASKS, PLUGIN
+from utils.qat.detections import Detections
 from utils.qat.errors import QatError
+from utils.qat.masks import BoxMasks
 
 
 def select_device(text):
@@ -37,22 +41,29 @@ def describe(device):
 
 
 class TorchModel:
-    """A PyTorch YOLOv9 model, float or with fake quantization, in eval mode."""
+    """A PyTorch YOLOv9 model, float or with fake quantization, in eval mode. segments: whether it gives masks; kind: what says so."""
 
     def __init__(self, model):
         self.model = model.eval()
         self.names, self.stride, self.nc = model.names, int(max(model.stride)), model.model[-1].nc
+        self.segments, self.kind = hasattr(model.model[-1], 'nm'), f'its head is {type(model.model[-1]).__name__}'
         self.device = next(model.parameters()).device
 
     def __call__(self, images):
-        return self.model(images)[0]
+        return self.predictions(self.model(images))
+
+    def predictions(self, output):
+        """What the model returns in eval mode, without what is only for its training."""
+        predictions, rest = output
+        return (predictions, rest[-1]) if self.segments else predictions
 
 
 class FileModel(ABC):
     """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
 
-    A detector's outputs are either predictions, [B, 4 + nc, N], or, with NMS inside (end2end), `num_dets` [B, 1], `det_boxes`
-    [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the first num_dets count. A classifier has scores
+    Predictions are one output, [B, 4 + nc, N], or two, [B, 4 + nc + nm, N] and prototypes [B, nm, H / 4, W / 4]. With NMS inside
+    (end2end) they are `num_dets` [B, 1], `det_boxes` [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the
+    first num_dets count, and for masks `det_masks` [B, K, R * R] in 0..1, each of the area of its box. A classifier has scores
     [B, nc]; compare_outputs.py takes it as well.
     """
 
@@ -60,26 +71,27 @@ class FileModel(ABC):
         """image: shape of the one input. outputs: {name: shape}. batch: smallest and largest; None = any. metadata: of the export."""
         self.end2end = set(END2END) <= set(outputs)
         shapes = list(outputs.values())
-        self.classifies = len(shapes) == 1 and len(shapes[0]) == 2
-        if len(shapes) == 1 and len(shapes[0]) == 3 and shapes[0][2] == 6:  # no grid has 6 cells
+        dimensions = [len(shape) for shape in shapes]
+        self.classifies = dimensions == [2]
+        if dimensions == [3] and shapes[0][2] == 6:  # no grid has 6 cells
             raise QatError(f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
                            'export_qat.py writes of the same checkpoint')
-        if len(image) != 4 or not (self.classifies or self.end2end or len(shapes) == 1 and len(shapes[0]) == 3):
-            raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], or with NMS inside '
-                           f"{', '.join(END2END)}; found {list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; "
-                           'export it with export_qat.py')
+        if len(image) != 4 or not (self.classifies or self.end2end or dimensions in ([3], [3, 4])):
+            raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], of a segmentation model '
+                           f"output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {', '.join(END2END)}; found "
+                           f"{list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; export it with export_qat.py")
         self.path, self.imgsz, self.batch = path, list(image[2:]), batch
         self.stride = int(float(metadata.get('stride', 32)))
         names = ast.literal_eval(metadata['names']) if 'names' in metadata else None
-        if not self.end2end:
-            self.nc = shapes[0][1] - 4 * (not self.classifies)
-            self.names = names or {i: str(i) for i in range(self.nc)}
-        else:  # how many classes there are is not in the shapes
+        self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f"its outputs are {', '.join(outputs)}"
+        if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
+        else:
+            self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
+            self.names = names or {i: str(i) for i in range(self.nc)}
 
     def __call__(self, images):
-        """Images FP32 [B, 3, H, W] in 0..1 → [B, 4 + nc, N] (boxes as xywh), a list of detections [n, 6] (see evaluate.detect), or
-        of a classifier [B, nc]."""
+        """Images FP32 [B, 3, H, W] in 0..1 → predictions, see above; of a classifier scores [B, nc]."""
         smallest, largest = self.batch or (1, len(images))
         parts = []
         for part in images.split(largest):
@@ -87,11 +99,23 @@ class FileModel(ABC):
             # clone: a runner may reuse what it returns
             parts.append({name: out[:len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
-        if not self.end2end:
-            return next(iter(outputs.values())).float()
+        if self.end2end:
+            return self._detections(outputs, images.shape[2:])
+        outputs = tuple(out.float() for out in outputs.values())
+        return outputs if self.segments else outputs[0]
+
+    def _detections(self, outputs, shape):
+        """The outputs of NMS → Detections of each image."""
         number, boxes, scores, classes = (outputs[name] for name in END2END)
-        found = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
-        return [each[:n] for each, n in zip(found, number.flatten().int().tolist())]
+        rows = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
+        found = []
+        for i, n in enumerate(number.flatten().int().tolist()):
+            masks = None
+            if self.segments:
+                side = math.isqrt(outputs[MASKS].shape[2])
+                masks = BoxMasks(outputs[MASKS][i, :n].float().unflatten(1, (side, side)), rows[i, :n, :4], tuple(shape))
+            found.append(Detections(rows[i, :n], masks))
+        return found
 
     @abstractmethod
     def run(self, images):

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from utils.metrics import box_iou
+from utils.segment.general import masks_iou
 
 from utils.qat.errors import QatError
-from utils.qat.evaluate import Metrics, Scorer, detect, prepared
+from utils.qat.detections import detect, prepared
+from utils.qat.evaluate import Metrics, Scorer
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
 
@@ -25,11 +27,14 @@ class Comparison:
     top: int
     boxes: dict  # of all predictions, before NMS: see Elements.figures; None if a model has NMS inside
     scores: dict
+    coefficients: dict  # of masks; this and the next are None without
+    prototypes: dict
     ranks: list  # of the top detections, after NMS: see Ranking.ranks
     disagreement: float  # over all ranks
     matched: float  # share of the top detections of either model that have a match in the other
     matched_score: float  # mean absolute difference between a detection and its match: of the scores
     matched_box: float  # of x1, y1, x2, y2
+    matched_mask: float  # mean IoU of the masks of a detection and its match; None without masks
     reference: Metrics  # None if the images have no labels
     other: Metrics
 
@@ -38,22 +43,31 @@ class Comparison:
         """AP of `other` less AP of `reference`; None if the images have no labels."""
         return self.other.ap - self.reference.ap if self.reference else None
 
+    @property
+    def mask_ap_difference(self):
+        """The same of masks; None without."""
+        return self.other.mask['ap'] - self.reference.mask['ap'] if self.reference and self.reference.mask else None
+
     def plain(self):
         """As plain values; None where there is no figure, and where it is not finite, for which JSON has no name."""
         metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
-        return _finite({**asdict(self), **metrics, 'ap_difference': self.ap_difference})
+        return _finite({**asdict(self), **metrics, 'ap_difference': self.ap_difference,
+                        'mask_ap_difference': self.mask_ap_difference})
 
     def excess(self, limits):
         """What is beyond config.Limits, in words; empty if nothing is."""
         if not self.ranks:
             return ['neither model detects anything, so there was nothing to compare']
         found = []
-        if self.reference and abs(self.ap_difference) > limits.ap:
-            found.append(f'AP differs by {abs(self.ap_difference):.2g}, allowed {limits.ap:g}')
+        for what, difference in (('AP', self.ap_difference), ('AP of the masks', self.mask_ap_difference)):
+            if abs(difference or 0) > limits.ap:
+                found.append(f'{what} differs by {abs(difference):.2g}, allowed {limits.ap:g}')
         if self.matched < limits.matched:
             found.append(f'{self.matched:.2%} of the top {self.top} detections are matched, wanted {limits.matched:.0%}')
         if self.matched_score > limits.score:
             found.append(f'their scores differ by {self.matched_score:.2g}, allowed {limits.score:g}')
+        if self.matched_mask is not None and self.matched_mask < limits.mask:
+            found.append(f'their masks have an IoU of {self.matched_mask:.3f}, wanted {limits.mask:g}')
         return found
 
 
@@ -102,13 +116,14 @@ class Ranking:
         self.either, self.both, self.differ = np.zeros((3, top), int)  # images, per rank
         self.score, self.score_error, self.box_error = np.zeros((3, top))
         self.looked_for, self.matched, self.matched_error = 0, 0, torch.zeros(6)  # x1, y1, x2, y2, score, class
+        self.mask_iou, self.with_masks = 0.0, 0  # of matched detections
 
     def update(self, reference, other):
-        """Detections of one image, [n, 6] and [m, 6]; see evaluate.detect."""
-        reference, other = reference.cpu(), other.cpu()
-        self._rank(reference[:self.top], other[:self.top])
-        self._match(reference[:self.top], other)
-        self._match(other[:self.top], reference)
+        """Detections of one image."""
+        first, second = reference.rows.cpu(), other.rows.cpu()
+        self._rank(first[:self.top], second[:self.top])
+        self._match(first[:self.top], second, reference.masks, other.masks)
+        self._match(second[:self.top], first, other.masks, reference.masks)
 
     def _rank(self, reference, other):
         both, either = sorted((len(reference), len(other)))
@@ -123,13 +138,20 @@ class Ranking:
         self.differ[:both] += ~agree.numpy()
         self.differ[both:either] += 1
 
-    def _match(self, some, others):
+    def _match(self, some, others, masks, other_masks):
         self.looked_for += len(some)
         if len(others):
             iou, which = (box_iou(some[:, :4], others[:, :4]) * (some[:, None, 5] == others[:, 5])).max(1)
             found = iou >= SAME_DETECTION
             self.matched += int(found.sum())
             self.matched_error += (some - others[which]).abs()[found].sum(0)
+            if masks is not None and found.any():
+                mine, theirs = masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse()
+                iou = masks_iou(mine.flatten(1), theirs.to(mine.device).flatten(1))
+                # two small masks may both have no point of the grid inside: they do not differ
+                iou = torch.where((mine.flatten(1).sum(1) + theirs.to(mine.device).flatten(1).sum(1)) == 0, 1.0, iou)
+                self.mask_iou += iou.sum().item()
+                self.with_masks += len(iou)
 
     def ranks(self):
         """One dict per rank that has a detection: rank (from 1), images (with a detection of either model), the
@@ -142,7 +164,8 @@ class Ranking:
     def figures(self):
         return {'ranks': self.ranks(), 'disagreement': _ratio(self.differ.sum(), self.either.sum()),
                 'matched': _ratio(self.matched, self.looked_for), 'matched_score': _ratio(self.matched_error[4], self.matched),
-                'matched_box': _ratio(self.matched_error[:4].mean(), self.matched)}
+                'matched_box': _ratio(self.matched_error[:4].mean(), self.matched),
+                'matched_mask': _ratio(self.mask_iou, self.with_masks) if self.with_masks else None}
 
 
 def _ratio(total, count):
@@ -153,29 +176,37 @@ def _ratio(total, count):
 def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, top=10, progress=None):
     """Run both models over `loader`; returns a Comparison.
 
-    reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → [B, 4 + nc, N], see evaluate. loader: see
+    reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see backends.py. loader: see
     loaders.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
     numpy.isclose. Raises QatError if the predictions are of different shapes.
     """
-    boxes, scores, ranking = Elements(rtol, atol), Elements(rtol, atol), Ranking(top)
+    elements, ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)  # see `_parts`
     scorers, images_seen = [Scorer(names), Scorer(names)] if names else [], 0
-    for images, targets, paths, shapes in progress(loader) if progress else loader:
-        images, targets = prepared(images, targets, device)
-        predictions = [predict(images) for predict in (reference, other)]
-        inside = [isinstance(p, list) for p in predictions]  # NMS was in the model, which shows nothing of what came before
-        if not any(inside):
-            first, second = predictions
-            if first.shape != second.shape:
-                raise QatError(f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same '
-                               'classes and image size can be compared')
-            boxes.update(first[:, :4], second[:, :4])
-            scores.update(first[:, 4:], second[:, 4:])
-        detections = [[d.to(device) for d in (p if has_nms else detect(p))] for p, has_nms in zip(predictions, inside)]
+    for batch in progress(loader) if progress else loader:
+        images, truth = prepared(batch, device)
+        outputs = [predict(images) for predict in (reference, other)]
+        if not any(isinstance(out, list) for out in outputs):  # NMS inside shows nothing of what came before
+            parts = [_parts(out) for out in outputs]
+            shapes = [[list(part.shape) for part in of_one] for of_one in parts]
+            if shapes[0] != shapes[1]:
+                raise QatError(f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
+                               'can be compared')
+            for element, *pair in zip(elements, *parts):
+                element.update(*pair)
+        detections = [detect(out, truth.shape) for out in outputs]
         for pair in zip(*detections):
             ranking.update(*pair)
         for scorer, found in zip(scorers, detections):
-            scorer.update(found, targets, images.shape[2:], paths, shapes)
+            scorer.update(found, truth)
         images_seen += len(images)
     metrics = [scorer.metrics() for scorer in scorers] or [None, None]
-    return Comparison(images_seen, rtol, atol, top, boxes.figures(), scores.figures(), **ranking.figures(),
+    return Comparison(images_seen, rtol, atol, top, *(e.figures() for e in elements), **ranking.figures(),
                       reference=metrics[0], other=metrics[1])
+
+
+def _parts(outputs):
+    """Predictions, see backends.py → [boxes, scores], and of a segmentation model coefficients and prototypes."""
+    if not isinstance(outputs, tuple):
+        return [outputs[:, :4], outputs[:, 4:]]
+    predictions, prototypes = outputs
+    return [*predictions.split((4, predictions.shape[1] - 4 - prototypes.shape[1], prototypes.shape[1]), 1), prototypes]

@@ -13,6 +13,7 @@ GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
 END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as that plugin has them
+MASKS = 'det_masks'  # one more, of a segmentation model
 # --include → what the name of the file ends in, behind the stem of the weights
 INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
@@ -25,8 +26,26 @@ def check(problems):
         raise QatError('; '.join(bad))
 
 
+@dataclass(kw_only=True)
+class MaskConfig:
+    """What the verbs of `qat.py` ask of masks. The defaults are those of upstream's segment/val.py."""
+    overlap: bool = False  # true masks are one map, in which the smaller of two objects is on top
+    mask_ratio: int = 1  # true masks are so many times smaller than the image
+    needs_masks: bool = False  # a model that gives none is refused
+
+    def check_model(self, segments, why):
+        """Raise QatError unless a model fits. segments: whether it gives masks. why: what says so."""
+        given = ['--overlap'] * self.overlap + [f'--mask-ratio {self.mask_ratio}'] * (self.mask_ratio != 1)
+        check([
+            (self.mask_ratio < 1, f'--mask-ratio {self.mask_ratio}: must be 1 or more'),
+            (given and not segments, f"{', '.join(given)}: only for a segmentation model, and {self.weights} is none ({why}); leave it out"),
+            (self.needs_masks and not segments, f"--weights {self.weights}: a detection model ({why}), and segment/qat_seg.py is for "
+                                                'segmentation models; use: python qat.py'),
+        ])
+
+
 @dataclass
-class EvalConfig:
+class EvalConfig(MaskConfig):
     """`qat.py eval`."""
     weights: Path
     data: Path
@@ -53,7 +72,7 @@ class EvalConfig:
 
 
 @dataclass
-class CalibrationConfig:
+class CalibrationConfig(MaskConfig):
     """What `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
     weights: Path
     data: Path
@@ -170,14 +189,15 @@ class Limits:
     ap: float  # largest absolute difference of AP
     matched: float  # smallest share of the top detections that have a match in the other model
     score: float  # largest mean difference of the scores of the two
+    mask: float  # smallest mean IoU of their masks
 
 
 # Float: the order of summation alone moves scores by 1e-6, and AP by nothing. INT8: a value between two steps rounds either
 # way, so that two runtimes are two samples of one noise. Right files were seen at up to 0.004 of AP (40 to 72 images),
 # 98.7 % matched and 0.008 of score; 0.005 of AP leaves room for data of that size, where one box moves AP by 0.001. The
 # score has a limit of its own because AP does not see scores that all shrink, and a threshold does.
-FLOAT_LIMITS = Limits(ap=0.001, matched=0.99, score=0.001)
-INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02)
+FLOAT_LIMITS = Limits(ap=0.001, matched=0.99, score=0.001, mask=0.99)
+INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02, mask=0.9)
 
 
 # TensorRT's major version → lowest, highest and default opset. 13 is the first with per-channel Q/DQ; TensorRT 8.6 reads up to

@@ -1,4 +1,4 @@
-"""Data YAML → upstream's dataset: checks the YAML and the labels, and holds images out of train."""
+"""Data YAML → upstream's dataset of boxes or of masks: checks the YAML and the labels, and holds images out of train."""
 import glob
 import os
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 import yaml
 from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
 from utils.general import ROOT
+from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
 from utils.qat.distributed import first_goes_ahead
 from utils.qat.errors import QatError, require_file
@@ -24,14 +25,15 @@ class Data:
     annotations: Path = None  # COCO's instances_val2017.json, where the data is COCO
     flag: str = '--data'  # that named the file
     val_split: float = 0.0  # share of the training images that is held out of training
+    segments: bool = False  # the model gives masks, so labels must be polygons
 
     @property
     def nc(self):
         return len(self.names)
 
 
-def load_data(file, nc=None, flag='--data'):
-    """Read and check a data YAML given with `flag`; `nc` is the model's class count, to compare.
+def load_data(file, nc=None, flag='--data', segments=False):
+    """Read and check a data YAML given with `flag`; `nc` is the model's class count, to compare, and `segments` whether it gives masks.
 
     Raises QatError naming the key at fault.
     """
@@ -66,7 +68,7 @@ def load_data(file, nc=None, flag='--data'):
     is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
     return Data(file, [str(p) for p in train], [str(p) for p in val], {i: str(n) for i, n in names.items()},
-                annotations if is_coco and annotations.exists() else None, flag)
+                annotations if is_coco and annotations.exists() else None, flag, segments=segments)
 
 
 def _as_list(value):
@@ -105,20 +107,31 @@ def _check_labels(dataset, data, dropped):
             raise QatError(f'label {label}: class {wrong[0]}, but {data.file} has classes 0..{data.nc - 1}')
 
 
-def open_dataset(data, split, config, stride, **options):
+def _check_polygons(dataset, data):
+    """Name the label that has no outline: upstream would give its image the masks of others, or none."""
+    for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
+        if len(outlines) != len(rows) or any(len(outline) < 3 for outline in outlines):
+            raise QatError(f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
+                           f'use data with these in {data.flag}, or a detection model')
+
+
+def open_dataset(data, split, config, stride, masks=None, **options):
     """Upstream's dataset over images of `data`, its labels checked.
 
-    split: 'train', 'val', or 'held out': those of the training images that `data.val_split` takes away from 'train'.
+    split: 'train', 'val', or 'held out': those of the training images that `data.val_split` takes away from 'train'. masks: settings of
+    upstream's dataset that gives masks as well; None = boxes only.
     """
     key = 'val' if split == 'val' else 'train'
+    cls = LoadImagesAndLabels if masks is None else LoadImagesAndLabelsAndMasks
     with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
-            dataset = LoadImagesAndLabels(getattr(data, key), config.imgsz, config.batch_size, stride=stride,
-                                          prefix=f'{key}: ', **options)
+            dataset = cls(getattr(data, key), config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
             raise QatError(f'{data.flag} {data.file}: {key}: {e}') from e
     dropped = sorted(set(_image_files(getattr(data, key))) - set(dataset.im_files))
     _check_labels(dataset, data, dropped)
+    if masks:
+        _check_polygons(dataset, data)
     if dropped:
         LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
     if key == 'train' and data.val_split:

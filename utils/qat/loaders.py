@@ -13,6 +13,7 @@ from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.data import open_dataset
 from utils.qat.errors import QatError
+from utils.qat.masks import COARSE
 
 
 class Shard:
@@ -33,10 +34,16 @@ def _in_order(dataset, config, shard):
     return Shard(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False), *shard)
 
 
+def _collate(samples):
+    """Samples of upstream's dataset → a batch; the masks of each image, where there are any, stay a tensor of their own."""
+    batch = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
+    return (*batch, [sample[4] for sample in samples]) if len(samples[0]) > 4 else batch
+
+
 def _loader(dataset, config, batches, world=1):
     """batches: sized and re-iterable over lists of what `dataset` takes as index. world: how many processes load at once."""
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
-    return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=LoadImagesAndLabels.collate_fn,
+    return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_collate,
                       persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=torch.Generator())
 
 
@@ -47,20 +54,22 @@ def _spread(dataset, limit):
 
 
 def val_loader(data, config, stride, square=False, limit=None, split='val', shard=(0, 1)):
-    """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them.
+    """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them; where the model
+    gives masks, as segment/val.py does, with a fifth item, see detections.Truth.
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
     limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
     batch that they have in the whole set. split: see data.open_dataset. shard: see `_in_order`.
     """
-    dataset = open_dataset(data, split, config, stride, rect=not square, pad=0.5)
+    masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
+    dataset = open_dataset(data, split, config, stride, masks, rect=not square, pad=0.5)
     dataset = _spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
 
 class Images:
     """Re-iterable view of a loader: only the images, FP32 [B, 3, H, W] in 0..1 on `device`; with `labels`, pairs of them and
-    FP32 [n, 6]: image in the batch, class, box as centre, width and height in 0..1."""
+    FP32 [n, 6]: image in the batch, class, box as centre, width and height in 0..1; and as a third their masks, where the data has them."""
 
     def __init__(self, loader, device, labels=False):
         self.loader, self.device, self.labels = loader, device, labels
@@ -69,9 +78,9 @@ class Images:
         return len(self.loader)
 
     def __iter__(self):
-        for images, labels, *_ in self.loader:
+        for images, labels, _, _, *masks in self.loader:
             images = images.to(self.device, non_blocking=True).float() / 255
-            yield (images, labels.to(self.device, non_blocking=True)) if self.labels else images
+            yield (images, labels.to(self.device, non_blocking=True), *masks) if self.labels else images
 
 
 def calibration_images(data, config, stride, device, shard=(0, 1)):
@@ -151,7 +160,8 @@ def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
     hyp: how they are augmented, see data.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
     config.seed and its number, whatever the number of workers and the epochs before. shard: (rank, ranks), see EpochBatches.
     """
-    dataset = open_dataset(data, 'train', config, stride, augment=hyp is not None, hyp=hyp)
+    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None  # as segment/train.py
+    dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
 

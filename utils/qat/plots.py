@@ -14,6 +14,11 @@ def plot_ap(path, report):
             axes.axhline(report[key]['ap'], linestyle=style, color='0.4', label=f"{label} {report[key]['ap']:.4f}")
     epochs = [e['epoch'] for e in report['epochs']]
     axes.plot(epochs, [e['ap'] for e in report['epochs']], 'o-', color='tab:blue', label='QAT')
+    if 'mask' in report['ptq'] or 'mask' in report['epochs'][0]:
+        for key, style in (('origin', '-'), ('ptq', '--')):
+            if report[key] and 'mask' in report[key]:
+                axes.axhline(report[key]['mask']['ap'], linestyle=style, color='tab:orange', alpha=0.6)
+        axes.plot(epochs, [e['mask']['ap'] for e in report['epochs']], 's-', color='tab:orange', label='QAT, masks (lines: float, PTQ)')
     if report['best']:
         axes.plot(report['best']['epoch'], report['best']['ap'], 'o', markersize=11, markerfacecolor='none', color='tab:green',
                   label=f"best {report['best']['ap']:.4f}")

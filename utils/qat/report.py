@@ -6,6 +6,7 @@ from importlib import metadata
 from utils.qat.errors import atomic
 
 COLUMNS = ('AP', 'AP50', 'P', 'R')
+MASK_COLUMNS = tuple(f'mask {c}' for c in COLUMNS)
 
 
 def write_text(path, text):
@@ -24,9 +25,27 @@ def versions():
             **{p: metadata.version(p) for p in ('torch', 'torchvision', 'numpy', 'pytorch-quantization')}}
 
 
-def figures(metrics):
-    """AP, AP50, P and R of plain metrics, to four digits; '-' where there are none."""
-    return [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in ('ap', 'ap50', 'precision', 'recall')]
+def figures(metrics, masks=False):
+    """AP, AP50, P and R of plain metrics, to four digits; '-' where there are none. With `masks` those of masks as well."""
+    of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in ('ap', 'ap50', 'precision', 'recall')]
+    return of_boxes + figures((metrics or {}).get('mask')) if masks else of_boxes
+
+
+def columns(*metrics):
+    """(titles of the columns of `figures`, whether some of the plain metrics have masks)."""
+    masks = any(m and m.get('mask') for m in metrics)
+    return COLUMNS + MASK_COLUMNS * masks, masks
+
+
+def merit(metrics):
+    """What models are chosen by: AP of plain metrics, of a segmentation model the mean of that of boxes and of masks."""
+    return (metrics['ap'] + metrics['mask']['ap']) / 2 if 'mask' in metrics else metrics['ap']
+
+
+def points_lost(before, after):
+    """AP that plain metrics `after` lack against `before`, in 0..1: of boxes or of masks, whichever is more."""
+    parts = [(before, after), *([(before['mask'], after['mask'])] if 'mask' in before else [])]
+    return max(old['ap'] - new['ap'] for old, new in parts)
 
 
 def markdown_table(header, rows):
@@ -43,9 +62,10 @@ def markdown_table(header, rows):
 
 def class_table(metrics):
     """Metrics over all classes and per class."""
-    rows = [['all', metrics['instances'], *figures(metrics)]]
-    rows += [[c['name'], c['instances'], *figures(c)] for c in metrics['per_class']]
-    return markdown_table(('class', 'instances', *COLUMNS), rows)
+    titles, masks = columns(metrics)
+    rows = [['all', metrics['instances'], *figures(metrics, masks)]]
+    rows += [[c['name'], c['instances'], *figures(c, masks)] for c in metrics['per_class']]
+    return markdown_table(('class', 'instances', *titles), rows)
 
 
 def comparison_tables(comparison, names):
@@ -55,18 +75,21 @@ def comparison_tables(comparison, names):
 
     tolerance = f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"
     elements = [(text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
-                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores'])) if e]  # none with NMS inside
+                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores']),
+                                ('mask coefficients', comparison['coefficients']), ('prototypes', comparison['prototypes'])) if e]  # none with NMS inside
     ranks = [(r['rank'], r['images'], number(r['score'], '.4f'), number(r['score_error']), number(r['box_error']),
               number(r['disagreement'], '.1%')) for r in comparison['ranks']]
     ranks.append((f"top {comparison['top']}", *['-'] * 4, number(comparison['disagreement'], '.1%')))
     tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(elements)
     tables.append(markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks))
     if comparison['reference']:
-        rows = [(name, *figures(comparison[k])) for name, k in zip(names, ('reference', 'other'))]
-        tables.append(markdown_table(('model', *COLUMNS), rows))
+        titles, masks = columns(comparison['reference'])
+        rows = [(name, *figures(comparison[k], masks)) for name, k in zip(names, ('reference', 'other'))]
+        tables.append(markdown_table(('model', *titles), rows))
+    iou = f", IoU of their masks {number(comparison['matched_mask'])}" if comparison['matched_mask'] is not None else ''
     tables.append(f"matched regardless of rank: {number(comparison['matched'], '.2%')} of the top {comparison['top']} detections of "
                   f"either model; mean difference {number(comparison['matched_score'])} of score, "
-                  f"{number(comparison['matched_box'])} px of box\n(nearly equal scores change places by rounding alone, and "
+                  f"{number(comparison['matched_box'])} px of box{iou}\n(nearly equal scores change places by rounding alone, and "
                   'count as disagreement at both ranks)')
     return '\n\n'.join(tables)
 
@@ -85,29 +108,33 @@ def class_comparison_tables(comparison, names):
     return '\n\n'.join(tables)
 
 
-def noise(metrics):
-    """SQNR of the head's boxes and classes, in dB, of plain metrics; '-' where there is none."""
-    sqnr = (metrics or {}).get('sqnr')
-    return [f'{value:.1f}' for value in sqnr.values()] if sqnr else ['-', '-']
+def noise(metrics, parts):
+    """SQNR of the `parts` of the head's outputs, in dB, of plain metrics; '-' where there is none."""
+    sqnr = (metrics or {}).get('sqnr', {})
+    return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
 
 
 def run_table(report):
     """One row per stage of a `quantize` run: float, PTQ, every epoch, best. dB: models/quantize/sqnr.py. With --val-split two tables, on which images each."""
+    stages = [report['origin'], report['ptq'], *report['epochs']]
+    titles, masks = columns(*stages)
+    parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+
     def row(what, metrics, *loss):
-        return [what, *loss, *figures(metrics), *noise(metrics)]
+        return [what, *loss, *figures(metrics, masks), *noise(metrics, parts)]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
     rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
     if report['best']:
         which = f"epoch {report['best']['epoch']}" if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
-    columns = (*COLUMNS, 'boxes dB', 'classes dB')
-    table = markdown_table(('model', 'loss', *columns), rows)
+    titles = (*titles, *(f'{part} dB' for part in parts))
+    table = markdown_table(('model', 'loss', *titles), rows)
     if report['chosen_on'] == 'val':
         return table
     on_val = [row(what, (report['val'] or {}).get(key)) for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
     return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
-            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *columns), on_val)}")
+            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *titles), on_val)}")
 
 
 def write_report(folder, report):

@@ -26,8 +26,9 @@ def score_file(predict, config, device):
     if exported and set(predict.imgsz) != {config.imgsz}:
         raise QatError(f"--imgsz {config.imgsz}: {config.weights} takes {' x '.join(map(str, predict.imgsz))}; "
                        f'give that size, or export again with --imgsz {config.imgsz}')
+    config.check_model(predict.segments, predict.kind)
     config.imgsz = check_img_size(config.imgsz, predict.stride)
-    data = load_data(config.data, predict.nc)
+    data = load_data(config.data, predict.nc, segments=predict.segments)
     loader = val_loader(data, config, predict.stride, square=config.square or exported, shard=(rank(), world_size()))
 
     folder = new_folder(config)

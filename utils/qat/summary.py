@@ -2,7 +2,7 @@
 import json
 
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import markdown_table, write_text
+from utils.qat.report import markdown_table, merit, write_text
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
@@ -50,7 +50,7 @@ def summary_table(summary, limit=None):
     """The worst units, at most `limit`: Markdown."""
     def points(unit):
         without = (unit['measured'] or {}).get('without', {})
-        return f"{100 * (without['ap'] - summary['int8']['ap']):+.2f}" if 'ap' in without else '-'
+        return f"{100 * (merit(without) - merit(summary['int8'])):+.2f}" if 'ap' in without else '-'
 
     def number(unit, way):
         return f"{unit['measured'][way]['divergence']:.5f}" if unit['measured'] else '-'
@@ -66,6 +66,8 @@ def write_markdown(path, summary):
              f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
              f"{summary['int8']['divergence']:.5f}."]
     if 'ap' in summary['int8']:
-        lines.append(f"AP: float {summary['float']['ap']:.4f}, all in INT8 {summary['int8']['ap']:.4f}; the last column is what "
-                     'leaving the unit in float would add, in points (0.01).')
+        masks = 'mask' in summary['int8']
+        ap = {model: f"{summary[model]['ap']:.4f}" + (f" (masks {summary[model]['mask']['ap']:.4f})" if masks else '') for model in ('float', 'int8')}
+        lines.append(f"AP: float {ap['float']}, all in INT8 {ap['int8']}; the last column is what leaving the unit in float would add, in "
+                     f"points (0.01){', the mean of boxes and masks' * masks}.")
     write_text(path, '\n'.join([*lines, '', summary_table(summary), '', '![distortion of each unit](sensitivity.png)', '']))

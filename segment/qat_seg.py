@@ -1,0 +1,17 @@
+"""`qat.py` for segmentation models only: the same verbs and options, and a detection model is refused.
+
+    python segment/qat_seg.py quantize --weights gelan-c-seg.pt --data data/coco.yaml --name gelan_c_seg_qat
+"""
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in segment/
+
+from utils.qat.errors import run_command  # noqa: E402
+
+if __name__ == '__main__':
+    # By its path: with `patch_yolov9.sh --link`, `import qat` would find the launcher, which runs it
+    main = runpy.run_path(str(Path(__file__).resolve().parents[1] / 'qat.py'))['main']
+    sys.exit(run_command(partial(main, needs_masks=True)))

@@ -11,7 +11,7 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.onnx_audit import audit, counts
 from utils.qat.onnx_rules import DFL, HEAD
-from zoo import DUAL, SINGLE, build, full, fuse, image, settings
+from zoo import DUAL, SEGMENT, SINGLE, build, full, fuse, image, settings
 
 
 def exported(name, file, add_policy='both', tie=True, **changes):
@@ -27,18 +27,23 @@ def exported(name, file, add_policy='both', tie=True, **changes):
     return done, onnx.load(file)
 
 
-def assert_all_int8(done, graph):
+def assert_all_int8(done, graph, ends=6):
     found = audit(graph)
     assert found.findings == [] and set(counts(found).values()) == {0}
     int8 = [c for c in found.convs if c.int8]
     assert len(int8) == list(done.swapped.values()).count('Conv2d')
-    assert sorted(c.reason for c in found.convs if not c.int8) == sorted([HEAD] * 6 + [DFL])
+    assert sorted(c.reason for c in found.convs if not c.int8) == sorted([HEAD] * ends + [DFL])
     assert done.unknown == {}
 
 
 @pytest.mark.parametrize('name', [*DUAL, *SINGLE, *full('yolov9', 'gelan')])
 def test_nothing_is_left_to_improve(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'))
+
+
+@pytest.mark.parametrize('name', SEGMENT)
+def test_nor_in_what_masks_are_made_of(name, tmp_path):
+    assert_all_int8(*exported(name, tmp_path / 'model.onnx'), ends=9)
 
 
 @pytest.mark.parametrize('options', [{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], ids=str)

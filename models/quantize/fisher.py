@@ -43,6 +43,14 @@ def probe(maps, bins, draw):
     return vectors, weights
 
 
+def probe_masks(raw, bins, draw):
+    """The logits of the masks that count in a Raw, and a v for them, as `probe`: a point of a mask is a Bernoulli variable of a weight."""
+    with torch.no_grad():
+        places, weights = strongest(raw, bins)
+    logits = mask_logits(raw, places)
+    return logits, bernoulli(logits.detach(), draw) * weights.sqrt()
+
+
 def backward(model, images, generator):
     """A forward pass of `model` (with a known head, in eval mode), and the backward pass from a probe of its outputs; hooks see the
     gradients. Returns the weight, see `probe`.
@@ -58,10 +66,9 @@ def backward(model, images, generator):
         outputs = list(raw.maps)
         vectors, weight = probe([m.detach() for m in raw.maps], bins, draw)
         if raw.prototypes is not None:
-            with torch.no_grad():
-                places, of_points = strongest(raw, bins)
-            outputs.append(mask_logits(raw, places))
-            vectors.append(bernoulli(outputs[-1].detach(), draw) * of_points.sqrt())
+            logits, vector = probe_masks(raw, bins, draw)
+            outputs.append(logits)
+            vectors.append(vector)
         torch.autograd.backward(outputs, vectors, inputs=[images])
     return weight
 

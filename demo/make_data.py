@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
-"""Make a small detection data set: handwritten digits on textured canvases.
+"""Make a small data set for detection or segmentation: handwritten digits on textured canvases.
 
 Enters: nothing but scikit-learn's bundled digits (1797 grey images of 8x8 pixels), so no download is needed.
-Leaves: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format: class cx cy w h, in 0..1) and DIR/data.yaml.
+Leaves: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in 0..1) and DIR/data.yaml.
 
-Why it exists: the quickstart, the tests and the demo weights need a detection task that is real (handwriting, not
-rectangles), small, and the same on every machine. What is promised:
+    --task detect   bare digits             class cx cy w h             the box
+    --task segment  digits as stickers      class x1 y1 x2 y2 ...       the outline
+
+A sticker is a digit cut out with a border around it: pen strokes are too thin for masks at a quarter of the resolution,
+and upstream predicts and compares masks at that.
+
+Why it exists: the quickstart, the tests and the demo weights need tasks that are real (handwriting, not rectangles),
+small, and the same on every machine. What is promised:
 
 * Digits of the val images are never seen in train images: the 1797 sources are split first.
 * Image i of a split depends on --seed, --size and i alone. So `--train 400` makes the first 400 images of
@@ -22,18 +28,17 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import cv2
 import numpy as np
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
-VERSION = 1  # raise it when the same arguments would give other pictures
+VERSION = {'detect': 1, 'segment': 'segment 1'}  # raise it when the same arguments would give other pictures
 STAMP = 'made-with.json'  # the arguments a folder was made with
 SPLITS = 'train', 'val'
 VAL_SHARE = 0.2  # of the source digits
-DIGITS_PER_IMAGE = 3, 8
-DIGIT_SIZE = 24, 110  # pixels of the longer side at --size 320; scales with --size
 ASPECTS = (1.0, 1.0), (0.8, 1.0), (1.0, 0.8)  # height, width in units of --size: letterboxing has work to do
 JPEG_QUALITY = 90
 
@@ -80,8 +85,32 @@ def glyph(rng, digit, side):
     ramp = 1.5 / scale  # ink rises by at most about 1/scale per pixel
     mask = np.clip((ink - threshold) / ramp + 0.5, 0, 1)
 
+    return mask[visible(mask)]
+
+
+def visible(mask):
+    """Slices of the rows and columns in which a soft mask [height, width] shows."""
     rows, columns = (np.flatnonzero((mask > 0.5).any(axis)) for axis in (1, 0))
-    return mask[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+    return np.s_[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+
+
+def sticker(rng, ink):
+    """Two soft masks in 0..1 of one shape, cropped to the first: a sticker, cut out around the digit `ink`, and that digit.
+
+    The outline follows the digit at some distance. Holes are filled, and the border is as wide as it takes to hold a
+    broken digit together, so a sticker is one piece with one outline.
+    """
+    border = round(rng.uniform(0.09, 0.15) * max(ink.shape))
+    ink = np.pad(ink, 4 * border)
+    outlines = ()
+    while len(outlines) != 1:
+        disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (2 * border + 1, 2 * border + 1))
+        grown = cv2.dilate((ink > 0.5).astype(np.uint8), disc)
+        outlines, _ = cv2.findContours(grown, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
+        border += 1
+    shape = cv2.drawContours(np.zeros(ink.shape, np.float32), outlines, -1, 1.0, cv2.FILLED)
+    shape = cv2.GaussianBlur(shape, (0, 0), max(ink.shape) / 150)  # round off the steps of single pixels
+    return shape[visible(shape)], ink[visible(shape)]
 
 
 def contrasting_colour(rng, background):
@@ -94,52 +123,83 @@ def contrasting_colour(rng, background):
     return np.clip(target + 0.5 * (colour - colour.mean()), 0, 255).astype(np.float32)
 
 
-def free_place(rng, taken, box_hw, canvas_hw, tries=30):
-    """A top-left corner (y, x) at which the box overlaps none of `taken` [(x1, y1, x2, y2)] by much, or None."""
+def free_place(rng, taken, box_hw, canvas_hw, overlap, tries=30):
+    """A top-left corner (y, x) at which the box covers at most the share `overlap` of any of `taken` [(x1, y1, x2, y2)], or
+    they of it. None if no such place was found."""
     (h, w), (height, width) = box_hw, canvas_hw
     if h > height or w > width:
         return None
     for _ in range(tries):
         y, x = int(rng.integers(0, height - h + 1)), int(rng.integers(0, width - w + 1))
         for x1, y1, x2, y2 in taken:
-            overlap = max(0, min(x2, x + w) - max(x1, x)) * max(0, min(y2, y + h) - max(y1, y))
-            if overlap > 0.05 * min(h * w, (x2 - x1) * (y2 - y1)):
+            common = max(0, min(x2, x + w) - max(x1, x)) * max(0, min(y2, y + h) - max(y1, y))
+            if common > overlap * min(h * w, (x2 - x1) * (y2 - y1)):
                 break
         else:
             return y, x
     return None
 
 
-def make_image(rng, digits, targets, size):
-    """One picture and its labels: (BGR uint8 [height, width, 3], [(class, x1, y1, x2, y2)] in pixels)."""
+def make_image(rng, digits, targets, size, task):
+    """One picture of a Task and what is on it: (BGR uint8 [height, width, 3], [(class, x, y, mask)]).
+
+    Each mask is bool [h, w], cropped to what is visible; x and y are the pixel of the picture at its top-left corner.
+    """
     height, width = (round(size * side) for side in ASPECTS[rng.integers(len(ASPECTS))])
     canvas = texture(rng, height, width)
-    boxes = []
-    for _ in range(rng.integers(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)):
+    things = []
+    for _ in range(rng.integers(task.per_image[0], task.per_image[1] + 1)):
         # Uniform in the logarithm: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 all have work
-        side = np.exp(rng.uniform(*np.log(DIGIT_SIZE))) * size / 320
+        side = np.exp(rng.uniform(*np.log(task.digit_size))) * size / 320
         which = rng.integers(len(digits))
-        mask = glyph(rng, digits[which], side)
-        h, w = mask.shape
-        place = free_place(rng, [box[1:] for box in boxes], (h, w), (height, width))
+        layers = task.layers(rng, glyph(rng, digits[which], side))
+        h, w = layers[0].shape
+        taken = [(x, y, x + mask.shape[1], y + mask.shape[0]) for _, x, y, mask in things]
+        place = free_place(rng, taken, (h, w), (height, width), task.overlap)
         if place is None:  # the canvas is full
             continue
         y, x = place
         under = canvas[y:y + h, x:x + w]
-        colour = contrasting_colour(rng, under.mean((0, 1)))
-        under += mask[..., None] * (colour - under)
-        boxes.append((int(targets[which]), x, y, x + w, y + h))
+        background = under.mean((0, 1))
+        for layer in layers:
+            colour = contrasting_colour(rng, background)
+            under += layer[..., None] * (colour - under)
+            background = colour
+        things.append((int(targets[which]), x, y, layers[0] > 0.5))
     canvas += rng.standard_normal(canvas.shape, dtype=np.float32) * np.float32(rng.uniform(1, 5))  # sensor noise
-    return np.clip(canvas, 0, 255).round().astype(np.uint8), boxes
+    return np.clip(canvas, 0, 255).round().astype(np.uint8), things
 
 
-def yolo_lines(boxes, height, width):
-    """Labels as text, one line per box: class cx cy w h, relative to the picture."""
-    return ''.join(f'{c} {(x1 + x2) / 2 / width:.6f} {(y1 + y2) / 2 / height:.6f} '
-                   f'{(x2 - x1) / width:.6f} {(y2 - y1) / height:.6f}\n' for c, x1, y1, x2, y2 in boxes)
+def box_line(x, y, mask, height, width):
+    """The box around a mask as text: cx cy w h, relative to the picture."""
+    h, w = mask.shape
+    return f'{(x + x + w) / 2 / width:.6f} {(y + y + h) / 2 / height:.6f} {w / width:.6f} {h / height:.6f}'
 
 
-def make_split(folder, split, count, size, seed):
+def polygon_line(x, y, mask, height, width):
+    """The outline of a mask as text: x1 y1 x2 y2 ..., relative to the picture.
+
+    The points are centres of the mask's outermost pixels. Upstream cuts points down to whole pixels and fills up to and
+    including those, which gives back the very mask.
+    """
+    [outline], _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(x, y))
+    return ' '.join(f'{(px + 0.5) / width:.6f} {(py + 0.5) / height:.6f}' for px, py in outline[:, 0])
+
+
+class Task(NamedTuple):
+    """What the pictures of a task show, and how that is labelled."""
+    per_image: tuple[int, int]
+    digit_size: tuple[int, int]  # pixels of the longer side at --size 320; scales with --size
+    overlap: float  # share of a box that another may cover
+    layers: Callable  # (rng, soft mask of a digit) -> soft masks to paint one over the other, the first is what is seen
+    line: Callable  # (x, y, mask, height, width) -> what follows the class in a label file
+
+
+TASKS = {'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_line),
+         'segment': Task((2, 5), (44, 140), 0.0, sticker, polygon_line)}  # the border comes on top of the digit's size
+
+
+def make_split(folder, split, count, size, seed, task):
     """Write `count` pictures and label files of one split under `folder`."""
     digits = load_digits()
     sources = source_split(seed, len(digits.images))[split]
@@ -148,11 +208,11 @@ def make_split(folder, split, count, size, seed):
     labels.mkdir(parents=True)
     for i in tqdm(range(count), desc=f'{split} images', file=sys.stdout, disable=not sys.stdout.isatty()):
         rng = np.random.default_rng([seed, SPLITS.index(split), i])  # every image has its own stream
-        image, boxes = make_image(rng, digits.images[sources], digits.target[sources], size)
+        image, things = make_image(rng, digits.images[sources], digits.target[sources], size, task)
         ok, jpeg = cv2.imencode('.jpg', image, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
         assert ok, 'OpenCV could not encode a JPEG'
         (images / f'{i:05d}.jpg').write_bytes(jpeg.tobytes())
-        (labels / f'{i:05d}.txt').write_text(yolo_lines(boxes, *image.shape[:2]))
+        (labels / f'{i:05d}.txt').write_text(''.join(f'{c} {task.line(*what, *image.shape[:2])}\n' for c, *what in things))
 
 
 def data_yaml(out):
@@ -161,13 +221,13 @@ def data_yaml(out):
             f'names: {json.dumps([str(c) for c in range(10)])}\n')
 
 
-def make_data(out, train=400, val=100, size=320, seed=0):
-    """Make the data set at `out`. Returns False when it was already there with the same arguments.
+def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
+    """Make the data set of `task` (a key of TASKS) at `out`. Returns False when it was already there with the same arguments.
 
     Raises ValueError if `out` holds anything else: nothing is ever overwritten.
     """
     out = Path(out).absolute()
-    stamp = json.dumps(dict(version=VERSION, train=train, val=val, size=size, seed=seed)) + '\n'
+    stamp = json.dumps(dict(version=VERSION[task], train=train, val=val, size=size, seed=seed)) + '\n'
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         made_with = out / STAMP
         if not made_with.is_file():
@@ -182,7 +242,7 @@ def make_data(out, train=400, val=100, size=320, seed=0):
     try:
         part.mkdir(parents=True)
         for split, count in zip(SPLITS, (train, val)):
-            make_split(part, split, count, size, seed)
+            make_split(part, split, count, size, seed, TASKS[task])
         (part / 'data.yaml').write_text(data_yaml(out))
         (part / STAMP).write_text(stamp)
         part.rename(out)
@@ -208,8 +268,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main():
-    parser = Parser(description='Make a small detection data set of handwritten digits.')
+    parser = Parser(description='Make a small data set of handwritten digits.')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder to make')
+    parser.add_argument('--task', choices=TASKS, default='detect', help='what the labels are for (default detect)')
     parser.add_argument('--train', type=integer(1, 100_000), default=400, help='training images (default 400)')
     parser.add_argument('--val', type=integer(1, 100_000), default=100, help='validation images (default 100)')
     parser.add_argument('--size', type=integer(96, 2048), default=320, help='longer side in pixels (default 320)')

@@ -67,7 +67,7 @@ def half(tensor):
 
 
 def state_of(model):
-    """Packed content of a DetectionModel: plain types and FP16 tensors only."""
+    """Packed content of an upstream model: plain types and FP16 tensors only."""
     names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
     return {'state_dict': {key: half(value).clone() for key, value in model.state_dict().items()},
             'yaml': model.yaml,
@@ -75,8 +75,13 @@ def state_of(model):
 
 
 def model_from(state, upstream):
-    """DetectionModel in FP16 from packed content; the attributes upstream's training would have hung on it included."""
-    model = upstream.DetectionModel(dict(state['yaml']), nc=len(state['names']))
+    """Upstream's model in FP16 from packed content; the attributes upstream's training would have hung on it included.
+
+    Its class follows from the head, the last layer of the config.
+    """
+    head = state['yaml']['head'][-1][2]
+    kind = upstream.SegmentationModel if head.endswith('Segment') else upstream.DetectionModel
+    model = kind(dict(state['yaml']), nc=len(state['names']))
     model.load_state_dict(state['state_dict'], strict=True)
     model.names, model.nc = state['names'], len(state['names'])
     return model.half().eval().requires_grad_(False)
@@ -96,7 +101,7 @@ def pack(checkpoint, out):
 
 
 def build(packed, out, upstream):
-    """Packed file -> upstream checkpoint, as train_dual.py leaves it when it has finished (epoch -1, no optimizer)."""
+    """Packed file -> upstream checkpoint, as upstream's training leaves it when it has finished (epoch -1, no optimizer)."""
     state = load(packed, weights_only=True)
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:

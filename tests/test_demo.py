@@ -1,10 +1,11 @@
-"""Laws of demo/: the data set is reproducible and its boxes fit, the config holds every block kind, weights survive the trip."""
+"""Laws of demo/: data is reproducible, boxes and outlines fit, the configs hold every block kind, weights survive the trip."""
 
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -30,38 +31,45 @@ def content(folder):
     return files
 
 
+@pytest.fixture(scope='module', params=make_data.TASKS)
+def task(request):
+    return request.param
+
+
 @pytest.fixture(scope='module')
-def data(tmp_path_factory):
+def data(tmp_path_factory, task):
     """A small data set: 12 train and 6 val images."""
     folder = tmp_path_factory.mktemp('demo') / 'data'
-    assert make_data.make_data(folder, train=12, val=6)
+    assert make_data.make_data(folder, task, train=12, val=6)
     return folder
 
 
 # --- data ---------------------------------------------------------------------------------------------------------
 
-def test_same_arguments_same_bytes(data, tmp_path):
-    make_data.make_data(tmp_path / 'again', train=12, val=6)
+def test_same_arguments_same_bytes(data, task, tmp_path):
+    make_data.make_data(tmp_path / 'again', task, train=12, val=6)
     assert content(tmp_path / 'again') == content(data)
 
 
-def test_other_seed_other_pictures(data, tmp_path):
-    make_data.make_data(tmp_path / 'other', train=12, val=6, seed=1)
+def test_other_seed_other_pictures(data, task, tmp_path):
+    make_data.make_data(tmp_path / 'other', task, train=12, val=6, seed=1)
     ours, other = content(data), content(tmp_path / 'other')
     assert not any(ours[name] == other[name] for name in ours if name.endswith('.jpg'))
 
 
-def test_more_training_images_change_no_other_image(data, tmp_path):
-    make_data.make_data(tmp_path / 'more', train=15, val=6)
+def test_more_training_images_change_no_other_image(data, task, tmp_path):
+    make_data.make_data(tmp_path / 'more', task, train=15, val=6)
     more = content(tmp_path / 'more')
     assert all(more[name] == what for name, what in content(data).items() if name.endswith(('.jpg', '.txt')))
 
 
-def test_second_run_skips_and_other_arguments_are_refused(data):
+def test_second_run_skips_and_other_arguments_are_refused(data, task):
     before = {path: path.stat().st_mtime_ns for path in data.rglob('*')}
-    assert not make_data.make_data(data, train=12, val=6)
-    with pytest.raises(ValueError, match='was made with'):
-        make_data.make_data(data, train=13, val=6)
+    assert not make_data.make_data(data, task, train=12, val=6)
+    other = next(t for t in make_data.TASKS if t != task)
+    for arguments in dict(task=task, train=13), dict(task=other, train=12):
+        with pytest.raises(ValueError, match='was made with'):
+            make_data.make_data(data, **arguments, val=6)
     assert {path: path.stat().st_mtime_ns for path in data.rglob('*')} == before
 
 
@@ -85,24 +93,31 @@ def test_train_and_val_share_no_source_digit():
     assert sorted(np.concatenate([split['train'], split['val']])) == list(range(1797))
 
 
-def test_labels_are_valid(data):
+def test_labels_are_valid(data, task):
     for split, count in (('train', 12), ('val', 6)):
         files = sorted((data / 'labels' / split).iterdir())
         assert len(files) == len(list((data / 'images' / split).iterdir())) == count
         for file in files:
-            labels = np.loadtxt(file, ndmin=2)
-            assert labels.shape[1] == 5 and len(labels)
-            assert set(labels[:, 0]) <= set(range(10))
-            low, high = labels[:, 1:3] - labels[:, 3:] / 2, labels[:, 1:3] + labels[:, 3:] / 2
-            assert (labels[:, 3:] > 0).all() and (low >= -1e-6).all() and (high <= 1 + 1e-6).all()
+            labels = [np.array(line.split(), float) for line in file.read_text().splitlines()]
+            assert labels
+            for label, *numbers in labels:
+                assert label in range(10)
+                if task == 'detect':
+                    x, y, w, h = numbers
+                    assert w > 0 and h > 0
+                    numbers = x - w / 2, y - h / 2, x + w / 2, y + h / 2
+                assert len(numbers) % 2 == 0 and (len(numbers) == 4) == (task == 'detect')
+                assert min(numbers) >= -1e-6 and max(numbers) <= 1 + 1e-6
 
 
-def test_boxes_are_tight(monkeypatch):
+def test_boxes_are_tight(task, monkeypatch):
     """What a lone digit changes on its canvas spans the box, to a pixel or two of soft edge."""
-    monkeypatch.setattr(make_data, 'DIGITS_PER_IMAGE', (1, 1))
+    monkeypatch.setitem(make_data.TASKS, task, make_data.TASKS[task]._replace(per_image=(1, 1)))
     source = make_data.load_digits()
     for i in range(20):
-        image, [(_, x1, y1, x2, y2)] = make_data.make_image(np.random.default_rng(i), source.images, source.target, 320)
+        image, [(_, x1, y1, mask)] = make_data.make_image(np.random.default_rng(i), source.images, source.target, 320,
+                                                          make_data.TASKS[task])
+        x2, y2 = x1 + mask.shape[1], y1 + mask.shape[0]
         rng = np.random.default_rng(i)  # the same stream again, up to the canvas
         rng.integers(len(make_data.ASPECTS))
         canvas = make_data.texture(rng, *image.shape[:2])
@@ -112,8 +127,41 @@ def test_boxes_are_tight(monkeypatch):
         assert np.abs(found - [x1, y1, x2, y2]).max() <= 2, (i, found, (x1, y1, x2, y2))
 
 
+def test_a_sticker_is_one_piece_without_holes_around_its_digit():
+    source = make_data.load_digits()
+    for i in range(100):
+        rng = np.random.default_rng(i)
+        ink = make_data.glyph(rng, source.images[i], rng.uniform(44, 140))
+        shape, inside = make_data.sticker(rng, ink)
+        mask = shape > 0.5
+        assert (inside > 0.5).sum() == (ink > 0.5).sum() and mask[inside > 0.5].all()
+        assert mask.any(0).all() and mask.any(1).all()  # cropped
+        pieces, _ = cv2.connectedComponents(mask.astype(np.uint8))
+        around, _ = cv2.connectedComponents(np.pad(~mask, 1, constant_values=True).astype(np.uint8), connectivity=4)
+        assert pieces == around == 2  # background counts as one
+
+
+def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
+    from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
+    make_data.make_data(tmp_path / 'data', 'segment', train=1, val=12)
+    source, split = make_data.load_digits(), make_data.source_split(0, 1797)['val']
+    loaded = LoadImagesAndLabelsAndMasks(str(tmp_path / 'data' / 'images' / 'val'), 320)
+    for i, (image, labels, _, (_, (_, pad)), masks) in enumerate(loaded):
+        _, things = make_data.make_image(np.random.default_rng([0, 1, i]), source.images[split], source.target[split], 320,
+                                         make_data.TASKS['segment'])
+        assert len(things) == len(labels) == len(masks)
+        whole = np.zeros((len(things), *image.shape[1:]), bool)
+        for (c, x, y, mask), here, (_, label, *box) in zip(things, whole, labels.tolist()):
+            x, y, (h, w) = x + int(pad[0]), y + int(pad[1]), mask.shape
+            here[y:y + h, x:x + w] = mask
+            assert label == c and np.allclose(np.array(box) * 320, [x + w / 2, y + h / 2, w - 1, h - 1], atol=0.01)
+        assert np.array_equal(masks.numpy() > 0, whole), i
+        assert whole.sum(0).max() == 1  # no sticker covers another
+
+
 @pytest.mark.parametrize('arguments, word', [
-    ([], '--out'), (['--out', 'x', '--train', '0'], '--train'), (['--out', 'x', '--val', '-1'], '--val'),
+    ([], '--out'), (['--out', 'x', '--task', 'pose'], '--task'),
+    (['--out', 'x', '--train', '0'], '--train'), (['--out', 'x', '--val', '-1'], '--val'),
     (['--out', 'x', '--size', 'big'], '--size'), (['--out', str(DEMO)], 'choose another folder')])
 def test_bad_arguments_get_one_line_and_code_2(arguments, word):
     run = subprocess.run([sys.executable, str(DEMO / 'make_data.py'), *arguments], capture_output=True, text=True)
@@ -128,30 +176,48 @@ def upstream():
     return models.yolo
 
 
-@pytest.fixture
-def model(upstream):
-    """The demo model with statistics that are not the initial ones."""
+@pytest.fixture(params=['DetectionModel', 'SegmentationModel'])
+def model(upstream, request):
+    """A demo model with statistics that are not the initial ones."""
     torch.manual_seed(0)
-    model = upstream.DetectionModel(str(DEMO / 'yolov9-demo.yaml'))
+    config = 'yolov9-demo.yaml' if request.param == 'DetectionModel' else 'yolov9-demo-seg.yaml'
+    model = getattr(upstream, request.param)(str(DEMO / config))
     model.train()(torch.rand(2, 3, 64, 64))
     model.names, model.nc = {i: str(i) for i in range(10)}, 10
     return model.eval()
 
 
-def test_main_branch_holds_every_block_kind(model):
+def blocks_of_main_branch(model):
+    """Indices of the blocks that the main branch's outputs are made of, the names of their kinds, and the head."""
     head = model.model[-1]
-    assert type(head).__name__ == 'DualDDetect' and head.stride.tolist() == [8, 16, 32]
-    reached, todo = set(), list(head.f[head.nl:])
+    reached, todo = set(), list(head.f[-head.nl:])
     while todo:
         i = todo.pop()
         if i >= 0 and i not in reached:
             reached.add(i)
             source = model.model[i].f
             todo += [j if j >= 0 else i + j for j in (source if isinstance(source, list) else [source])]
-    kinds = {type(model.model[i]).__name__ for i in reached}
+    return reached, {type(model.model[i]).__name__ for i in reached}, head
+
+
+@pytest.mark.parametrize('model', ['DetectionModel'], indirect=True)
+def test_main_branch_holds_every_block_kind(model):
+    reached, kinds, head = blocks_of_main_branch(model)
+    assert type(head).__name__ == 'DualDDetect' and head.stride.tolist() == [8, 16, 32]
     assert kinds == {'Silence', 'Conv', 'RepNCSPELAN4', 'AConv', 'ADown', 'SPPELAN', 'Upsample', 'Concat', 'CBLinear', 'CBFuse'}
     assert set(range(len(model.model) - 1)) - reached == set(range(22, 29))  # the auxiliary branch, as the config says
     assert sum(p.numel() for p in model.parameters()) < 1.5e6
+
+
+@pytest.mark.parametrize('model', ['SegmentationModel'], indirect=True)
+def test_segmentation_model_has_one_branch_and_masks_at_a_quarter(model):
+    reached, kinds, head = blocks_of_main_branch(model)
+    assert type(head).__name__ == 'Segment' and head.stride.tolist() == [8, 16, 32] and head.nm == 32
+    assert kinds == {'Conv', 'RepNCSPELAN4', 'AConv', 'ADown', 'SPPELAN', 'Upsample', 'Concat'}
+    assert reached == set(range(len(model.model) - 1))
+    assert sum(p.numel() for p in model.parameters()) < 1.5e6
+    predictions, (*_, prototypes) = model(torch.rand(1, 3, 64, 96))
+    assert predictions.shape == (1, 4 + 10 + 32, 8 * 12 + 4 * 6 + 2 * 3) and prototypes.shape == (1, 32, 16, 24)
 
 
 def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
@@ -166,7 +232,7 @@ def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
     expected = {key: value.half().float() if value.is_floating_point() else value for key, value in model.state_dict().items()}
     assert built.state_dict().keys() == expected.keys()
     assert all(torch.equal(built.state_dict()[key], value) for key, value in expected.items())
-    assert built.names == model.names and built.nc == 10 and built.yaml['nc'] == 10
+    assert type(built) is type(model) and built.names == model.names and built.nc == 10 and built.yaml['nc'] == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ['built.pt', 'packed.pt', 'trained.pt']  # no left-overs
 
 
@@ -197,11 +263,12 @@ def test_wrong_files_are_mistakes(upstream, tmp_path):
     assert not (tmp_path / 'out.pt').exists()
 
 
-@pytest.mark.skipif(not (DEMO / 'demo-weights.pt').is_file(), reason='demo/demo-weights.pt is not there')
-def test_committed_weights_fit_the_committed_config(upstream, tmp_path):
+@pytest.mark.parametrize('name', ['demo', 'demo-seg'])
+def test_committed_weights_fit_the_committed_config(name, upstream, tmp_path):
     import yaml
-    packed = torch.load(DEMO / 'demo-weights.pt', weights_only=True)
-    config = yaml.safe_load((DEMO / 'yolov9-demo.yaml').read_text())
+    file = DEMO / f'{name}-weights.pt'
+    packed = torch.load(file, weights_only=True)
+    config = yaml.safe_load((DEMO / f'yolov9-{name}.yaml').read_text())
     assert {key: packed['yaml'][key] for key in config} == config
-    assert (DEMO / 'demo-weights.pt').stat().st_size <= weights.MAX_BYTES
-    weights.build(DEMO / 'demo-weights.pt', tmp_path / 'built.pt', upstream)
+    assert file.stat().st_size <= weights.MAX_BYTES
+    weights.build(file, tmp_path / 'built.pt', upstream)

@@ -7,12 +7,14 @@ import onnx
 import pytest
 import torch
 from graphs import copy, dims, dq, graph_of, node, pair, q, run_onnx
-from models.deploy.onnx_export import LIMITS, export_onnx
+from models.deploy.onnx_export import LIMITS, RELATIVE, differences, export_onnx, prepare, test_images as made_images
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+from segmenters import CLASSES, NM, SEGMENTERS, segmenter
 from utils.qat import onnx_graph, onnx_passes
 from utils.qat.errors import QatError
+from utils.qat.onnx_audit import audit
 from zoo import image, output, same, state
 
 
@@ -50,6 +52,7 @@ def test_every_law_on_every_export(demo, tmp_path, kind, options):
     assert next(o.version for o in graph.opset_import if o.domain in ('', 'ai.onnx')) == options.get('opset', 17)
     meta = {p.key: p.value for p in graph.metadata_props}
     assert int(meta['stride']) == 32 and ast.literal_eval(meta['names']) == model.names
+    assert meta['task'] == 'detect' and 'nm' not in meta
     [given], [returned] = graph.graph.input, graph.graph.output
     anchors = sum(height * width // stride ** 2 for stride in (8, 16, 32))
     first = 'batch' if options.get('dynamic') else batch
@@ -112,6 +115,79 @@ def test_int8_is_not_float(demo, tmp_path):
         floating = output(model, images)[0].numpy()
     theirs = output(model, images)[0].numpy()
     assert relative(ours[:, :4], theirs[:, :4]) < relative(floating[:, :4], theirs[:, :4])
+
+
+# ---- segmentation models ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('options', [{'imgsz': (64, 96)}, {'dynamic': True, 'simplify': True, 'opset': 13}, {'half': True, 'opset': 19, 'dynamic': True}],
+                         ids=['wide', 'open', 'typed'])
+@pytest.mark.parametrize('quantized', [False, True], ids=['float', 'quantized'])
+@pytest.mark.parametrize('head', SEGMENTERS)
+def test_a_segmentation_model_returns_predictions_and_prototypes(tmp_path, head, quantized, options):
+    model, options = segmenter(head, quantized), {'imgsz': (96, 96), **options}
+    (height, width), first, file = options['imgsz'], 'batch' if options.get('dynamic') else 1, tmp_path / 'model.onnx'
+    before = state(model)
+    done = export_onnx(model, file, **options)
+    graph = onnx.load(file)
+
+    anchors = sum(height * width // stride ** 2 for stride in (8, 16, 32))
+    assert [(o.name, dims(o)) for o in graph.graph.output] == [('output0', [first, 4 + CLASSES + NM, anchors]),
+                                                               ('output1', [first, NM, height // 4, width // 4])]
+    assert {v.type.tensor_type.elem_type for v in (*graph.graph.input, *graph.graph.output)} == {TensorProto.FLOAT}
+    meta = {p.key: p.value for p in graph.metadata_props}
+    assert (meta['task'], meta['nm'], len(ast.literal_eval(meta['names']))) == ('segment', str(NM), CLASSES)
+
+    for n in (1, 3) if options.get('dynamic') else (1,):
+        ours = [torch.from_numpy(out) for out in run_onnx(file, {'images': made_images(n, (height, width)).numpy()})]
+        with torch.no_grad():
+            figures = differences(ours, prepare(model)(made_images(n, (height, width))))
+        assert max(figures[name] for name in RELATIVE) <= done.limit, figures
+    assert max(done.boxes, done.scores, done.coefficients, done.prototypes) <= done.limit and (done.noise > 0) == quantized
+
+    if quantized:
+        assert scales_of(graph) == {q.scale.numpy().tobytes() for _, q in named_quantizers(model)}
+        assert_int8(graph, model)
+    weights = sum(w.numel() * (1 if options.get('half') and quantized else 2 if options.get('half') else 4) for w in model.parameters() if w.ndim == 4)
+    assert 0.9 * weights < file.stat().st_size < 1.5 * weights + 2e5, 'each weight is there once'
+    assert same(state(model), before)
+
+
+@pytest.mark.parametrize('head', SEGMENTERS)
+def test_the_audit_of_a_segmentation_model(tmp_path, head):
+    """All of it is INT8 but the outputs of the head: boxes, classes and coefficients at three levels each, and the DFL."""
+    model = segmenter(head, quantized=True)
+    export_onnx(model, tmp_path / 'model.onnx', (96, 96), opset=19, half=True)
+    report = audit(onnx.load(tmp_path / 'model.onnx'))
+    assert not report.findings
+    assert len([c for c in report.convs if not c.int8]) == 10 and len(report.convs) > 30
+
+
+@pytest.mark.parametrize('part, change', [('coefficients', lambda p, m: p[:, -NM:].mul_(1.01)), ('prototypes', lambda p, m: m[:, 0].mul_(1.1)),
+                                          ('scores', lambda p, m: p[:, 4:-NM].mul_(0.9)), ('boxes', lambda p, m: p[:, :4].mul_(0.9))])
+def test_each_part_of_a_segmentation_model_is_compared(part, change):
+    with torch.no_grad():
+        theirs = prepare(segmenter())(made_images(1, (96, 96)))
+    ours = [t.clone() for t in theirs]
+    assert not any(differences(ours, theirs).values())
+    change(*ours)
+    assert {name for name, error in differences(ours, theirs).items() if error and name in RELATIVE} == {part}
+
+
+def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypatch):
+    """Of a graph that is not the model's: here, with another last bias of the prototypes."""
+    def other(graph):
+        made_by, stored = onnx_graph.producers(graph), {i.name: i for i in graph.graph.initializer}
+        node = made_by['output1']
+        while node.op_type != 'Conv':
+            node = made_by[node.input[0]]
+        bias = stored[node.input[2]]
+        bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(0.1), bias.name))
+        return graph
+
+    monkeypatch.setattr(onnx_passes, 'write_axis', other)
+    with pytest.raises(QatError, match=r'0.00% \(coefficients\), \d+\.\d+% \(prototypes\), more than 0.1%; no file was written'):
+        export_onnx(segmenter(), tmp_path / 'model.onnx', (96, 96))
+    assert not list(tmp_path.iterdir())
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------------
@@ -313,5 +389,6 @@ def test_metadata_and_shapes_are_written():
     model = onnx_passes.set_metadata(copy(GRAPHS['none'][0]), stride=32, names={0: 'a "b"'})
     onnx_passes.set_metadata(model, stride=16)
     assert {p.key: p.value for p in model.metadata_props} == {'stride': '16', 'names': str({0: 'a "b"'})}
-    onnx_passes.set_output_shape(model, 'batch', 3)
-    assert dims(model.graph.output[0]) == ['batch', 3]
+    two = graph_of([node('Relu', 'x', 'y'), node('Neg', 'x', 'z')], outputs=('y', 'z'))
+    onnx_passes.set_output_shapes(two, ('batch', 3), (2, 3))
+    assert [dims(o) for o in two.graph.output] == [['batch', 3], [2, 3]]

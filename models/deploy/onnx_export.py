@@ -16,18 +16,21 @@ import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
 from utils.qat import onnx_graph, onnx_half, onnx_passes
-from utils.qat.backends import OnnxModel
+from utils.qat.backends import onnx_session
 from utils.qat.errors import QatError, atomic
 
-# How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms) over all boxes, and over all scores as
-# logits: most scores are near 0, where their own ratio says nothing. Float graphs differ by the order of summation only,
-# or by FP16 (seen: 0.05 %). With INT8, a value between two steps rounds either way, and each such flip is one whole step to
-# the next layer. How much that makes depends on the model (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %),
-# so it is measured: PyTorch against PyTorch with other last bits behind each convolution, and MARGIN times that is allowed
+OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
+
+# How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms) over all boxes, over all scores as
+# logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, which masks are
+# made of. Float graphs differ by the order of summation only, or by FP16 (seen: 0.05 %). With INT8, a value between two
+# steps rounds either way, and each such flip is one whole step to the next layer. How much that makes depends on the model
+# (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %), so it is measured: PyTorch against PyTorch with other last bits behind each convolution, and MARGIN times that is allowed
 # as well. The scales themselves must agree bit for bit.
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN = 3
 LAST_BITS = {'FP32': 2.0 ** -22, 'FP16': 2.0 ** -12}  # of the largest value that a convolution returns
+RELATIVE = 'boxes', 'scores', 'coefficients', 'prototypes'  # the errors that must keep the limit
 MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float rounding, and no threshold is lower
 
 
@@ -40,12 +43,14 @@ class Exported:
     scores: float  # relative error of the class scores, as logits
     boxes_max: float  # largest absolute difference, pixels
     scores_max: float  # largest absolute difference, 0..1
-    noise: float  # relative error, boxes or scores, of PyTorch against itself; 0 for a float model
+    noise: float  # largest relative error of PyTorch against itself; 0 for a float model
     limit: float  # the relative error allowed
+    coefficients: float = None  # relative error of the mask coefficients, of a segmentation model
+    prototypes: float = None
 
 
 def prepare(model, inplace=False):
-    """A copy of `model` in the form that is traced: eval mode, the head returning only the decoded predictions."""
+    """A copy of `model` in the form that is traced: eval mode, the head returning only the decoded predictions, and prototypes."""
     model = deepcopy(model).float().eval().requires_grad_(False)
     head = model.model[-1]
     head.export, head.inplace = True, inplace
@@ -56,12 +61,13 @@ def prepare(model, inplace=False):
 def _trace(model, images, path, opset, dynamic):
     """torch.onnx.export through TorchScript: the exporter that knows fake-quantize operators at every opset we need."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
+    outputs = OUTPUTS[:1 + hasattr(model.model[-1], 'nm')]
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*legacy TorchScript-based ONNX export.*')
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)  # the head compares shapes, which are fixed
         torch.onnx.export(model, (images,), str(path), opset_version=opset, input_names=['images'],
-                          output_names=['output0'], do_constant_folding=True,
-                          dynamic_axes={'images': {0: 'batch'}, 'output0': {0: 'batch'}} if dynamic else None, **options)
+                          output_names=list(outputs), do_constant_folding=True,
+                          dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None, **options)
 
 
 def test_images(batch, imgsz):
@@ -72,23 +78,37 @@ def test_images(batch, imgsz):
     return sum(layers) / len(layers)
 
 
+def _parts(outputs):
+    """What a prepared model returns, taken apart: {boxes [B, 4, N], scores [B, nc, N]}, and of a segmentation model {coefficients
+    [B, nm, N], prototypes [B, nm, h, w]}; on the CPU."""
+    if isinstance(outputs, torch.Tensor):
+        boxes, scores = outputs.cpu().tensor_split([4], 1)
+        return {'boxes': boxes, 'scores': scores}
+    predictions, prototypes = (out.cpu() for out in outputs)
+    nm = prototypes.shape[1]
+    return {**_parts(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}
+
+
 def _relative(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
 def differences(ours, theirs):
-    """How far two predictions [B, 4 + nc, N] are apart; the figures of Exported."""
-    if ours.shape != theirs.shape:
-        raise QatError(f'ONNX Runtime returns {tuple(ours.shape)}, PyTorch {tuple(theirs.shape)}')
-    difference = (ours - theirs).abs()
-    return {'boxes': _relative(ours[:, :4], theirs[:, :4]),
-            'scores': _relative(ours[:, 4:].logit(MIN_SCORE), theirs[:, 4:].logit(MIN_SCORE)),
-            'boxes_max': difference[:, :4].max().item(), 'scores_max': difference[:, 4:].max().item()}
+    """How far two predictions [B, 4 + nc, N] are apart, or those of a segmentation model, pairs ([B, 4 + nc + nm, N], prototypes
+    [B, nm, h, w]); the figures of Exported."""
+    ours, theirs = _parts(ours), _parts(theirs)
+    shapes = [[tuple(part.shape) for part in parts.values()] for parts in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        raise QatError(f'ONNX Runtime returns {shapes[0]}, PyTorch {shapes[1]}')
+    figures = {f'{name}_max': (ours[name] - theirs[name]).abs().max().item() for name in ('boxes', 'scores')}
+    for parts in (ours, theirs):
+        parts['scores'] = parts['scores'].logit(MIN_SCORE)
+    return {**figures, **{name: _relative(ours[name], theirs[name]) for name in theirs}}
 
 
 def rounding_noise(model, images, theirs, last_bits):
-    """How far a change of the last bits of what each convolution returns moves the predictions of `model` from `theirs`:
-    relative error, boxes or scores."""
+    """How far a change of the last bits of what each convolution returns moves what `model` returns from `theirs`: the largest
+    relative error."""
     generator = torch.Generator(images.device).manual_seed(1)
 
     def round_otherwise(module, inputs, result):
@@ -97,17 +117,24 @@ def rounding_noise(model, images, theirs, last_bits):
 
     hooks = [m.register_forward_hook(round_otherwise) for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     try:
-        moved = differences(model(images).cpu(), theirs)
+        moved = differences(model(images), theirs)
     finally:
         for hook in hooks:
             hook.remove()
-    return max(moved['boxes'], moved['scores'])
+    return max(moved.get(name, 0) for name in RELATIVE)
+
+
+def _run(path, images):
+    """What the file returns in ONNX Runtime, as the model does."""
+    outputs = [torch.from_numpy(out) for out in onnx_session(str(path)).run(None, {'images': images.numpy()})]
+    return outputs if outputs[1:] else outputs[0]
 
 
 @torch.no_grad()
 def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
                 fp32_scales=False, kept_float=(), layout=None):
-    """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], both FP32.
+    """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], or of a segmentation model
+    output0 [B, 4 + nc + nm, N] and output1 [B, nm, H / 4, W / 4]: mask coefficients behind the scores, and prototypes. All FP32.
 
     imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
     `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
@@ -130,19 +157,22 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
             graph = apply(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
         images = test_images(2 if dynamic else batch, imgsz)
-        theirs = traced(images.to(device)).cpu()
-        onnx_passes.set_output_shape(graph, 'batch' if dynamic else batch, *theirs.shape[1:])
-        onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names,
-                                **{'kept_float': list(kept_float)} if kept_float else {})
+        theirs = traced(images.to(device))
+        returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
+        onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
+        onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names, task='segment' if returned[1:] else 'detect',
+                                 **{'nm': out.shape[1] for out in returned[1:]},
+                                 **{'kept_float': list(kept_float)} if kept_float else {})
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        figures, typing = differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
+        figures, typing = differences(_run(tmp, images), theirs), 'FP16' if half else 'FP32'
         noise = rounding_noise(traced, images.to(device), theirs, LAST_BITS[typing]) if quantizers else 0.0
         limit = max(LIMITS['INT8' if quantizers else 'float', typing], MARGIN * noise)
-        if not (figures['boxes'] <= limit and figures['scores'] <= limit):
-            raise QatError(f"ONNX Runtime differs from PyTorch by {figures['boxes']:.2%} (boxes) and {figures['scores']:.2%} "
-                           f'(scores), more than {limit:.1%}; no file was written')
+        errors = {name: figures[name] for name in RELATIVE if name in figures}
+        if not all(error <= limit for error in errors.values()):
+            raise QatError(f"ONNX Runtime differs from PyTorch by {', '.join(f'{e:.2%} ({name})' for name, e in errors.items())}, "
+                           f'more than {limit:.1%}; no file was written')
         for apply in (*[onnx_half.fp32_scales] * fp32_scales, *[layout] * (layout is not None)):
             graph = apply(graph)
             onnx.checker.check_model(graph, full_check=True)

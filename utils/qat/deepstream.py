@@ -9,7 +9,7 @@ Which boxes stay is decided behind the graph, where DeepStream clusters them (NM
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.qat.onnx_passes import set_output_shape
+from utils.qat.onnx_passes import set_output_shapes
 
 INPUT, OUTPUT = 'input', 'output'  # the names that DeepStream-Yolo's library asks for
 LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'
@@ -46,7 +46,7 @@ def deepstream_layout(model):
     number = add('Cast', [best], 'class', to=TensorProto.FLOAT)
     add('Transpose', [add('Concat', [*corners, score, number], 'columns', axis=1)], OUTPUT, perm=[0, 2, 1])
     predictions.name = OUTPUT
-    set_output_shape(model, batch, anchors, 6)
+    set_output_shapes(model, (batch, anchors, 6))
     return model
 
 

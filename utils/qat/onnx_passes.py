@@ -180,13 +180,14 @@ def store_int8_weights(model):
     return model
 
 
-def set_output_shape(model, *dims):
-    """Write the shape of the first output (ints, or a name for an open axis): with an open batch axis the exporter
-    leaves the other axes open too. Changes no node."""
-    shape = model.graph.output[0].type.tensor_type.shape
-    del shape.dim[:]
-    for d in dims:
-        shape.dim.add(**({'dim_param': d} if isinstance(d, str) else {'dim_value': d}))
+def set_output_shapes(model, *shapes):
+    """Write the shape of each output (ints, or a name for an open axis): with an open batch axis the exporter leaves the
+    other axes open too. Changes no node."""
+    for output, dims in zip(model.graph.output, shapes, strict=True):
+        shape = output.type.tensor_type.shape
+        del shape.dim[:]
+        for d in dims:
+            shape.dim.add(**({'dim_param': d} if isinstance(d, str) else {'dim_value': d}))
 
 
 def set_metadata(model, **props):

@@ -102,6 +102,8 @@ def main(argv=None):
         classify = [getattr(m, 'classifies', False) for m in models]
         if any(classify) != all(classify):
             raise QatError(f'{config.reference}, {config.other}: one is a detector and the other a classifier')
+        if not all(classify) and models[0].segments != models[1].segments:
+            raise QatError(f'{config.reference}, {config.other}: one gives masks and the other boxes only')
         size = image_size(config, models)
         found, tables = (compare_classifiers if all(classify) else compare_detectors)(config, models, device, size)
     folder = new_folder(config)

@@ -118,7 +118,7 @@ def main(argv=None):
         files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
         plain, end2end = files.get('onnx'), files.get('onnx_end2end')
         if config.verify:  # a mistake in the data shall show before the work
-            data = load_data(config.verify, predict.nc, '--verify')
+            data = load_data(config.verify, predict.nc, '--verify', predict.segments)
             settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
             loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
         half = config.half or config.trt == 11 and quant is not None

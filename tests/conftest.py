@@ -75,4 +75,4 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
 
 
-from zoo import demo  # noqa: E402, F401  a fixture; it needs the tree on sys.path
+from zoo import demo, demo_seg  # noqa: E402, F401  fixtures; they need the tree on sys.path

@@ -21,8 +21,7 @@ from utils.qat.detections import Detections
 from utils.qat.errors import QatError, run_command
 from utils.qat.evaluate import IOUS, _correct, evaluate
 from utils.qat.loaders import training_images, val_loader
-from utils.qat.masks import BoxMasks, PrototypeMasks, true_masks
-from utils.segment.general import masks_iou
+from utils.qat.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
 from zoo import build, fuse, image, program, python, settings
 
 CPU = torch.device('cpu')
@@ -69,8 +68,8 @@ def test_masks_cut_out_and_pasted_are_the_masks_there_were():
     pasted = BoxMasks(crops, boxes, (SIZE, SIZE))
     inside = PrototypeMasks(torch.eye(12), F.avg_pool2d(soft, 4).logit(1e-6), boxes, (SIZE, SIZE))
     for ours, theirs in ((pasted.coarse(), inside.coarse()), (pasted.fine(), inside.fine())):
-        assert ours.shape == theirs.shape and masks_iou(ours.flatten(1), theirs.flatten(1)).min() > 0.9
-        assert masks_iou(ours.flatten(1), theirs.flatten(1)).mean() > 0.97
+        assert ours.shape == theirs.shape and same_place_iou(ours, theirs).min() > 0.9
+        assert same_place_iou(ours, theirs).mean() > 0.97
     assert torch.equal(pasted[[3, 1]].coarse(), pasted.coarse()[[3, 1]]) and torch.equal(inside[2:4].fine(), inside.fine()[2:4])
 
 
@@ -90,7 +89,7 @@ def test_truth_in_both_forms_of_upstream(data):
             theirs = true_masks(index, number)
             order = [next(k for k, t in enumerate(targets[targets[:, 0] == i]) if torch.equal(t, s)) for s in sorted_targets[sorted_targets[:, 0] == i]]
             ours = true_masks(mask, number)[order]
-            assert ours.shape == theirs.shape and ours.sum() > 0 and masks_iou(ours.flatten(1), theirs.flatten(1)).mean() > 0.95
+            assert ours.shape == theirs.shape and ours.sum() > 0 and same_place_iou(ours, theirs).mean() > 0.95
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------------

@@ -143,9 +143,9 @@ def python(*arguments, code=0, **options):
 
 @dataclass
 class Demo:
-    """Files of the demo: data set, dual-branch checkpoint, reparameterized, calibrated. Do not write to them."""
+    """Files of a demo: data set, dual-branch checkpoint, reparameterized, calibrated. Do not write to them."""
     data: Path  # data.yaml
-    dual: Path
+    dual: Path  # not for segmentation, whose model has one branch
     single: Path
     quantized: Path
 
@@ -159,6 +159,17 @@ class Demo:
         return checkpoint.load_quantized(self.quantized)[0]
 
 
+def calibrated_demo(demo):
+    """Write demo.quantized, calibrated on a few images; returns `demo`."""
+    model, options = demo.float_model(), settings()
+    quantize_model(model)
+    tie_scales(model)
+    images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
+    calibrate(model, images, options)
+    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, demo.single)
+    return demo
+
+
 @pytest.fixture(scope='session')
 def demo(tmp_path_factory):
     """The demo with its trained weights, on a few images."""
@@ -170,10 +181,16 @@ def demo(tmp_path_factory):
         program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', demo.dual, upstream)
         _, dual = checkpoint.load_dual_or_float(demo.dual)
         torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
-    model, options = demo.float_model(), settings()
-    quantize_model(model)
-    tie_scales(model)
-    images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
-    calibrate(model, images, options)
-    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, demo.single)
-    return demo
+    return calibrated_demo(demo)
+
+
+@pytest.fixture(scope='session')
+def demo_seg(tmp_path_factory):
+    """The same of the demo's segmentation model."""
+    folder = tmp_path_factory.mktemp('demo masks')
+    demo = Demo(folder / 'data' / 'data.yaml', None, folder / 'single.pt', folder / 'quantized.pt')
+    program('demo/make_data.py').make_data(folder / 'data', train=12, val=12, task='segment')
+    with quiet_upstream():
+        import models.yolo as upstream
+        program('demo/weights.py').build(REPO / 'demo' / 'demo-seg-weights.pt', demo.single, upstream)
+    return calibrated_demo(demo)

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 from utils.metrics import box_iou
-from utils.segment.general import masks_iou
 
 from utils.qat.errors import QatError
 from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Metrics, Scorer
+from utils.qat.masks import same_place_iou
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
 
@@ -146,10 +146,7 @@ class Ranking:
             self.matched += int(found.sum())
             self.matched_error += (some - others[which]).abs()[found].sum(0)
             if masks is not None and found.any():
-                mine, theirs = masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse()
-                iou = masks_iou(mine.flatten(1), theirs.to(mine.device).flatten(1))
-                # two small masks may both have no point of the grid inside: they do not differ
-                iou = torch.where((mine.flatten(1).sum(1) + theirs.to(mine.device).flatten(1).sum(1)) == 0, 1.0, iou)
+                iou = same_place_iou(masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse())
                 self.mask_iou += iou.sum().item()
                 self.with_masks += len(iou)
 

@@ -93,3 +93,11 @@ def resized(masks, size):
     if masks.shape[1:] == size:
         return masks
     return F.interpolate(masks[None], size, mode='bilinear', align_corners=False)[0].gt(0.5).float()
+
+
+def same_place_iou(first, second):
+    """IoU [n] of each mask of `first` [n, H, W] with that of `second`; 1 where both are empty, as those of small boxes may be."""
+    second = second.to(first.device)
+    common = (first * second).sum((1, 2))
+    union = first.sum((1, 2)) + second.sum((1, 2)) - common
+    return torch.where(union > 0, common / union.clamp(min=1), 1.0)

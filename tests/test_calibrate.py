@@ -136,7 +136,7 @@ def test_percentile_is_the_first_edge_that_covers_it(x, percentile):
 
 
 @each_sample
-@pytest.mark.parametrize('method, power', [('mse', 2), ('l2.4', 2.4), ('l3', 3)])
+@pytest.mark.parametrize('method, power', [('mse', 2), ('l1.5', 1.5), ('l2.4', 2.4), ('l3', 3)])
 def test_a_power_of_the_error_is_the_least_of_all_edges(x, method, power):
     """Every edge tried by brute force, on the values that the histogram knows: the centres of its bins."""
     hist = histogram(x)

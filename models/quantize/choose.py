@@ -12,7 +12,7 @@ from models.quantize.fisher import fisher_amax
 from models.quantize.outputs import Raw, has_known_head, require_known_head
 from utils.qat.distributed import from_first
 
-CANDIDATES = 'mse', 'l2.4', 'l3', 'fisher'
+CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
 
 
 def choose(model, reference, histograms, images, config, progress=iter):

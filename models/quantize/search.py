@@ -104,6 +104,7 @@ def _to_the_end(x):
 
 SEARCH = {
     'mse': lambda counts, config: amax_mse(counts),
+    'l1.5': lambda counts, config: amax_power(counts, 1.5),
     'l2.4': lambda counts, config: amax_power(counts, 2.4),
     'l3': lambda counts, config: amax_power(counts, 3),
     'entropy': lambda counts, config: amax_entropy(counts),

@@ -60,7 +60,7 @@ def _calibration(p, c):
     p.add_argument('--seed', type=int, default=c.seed, help='of everything random')
     p.add_argument('--calib-images', type=int, default=c.calib_images, help='training images to calibrate on, at most')
     p.add_argument('--calib-method', choices=CALIB_METHODS, default=c.calib_method, help='how the ranges are chosen: by least squared error, '
-                   'by that of another power, by what it does to the detections, ...; auto: that of mse, l2.4, l3 and fisher which keeps these best')
+                   'by that of another power, by what it does to the detections, ...; auto: that of mse, l1.5, l2.4, l3 and fisher which keeps these best')
     p.add_argument('--percentile', type=float, default=c.percentile, help='for --calib-method percentile')
     p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
                    help="range of a weight's output channel: its largest magnitude, or that of least squared error")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from utils.qat.errors import QatError
 
-CALIB_METHODS = ('auto', 'mse', 'l2.4', 'l3', 'fisher', 'entropy', 'percentile', 'max')  # auto: the best of the next four
+CALIB_METHODS = ('auto', 'mse', 'l1.5', 'l2.4', 'l3', 'fisher', 'entropy', 'percentile', 'max')  # auto: the best of the next five
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# The whole job on a small example, set-up included: a trained dual-branch YOLOv9 (digits on textured canvases, demo/) becomes
-# a quantized checkpoint and an INT8 ONNX file, scored at every stage. It needs neither a GPU nor GitHub.
+# The whole job on a small example, set-up included: a trained YOLOv9 (digits on textured canvases, demo/) becomes a quantized
+# checkpoint and an INT8 ONNX file, scored at every stage. It needs neither a GPU nor GitHub.
+#
+#   --task detect   a dual-branch detector
+#   --task segment  a segmentation model, of one branch
 #
 #   in:  Python 3.10 or newer, git, a C compiler, a package index
-#   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/ (data, checkpoints, ONNX files, metrics)
+#   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/ or .work/demo-seg/
+#        (data, checkpoints, ONNX files, metrics)
 #
 # Each command is printed before it runs, as one would type it. A second run skips what is done.
 set -euo pipefail
@@ -12,25 +16,36 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
 
-FRESH=no
-for arg in "$@"; do
-    case $arg in
+TASK=detect FRESH=no
+while (($#)); do
+    case $1 in
+        --task)
+            TASK=${2:-}
+            shift ;;
         --fresh) FRESH=yes ;;
         -h | --help)
             cat <<USAGE
-Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--fresh]
-  (nothing)  set up, then run the whole job on the demo model; what an earlier run finished is skipped
-  --fresh    fetch upstream and do the job again (.work/yolov9, .work/demo); .venv stays
+Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment] [--fresh]
+  (nothing)  set up, then run the whole job on the demo detector; what an earlier run finished is skipped
+  --task segment
+             the same on the demo segmentation model
+  --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo or .work/demo-seg); .venv stays
 Downloads several GB (torch with CUDA), once, into .venv. YOLOV9_DIR names a YOLOv9 tree to copy instead of fetching one.
 USAGE
             exit 0 ;;
-        *) fail "unknown option $arg; allowed: --fresh --help" ;;
+        *) fail "unknown option $1; allowed: --task --fresh --help" ;;
     esac
+    (($# == 0)) || shift
 done
+case $TASK in
+    detect) NAME=demo LABELS_LOSS=(--task-loss 0.1) ;;
+    segment) NAME=demo-seg LABELS_LOSS=() ;; # upstream's loss for masks is not among what qat.py offers
+    *) fail "--task ${TASK:-with no value}: allowed are detect and segment" "quickstart.sh --help" ;;
+esac
 mkdir -p "$HERE/.work"
 exec 9>"$HERE/.work/quickstart.lock" # held until this process and what it started have ended
 flock -n 9 || fail "another quickstart.sh is at work in $HERE" "wait for it, or stop it"
-[[ $FRESH == no ]] || rm -rf "$HERE"/.work/{yolov9,yolov9.origin,demo}
+[[ $FRESH == no ]] || rm -rf "$HERE"/.work/{yolov9,yolov9.origin,"$NAME"}
 
 # ---- set-up -----------------------------------------------------------------------------------------------------------
 set_up_python
@@ -40,9 +55,9 @@ say "The toolkit, laid over .work/yolov9"
 
 # ---- the job: from here on in the patched tree, with relative paths, as a user works -----------------------------------
 cd "$HERE/.work/yolov9"
-OUT=../demo
+OUT=../$NAME
 mkdir -p "$OUT/.done"
-SOURCES=$(cat .yolov9-qat.manifest ../../demo/{make_data.py,weights.py,demo-weights.pt} | sha256sum) # all that a result hangs on
+SOURCES=$(cat .yolov9-qat.manifest ../../demo/{make_data.py,weights.py,$NAME-weights.pt} | sha256sum) # all that a result hangs on
 STALE=no
 START=$SECONDS
 
@@ -67,42 +82,48 @@ step() {
 
 # Sizes chosen so that the job takes 2 to 4 minutes on two cores, nearly all of it in `quantize`.
 DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
-BEST=$OUT/qat/weights/qat_best_yolov9-demo
+MODEL=$OUT/yolov9-$NAME
+BEST=$OUT/qat/weights/qat_best_yolov9-$NAME
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
-    python ../../demo/make_data.py --out $OUT/data --train 400 --val 100
-step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $OUT/yolov9-demo-dual.pt \
-    python ../../demo/weights.py build ../../demo/demo-weights.pt $OUT/yolov9-demo-dual.pt
-step "Reparameterize: drop the auxiliary branch" $OUT/yolov9-demo.pt \
-    python reparameterization.py --weights $OUT/yolov9-demo-dual.pt --save $OUT/yolov9-demo.pt
+    python ../../demo/make_data.py --task $TASK --out $OUT/data --train 400 --val 100
+if [[ $TASK == detect ]]; then
+    step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $MODEL-dual.pt \
+        python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL-dual.pt
+    step "Reparameterize: drop the auxiliary branch" $MODEL.pt \
+        python reparameterization.py --weights $MODEL-dual.pt --save $MODEL.pt
+else
+    step "The trained model: a checkpoint of one branch, as segment/train.py leaves it" $MODEL.pt \
+        python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL.pt
+fi
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
-    python qat.py quantize --weights $OUT/yolov9-demo.pt "${DATA[@]}" \
-    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 200 --project $OUT --name qat
+    python qat.py quantize --weights $MODEL.pt "${DATA[@]}" \
+    --epochs 2 --iters 10 ${LABELS_LOSS[@]+"${LABELS_LOSS[@]}"} --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \
     python scripts/audit_onnx.py $BEST.onnx --strict --json $OUT/audit.json
-step "Export the float model too, to compare with" $OUT/yolov9-demo.onnx \
-    python export_qat.py --weights $OUT/yolov9-demo.pt --include onnx --imgsz 320 --dynamic --simplify
+step "Export the float model too, to compare with" $MODEL.onnx \
+    python export_qat.py --weights $MODEL.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Score the quantized checkpoint on square images, as a deployed model sees them" $OUT/eval_qat_square \
     python qat.py eval --weights $BEST.pt "${DATA[@]}" --square --project $OUT --name eval_qat_square
 step "Score the float ONNX file in ONNX Runtime" $OUT/eval_onnx_float \
-    python qat.py eval --weights $OUT/yolov9-demo.onnx "${DATA[@]}" --project $OUT --name eval_onnx_float
+    python qat.py eval --weights $MODEL.onnx "${DATA[@]}" --project $OUT --name eval_onnx_float
 step "Score the INT8 ONNX file in ONNX Runtime" $OUT/eval_onnx_int8 \
     python qat.py eval --weights $BEST.onnx "${DATA[@]}" --project $OUT --name eval_onnx_int8
 
 say "Result (this run of the job took $((SECONDS - START)) s)"
 python ../../demo/summary.py $OUT
+printf '\nFiles in %s:\n' "$HERE/.work/$NAME"
+printf '  %-41s  %s\n' \
+    "yolov9-$NAME.pt" "float, one branch" \
+    "qat/weights/ptq_ap_*.pt" "calibrated" \
+    "qat/weights/qat_best_yolov9-$NAME.pt" "calibrated and fine-tuned, the best of the run" \
+    "qat/weights/qat_best_yolov9-$NAME.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
+    "qat/report.md, report.json, ap.png" "figures of every stage" \
+    "eval_*/metrics.json" "figures of the files that were scored on their own"
 cat <<EOT
-
-Files in $HERE/.work/demo:
-  yolov9-demo.pt                            float, one branch
-  qat/weights/ptq_ap_*.pt                   calibrated
-  qat/weights/qat_best_yolov9-demo.pt       calibrated and fine-tuned, the best of the run
-  qat/weights/qat_best_yolov9-demo.onnx     the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime
-  qat/report.md, report.json, ap.png        figures of every stage
-  eval_*/metrics.json                       figures of the files that were scored on their own
 
 Next, with your own clone and weights:
   ./patch_yolov9.sh path/to/yolov9 && cd path/to/yolov9

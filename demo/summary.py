@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The quickstart's closing table: the float model and its INT8 forms, each scored from its file.
 
-    python demo/summary.py .work/demo
+    python demo/summary.py .work/demo    (or .work/demo-seg)
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.report import COLUMNS, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
+from utils.qat.report import columns, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
 
 NOTES = """
 Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees
@@ -18,20 +18,20 @@ only simulates INT8, and ONNX Runtime on a CPU shows that the INT8 file is right
 
 
 def rows(folder):
-    """One row per scored file: what it is, what ran it, on which images, AP AP50 P R, MB on disk, ms per image."""
+    """One row per scored file: what it is, what ran it, on which images, its metrics, MB on disk, ms per image."""
     report = json.loads((folder / 'qat' / 'report.json').read_text())
-    single, best = folder / 'yolov9-demo.pt', folder / 'qat' / report['best']['file']
+    single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / report['best']['file']
     trained = f"QAT, epoch {report['best']['epoch']}" if report['best']['epoch'] else 'best: PTQ'
     for name, metrics, file in (('float', report['origin'], single),
                                 ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
                                 (trained, report['best'], best)):
-        yield [name, 'PyTorch', 'rectangles', *figures(metrics), megabytes(file), '-']
+        yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file), '-']
     for name, runtime, scored, file in ((trained, 'PyTorch', 'eval_qat_square', best),
                                         ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
                                         ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx'))):
         metrics = json.loads((folder / scored / 'metrics.json').read_text())
         size, ms = metrics['settings']['imgsz'], metrics['times']['ms_per_image']['inference']
-        yield [name, runtime, f'{size} x {size}', *figures(metrics), megabytes(file), f'{ms:.1f}']
+        yield [name, runtime, f'{size} x {size}', metrics, megabytes(file), f'{ms:.1f}']
 
 
 def megabytes(file):
@@ -40,8 +40,11 @@ def megabytes(file):
 
 def main():
     if len(sys.argv) != 2 or not Path(sys.argv[1], 'qat', 'report.json').is_file():
-        sys.exit('summary.py: needs the folder that quickstart.sh filled, .work/demo')
-    print(markdown_table(('model', 'run by', 'images', *COLUMNS, 'MB', 'ms/image'), rows(Path(sys.argv[1]))))
+        sys.exit('summary.py: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
+    found = list(rows(Path(sys.argv[1])))
+    titles, masks = columns(*(metrics for *_, metrics, _, _ in found))
+    print(markdown_table(('model', 'run by', 'images', *titles, 'MB', 'ms/image'),
+                         [[*what, *figures(metrics, masks), size, ms] for *what, metrics, size, ms in found]))
     print(NOTES)
 
 

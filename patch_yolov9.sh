@@ -49,7 +49,7 @@ overlay_files() {
 sum() { sha256sum "$1" | cut -d' ' -f1; }
 exists() { [[ -e $1 || -L $1 ]]; } # -e alone misses a dangling link
 with_block() { # the hooked file as it shall be: block, then the file as upstream wrote it
-    printf '%s\nfrom utils.qat import compat as _qat_compat\n\n_qat_compat.apply()\n%s\n' "$BEGIN" "$END"
+    printf '%s\nfrom utils.qat import compat as _qat_compat\n\n_qat_compat.apply_before_upstream()\n%s\n' "$BEGIN" "$END"
     without_block "$1"
 }
 without_block() { sed '/^# >>> yolov9-qat >>>/,/^# <<< yolov9-qat <<</d' "$1"; }

@@ -30,10 +30,12 @@ import sys
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-import cv2
-import numpy as np
-from sklearn.datasets import load_digits
-from tqdm import tqdm
+try:
+    import cv2
+    import numpy as np
+except ImportError:
+    if not {'-h', '--help'} & set(sys.argv):  # which works before they are installed
+        raise
 
 VERSION = {'detect': 1, 'segment': 'segment 1'}  # raise it when the same arguments would give other pictures
 STAMP = 'made-with.json'  # the arguments a folder was made with
@@ -201,6 +203,8 @@ TASKS = {'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_lin
 
 def make_split(folder, split, count, size, seed, task):
     """Write `count` pictures and label files of one split under `folder`."""
+    from sklearn.datasets import load_digits  # here: it takes a second to import, and `-h` must not
+    from tqdm import tqdm
     digits = load_digits()
     sources = source_split(seed, len(digits.images))[split]
     images, labels = folder / 'images' / split, folder / 'labels' / split

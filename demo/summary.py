@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.errors import Parser, QatError, run_command  # noqa: E402
 from utils.qat.report import columns, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
 
 NOTES = """
@@ -38,10 +39,13 @@ def megabytes(file):
     return f'{file.stat().st_size / 1e6:.1f}'
 
 
-def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1], 'qat', 'report.json').is_file():
-        sys.exit('summary.py: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
-    found = list(rows(Path(sys.argv[1])))
+def main(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument('folder', type=Path, help='what quickstart.sh filled: .work/demo or .work/demo-seg')
+    folder = parser.parse_args(argv).folder
+    if not (folder / 'qat' / 'report.json').is_file():
+        raise QatError(f'{folder}: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
+    found = list(rows(folder))
     titles, masks = columns(*(metrics for *_, metrics, _, _ in found))
     print(markdown_table(('model', 'run by', 'images', *titles, 'MB', 'ms/image'),
                          [[*what, *figures(metrics, masks), size, ms] for *what, metrics, size, ms in found]))
@@ -49,4 +53,4 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(run_command(main))

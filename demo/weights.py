@@ -16,8 +16,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 MAX_BYTES = 6_000_000  # a packed file is meant to be committed
 
 
@@ -30,13 +28,13 @@ def import_upstream(tree):
     if not (Path(tree) / 'models' / 'yolo.py').is_file():
         raise Mistake(f'{tree} is not a YOLOv9 tree (no models/yolo.py); name one with --yolov9 DIR')
     sys.path.insert(0, str(Path(tree).absolute()))
-    import utils  # noqa: F401  first: the patch that lets upstream start on current libraries hangs on it
     import models.yolo
     return models.yolo
 
 
 def load(path, weights_only):
     """torch.load on the CPU; a file that is missing or no torch file is a Mistake."""
+    import torch  # in the functions: `-h` must not pay for it, nor need it
     try:
         return torch.load(path, map_location='cpu', weights_only=weights_only)
     except FileNotFoundError:
@@ -47,6 +45,7 @@ def load(path, weights_only):
 
 def save(content, path):
     """torch.save under a temporary name, then rename: a half-written file never has the final name."""
+    import torch
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
@@ -61,7 +60,7 @@ def half(tensor):
     """FP16, if it is a floating tensor. A value that FP16 cannot hold is a Mistake."""
     if not tensor.is_floating_point():
         return tensor
-    if not torch.isfinite(tensor.half()).all():
+    if not tensor.half().isfinite().all():
         raise Mistake('the checkpoint holds values that are not finite in FP16')
     return tensor.half()
 
@@ -91,7 +90,7 @@ def pack(checkpoint, out):
     """Upstream checkpoint -> packed file. Prefers the averaged weights (`ema`), as upstream does."""
     content = load(checkpoint, weights_only=False)
     model = isinstance(content, dict) and (content.get('ema') or content.get('model'))
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, 'yaml'):
+    if not hasattr(model, 'state_dict') or not hasattr(model, 'yaml'):
         raise Mistake(f'{checkpoint}: not an upstream checkpoint (no "model" or "ema" with a yaml inside)')
     state = state_of(model)
     size = sum(value.numel() * value.element_size() for value in state['state_dict'].values())

@@ -16,8 +16,12 @@ import ast
 import sys
 from pathlib import Path
 
-import cv2
-import numpy as np
+try:
+    import cv2
+    import numpy as np
+except ImportError:
+    if not {'-h', '--help'} & set(sys.argv):  # which works before they are installed
+        raise
 
 IMAGES = {'.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp'}
 PICTURES = Path('runs/infer')  # where --save puts them

@@ -69,12 +69,42 @@ def test_apply_once_is_enough(fresh):
     """)
 
 
+ORDERS = [("import utils", "import torch, numpy", "import models.common"), ("import models", "import torch", "import utils.general"),
+          ("import torch, numpy", "import utils", "import utils.general"), ("import torch", "import models.experimental"),
+          ("import utils.qat.config, models.quantize", "import torch", "import utils.torch_utils"), ("import utils.loggers",)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="; ".join)
+def test_shims_are_there_in_every_order_of_imports(fresh, order):
+    """The last import is the first of a module inside upstream."""
+    fresh(f"""
+        import sys
+        {"; ".join(order[:-1]) or "pass"}
+        compat = sys.modules.get("utils.qat.compat")
+        assert not (compat and compat._fired), "before upstream needs them"
+        {order[-1]}
+        import numpy as np, PIL.ImageFont, torch, utils.qat.compat as compat
+        assert compat._fired and compat.BeforeUpstream not in sys.meta_path
+        for shimmed in torch.load, torch.hub.download_url_to_file, torch.onnx.export:
+            assert shimmed.__wrapped__ and shimmed.__code__.co_filename == compat.__file__, shimmed
+        assert np.trapz and np.float is float and PIL.ImageFont.FreeTypeFont.getsize
+    """)
+
+
+@pytest.mark.parametrize("package", ["utils", "models"])
+def test_upstreams_packages_alone_load_nothing(fresh, package):
+    fresh(f"""
+        import sys, {package}, utils.qat.compat as compat
+        assert not {{"torch", "numpy", "PIL", "pkg_resources"}} & sys.modules.keys() and compat._fired is None
+    """)
+
+
 def test_nothing_in_torch_nn_changes(fresh):
     fresh("""
         import torch, torch.nn as nn, torch.nn.functional as F
         spaces = [nn, F, nn.modules.conv, nn.Module, nn.Conv2d, nn.Upsample, nn.MaxPool2d, torch.Tensor]
         before = [dict(vars(space)) for space in spaces]
-        import utils
+        import utils.general
         assert [dict(vars(space)) for space in spaces] == before
     """)
 
@@ -85,7 +115,9 @@ def test_every_warning_filter_names_its_message(fresh):
         with contextlib.suppress(ImportError):
             import pkg_resources  # adds a filter of its own
         before = list(warnings.filters)
-        import utils.qat.compat
+        import utils.qat.compat as compat
+        assert warnings.filters == before
+        compat.apply()
         added = [f for f in warnings.filters if f not in before]
         assert added
         assert all(message is not None for _, message, *_ in added), added
@@ -96,7 +128,7 @@ def test_fired_shims_are_logged(fresh):
     out = fresh("""
         import logging
         logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
-        import utils
+        import utils.general
     """, hide="IPython")
     line = next(line for line in out.splitlines() if line.startswith("yolov9_qat.compat"))
     assert "ipython_module" in line and "auto_install_off" in line
@@ -161,9 +193,8 @@ def test_numpy_names(fresh):
         import numpy as np
         if hasattr(np, "trapezoid"):
             np.__dict__.pop("trapz", None)
-        import utils
-        assert np.trapz([0, 1, 2], [0, 1, 3]) == 3.5 and np.float is float
         from utils.metrics import compute_ap
+        assert np.trapz([0, 1, 2], [0, 1, 3]) == 3.5 and np.float is float
         assert abs(compute_ap([0.5, 1.0], [1.0, 1.0])[0] - 0.995) < 1e-3
     """)
 
@@ -201,7 +232,7 @@ def test_font_without_network(fresh, tmp_path, name):
 def test_other_downloads_still_go_out(fresh, upstream_caller):
     module = upstream_caller("import torch\ndef get(url, to):\n    torch.hub.download_url_to_file(url, to)\n")
     fresh(NO_NETWORK + textwrap.dedent(f"""
-        import utils, {module}, torch
+        import utils.general, {module}, torch
         for get, url in ({module}.get, "http://localhost/weights.pt"), (torch.hub.download_url_to_file, "http://localhost/Arial.ttf"):
             try:
                 get(url, "/tmp/never")
@@ -228,7 +259,7 @@ def test_torch_load_from_upstream_tries_weights_only_first(fresh, upstream_calle
             asked.append(kwargs.get("weights_only"))
             return real(*args, **kwargs)
         torch.load = spy
-        import utils, {module} as upstream
+        import utils.general, {module} as upstream
 
         def asks(*args, **kwargs):
             asked.clear()
@@ -262,7 +293,7 @@ def test_upstream_loads_a_pickled_checkpoint(fresh, tmp_path):
 
 def test_cuda_amp_is_quiet(fresh):
     out = fresh("""
-        import utils, torch
+        import utils.general, torch
         with torch.cuda.amp.autocast(False):
             torch.cuda.amp.GradScaler(enabled=False)
     """)
@@ -288,7 +319,7 @@ def test_onnx_export_of_upstream_uses_torchscript(fresh, upstream_caller, tmp_pa
             torch.onnx.export(model, x, file, opset_version=13, input_names=["images"], dynamic_axes={"images": {0: "batch"}})
     """)
     fresh(f"""
-        import utils, {module}, torch, onnx
+        import utils.general, {module}, torch, onnx
         {module}.export(torch.nn.Conv2d(3, 4, 1).eval(), torch.rand(1, 3, 8, 8), r"{tmp_path}/conv.onnx")
         assert onnx.load(r"{tmp_path}/conv.onnx").graph.node[0].op_type == "Conv"
     """, hide="onnxscript")

@@ -8,6 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import sklearn.datasets
 import torch
 
 DEMO = Path(__file__).resolve().parents[1] / 'demo'
@@ -113,7 +114,7 @@ def test_labels_are_valid(data, task):
 def test_boxes_are_tight(task, monkeypatch):
     """What a lone digit changes on its canvas spans the box, to a pixel or two of soft edge."""
     monkeypatch.setitem(make_data.TASKS, task, make_data.TASKS[task]._replace(per_image=(1, 1)))
-    source = make_data.load_digits()
+    source = sklearn.datasets.load_digits()
     for i in range(20):
         image, [(_, x1, y1, mask)] = make_data.make_image(np.random.default_rng(i), source.images, source.target, 320,
                                                           make_data.TASKS[task])

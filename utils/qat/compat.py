@@ -1,7 +1,11 @@
 """Lets upstream YOLOv9 run on today's libraries, without touching its files.
 
-In: a process about to import upstream's `utils` or `models` (the block that patch_yolov9.sh puts at the top of both
-`__init__.py` files calls `apply()`). Out: the same process, in which the names upstream still uses exist again.
+In: a process that imports upstream's `utils` or `models` (the block that patch_yolov9.sh puts at the top of both
+`__init__.py` files calls `apply_before_upstream()`). Out: the same process, in which the names upstream still uses exist
+again by the time its first module runs.
+
+The shims reach into torch, NumPy and Pillow, so they wait: our own commands import `utils.qat` long before they need any of
+these, and `-h`, or a command that only reads an ONNX file, never does. Whatever was imported before, and in whatever order.
 
 One function per shim. Each returns True if it had something to do, is guarded by the feature it replaces and not by a
 list of versions where a feature can be asked for, and says when it can be deleted. Line numbers are those of
@@ -33,7 +37,25 @@ def _folder(file):
 
 TREE = _folder(__file__).parents[1]  # the patched tree
 
+OURS = "utils.qat", "models.quantize", "models.deploy"  # packages that need no shims until they import upstream
+
 _fired = None  # names of the shims that fired; None until apply() has run
+
+
+class BeforeUpstream:
+    """First on sys.meta_path. It finds nothing: it only learns that a module of upstream is about to run."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.startswith(("utils.", "models.")) and ".".join(name.split(".")[:2]) not in OURS:
+            sys.meta_path.remove(BeforeUpstream)
+            apply()
+
+
+def apply_before_upstream():
+    """Have `apply` called when the first module inside upstream's `utils` or `models` is imported, and not before."""
+    if _fired is None and BeforeUpstream not in sys.meta_path:
+        sys.meta_path.insert(0, BeforeUpstream)
 
 
 def apply():

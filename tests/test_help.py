@@ -1,0 +1,54 @@
+"""`-h` of every command: it needs none of the packages, and loads none where they are installed."""
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO, copy_upstream
+
+VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
+FILES = sorted(f.relative_to(REPO).as_posix() for folder in ('', 'segment', 'scripts', 'demo') for f in (REPO / folder).glob('*.py'))
+COMMANDS = [command for file in FILES for command in ((file,), *((file, verb) for verb in VERBS.get(file, ())))]
+OWN = {  # what a file is made of, beyond Python
+    'scripts/infer_onnx.py': {'cv2', 'numpy'}, 'demo/make_data.py': {'cv2', 'numpy'}}
+
+each_command = pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
+
+
+@pytest.fixture(scope='module')
+def patched(tmp_path_factory):
+    """A tree patched as users patch theirs, with copies: there our files and upstream's are one package."""
+    tree = copy_upstream(tmp_path_factory.mktemp('help') / 'yolov9')
+    subprocess.run([REPO / 'patch_yolov9.sh', tree], check=True, stdout=subprocess.DEVNULL)
+    return tree
+
+
+def show_help(patched, command, *options):
+    """The finished `python OPTIONS COMMAND -h`; demo/ is not laid over the tree."""
+    file, *verb = command
+    path = REPO / file if file.startswith('demo/') else patched / file
+    return subprocess.run([sys.executable, *options, path, *verb, '-h'], cwd=patched, capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL)
+
+
+def test_all_commands_are_there():
+    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/summary.py',)} <= set(COMMANDS)
+
+
+@each_command
+def test_help_with_no_package_installed(patched, command):
+    done = show_help(patched, command, '-S', '-E')  # without site-packages and PYTHONPATH
+    assert done.returncode == 0 and not done.stderr, done.stderr[-2000:]
+    assert done.stdout.startswith('usage: ') and '-h, --help' in done.stdout
+
+
+@each_command
+def test_help_loads_no_package(patched, command):
+    """What it imports is Python's own and ours: packages are what makes a start slow."""
+    done = show_help(patched, command, '-X', 'importtime')
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = {name.split('.')[0] for name in re.findall(r'(?m)^import time: .*\| +(\S+)$', done.stderr)}
+    assert len(loaded) > 20, 'Python says what it imports'
+    packages = {'torch', 'torchvision', 'numpy', 'scipy', 'cv2', 'PIL', 'onnx', 'onnxruntime', 'tensorrt', 'matplotlib', 'pandas',
+                'seaborn', 'sklearn', 'yaml', 'tqdm', 'pytorch_quantization', 'pkg_resources', 'packaging', 'IPython'}
+    assert not loaded & packages - OWN.get(command[0], set())

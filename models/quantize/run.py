@@ -80,6 +80,8 @@ class Run:
 
     def write(self):
         on_first(write_report)(self.folder, self.report)
+        if self.report['epochs']:
+            on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def timed(self, what, start):
         """Seconds since `start` (time.perf_counter), noted in the report as the time of `what`."""
@@ -160,7 +162,6 @@ class Run:
             self._keep_best({'epoch': 0, **self.report['ptq']})  # fine-tuning may gain nothing
         self._keep_best(result)
         self.write()
-        on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def _keep_best(self, result):
         """Where `result` is the best so far (report.merit), its model becomes qat_best_*.pt."""
@@ -180,5 +181,5 @@ class Run:
                 if 'ap' in self.report[key]:
                     scored[key] = self.score(self.folder / self.report[key]['file'], f'{what}, val', 'val')
             self.report['val'] = scored
-            self.write()
+        self.write()  # whole again, also where the last epoch's was interrupted between one file and the next
         on_first(self.state.unlink)(missing_ok=True)

@@ -1,0 +1,137 @@
+"""`quantize` killed, at points that are chosen and not timed: no finished file is damaged, and `--resume` ends as if nothing had happened.
+
+A process of its own does the work and sends itself SIGKILL, which no handler sees, at a call of one of the functions of the run. It is
+forked from this one, which has the libraries loaded. docs/faults.md has the table.
+"""
+import importlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from models.quantize import checkpoint
+from PIL import Image
+from utils.qat.errors import run_command
+from utils.qat.resume import STATE
+from zoo import program, same
+
+RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'  # what --resume does, or says
+POINTS = {  # name → (function, which call, how; what --resume says then)
+    'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
+    'observing': ('models.quantize.calibrate.Histogram.collect', 50, 'before', START),
+    'searching amax': ('models.quantize.choose.histogram_amax', 1, 'before', START),
+    'saving the calibrated model': ('torch.save', 1, 'half', START),
+    'scoring the calibrated model': ('utils.qat.evaluate.Scorer.update', 3, 'before', START),
+    'reporting the calibrated model': ('pathlib.Path.write_text', 3, 'half', START),
+    'in epoch 1': ('models.quantize.step.Step.__call__', 2, 'after', RESUME),
+    'saving the state of epoch 1': ('torch.save', 2, 'half', RESUME),
+    'scoring epoch 1': ('utils.qat.evaluate.Scorer.metrics', 3, 'before', RESUME),
+    'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
+    'in epoch 2': ('models.quantize.step.Step.__call__', 3, 'after', RESUME),
+    'reporting epoch 2': ('pathlib.Path.write_text', 8, 'half', RESUME),
+    'drawing epoch 2': ('models.quantize.run.plot_ap', 2, 'before', RESUME),
+    'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
+}
+
+
+def arguments(demo, project):
+    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, '--imgsz', 64, '--batch-size', 6, '--iters', 2, '--epochs', 2,
+                             '--calib-images', 8, '--calib-method', 'mse', '--device', 'cpu', '--workers', 0, '--lr', '1e-4', '--project', project)]
+
+
+@pytest.fixture(scope='module')
+def whole(demo, tmp_path_factory):
+    """What a run leaves that is not killed."""
+    project = tmp_path_factory.mktemp('whole')
+    assert run_command(program('qat.py').main, arguments(demo, project)) == 0
+    return content(project / 'exp')
+
+
+def owner_of(target):
+    """(module or class that has the function at the dotted path `target`, the function's name)."""
+    path, name = target.rsplit('.', 1)
+    module, _, cls = (path, '', '') if not path.rsplit('.', 1)[-1][0].isupper() else path.rpartition('.')
+    found = importlib.import_module(module)
+    return (getattr(found, cls) if cls else found), name
+
+
+def deadly(function, number, how):
+    """`function`, whose call `number` is the process's last. how: it dies 'before' the call, 'after' it, or when 'half' of the file is there
+    that the call writes, the last of its arguments that is a Path."""
+    calls = 0
+
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == number and how == 'before':
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*args, **kwargs)
+        if calls == number:
+            if how == 'half':
+                file = next(a for a in reversed(args) if isinstance(a, Path))
+                os.truncate(file, file.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return wrapped
+
+
+def run_to_death(argv, target, number, how, log):
+    """qat.py with `argv` in a child process, which must be killed by `deadly`; its output goes to the file `log`."""
+    child = os.fork()
+    if not child:
+        try:
+            out = os.open(log, os.O_CREAT | os.O_WRONLY)
+            os.dup2(out, 1), os.dup2(out, 2)
+            owner, name = owner_of(target)
+            setattr(owner, name, deadly(getattr(owner, name), number, how))
+            run_command(program('qat.py').main, argv)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f'{target} was not reached\n{log.read_text()[-3000:]}'
+
+
+def require_whole(folder):
+    """Each file with a final name is what its name says."""
+    for file in folder.rglob('*'):
+        if file.name.startswith('.') or not file.is_file():
+            continue  # hidden: what a killed process was writing
+        if file.name == Path(STATE).name:
+            assert torch.load(file, weights_only=True)['number']
+        elif file.suffix == '.pt':
+            assert checkpoint.load_quantized(file)[1]['format'] == checkpoint.FORMAT
+        elif file.suffix == '.json':
+            assert json.loads(file.read_text())['settings']
+        elif file.suffix == '.png':
+            Image.open(file).load()
+        else:
+            assert file.name in ('report.md', 'log.txt') and file.read_text().strip()
+
+
+def content(folder):
+    """What a run left: names of its files; the report but for times and where it is; its Markdown and its picture; the models."""
+    report = json.loads((folder / 'report.json').read_text())
+    del report['times'], report['settings']['project'], report['settings']['exist_ok']
+    models = {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+    return sorted(p.name for p in folder.iterdir()), report, (folder / 'report.md').read_text(), (folder / 'ap.png').read_bytes(), models
+
+
+@pytest.mark.parametrize('point', POINTS)
+def test_killed(demo, whole, tmp_path, capsys, point):
+    target, number, how, says = POINTS[point]
+    run_to_death(arguments(demo, tmp_path), target, number, how, tmp_path / 'log')
+    folder = tmp_path / 'exp'
+    require_whole(folder)
+    capsys.readouterr()
+    code = run_command(program('qat.py').main, ['quantize', '--resume', str(folder)])
+    if says:
+        assert code == 2 and says in capsys.readouterr().err.strip().splitlines()[-1]
+        assert run_command(program('qat.py').main, [*arguments(demo, tmp_path), '--exist-ok']) == 0
+    else:
+        assert code == 0
+    *rest, models = content(folder)
+    assert rest == whole[:-1] and models.keys() == whole[-1].keys() and all(same(models[name], whole[-1][name]) for name in models)
+    assert not [f for f in folder.rglob('.*')]

@@ -2,14 +2,15 @@
 
     python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
 
-onnx writes MODEL.onnx, predictions; onnx_end2end writes MODEL-end2end.onnx, detections (docs/end2end.md).
+onnx writes MODEL.onnx, predictions; onnx_end2end writes MODEL-end2end.onnx, detections, of a segmentation model with masks
+(docs/end2end.md).
 """
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from utils.qat.config import END2END, FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, EvalConfig, ExportConfig
+from utils.qat.config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, EvalConfig, ExportConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.log import LOGGER, bar, quiet_upstream
 
@@ -41,11 +42,17 @@ def parse_args(argv):
                         f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8')
     end2end = parser.add_argument_group('NMS inside the file (--include onnx_end2end)')
     end2end.add_argument('--nms', help=f'plugin: {PLUGIN}, which only TensorRT has; standard: operators of ONNX, which run in ONNX Runtime too. '
-                         'Default: plugin, with --trt 11 standard')
+                         'Default: plugin; with --trt 11, and of a segmentation model, standard')
     end2end.add_argument('--topk-all', type=int, default=ExportConfig.topk_all, help='detections per image, at most')
     end2end.add_argument('--iou-thres', type=float, default=ExportConfig.iou_thres, help='IoU above which a box is dropped')
     end2end.add_argument('--conf-thres', type=float, default=ExportConfig.conf_thres, help='scores up to this do not count')
     end2end.add_argument('--class-agnostic', action='store_true', help='boxes of different classes drop each other too')
+    masks = parser.add_argument_group('masks inside the file (--include onnx_end2end of a segmentation model)')
+    masks.add_argument('--mask-resolution', type=int, default=ExportConfig.mask_resolution, help='R: a mask has R x R values over the box of '
+                       'its detection')
+    masks.add_argument('--pooler-scale', type=float, default=ExportConfig.pooler_scale, help='side of the prototypes / side of the image')
+    masks.add_argument('--sampling-ratio', type=int, default=ExportConfig.sampling_ratio, help='RoiAlign: points per value and axis, of which '
+                       'it is the mean; 0: as many as there are prototype cells to a value')
     return ExportConfig(**vars(parser.parse_args(argv)))
 
 
@@ -80,7 +87,8 @@ def verify(config, reference, device, limits, path, data, loader):
                       **result.plain()})
     LOGGER.info(f"\nPyTorch and ONNX Runtime ({path.name}) on {result.images} images of {config.verify}\n\n"
                 f"{comparison_tables(result.plain(), ('PyTorch', 'ONNX Runtime'))}\n"
-                f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}: '
+                f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}'
+                f"{f', the IoU of their masks at least {limits.mask:g}' * (result.matched_mask is not None)}: "
                 f"{'exceeded' if excess else 'kept'}\nresults {file}")
     if excess:
         LOGGER.error(f"{path}: above the limits of --verify: {'; '.join(excess)}. The file stays. AP is uncertain on few images: "
@@ -96,7 +104,7 @@ def main(argv=None):
 
     import onnx
     import torch
-    from models.deploy.end2end import export_end2end, torch_nms
+    from models.deploy.end2end import export_end2end, outside
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
     from utils.qat.backends import TorchModel, select_device
@@ -113,10 +121,11 @@ def main(argv=None):
         model, quant = load_any(config.weights, select_device(config.device))
         if config.fp32_scales and not quant:
             raise QatError(f'--fp32-scales: {config.weights} is a float checkpoint, without scales; leave the flag out, or use --half')
-        predict, imgsz, nms = TorchModel(model), config.imgsz, config.nms_settings
+        predict, imgsz = TorchModel(model), config.imgsz
         require_multiples(imgsz, predict.stride)
         files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
         plain, end2end = files.get('onnx'), files.get('onnx_end2end')
+        nms, pooling = config.end2end(predict.segments) if end2end else (None, None)
         if config.verify:  # a mistake in the data shall show before the work
             data = load_data(config.verify, predict.nc, '--verify', predict.segments)
             settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
@@ -129,7 +138,7 @@ def main(argv=None):
         if end2end:
             with atomic(end2end) as tmp:
                 done = done or export(tmp)
-                export_end2end(plain or tmp, tmp, nms, runnable=not config.fp32_scales)
+                export_end2end(plain or tmp, tmp, nms, pooling, runnable=not config.fp32_scales)
             serving = end2end.with_suffix('.pbtxt')
             write_text(serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
     LOGGER.info(f"{config.weights} ({'INT8' if quant else 'float'}{', FP16' * half}{', FP32 scales' * config.fp32_scales}), "
@@ -137,19 +146,23 @@ def main(argv=None):
                 f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
                 f"ONNX Runtime{' (which wants the scales in FP16)' * config.fp32_scales} against PyTorch: "
                 f'boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
-                f'scores {done.scores:.3%} (at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
-    checked = 'in ONNX Runtime as by torchvision' if nms.kind == 'standard' else 'not run here, only TensorRT has it'
+                f'scores {done.scores:.3%} (at most {done.scores_max:.3g})'
+                + (f', mask coefficients {done.coefficients:.3%}, prototypes {done.prototypes:.3%}' if predict.segments else '')
+                + f'; allowed {done.limit:.1%}')
     for path in files.values():
-        outputs = f"{', '.join(END2END)} of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}" if path == end2end else 'output0'
+        outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
+        if path == end2end:
+            checked = 'in ONNX Runtime as by torchvision' if nms.kind == 'standard' else 'not run here, only TensorRT has it'
+            outputs += f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'
         LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\n'
                     f'engine: {build_command(path, config, quant is not None, half)}')
     if end2end:
         LOGGER.info(f'-> {serving}: copy it to MODELS/{end2end.stem}/config.pbtxt of a Triton server, docs/deepstream.md')
-    in_onnxruntime = {what: path for what, path in files.items() if what == 'onnx' or nms.kind == 'standard'}
+    in_onnxruntime = {what: path for what, path in files.items() if path != end2end or nms.kind == 'standard'}
     if end2end and nms.kind == 'plugin' and config.trt == 11:
         LOGGER.info(f'warning: {PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin')
     if config.verify:
-        references = {'onnx': predict, 'onnx_end2end': lambda images: torch_nms(predict(images), nms)}
+        references = {'onnx': predict, 'onnx_end2end': lambda images: outside(predict(images), tuple(images.shape[2:]), nms, pooling)}
         with explain_out_of_memory(config.batch_size):
             return max(verify(config, references[what], predict.device, config.limits(bool(quant)), path, data, loader)
                        for what, path in in_onnxruntime.items())

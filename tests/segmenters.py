@@ -18,7 +18,7 @@ SEGMENTERS = ['Segment', pytest.param('DSegment', marks=pytest.mark.full_tree)]
 
 def segmenter(head='Segment', quantized=False):
     """A fused model with one of HEADS, in eval mode; calibrated if `quantized`."""
-    model = fuse(tamed(build('demo', backbone=BACKBONE, head=HEADS[head], nc=CLASSES)))
+    model = fuse(tamed(build('demo-seg', backbone=BACKBONE, head=HEADS[head], nc=CLASSES)))
     if quantized:
         quantize_model(model)
         tie_scales(model)

@@ -13,8 +13,9 @@ from utils.general import non_max_suppression
 from utils.qat.backends import OnnxModel
 from utils.qat.config import END2END, NMS_LIMITS, PLUGIN, EvalConfig, Nms
 from utils.qat.data import load_data
+from utils.qat.detections import prepared
 from utils.qat.errors import QatError
-from utils.qat.evaluate import evaluate, prepared
+from utils.qat.evaluate import evaluate
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit, coverage
 from utils.qat.onnx_graph import count_qdq, opset
@@ -244,8 +245,7 @@ def exported(demo, tmp_path_factory):
 def images(demo):
     """FP32 [8, 3, SIZE, SIZE]: val images of the demo, and one on which there is nothing."""
     loader = val_loader(load_data(demo.data), EvalConfig(demo.single, demo.data, 7, SIZE, workers=0), 32, square=True)
-    batch, targets, *_ = next(iter(loader))
-    return torch.cat((prepared(batch, targets, CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
+    return torch.cat((prepared(next(iter(loader)), CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
 
 
 @pytest.mark.parametrize('kind', NMS_LIMITS)
@@ -303,7 +303,7 @@ def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_
     export_end2end(exported(name), tmp_path / 'model.onnx', nms)
     inside = OnnxModel(tmp_path / 'model.onnx')
     for size in sizes:
-        found = [d for part in images.split(size) for d in inside(part)]
+        found = [d.rows for part in images.split(size) for d in inside(part)]
         wanted = [d for part in predictions(name, size) for d in torch_nms(part, nms)]
         assert len(found) == 8 and all(map(torch.equal, found, wanted))
         lengths = [len(d) for d in wanted]
@@ -333,7 +333,7 @@ def test_the_plugin_in_a_whole_model(exported, images, tmp_path):
     onnx.save(with_plugin_as_function(onnx.load(tmp_path / 'plugin.onnx'), STANDARD, 10), tmp_path / 'function.onnx')
     export_end2end(exported('int8 open'), tmp_path / 'standard.onnx', STANDARD)
     found, wanted = (OnnxModel(tmp_path / f'{name}.onnx')(images) for name in ('function', 'standard'))
-    assert all(map(torch.equal, found, wanted)) and sum(map(len, wanted)) > 20
+    assert all(torch.equal(f.rows, w.rows) for f, w in zip(found, wanted)) and sum(map(len, wanted)) > 20
 
 
 def test_in_place(exported, tmp_path):
@@ -361,11 +361,11 @@ CHANGES = {'one box less': lambda n, b, s, c: n.sub_(1), 'a box moved by roundin
 def test_the_check_of_the_export_sees_what_differs(what):
     """On the predictions that it makes: of two images one is crowded, one empty."""
     nms = Nms('standard', 10)
-    predictions = made_predictions(2, 7, 400, nms)
+    [predictions] = made_predictions(nms, 640, (2, 7, 400))
     outputs = [torch.from_numpy(out) for out in run_onnx(bare(nms, 2, 3, 400), {'x': predictions.numpy()})]
     assert outputs[0].tolist() == [[10], [0]]
     if what is None:
-        return _check(outputs, predictions, nms)
+        return _check(outputs, [predictions], nms, None)
     CHANGES[what](*outputs)
     with pytest.raises(QatError, match='NMS in ONNX Runtime.*No file was written'):
-        _check(outputs, predictions, nms)
+        _check(outputs, [predictions], nms, None)

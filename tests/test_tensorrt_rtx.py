@@ -14,8 +14,9 @@ from models.deploy import onnx_export
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
+from segmenters import CLASSES, NM, segmenter
 from utils.qat import onnx_graph
-from utils.qat.config import NMS_LIMITS, Nms
+from utils.qat.config import NMS_LIMITS, Nms, Pooling
 from utils.qat.deepstream import deepstream_layout
 from utils.qat.onnx_half import fp32_scales, to_half
 from utils.qat.onnx_nms import add_nms
@@ -175,13 +176,18 @@ def with_nms(graph, **settings):
     return add_nms(copy(graph), Nms('standard', **{'topk_all': 20, **settings}))
 
 
+def without(op, model, type_, shape):
+    """A copy that is given what its one node `op` returns, of `shape`."""
+    model = copy(model)
+    [found] = [n for n in model.graph.node if n.op_type == op]
+    model.graph.node.remove(found)
+    model.graph.input.append(onnx.helper.make_tensor_value_info(found.output[0], type_, shape))
+    return model
+
+
 def without_its_nms(model):
     """A copy that is given the boxes that NonMaxSuppression selects, a list of any length."""
-    model = copy(model)
-    [found] = [n for n in model.graph.node if n.op_type == 'NonMaxSuppression']
-    model.graph.node.remove(found)
-    model.graph.input.append(onnx.helper.make_tensor_value_info(found.output[0], onnx.TensorProto.INT64, ['selected', 3]))
-    return model
+    return without('NonMaxSuppression', model, onnx.TensorProto.INT64, ['selected', 3])
 
 
 INSIDE = [('float', {}, 'fp32', {}), ('float', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32', {'class_agnostic': True}),
@@ -202,6 +208,27 @@ def test_engines_with_nms_inside(exported, kind, options, typing, settings):
     done = compile_graph(without_its_nms(graph))
     done.said = [message for message in done.said if 'has Int64 binding' not in message]  # of the list that it is given
     assert_compiled(graph, done, int8)
+
+
+@pytest.mark.parametrize('batch, typing', [(1, 'fp32'), (2, 'fp16')])
+def test_engines_with_masks_inside(tmp_path, batch, typing):
+    """RoiAlign is a plugin of TensorRT's, which the parser asks for a GPU: without one it takes no file that has it. All else is taken, and
+    builds but for NonMaxSuppression."""
+    onnx_export.export_onnx(segmenter(quantized=True), tmp_path / 'model.onnx', (64, 64), batch=batch, opset=19)
+    plain = TYPED[typing](onnx.load(tmp_path / 'model.onnx'))
+    done = compile_graph(plain)
+    assert done.errors == [] and done.engine
+    assert done.outputs == {'output0': ('FLOAT', (batch, 4 + CLASSES + NM, 84)), 'output1': ('FLOAT', (batch, NM, 16, 16))}
+
+    graph = add_nms(copy(plain), Nms('standard', 20), Pooling(28))
+    done = compile_graph(graph)
+    assert done.errors == [] or 'ROIAlign plugin was not found' in done.errors[0]
+    graph = without('RoiAlign', graph, FLOAT, [batch * 20, 1, 28, 28])
+    done = compile_graph(graph)
+    assert done.errors == [] and [layer.op_type for layer in done.layers].count('NMS') == 1
+    assert done.outputs == {'num_dets': ('INT32', (batch, 1)), 'det_boxes': ('FLOAT', (batch, 20, 4)), 'det_scores': ('FLOAT', (batch, 20)),
+                            'det_classes': ('INT32', (batch, 20)), 'det_masks': ('FLOAT', (batch, 20, 28 * 28))}
+    assert compile_graph(without_its_nms(graph)).engine
 
 
 def test_the_plugin_is_not_there(exported):

@@ -45,6 +45,12 @@ def test_end2end_with_a_fixed_batch():
     assert 'max_batch_size: 0' in text and 'platform: "onnxruntime_onnx"' in text and 'dynamic_batching' not in text
 
 
+def test_masks():
+    model = end2end('batch')
+    model.graph.output.append(helper.make_tensor_value_info('det_masks', FLOAT, ['batch', 100, 25600]))
+    assert tensors(triton_config(model, 'yolov9-seg', max_batch=4))[-1] == ('output', 'det_masks', 'FP32', [100, 25600])
+
+
 def test_one_image_at_a_time_is_not_gathered():
     text = triton_config(end2end('batch'), 'yolov9')
     assert 'max_batch_size: 1' in text and 'dynamic_batching' not in text

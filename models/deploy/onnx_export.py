@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
 from utils.qat import onnx_graph, onnx_half, onnx_passes
-from utils.qat.backends import onnx_session
+from utils.qat.backends import OnnxModel
 from utils.qat.errors import QatError, atomic
 
 OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
@@ -25,8 +25,8 @@ OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model proto
 # logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, which masks are
 # made of. Float graphs differ by the order of summation only, or by FP16 (seen: 0.05 %). With INT8, a value between two
 # steps rounds either way, and each such flip is one whole step to the next layer. How much that makes depends on the model
-# (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %), so it is measured: PyTorch against PyTorch with other last bits behind each convolution, and MARGIN times that is allowed
-# as well. The scales themselves must agree bit for bit.
+# (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %), so it is measured: PyTorch against PyTorch with other
+# last bits behind each convolution, and MARGIN times that is allowed as well. The scales themselves must agree bit for bit.
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN = 3
 LAST_BITS = {'FP32': 2.0 ** -22, 'FP16': 2.0 ** -12}  # of the largest value that a convolution returns
@@ -124,12 +124,6 @@ def rounding_noise(model, images, theirs, last_bits):
     return max(moved.get(name, 0) for name in RELATIVE)
 
 
-def _run(path, images):
-    """What the file returns in ONNX Runtime, as the model does."""
-    outputs = [torch.from_numpy(out) for out in onnx_session(str(path)).run(None, {'images': images.numpy()})]
-    return outputs if outputs[1:] else outputs[0]
-
-
 @torch.no_grad()
 def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
                 fp32_scales=False, kept_float=(), layout=None):
@@ -166,7 +160,7 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        figures, typing = differences(_run(tmp, images), theirs), 'FP16' if half else 'FP32'
+        figures, typing = differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
         noise = rounding_noise(traced, images.to(device), theirs, LAST_BITS[typing]) if quantizers else 0.0
         limit = max(LIMITS['INT8' if quantizers else 'float', typing], MARGIN * noise)
         errors = {name: figures[name] for name in RELATIVE if name in figures}

@@ -18,6 +18,7 @@ MASKS = 'det_masks'  # one more, of a segmentation model
 INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
+MASK_OPSET = 16  # the first whose RoiAlign takes coordinates as they are, with pixels whose centres are at a half
 
 
 def check(problems):
@@ -215,6 +216,14 @@ class Nms:
     class_agnostic: bool = False  # classes do not matter for what is dropped, and a box is of its best class alone
 
 
+@dataclass(frozen=True)
+class Pooling:
+    """How an exported file cuts out the masks of its detections, see onnx_nms.py."""
+    mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
+    pooler_scale: float = 0.25  # side of the prototypes / side of the image
+    sampling_ratio: int = 0  # points per value and axis, of which it is the mean; 0 = as many as there are prototype cells to it
+
+
 @dataclass
 class ExportConfig:
     """`export_qat.py`."""
@@ -235,25 +244,26 @@ class ExportConfig:
     rtol: float = 1e-3  # of what counts as within tolerance: |ONNX Runtime - PyTorch| <= atol + rtol |PyTorch|
     atol: float = 1e-3
     max_ap_diff: float = None  # 0..1; None = that of FLOAT_LIMITS or INT8_LIMITS
-    nms: str = None  # the kind; None = 'plugin', for TensorRT 11 'standard'. This and the next four: see Nms
+    nms: str = None  # the kind; None = what --trt and the model allow, see end2end. This and the next four: see Nms
     topk_all: int = Nms.topk_all
     iou_thres: float = Nms.iou_thres
     conf_thres: float = Nms.conf_thres
     class_agnostic: bool = Nms.class_agnostic
+    mask_resolution: int = Pooling.mask_resolution  # this and the next two: see Pooling
+    pooler_scale: float = Pooling.pooler_scale
+    sampling_ratio: int = Pooling.sampling_ratio
 
     def __post_init__(self):
         if len(self.imgsz) == 1:
             self.imgsz = self.imgsz * 2
         end2end = 'onnx_end2end' in self.include
-        idle = [f.name for f in fields(Nms)[1:] if getattr(self, f.name) != f.default] + ['nms'] * (self.nms is not None)
+        idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
         check([(name not in INCLUDE, f"--include {name}: must be of {', '.join(INCLUDE)}") for name in self.include]
-              + [(idle and not end2end, f"{', '.join('--' + name.replace('_', '-') for name in idle)}: only with --include onnx_end2end")])
+              + [(idle and not end2end, f'{idle}: only with --include onnx_end2end')])
         check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
         lowest, highest, default = OPSETS[self.trt]
         opset_given = self.opset is not None
         self.opset = default if self.opset is None else self.opset
-        self.nms = self.nms or ('standard' if self.trt == 11 else 'plugin')
-        check([(self.nms not in NMS_LIMITS, f"--nms {self.nms}: must be one of {', '.join(NMS_LIMITS)}")])
         check([
             (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
             (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
@@ -272,19 +282,35 @@ class ExportConfig:
             (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
             (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
             (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
-            (not 1 <= self.topk_all <= NMS_LIMITS[self.nms],
-             f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[self.nms]} for --nms {self.nms}'),
+            (self.nms not in (None, *NMS_LIMITS), f"--nms {self.nms}: must be one of {', '.join(NMS_LIMITS)}"),
             (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
             (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
-            (self.nms == 'plugin' and self.iou_thres == 0, f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard'),
-            (self.verify and self.nms == 'plugin' and 'onnx' not in self.include,
-             f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard'),
+            (not 1 <= self.mask_resolution <= 1024, f'--mask-resolution {self.mask_resolution}: must lie in 1 to 1024'),
+            (not 0 < self.pooler_scale <= 1, f'--pooler-scale {self.pooler_scale}: must lie in (0, 1]'),
+            (self.sampling_ratio < 0, f'--sampling-ratio {self.sampling_ratio}: must be 1 or more, or 0 for as many as it takes'),
         ])
 
-    @property
-    def nms_settings(self):
-        """Nms of the end2end file."""
-        return Nms(self.nms, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic)
+    def _given(self, names):
+        """Flags of those settings among `names` that are not at their defaults."""
+        return ', '.join('--' + name.replace('_', '-') for name in names if getattr(self, name) != getattr(ExportConfig, name))
+
+    def end2end(self, segments):
+        """(Nms, Pooling) of the end2end file of a model that segments, or of a detector. Raises QatError if the flags are not for such a
+        model."""
+        kind = self.nms or ('standard' if segments or self.trt == 11 else 'plugin')
+        masks = self._given(f.name for f in fields(Pooling))
+        check([
+            (segments and kind == 'plugin', f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
+                                            'it out, a segmentation model takes --nms standard'),
+            (segments and self.opset < MASK_OPSET, f'--opset {self.opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more'),
+            (masks and not segments, f'{masks}: only for a segmentation model, which {self.weights} is not'),
+            (not 1 <= self.topk_all <= NMS_LIMITS[kind], f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}'),
+            (kind == 'plugin' and self.iou_thres == 0, f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard'),
+            (self.verify and kind == 'plugin' and 'onnx' not in self.include,
+             f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard'),
+        ])
+        return (Nms(kind, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic),
+                Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio))
 
     def limits(self, quantized):
         """Limits of --verify for a quantized or a float model."""

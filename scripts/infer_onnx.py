@@ -4,11 +4,13 @@
 
     image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → the file → its outputs → detections [n, 6] → the image
 
-It prints a line for each detection: class, score, and x1 y1 x2 y2 in pixels of the image. Pre-processing and NMS are those that the
-model was evaluated with. All three layouts of outputs are read:
-    plain       output0 [B, 4 + nc, N]: x, y (centre), width, height and the scores of all classes; NMS is done here
+It prints a line for each detection: class, score, x1 y1 x2 y2 in pixels of the image, and of a segmentation model the pixels of its mask.
+Pre-processing and NMS are those that the model was evaluated with. All three layouts of outputs are read:
+    plain       output0 [B, 4 + nc, N]: x, y (centre), width, height and the scores of all classes; NMS is done here. Of a segmentation
+                model [B, 4 + nc + nm, N], and output1 [B, nm, h, w]: coefficients, and the prototypes whose sums the masks are
     DeepStream  output [B, N, 6]: x1, y1, x2, y2, score and class of the best class; NMS is done here
-    end2end     num_dets [B, 1], det_boxes [B, K, 4] (x1, y1, x2, y2), det_scores [B, K], det_classes [B, K]; NMS is in the file
+    end2end     num_dets [B, 1], det_boxes [B, K, 4] (x1, y1, x2, y2), det_scores [B, K], det_classes [B, K]; NMS is in the file. Of a
+                segmentation model det_masks [B, K, R * R] besides: R x R cells, row by row, that divide the box
 Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: examples/infer_engine.py.
 """
 import argparse
@@ -69,39 +71,73 @@ def nms(boxes, scores, classes, iou_thres):
     return kept
 
 
-def read_outputs(outputs, conf_thres, iou_thres):
-    """Outputs of the file for one image, {name: array with a batch axis} → detections FP32 [n, 6], highest score first: x1, y1, x2, y2 in
-    pixels of the letterboxed image, score, class."""
+def read_outputs(outputs, size, conf_thres, iou_thres):
+    """Outputs of the file for one image, {name: array with a batch axis} → (detections, masks).
+
+    size: height, width of the letterboxed image. detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of that image, score,
+    class. masks: (FP32 [n, rows, columns] in 0..1, areas [n, 4] that these cells divide, as x1, y1, x2, y2); None if there are none.
+    """
     if 'num_dets' in outputs:
         n = int(outputs['num_dets'][0, 0])
         boxes, scores, classes = (outputs[name][0, :n] for name in ('det_boxes', 'det_scores', 'det_classes'))
         found = np.column_stack((boxes, scores, classes)).astype(np.float32)
-        return found[found[:, 4] > conf_thres]
-    (output,) = outputs.values()
+        kept = found[:, 4] > conf_thres
+        if 'det_masks' not in outputs:
+            return found[kept], None
+        masks = outputs['det_masks'][0, :n]
+        side = round(masks.shape[1] ** 0.5)
+        return found[kept], (masks.reshape(n, side, side)[kept], boxes[kept])
+    output, *prototypes = sorted(outputs.values(), key=np.ndim)
     if output.shape[2] == 6:
         found = output[0][output[0, :, 4] > conf_thres]
     else:
-        rows = output[0].T  # [N, 4 + nc]
+        rows, coefficients = np.split(output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1)  # [N, 4 + nc], [N, nm]
         at, classes = np.nonzero(rows[:, 4:] > conf_thres)  # a box may be of several classes, as in the evaluation
         centre, half = rows[at, :2], rows[at, 2:4] / 2
         found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
-    return found[nms(found[:, :4], found[:, 4], found[:, 5], iou_thres)]
+    kept = nms(found[:, :4], found[:, 4], found[:, 5], iou_thres)
+    if not prototypes:
+        return found[kept], None
+    logits = np.tensordot(coefficients[at[kept]], prototypes[0][0], 1)
+    masks = np.tanh(logits / 2) / 2 + 0.5  # the sigmoid, which does not overflow this way
+    return found[kept], (masks, np.tile(np.float32([0, 0, size[1], size[0]]), (len(kept), 1)))
+
+
+def unscaled(boxes, gain, border):
+    """Boxes [n, 4] in pixels of the image itself. gain, border: of `letterbox`."""
+    return (boxes - np.float32([*border, *border])) / np.float32(gain)
 
 
 def to_image(found, gain, border, shape):
     """Detections in pixels of the image itself, clipped to it. gain, border: of `letterbox`. shape: height, width."""
     found = found.copy()
-    found[:, :4] = (found[:, :4] - np.float32([*border, *border])) / np.float32(gain)
-    found[:, :4] = found[:, :4].clip(0, [shape[1], shape[0], shape[1], shape[0]])
+    found[:, :4] = unscaled(found[:, :4], gain, border).clip(0, [shape[1], shape[0], shape[1], shape[0]])
     return found
 
 
-def draw(image, found, names):
-    """Draw the detections into the image, in place: a colour for each class."""
+def paste(mask, area, box, shape):
+    """A mask [rows, columns] in 0..1 → bool [height, width]: the pixels of an image whose centres are in the box, and where the mask is above 0.5.
+
+    area: x1, y1, x2, y2 in pixels of the image, divided by the cells of the mask; linear between their centres. shape: height, width.
+    """
+    (x1, y1, x2, y2), (rows, columns) = area, mask.shape
+    if x2 <= x1 or y2 <= y1:
+        return np.zeros(shape, bool)
+    x, y = columns / (x2 - x1), rows / (y2 - y1)  # cells to a pixel
+    cells = np.float64([[x, 0, (0.5 - x1) * x - 0.5], [0, y, (0.5 - y1) * y - 0.5]])  # of the centre of pixel (x, y)
+    whole = cv2.warpAffine(mask, cells, shape[::-1], flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE)
+    down, across = (np.arange(side) + 0.5 for side in shape)
+    return (whole > 0.5) & ((box[1] <= down) & (down < box[3]))[:, None] & (box[0] <= across) & (across < box[2])
+
+
+def draw(image, found, names, masks=None):
+    """Draw the detections, and their masks (see `paste`), into the image, in place: a colour for each class."""
     thick = max(1, round(sum(image.shape[:2]) / 800))
-    for x1, y1, x2, y2, score, number in found.tolist():
+    for i, (x1, y1, x2, y2, score, number) in enumerate(found.tolist()):
         hue = int(number) * 67 % 180
         colour = cv2.cvtColor(np.uint8([[[hue, 200, 255]]]), cv2.COLOR_HSV2BGR)[0, 0].tolist()
+        if masks:
+            image[masks[i]] = image[masks[i]] // 2 + np.uint8(colour) // 2
         text = f'{names.get(int(number), int(number))} {score:.2f}'
         (w, h), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, thick)
         left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)  # the label stays inside
@@ -174,14 +210,18 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
             unread += 1
             continue
         pixels, gain, border = letterbox(image, *model.shape[2:])
-        found = to_image(read_outputs(model(pixels), args.conf_thres, args.iou_thres), gain, border, image.shape[:2])
-        for *box, score, number in found.tolist():
-            print(f"{file.name}: {model.names.get(int(number), int(number))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}")
+        found, masks = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
+        found = to_image(found, gain, border, image.shape[:2])
+        if masks:
+            masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]
+        for i, (*box, score, number) in enumerate(found.tolist()):
+            print(f"{file.name}: {model.names.get(int(number), int(number))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}"
+                  + (f'  {masks[i].sum()} px' if masks else ''))
         if not len(found):
             print(f'{file.name}: nothing found')
         if args.save:
             PICTURES.mkdir(parents=True, exist_ok=True)
-            draw(image, found, model.names)
+            draw(image, found, model.names, masks)
             cv2.imwrite(str(PICTURES / file.name), image)
     if args.save:
         print(f'pictures {PICTURES}')

@@ -13,16 +13,19 @@ import pytest
 import torch
 from conftest import REPO
 from graphs import FLOAT
+from models.deploy.end2end import export_end2end, torch_masks
 from models.deploy.onnx_export import export_onnx
 from onnx import helper, numpy_helper
+from segmenters import segmenter
 from torchvision.ops import batched_nms
-from utils.general import non_max_suppression, scale_boxes
+from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
 from utils.qat import backends
-from utils.qat.config import EvalConfig
+from utils.qat.config import EvalConfig, Nms, Pooling
 from utils.qat.data import load_data
 from utils.qat.deepstream import deepstream_layout
-from utils.qat.evaluate import detect
+from utils.qat.detections import detect
 from utils.qat.loaders import val_loader
+from utils.qat.masks import BoxMasks, PrototypeMasks
 from zoo import program
 
 client = program('scripts/infer_onnx.py')
@@ -74,7 +77,9 @@ def detected(file, path, conf=CONF):
     """What the client finds in an image: [n, 6] in pixels of the image."""
     model, image = client.OnnxModel(file, 'cpu'), cv2.imread(path)
     pixels, gain, border = client.letterbox(image, *model.shape[2:])
-    return client.to_image(client.read_outputs(model(pixels), conf, IOU), gain, border, image.shape[:2])
+    found, masks = client.read_outputs(model(pixels), model.shape[2:], conf, IOU)
+    assert masks is None
+    return client.to_image(found, gain, border, image.shape[:2])
 
 
 def assert_same(ours, theirs):
@@ -87,7 +92,7 @@ def assert_same(ours, theirs):
 def test_plain_files_as_they_are_evaluated(files, evaluated):
     several = 0
     for path, _, predictions, native in evaluated:
-        theirs = native(detect(predictions[None], CONF, IOU)[0])
+        theirs = native(detect(predictions[None], (SIZE, SIZE), CONF, IOU)[0].rows)
         assert_same(detected(files / 'plain.onnx', path), theirs)
         several += len(theirs) - len(np.unique(theirs[:, :4], axis=0))
     assert several, 'some boxes are of several classes'
@@ -101,7 +106,7 @@ def test_deepstream_files_with_the_best_class_of_each_box(files, evaluated):
 
 def test_end2end_files_as_they_are(evaluated, tmp_path):
     for path, _, predictions, native in evaluated[:3]:
-        theirs = detect(predictions[None], 0.2, IOU)[0]
+        theirs = detect(predictions[None], (SIZE, SIZE), 0.2, IOU)[0].rows
         onnx.save(end2end(theirs), tmp_path / 'end2end.onnx')
         assert_same(detected(tmp_path / 'end2end.onnx', path), native(theirs))
         assert_same(detected(tmp_path / 'end2end.onnx', path, conf=0.5), native(theirs[theirs[:, 4] > 0.5]))
@@ -111,7 +116,7 @@ def test_nothing_found(tmp_path, evaluated):
     onnx.save(end2end(np.zeros((0, 6))), tmp_path / 'end2end.onnx')
     assert detected(tmp_path / 'end2end.onnx', evaluated[0][0]).shape == (0, 6)
     plain, deepstream = np.zeros((1, 14, 21), np.float32), np.zeros((1, 21, 6), np.float32)
-    assert [client.read_outputs({'output': o}, 0.25, 0.45).shape for o in (plain, deepstream)] == [(0, 6)] * 2
+    assert [client.read_outputs({'output': o}, (SIZE, SIZE), 0.25, 0.45)[0].shape for o in (plain, deepstream)] == [(0, 6)] * 2
 
 
 def test_a_fixed_batch_takes_one_image(demo, files, evaluated, tmp_path):
@@ -182,6 +187,79 @@ def test_what_is_drawn():
     assert (image[:14, 140:] == second).all(2).mean() > 0.2, 'and stays inside the image'
 
 
+# ---- masks --------------------------------------------------------------------------------------------------------------
+
+BOXES = np.float32([[20, 10, 90, 70], [5.5, 30.2, 60.8, 101.7], [64, 64, 128, 128], [-20, 40, 30, 140], [50, 50, 50, 80]])
+
+
+def outputs_of(layout, number=4):
+    """Outputs of a segmentation model that finds the first of BOXES in an image of SIZE, with smooth masks: {name: array}; and the masks as
+    the evaluation has them."""
+    generator, boxes = torch.Generator().manual_seed(0), torch.from_numpy(BOXES[:number])
+    small = torch.randn(8, 4, 4, generator=generator)
+    prototypes = torch.nn.functional.interpolate(small[None], (SIZE // 4, SIZE // 4), mode='bicubic')[0]
+    coefficients, scores = torch.randn(number, 8, generator=generator), torch.linspace(0.9, 0.3, number)
+    if layout == 'plain':
+        predictions = torch.cat((xyxy2xywh(boxes), scores[:, None], torch.zeros(number, 2), coefficients), 1).T[None]
+        return {'output0': predictions.numpy(), 'output1': prototypes[None].numpy()}, PrototypeMasks(coefficients, prototypes, boxes, (SIZE, SIZE))
+    rows = torch.cat((boxes, scores[:, None], torch.zeros(number, 1), coefficients), 1)
+    [crops] = torch_masks([rows], prototypes[None], Pooling(28))
+    outputs = {'num_dets': [[number]], 'det_boxes': boxes[None], 'det_scores': scores[None], 'det_classes': torch.zeros(1, number),
+               'det_masks': crops[None]}
+    return {name: np.asarray(o) for name, o in outputs.items()}, BoxMasks(crops.unflatten(1, (28, 28)), boxes, (SIZE, SIZE))
+
+
+@pytest.mark.parametrize('layout', ['plain', 'end2end'])
+def test_masks_are_those_of_the_evaluation(layout):
+    """But for pixels at the border of the box: upstream takes those whose left upper corners are inside, the client those whose centres are."""
+    outputs, evaluated = outputs_of(layout)
+    found, masks = client.read_outputs(outputs, (SIZE, SIZE), 0.25, 1)
+    assert np.allclose(found[:, :4], BOXES[:4], atol=1e-4)
+    for mask, area, box, theirs in zip(*masks, found, evaluated.fine().bool().numpy()):
+        ours = client.paste(mask, area, box, (SIZE, SIZE))
+        inside = np.zeros((SIZE, SIZE), bool)
+        left, top, right, bottom = (box[:4] + (2, 2, -2, -2)).round().astype(int).clip(0, SIZE)
+        inside[top:bottom, left:right] = True
+        assert (ours == theirs)[inside].mean() > 0.995 and 0.1 < ours[inside].mean() < 0.9
+        inside[max(top - 4, 0):bottom + 4, max(left - 4, 0):right + 4] = True
+        assert not ours[~inside].any()
+
+
+def test_what_is_below_the_threshold_takes_its_mask_along():
+    for layout in ('plain', 'end2end'):
+        outputs, _ = outputs_of(layout)
+        (_, both), (found, masks) = (client.read_outputs(outputs, (SIZE, SIZE), conf, 1) for conf in (0.25, 0.6))
+        assert len(found) == len(masks[0]) == len(masks[1]) == 2 and np.array_equal(masks[0], both[0][:2])
+
+
+@pytest.mark.parametrize('shape', [(256, 256), (97, 160), (500, 31), (40, 30)], ids=str)
+def test_masks_are_where_the_objects_are(shape):
+    """Of an image that is larger or smaller: a mask of what is left of its middle, in a box of which the middle is another."""
+    height, width = shape
+    _, gain, border = client.letterbox(np.zeros((*shape, 3), np.uint8), SIZE, SIZE)
+    middle = width / 2 * gain + border[0]
+    box = np.float32([[border[0], border[1], border[0] + 0.75 * width * gain, border[1] + height * gain]])
+    for cells, area in ((SIZE // 4, np.float32([[0, 0, SIZE, SIZE]])), (160, box)):
+        x = area[0, 0] + (np.arange(cells, dtype=np.float32) + 0.5) / cells * (area[0, 2] - area[0, 0])
+        mask = np.tile(0.5 + 0.1 * (middle - x).clip(-4, 4), (cells, 1)).astype(np.float32)
+        there = client.paste(mask, *client.unscaled(np.vstack((area, box)), gain, border), shape)
+        assert there[:, :width // 2 - 1].all() and not there[:, width // 2 + 1:].any()
+
+
+def test_a_mask_without_area_is_empty():
+    assert not client.paste(np.ones((4, 4), np.float32), BOXES[4], BOXES[4], (SIZE, SIZE)).any()
+    assert not client.paste(np.ones((4, 4), np.float32), [0, 0, SIZE, SIZE], BOXES[4], (SIZE, SIZE)).any()
+
+
+def test_masks_are_drawn_in_the_colour_of_the_class():
+    image, found = np.full((100, 200, 3), 40, np.uint8), np.float32([[20, 30, 80, 90, 0.5, 0]])
+    mask = np.zeros((100, 200), bool)
+    mask[50:60, 40:70] = True
+    client.draw(image, found, {}, [mask])
+    colour = image[90, 50].astype(int)
+    assert np.abs(image[mask] - (colour + 40) / 2).max() <= 1 and (image[45, 40:70] == 40).all()
+
+
 # ---- the programs -------------------------------------------------------------------------------------------------------
 
 def run(folder, *arguments, code=0):
@@ -205,6 +283,18 @@ def test_a_copy_runs_alone(files, evaluated, tmp_path):
         drawn, image = cv2.imread(str(tmp_path / 'runs/infer' / name)), cv2.imread(path)
         assert drawn.shape == image.shape and (len(found) == 0 or np.abs(drawn.astype(int) - image).max() > 60)
     assert lines == wanted and len(lines) > 20 and last == 'pictures runs/infer'
+
+
+@pytest.mark.parametrize('kind', ['plain', 'end2end'])
+def test_a_copy_runs_alone_on_a_segmentation_model(files, tmp_path, kind):
+    export_onnx(segmenter(), tmp_path / 'plain.onnx', (SIZE, SIZE))
+    if kind == 'end2end':
+        export_end2end(tmp_path / 'plain.onnx', tmp_path / 'end2end.onnx', Nms('standard', 20, IOU, 0.3), Pooling(28))
+    said, _ = run(tmp_path, tmp_path / f'{kind}.onnx', files / 'images', '--save', '--conf-thres', 0.3, '--iou-thres', IOU)
+    *lines, last = said.splitlines()
+    pixels = [int(line.split('  ')[2].removesuffix(' px')) for line in lines if 'nothing found' not in line]
+    assert len(pixels) > 5 and max(pixels) > 20 and last == 'pictures runs/infer'
+    assert len(list((tmp_path / 'runs/infer').iterdir())) == len(list((files / 'images').iterdir()))
 
 
 def test_an_unreadable_image_is_named_and_the_others_done(files, tmp_path):
@@ -268,6 +358,6 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
         model = engine.EngineModel(tmp_path / f'{name}.engine', '0')
         assert model.shape == [1, 3, SIZE, SIZE] and len(model.names) == 10
         for path, pixels, *_ in evaluated:
-            ours = client.read_outputs(model(pixels), 0.5, IOU)
-            theirs = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), 0.5, IOU)
+            ours, _ = client.read_outputs(model(pixels), (SIZE, SIZE), 0.5, IOU)
+            theirs, _ = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), (SIZE, SIZE), 0.5, IOU)
             assert abs(len(ours) - len(theirs)) <= 1 + len(theirs) // 5

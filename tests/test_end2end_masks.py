@@ -1,4 +1,5 @@
 """Laws of segmentation models with NMS inside: each detection has its own mask, the one that it has outside, cell by cell over its box."""
+import json
 import re
 import shutil
 
@@ -6,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from conftest import REPO
 from graphs import dims, node, run_onnx
 from models.deploy.end2end import MASK_TOLERANCE, _check, export_end2end, outside, test_predictions as made_predictions, torch_masks, torch_nms
 from models.deploy.onnx_export import export_onnx, test_images as made_images
@@ -15,6 +17,7 @@ from torchvision.ops import roi_align
 from utils.qat.backends import OnnxModel
 from utils.qat.config import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.errors import QatError, run_command
+from utils.qat.log import quiet_upstream
 from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import add_nms
 from utils.qat.triton import triton_config
@@ -258,6 +261,30 @@ def test_outside_is_inside(exported, tmp_path):
     for ours, theirs in zip(found, wanted):
         assert torch.equal(ours.rows, theirs.rows) and torch.allclose(ours.masks.crops, theirs.masks.crops, atol=1e-4)
         assert (ours.masks.fine() != theirs.masks.fine()).float().mean() < 1e-3 and 0.01 < ours.masks.fine().mean() < 0.9
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """(checkpoint of the trained demo that segments, its data)."""
+    import models.yolo as upstream
+    folder = tmp_path_factory.mktemp('trained')
+    program('demo/make_data.py').make_data(folder / 'data', 'segment', train=1, val=8)
+    with quiet_upstream():
+        program('demo/weights.py').build(REPO / 'demo/demo-seg-weights.pt', folder / 'seg.pt', upstream)
+    return folder / 'seg.pt', folder / 'data/data.yaml'
+
+
+def test_the_trained_demo_is_verified_and_scores_the_same(trained):
+    """Boxes the same. Masks nearly: upstream takes cells whose left upper corners are in the box, so of the last ones more than half is not."""
+    weights, data = trained
+    assert run_command(export_qat, ['--weights', str(weights), '--include', 'onnx', 'onnx_end2end', '--imgsz', '320', '--verify', str(data),
+                                    '--conf-thres', '0.001', '--iou-thres', '0.7', '--topk-all', '100']) == 0
+    verified = json.loads(weights.with_name('seg-end2end.verify.json').read_text())
+    assert verified['matched'] == 1 and verified['other']['mask']['ap'] == pytest.approx(verified['reference']['mask']['ap'], abs=1e-3)
+    plain = json.loads(weights.with_name('seg.verify.json').read_text())['other']
+    inside = verified['other']
+    assert inside['ap'] == pytest.approx(plain['ap'], abs=1e-3) and inside['ap'] > 0.8
+    assert inside['mask']['ap'] == pytest.approx(plain['mask']['ap'], abs=0.03) and inside['mask']['ap50'] > 0.9
 
 
 @pytest.fixture(scope='module')

@@ -38,8 +38,8 @@ USAGE
     (($# == 0)) || shift
 done
 case $TASK in
-    detect) NAME=demo LABELS_LOSS=(--task-loss 0.1) ;;
-    segment) NAME=demo-seg LABELS_LOSS=() ;; # upstream's loss for masks is not among what qat.py offers
+    detect) NAME=demo ;;
+    segment) NAME=demo-seg ;;
     *) fail "--task ${TASK:-with no value}: allowed are detect and segment" "quickstart.sh --help" ;;
 esac
 mkdir -p "$HERE/.work"
@@ -99,7 +99,7 @@ else
 fi
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $MODEL.pt "${DATA[@]}" \
-    --epochs 2 --iters 10 ${LABELS_LOSS[@]+"${LABELS_LOSS[@]}"} --calib-images 200 --project $OUT --name qat
+    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 200 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \

@@ -72,7 +72,8 @@ class BoxMasks(Masks):
         x, y = places(width, x1, x2), places(height, y1, y2)  # [n, width], [n, height]
         grid = torch.stack((x[:, None].expand(-1, height, -1), y[..., None].expand(-1, -1, width)), 3)
         pasted = F.grid_sample(self.crops[:, None], grid, align_corners=False, padding_mode='border')[:, 0]
-        return crop_mask(pasted, boxes).gt(0.5).float()
+        inside = crop_mask(pasted, boxes - 0.5)  # of points beside the box nothing is known
+        return crop_mask(inside, boxes).gt(0.5).float()  # upstream's rule is about the corners of pixels, not about their centres
 
     def __getitem__(self, which):
         return BoxMasks(self.crops[which], self.boxes[which], self.shape)

@@ -129,7 +129,7 @@ def test_boxes_are_tight(task, monkeypatch):
 
 
 def test_a_sticker_is_one_piece_without_holes_around_its_digit():
-    source = make_data.load_digits()
+    source = sklearn.datasets.load_digits()
     for i in range(100):
         rng = np.random.default_rng(i)
         ink = make_data.glyph(rng, source.images[i], rng.uniform(44, 140))
@@ -145,7 +145,7 @@ def test_a_sticker_is_one_piece_without_holes_around_its_digit():
 def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
     from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
     make_data.make_data(tmp_path / 'data', 'segment', train=1, val=12)
-    source, split = make_data.load_digits(), make_data.source_split(0, 1797)['val']
+    source, split = sklearn.datasets.load_digits(), make_data.source_split(0, 1797)['val']
     loaded = LoadImagesAndLabelsAndMasks(str(tmp_path / 'data' / 'images' / 'val'), 320)
     for i, (image, labels, _, (_, (_, pad)), masks) in enumerate(loaded):
         _, things = make_data.make_image(np.random.default_rng([0, 1, i]), source.images[split], source.target[split], 320,

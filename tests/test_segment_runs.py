@@ -6,7 +6,12 @@ import pytest
 import torch
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
+from models.quantize.calibrate import calibrate
 from models.quantize.choose import CANDIDATES
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers
+from models.quantize.reparameterize import reparameterize
+from models.quantize.scales import tie_scales
 from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config import EvalConfig
 from utils.qat.data import load_data
@@ -14,7 +19,7 @@ from utils.qat.errors import run_command
 from utils.qat.evaluate import evaluate
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_graph import constants
-from zoo import image, output, program, python, same
+from zoo import build, full, fuse, image, output, program, python, same, settings
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4
@@ -68,8 +73,7 @@ def test_overall_is_the_mean_over_classes(demo_seg):
 
 # ---- laws of DESIGN.md --------------------------------------------------------------------------------------------------
 
-def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path):
-    script = """
+RELOAD = """
 import sys, torch
 import utils
 from models.quantize.checkpoint import load_quantized
@@ -79,9 +83,29 @@ with torch.no_grad():
     predictions, (maps, coefficients, prototypes) = model(torch.load(sys.argv[2]))
 torch.save([predictions, *maps, coefficients, prototypes], sys.argv[3])
 """
-    torch.save(image(SIZE), tmp_path / 'image.pt')
-    python('-c', script, demo_seg.quantized, tmp_path / 'image.pt', tmp_path / 'theirs.pt')
-    assert same(output(demo_seg.quantized_model(), image(SIZE)), torch.load(tmp_path / 'theirs.pt'))
+
+
+def same_in_a_fresh_process(model, file, images, folder):
+    torch.save(images, folder / 'images.pt')
+    python('-c', RELOAD, file, folder / 'images.pt', folder / 'theirs.pt')
+    return same(output(model, images), torch.load(folder / 'theirs.pt'))
+
+
+def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path):
+    assert same_in_a_fresh_process(demo_seg.quantized_model(), demo_seg.quantized, image(SIZE), tmp_path)
+
+
+@pytest.mark.parametrize('name', full('gelan-c-dseg', 'yolov9-c-dseg'))
+def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
+    """DSegment, and DualDSegment, which reparameterization makes one."""
+    model = build(name)
+    if type(model.model[-1]).__name__ == 'DualDSegment':
+        model = reparameterize(model).model
+    quantize_model(fuse(model))
+    tie_scales(model)
+    calibrate(model, [image(batch=2)], settings())
+    checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, demo_seg.single)
+    assert type(model.model[-1]).__name__ == 'DSegment' and same_in_a_fresh_process(model, tmp_path / 'model.pt', image(), tmp_path)
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
@@ -92,7 +116,6 @@ def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
     ours, theirs = metrics_of(demo_seg, predict, loader), metrics_of(demo_seg, TorchModel(model), loader)
     assert abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3  # of 12 images; INT8 rounds either way
     scales = {float(v) for v in constants(onnx.load(tmp_path / 'model.onnx')).values() if v.size == 1 and v.dtype.kind == 'f'}
-    from models.quantize.quantizers import named_quantizers
     assert {q.scale.item() for _, q in named_quantizers(model) if q._axis is None} <= scales, 'bit for bit'
 
 

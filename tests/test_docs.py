@@ -1,41 +1,79 @@
-"""README and docs against the code: every option of every command that they show exists, and every link leads somewhere."""
+"""README and docs against the code: every option and command that they show exists, every message is one that the code has, every link leads
+somewhere, every page can be reached, and the README's commands do what it says."""
+import ast
 import re
+import shlex
 import subprocess
+import sys
 from functools import cache
 
 import pytest
+import yaml
 from conftest import REPO, TREE
 from zoo import python
 
-PAGES = sorted([REPO / 'README.md', *(REPO / 'docs').glob('*.md')])
-BLOCK = re.compile(r'^```bash\n(.*?)^```', re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r'(?:^|[\s(])(?:python3? (?P<python>(?:scripts/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)\n]*)')
+DOCS = sorted((REPO / 'docs').glob('*.md'))
+PAGES = [REPO / 'README.md', REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *DOCS]
+BLOCK = re.compile(r'^ *```(bash|console)\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)')
+TORCHRUN = re.compile(r'torchrun (?:--\w+ \S+ )*')
 VERBS = {'quantize', 'sensitive', 'eval'}
-each_page = pytest.mark.parametrize('page', PAGES, ids=lambda p: p.relative_to(REPO).as_posix())
 
+
+def name_of(page):
+    return page.relative_to(REPO).as_posix()
+
+
+each_page = pytest.mark.parametrize('page', PAGES, ids=name_of)
+
+
+def text_of(page):
+    return page.read_text(encoding='utf-8')
+
+
+def blocks(page):
+    """The blocks of commands on a page, each with its lines joined where a backslash breaks them; of a console what was typed."""
+    found = [(kind, re.sub(r'\\\n\s*', ' ', block)) for kind, block in BLOCK.findall(text_of(page))]
+    return [block if kind == 'bash' else '\n'.join(typed(block)) for kind, block in found]
+
+
+def typed(block):
+    return re.findall(r'^\$ (.*)$', block, re.MULTILINE)
+
+
+# ---- commands and options -----------------------------------------------------------------------------------------------
 
 @cache
 def help_of(command, verb):
     """What `command -h` prints; None if it is not ours."""
     if command.endswith('.py'):
         return python(command, *verb, '-h') if (REPO / command).is_file() else None
-    script = next((REPO / place / command.split('/')[-1] for place in ('', 'scripts', 'demo') if (REPO / place / command.split('/')[-1]).is_file()), None)
-    return script and subprocess.run([script, '-h'], capture_output=True, text=True, cwd=TREE).stdout + script.read_text()
+    name = command.split('/')[-1]
+    script = next((REPO / place / name for place in ('', 'scripts', 'demo') if (REPO / place / name).is_file()), None)
+    if script is None:
+        return None
+    text = text_of(script)
+    # run_tests.sh hands -h to pytest, after its set-up
+    return text if '--help' not in text else subprocess.run([script, '-h'], capture_output=True, text=True, cwd=TREE).stdout + text
+
+
+def commands(text):
+    """(command, verb or nothing, its options) of each of our commands in a text; those inside `docker run ... bash -c "..."` too."""
+    for found in COMMAND.finditer(TORCHRUN.sub('python ', text)):
+        words = found['rest'].split()
+        verb = tuple(words[:1]) if found['python'] and words and words[0] in VERBS else ()
+        yield found['python'] or found['shell'], verb, [w.split('=')[0] for w in words if w.startswith('--')]
 
 
 def shown(page):
-    """(command, verb or nothing, its options) of each of our commands in the code blocks of a page."""
-    for block in BLOCK.findall(page.read_text(encoding='utf-8')):
-        for found in COMMAND.finditer(re.sub(r'\\\n\s*', ' ', block)):
-            words = found['rest'].split()
-            verb = tuple(words[:1]) if found['python'] and words and words[0] in VERBS else ()
-            yield found['python'] or found['shell'], verb, [w.split('=')[0] for w in words if w.startswith('--')]
+    for block in blocks(page):
+        yield from commands(block)
 
 
 def test_commands_are_found():
     found = {(command, verb) for page in PAGES for command, verb, _ in shown(page)}
-    assert {('qat.py', ('quantize',)), ('qat.py', ('eval',)), ('val_trt.py', ()), ('benchmark_trt.py', ()), ('scripts/val_trt.sh', ()),
-            ('scripts/build_engine.py', ())} <= found
+    assert {('qat.py', ('quantize',)), ('qat.py', ('eval',)), ('qat.py', ('sensitive',)), ('val_trt.py', ()), ('benchmark_trt.py', ()),
+            ('scripts/val_trt.sh', ()), ('scripts/build_engine.py', ()), ('export_yoloV9.py', ())} <= found
 
 
 @each_page
@@ -47,17 +85,188 @@ def test_options_exist(page):
             assert re.search(rf'(?<![\w-]){option}(?![\w-])', text), f'{page.name}: {command} {" ".join(verb)} has no {option}'
 
 
+CONTAINERS = [(page, line) for page in PAGES for block in blocks(page) for line in block.splitlines() if line.startswith('docker run ')]
+
+
+@pytest.mark.parametrize('page, line', CONTAINERS, ids=[f'{name_of(page)} {n}' for n, (page, _) in enumerate(CONTAINERS)])
+def test_what_runs_in_a_container_is_ours_and_complete(page, line):
+    """The image comes last of docker's own words; what is handed to `bash -c` is shell that parses, and its commands are ours."""
+    words = shlex.split(line)
+    image = next(i for i, w in enumerate(words) if w.startswith('nvcr.io/') or w == '$IMAGE')
+    assert {'--gpus', '--rm', '-v', '-w'} <= set(words[:image])
+    inside = words[image + 1:]
+    if not inside:  # a shell, in which the page goes on
+        assert '-it' in words
+        return
+    assert inside[:2] == ['bash', '-c'] and len(inside) == 3
+    assert subprocess.run(['bash', '-n', '-c', inside[2]]).returncode == 0
+    found = list(commands(inside[2]))
+    assert ('qat.py', ('quantize',)) in {(command, verb) for command, verb, _ in found}
+    assert all(help_of(command, verb) for command, verb, _ in found)
+
+
+@each_page
+def test_blocks_are_shell_that_parses(page):
+    for block in blocks(page):
+        run = subprocess.run(['bash', '-n'], input=block, capture_output=True, text=True)
+        assert run.returncode == 0, f'{page.name}: {run.stderr}\n{block}'
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------------
+
+def written(node):
+    """A string constant, or an f-string with … for what it fills in; None for other nodes."""
+    if isinstance(node, ast.JoinedStr):
+        return ''.join(part.value if isinstance(part, ast.Constant) else '…' for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+@cache
+def code():
+    """All strings of the Python files, a line each, and the shell scripts."""
+    files = [*REPO.glob('*.py'), *(f for folder in ('models', 'utils', 'scripts') for f in (REPO / folder).rglob('*.py'))]
+    strings = filter(None, (written(node) for file in files for node in ast.walk(ast.parse(text_of(file)))))
+    return '\n'.join([*strings, *(text_of(f) for f in (*REPO.glob('*.sh'), *REPO.glob('scripts/*.sh'), REPO / 'demo' / 'setup.sh'))])
+
+
+def section(page, title):
+    """A section of a page, from its heading to the next of that rank."""
+    return re.search(rf'^## {re.escape(title)}\n(.*?)(?=^## |\Z)', text_of(page), re.DOTALL | re.MULTILINE)[1]
+
+
+def messages(text):
+    """The messages in the first column of a table."""
+    return [m for row in re.findall(r'^\| (`.+?`) \|', text, re.MULTILINE) for m in re.findall(r'`([^`]+)`', row)]
+
+
+OURS = 'Setting up', 'Checkpoints', 'Data and labels', 'Quantize', 'Export', 'Evaluation', 'Engines'
+
+
+@pytest.mark.parametrize('title', OURS)
+def test_messages_are_those_of_the_code(title):
+    """Between the … of a message, which stand for what changes, it is the code's, word for word and in one string."""
+    found = messages(section(REPO / 'docs' / 'troubleshooting.md', title))
+    assert len(found) > 4
+    for message in found:
+        parts = [part.strip(' ;,:') for part in message.split('…')]
+        assert sum(map(len, parts)) > 8, f'{message}: nothing to search for'
+        if not re.search('.*'.join(map(re.escape, parts)), code()):
+            pytest.fail(f'{message}: no string of the code is like that')
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------------
+
+def links(page):
+    """(target as written, file or None, anchor) of the links on a page that stay in this tree."""
+    for target in re.findall(r'\]\(([^)\s]+)\)', re.sub(r'^ *```.*?^ *```', '', text_of(page), flags=re.DOTALL | re.MULTILINE)):
+        if not target.startswith('https://'):
+            file, _, anchor = target.partition('#')
+            yield target, (page.parent / file).resolve() if file else page, anchor
+
+
 @each_page
 def test_links_lead_somewhere(page):
-    text = page.read_text(encoding='utf-8')
-    for target in re.findall(r'\]\(([^)]+)\)', text):
-        if target.startswith('https://'):
-            continue
-        file, _, anchor = target.partition('#')
-        path = (page.parent / file).resolve() if file else page
+    for target, path, anchor in links(page):
         assert path.exists(), f'{page.name}: {target}'
         if anchor:
-            titles = re.findall(r'^#+ (.+)$', path.read_text(encoding='utf-8'), re.MULTILINE)
+            titles = re.findall(r'^#+ (.+)$', text_of(path), re.MULTILINE)
             assert anchor in {re.sub(r'[^\w -]', '', t).lower().replace(' ', '-') for t in titles}, f'{page.name}: {target}'
+    text = text_of(page)
     for name in re.findall(r'\]\[([^]]+)\]', text):
         assert f'[{name}]: ' in text, f'{page.name}: [{name}] is nowhere'
+
+
+def test_every_page_can_be_reached():
+    """From the README, in as many steps as it takes."""
+    reached, waiting = set(), [REPO / 'README.md']
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            waiting += [path for _, path, _ in links(page) if path.suffix == '.md']
+    assert {*PAGES, REPO / 'docs' / 'unverified.md'} <= reached
+
+
+def test_each_reader_has_a_page_that_the_readme_names():
+    named = {name_of(path) for _, path, _ in links(REPO / 'README.md')}
+    assert {'docs/coco-in-the-container.md', 'docs/custom-data.md', 'docs/deploy.md', 'CONTRIBUTING.md'} <= named
+
+
+# ---- licence, citation, versions, picture ----------------------------------------------------------------------------------
+
+def test_the_licence_is_the_one_that_is_named():
+    text = text_of(REPO / 'LICENSE')
+    assert 'GNU GENERAL PUBLIC LICENSE\n                       Version 3, 29 June 2007' in text and 'END OF TERMS AND CONDITIONS' in text
+    citation = yaml.safe_load(text_of(REPO / 'CITATION.cff'))
+    assert citation['license'] == 'GPL-3.0-or-later'
+    assert all('GPL-3.0-or-later' in text_of(REPO / page) for page in ('README.md', 'CONTRIBUTING.md', 'docs/licences.md'))
+
+
+def test_the_citation_is_complete():
+    citation = yaml.safe_load(text_of(REPO / 'CITATION.cff'))
+    assert {'cff-version', 'message', 'title', 'authors', 'version', 'license', 'date-released', 'type'} <= citation.keys()
+    assert citation['cff-version'] == '1.2.0' and citation['type'] == 'software' and citation['authors']
+    assert citation['version'] == text_of(REPO / 'VERSION').strip()
+    for paper in citation['references']:
+        assert {'type', 'title', 'authors', 'year', 'url'} <= paper.keys()
+        assert all({'family-names', 'given-names'} <= author.keys() for author in paper['authors'])
+
+
+def test_the_changelog_is_of_this_version():
+    [first, *_] = re.findall(r'^## (\S+) - (\d{4}-\d\d-\d\d)$', text_of(REPO / 'CHANGELOG.md'), re.MULTILINE)
+    citation = yaml.safe_load(text_of(REPO / 'CITATION.cff'))
+    assert first == (citation['version'], citation['date-released'].isoformat())
+
+
+def test_every_requirement_has_a_licence():
+    named = re.findall(r'^([A-Za-z][\w-]*)[=><]', text_of(REPO / 'requirements.txt'), re.MULTILINE)
+    page = text_of(REPO / 'docs' / 'licences.md')
+    assert named and not [name for name in named if name not in page and not name.startswith('tensorrt-rtx')]
+
+
+def test_the_picture_is_that_of_its_script(tmp_path):
+    """Its words; places of them differ between versions of Graphviz."""
+    pytest.importorskip('pygraphviz')
+    subprocess.run([sys.executable, REPO / 'docs' / 'draw_pipeline.py', tmp_path / 'pipeline.svg'], check=True)
+    words = [sorted(re.findall(r'<text[^>]*>(.*?)</text>', text_of(file))) for file in (tmp_path / 'pipeline.svg', REPO / 'docs' / 'pipeline.svg')]
+    assert words[0] == words[1] and 'qat.py quantize' in ' '.join(words[0])
+    named = set(re.findall(r'(?:scripts/)?\w+\.py', ' '.join(words[0])))
+    assert named and all((REPO / name).is_file() for name in named)
+
+
+# ---- the README's commands, run ------------------------------------------------------------------------------------------
+
+def path_of_the_readme():
+    """The commands of its block on the demo, each as a list of words."""
+    text = re.sub(r'\\\n\s*', ' ', section(REPO / 'README.md', 'Every main command, with its output'))
+    return [shlex.split(line) for line in typed(text)]
+
+
+def test_the_readme_shows_what_the_quickstart_runs():
+    """From the data to the first evaluation: each command is one of the quickstart's, with the options and numbers that it has there."""
+    script = re.sub(r'\\\n\s*', ' ', text_of(REPO / 'quickstart.sh')).replace('"${DATA[@]}"', '--data $OUT/data/data.yaml --imgsz 320')
+    runs = [set(line.split()) for line in re.findall(r' python (.*)$', script, re.MULTILINE)]
+    for words in path_of_the_readme()[:6]:
+        if '--dry-run' not in words:
+            fixed = {words[1], *(w for w in words[2:] if w.startswith('--') or re.fullmatch(r'[\d.]+', w))}
+            assert any(fixed <= run for run in runs), f"quickstart.sh runs no {' '.join(words)}"
+
+
+@pytest.mark.slow
+def test_the_readme_is_run(tmp_path):
+    """Each command of the README's block, in its order, in a tree of its own; on fewer images, for fewer steps."""
+    from conftest import copy_upstream
+    tree = copy_upstream(tmp_path / 'yolov9')
+    subprocess.run([REPO / 'patch_yolov9.sh', tree, '--link'], check=True, stdout=subprocess.DEVNULL)
+    small = {'--train': '12', '--val': '6', '--iters': '2', '--epochs': '1', '--calib-images': '8', '--duration': '0.2', '--num-image': '4'}
+    ran = []
+    for words in path_of_the_readme():
+        assert words[0] == 'python', words
+        words = [small.get(before, word) for before, word in zip(['', *words], words)]
+        words = [word.replace('../../demo/', f'{REPO}/demo/') for word in words]
+        run = subprocess.run([sys.executable, *words[1:]], cwd=tree, capture_output=True, text=True)
+        assert run.returncode in (0, 1 if '--verify' in words else 0), f"{' '.join(words)}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}"
+        ran.append(words[1])
+    commands_of_ours = {f.name for f in REPO.glob('*.py')} | {'scripts/audit_onnx.py', 'scripts/infer_onnx.py'}
+    assert commands_of_ours <= set(ran)
+    assert list(tree.glob('runs/qat/*/weights/qat_best_*.onnx')) and list(tree.glob('runs/benchmark/*/benchmark.md'))

@@ -43,21 +43,24 @@ def check_against(args, model, single):
             continue
         claimed = {k: tuple(v.shape) for k, v in type(model)(str(cfg), nc=nc).state_dict().items()}
         actual = {k: tuple(v.shape) for k, v in single.state_dict().items()}
-        differ = [k for k in claimed.keys() | actual.keys() if claimed.get(k) != actual.get(k)]
+        either = claimed.keys() | actual.keys()
+        differ = sum(claimed.get(k) != actual.get(k) for k in either)
         if differ:
-            raise QatError(f'{flag} {getattr(args, flag[2:])}: {cfg.name} is another model than the checkpoint '
-                           f'({getattr(model, "yaml_file", "its YAML")}): {len(differ)} of {len(claimed)} parameters differ; '
-                           f'leave {flag} out')
+            raise QatError(f'{flag} {getattr(args, flag[2:])}: {cfg.name} is another model than that of {args.weights}: {differ} of '
+                           f'{len(either)} parameters differ; leave {flag} out')
 
 
 def main(argv=None):
     args = parse_args(argv)
     import torch
     from models.quantize.checkpoint import load_dual_or_float
-    from models.quantize.reparameterize import largest_difference, reparameterize
+    from models.quantize.reparameterize import HEADS, largest_difference, reparameterize
 
     with quiet_upstream():
         ckpt, model = load_dual_or_float(args.weights)
+        if type(model.model[-1]).__name__ not in HEADS:
+            raise QatError(f'--weights {args.weights}: has one branch (its head is {type(model.model[-1]).__name__}), so there is none to remove; '
+                           f'go on with: python qat.py quantize --weights {args.weights}')
         parameters = sum(p.numel() for p in model.parameters())
         result = reparameterize(model)
         check_against(args, model, result.model)

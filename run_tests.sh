@@ -7,6 +7,7 @@
 #
 # They run on the tree that $YOLOV9_DIR names, else on .work/yolov9. Neither a GPU nor GitHub is needed.
 set -euo pipefail
+case ${1:-} in -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p;}' "$0" ;; esac
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=demo/setup.sh

@@ -376,7 +376,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EXPORT, '--verify {job}/data/data.yaml --imgsz 128 96', ['--verify', 'square --imgsz']),
     (EXPORT, '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',
      ['--verify-images -1', '--rtol -1', '--atol nan', '--max-ap-diff 2']),
-    (REPARAMETERIZE, '--weights {job}/single.pt', ['DDetect', 'auxiliary branch']),
+    (REPARAMETERIZE, '--weights {job}/single.pt', ['has one branch', 'go on with: python qat.py quantize --weights']),
     (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
     (REPARAMETERIZE, '--save {job}/dual.pt', ['--save', 'choose another']),
     (REPARAMETERIZE, '--cfg {wrong}/none.yaml', ['--cfg', 'no such file']),

@@ -138,7 +138,7 @@ def mistakes(demo, folder):
     """arguments → what the one line names."""
     save = ('--save', folder / 'out.pt')
     yield ('--weights', demo.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
-    yield ('--weights', demo.single, *save), 'DDetect.*DualDDetect'
+    yield ('--weights', demo.single, *save), 'has one branch .its head is DDetect.*go on with: python qat.py quantize --weights'
     yield ('--weights', demo.quantized, *save), 'already quantized'
     yield ('--weights', folder / 'none.pt', *save), '--weights .*none.pt: no such file'
     yield ('--weights', demo.dual, '--save', demo.dual), '--save'

@@ -16,7 +16,10 @@ def parse_args(argv, description):
     _sensitive(verbs)
     _eval(verbs)
 
-    args = vars(parser.parse_args(argv))
+    args, unknown = parser.parse_known_args(argv)
+    args = vars(args)
+    if unknown:  # said by the verb's own parser, which has the options
+        verbs.choices[args['verb']].error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.get('resume'):
         quantizing.set_defaults(**dict.fromkeys(args))  # None, for a second look: which options were typed?
         typed = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None and k not in ('verb', 'resume')}

@@ -15,6 +15,7 @@ Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: ex
 """
 import argparse
 import ast
+import os
 import sys
 from pathlib import Path
 
@@ -151,6 +152,7 @@ class OnnxModel:
 
     def __init__(self, path, device):
         """device: 'cpu', or the number of a GPU."""
+        os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # it would report to its maker over the network
         import onnxruntime
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors

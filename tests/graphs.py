@@ -3,6 +3,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+from utils.qat.onnx_rounding import rounding
 
 FLOAT = TensorProto.FLOAT
 
@@ -89,4 +90,4 @@ def run_onnx(model, feeds):
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=['CPUExecutionProvider']).run(None, feeds)
+    return onnxruntime.InferenceSession(rounding(source), options, providers=['CPUExecutionProvider']).run(None, feeds)

@@ -13,6 +13,9 @@ from utils.qat.config import END2END, MASKS, PLUGIN
 from utils.qat.detections import Detections
 from utils.qat.errors import QatError
 from utils.qat.masks import BoxMasks
+from utils.qat.onnx_rounding import rounding
+
+FOR_TENSORRT = ' (a file with --fp32-scales is for TensorRT only)'
 
 
 def select_device(text):
@@ -132,7 +135,7 @@ def onnx_session(source, device=torch.device('cpu')):
     options.add_session_config_entry('session.disable_quant_qdq', '1')
     wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
     providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
-    return ort.InferenceSession(source, options, providers=providers)
+    return ort.InferenceSession(rounding(source), options, providers=providers)
 
 
 class OnnxModel(FileModel):
@@ -145,7 +148,8 @@ class OnnxModel(FileModel):
             if PLUGIN in str(e):
                 raise QatError(f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
                                '--include onnx_end2end --nms standard') from e
-            raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
+            hint = FOR_TENSORRT if 'MLFloat16' in str(e) else ''  # up to 1.29 it says so while it loads
+            raise QatError(f"--weights {path}: ONNX Runtime cannot load it{hint}: {' '.join(str(e).split())[:300]}") from e
         image = self.session.get_inputs()[0]
         self.input_name, self.device = image.name, device
         batch = (image.shape[0],) * 2 if isinstance(image.shape[0], int) else None  # a static graph wants full batches
@@ -156,8 +160,7 @@ class OnnxModel(FileModel):
         try:
             outputs = self.session.run(None, {self.input_name: images.cpu().numpy()})
         except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
-            raise QatError(f'--weights {self.path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
-                           f"{' '.join(str(e).split())[:300]}") from e
+            raise QatError(f"--weights {self.path}: ONNX Runtime cannot run it{FOR_TENSORRT}: {' '.join(str(e).split())[:300]}") from e
         return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
 
 

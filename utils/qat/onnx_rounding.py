@@ -1,0 +1,53 @@
+"""Has every version of ONNX Runtime quantize FP16 values as ONNX says: x / scale, rounded half to even. Imports no torch.
+
+    in: FP16 x → Q (FP16 scale)          out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
+"""
+from functools import cache
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from utils.qat.onnx_graph import constants, is_half
+
+
+@cache
+def rounds_fp16():
+    """Whether ONNX Runtime rounds there. Up to 1.29, on CPUs, it cuts off what is behind the point; and 1.30 needs Python 3.11."""
+    import onnxruntime as ort
+    graph = helper.make_graph([helper.make_node('QuantizeLinear', ['x', 'scale', 'zero'], ['y'])], 'rounding',
+                              [helper.make_tensor_value_info('x', TensorProto.FLOAT16, [4])],
+                              [helper.make_tensor_value_info('y', TensorProto.INT8, [4])],
+                              [numpy_helper.from_array(np.array(1, np.float16), 'scale'), numpy_helper.from_array(np.array(0, np.int8), 'zero')])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 19)], ir_version=9)
+    session = ort.InferenceSession(model.SerializeToString(), providers=['CPUExecutionProvider'])
+    y, = session.run(None, {'x': np.array([0.75, 1.5, 2.5, -1.5], np.float16)})
+    return y.tolist() == [1, 2, 2, -2]
+
+
+def rounding(source):
+    """What to give to ONNX Runtime for the file `source` (its name) or the serialized model `source` (bytes): the same, or, where it does
+    not round and there are FP16 values, a serialized model in which it does."""
+    if rounds_fp16():
+        return source
+    model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+    return quantize_in_fp32(model).SerializeToString() if is_half(model) else source
+
+
+def quantize_in_fp32(model):
+    """Give each QuantizeLinear whose scale is a constant in FP16 an FP32 scale of the same value, and a Cast before it; in place."""
+    known, nodes, made = constants(model), [], set()
+    for node in model.graph.node:
+        scale = known.get(node.input[1]) if node.op_type == 'QuantizeLinear' else None
+        if scale is not None and scale.dtype == np.float16:
+            value, wide = (f'{name}_to_quantize' for name in node.input[:2])
+            if value not in made:
+                nodes.append(helper.make_node('Cast', [node.input[0]], [value], value, to=TensorProto.FLOAT))
+            if wide not in made:
+                model.graph.initializer.append(numpy_helper.from_array(scale.astype(np.float32), wide))
+            made |= {value, wide}
+            node.input[0], node.input[1] = value, wide
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model

@@ -41,7 +41,7 @@ overlay_files() {
     local f
     for f in {qat,reparameterization,export_qat,export_yoloV9,val_trt,benchmark_trt,compare_outputs}.py \
         models/quantize/**/*.py models/deploy/**/*.py utils/qat/**/*.py segment/qat_seg.py scripts/*.sh scripts/*.py; do
-        [[ -f $f && $f != scripts/get_yolov9.sh ]] && echo "$f"
+        [[ -f $f && ! $f =~ ^scripts/(get_yolov9|test_matrix)\.sh$ ]] && echo "$f"
     done
     return 0
 }

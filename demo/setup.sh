@@ -1,10 +1,12 @@
-# Sourced by quickstart.sh and run_tests.sh: what both need first. Whatever is there already is left as it is.
+# Sourced by quickstart.sh, run_tests.sh and scripts/test_matrix.sh: what they need first. Whatever is there already is left as it is.
 #
-#   set_up_python   .venv with the packages of requirements.txt; from then on `python` is the one in it. Arguments, such as
-#                   --tests, go to install_dependencies.sh
+#   make_environment FOLDER
+#                   an environment with nothing but pip in it; from then on `python` is the one in it
+#   set_up_python   the same at .venv, with the packages of requirements.txt. Arguments, such as --tests, go to
+#                   install_dependencies.sh
 #   set_up_yolov9   upstream YOLOv9 at .work/yolov9 (a copy of $YOLOV9_DIR where that is set)
 #
-# $PYTHON names the interpreter that .venv is made with (default python3). Needs HERE, the folder of the toolkit.
+# $PYTHON names the interpreter that an environment is made with (default python3). Needs HERE, the folder of the toolkit.
 # shellcheck shell=bash
 
 fail() { # reason, next step
@@ -13,10 +15,8 @@ fail() { # reason, next step
 }
 say() { printf '\n== %s\n' "$*"; }
 
-set_up_python() {
-    local python=${PYTHON:-python3} venv=$HERE/.venv
-    local installed=$venv/requirements.installed$* # the requirements.txt that was installed with these arguments; written last
-    say "Python environment: .venv"
+make_environment() {
+    local venv=$1 python=${PYTHON:-python3}
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or one that was interrupted
         command -v "$python" >/dev/null || fail "no $python on this machine" "install Python 3.10 or newer, or name one with PYTHON="
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -33,6 +33,12 @@ set_up_python() {
     fi
     # Not `source activate`: it holds the absolute path of the day it was made, and this folder may have been moved.
     export PATH="$venv/bin:$PATH" PYTHON="$venv/bin/python"
+}
+
+set_up_python() {
+    local installed=$HERE/.venv/requirements.installed$* # the requirements.txt that was installed with these arguments; written last
+    say "Python environment: .venv"
+    make_environment "$HERE/.venv"
     if cmp -s "$HERE/requirements.txt" "$installed"; then
         echo "$("$PYTHON" -V), requirements.txt is installed"
     else

@@ -5,7 +5,7 @@
 import sys
 from pathlib import Path
 
-from utils.qat.errors import Parser, QatError, atomic, require_file, run_command
+from utils.qat.errors import Parser, QatError, require_file, run_command
 from utils.qat.log import LOGGER, quiet_upstream
 
 
@@ -31,6 +31,8 @@ def parse_args(argv):
 
 def check_against(args, model, single):
     """Compare what the command line claims with what the checkpoint holds; a mismatch is an error naming both."""
+    from utils.qat.files import read_yaml
+    from utils.qat.model_yaml import require_plain
     nc = model.model[-1].nc
     if args.classes_num is not None and args.classes_num != nc:
         raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')
@@ -41,7 +43,11 @@ def check_against(args, model, single):
         if not cfg.exists():  # only with --model: the reduced upstream tree has no YAML files
             LOGGER.warning(f'{flag} {args.model} is not checked: this tree has no {cfg}')
             continue
-        claimed = {k: tuple(v.shape) for k, v in type(model)(str(cfg), nc=nc).state_dict().items()}
+        require_plain(read_yaml(cfg, flag), f'{flag} {cfg}')
+        try:
+            claimed = {k: tuple(v.shape) for k, v in type(model)(str(cfg), nc=nc).state_dict().items()}
+        except Exception as e:  # whatever layers raise that do not fit together
+            raise QatError(f"{flag} {cfg}: upstream cannot build it ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from e
         actual = {k: tuple(v.shape) for k, v in single.state_dict().items()}
         either = claimed.keys() | actual.keys()
         differ = sum(claimed.get(k) != actual.get(k) for k in either)
@@ -52,9 +58,9 @@ def check_against(args, model, single):
 
 def main(argv=None):
     args = parse_args(argv)
-    import torch
     from models.quantize.checkpoint import load_dual_or_float
     from models.quantize.reparameterize import HEADS, largest_difference, reparameterize
+    from utils.qat.files import write_torch
 
     with quiet_upstream():
         ckpt, model = load_dual_or_float(args.weights)
@@ -70,9 +76,8 @@ def main(argv=None):
 
     single = result.model
     remaining = sum(p.numel() for p in single.parameters())
-    with atomic(args.save) as tmp:
-        torch.save({**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, 'model': single.half(), 'ema': None,
-                    'updates': None, 'optimizer': None, 'epoch': -1}, tmp)
+    write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, 'model': single.half(), 'ema': None,
+                            'updates': None, 'optimizer': None, 'epoch': -1})
     LOGGER.info(f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
                 f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
                 f'parameters  {parameters:,} -> {remaining:,}\n'

@@ -4,7 +4,7 @@
     python demo/weights.py pack  CKPT  STATE.pt   upstream checkpoint -> {"state_dict", "yaml", "names"}, FP16
     python demo/weights.py build STATE.pt OUT.pt  that file -> checkpoint that upstream's attempt_load accepts
 
-Why: an upstream checkpoint is a pickled module. Loading one executes code, and it breaks when class paths change.
+Why: an upstream checkpoint is a pickled module. Loading one can execute code, and it breaks when class paths change.
 The packed file is tensors, numbers and strings; it loads with weights_only=True and is small enough to commit.
 Both directions are strict: a key missing or left over is an error. Both write a temporary name and rename.
 
@@ -35,8 +35,10 @@ def import_upstream(tree):
 def load(path, weights_only):
     """torch.load on the CPU; a file that is missing or no torch file is a Mistake."""
     import torch  # in the functions: `-h` must not pay for it, nor need it
+    from models.quantize import unpickle  # of the patched tree: it runs nothing of what a pickle says
+    options = {'weights_only': True} if weights_only else {'weights_only': False, 'pickle_module': unpickle}
     try:
-        return torch.load(path, map_location='cpu', weights_only=weights_only)
+        return torch.load(path, map_location='cpu', **options)
     except FileNotFoundError:
         raise Mistake(f'{path}: no such file') from None
     except Exception as error:  # bytes that are no torch file fail in as many ways as pickle has opcodes

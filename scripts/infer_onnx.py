@@ -163,11 +163,12 @@ class OnnxModel:
             fail(f'--device {device}: this ONNX Runtime has no {provider[0]}; use --device cpu, or install onnxruntime-gpu')
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
-        except Exception as e:  # its exceptions share no base class
-            fail(f"{path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}")
-        self.input, metadata = self.session.get_inputs()[0], self.session.get_modelmeta().custom_metadata_map
+            (self.input,), metadata = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
+            self.names = ast.literal_eval(metadata.get('names', '{}'))
+            self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
+        except Exception as e:  # those of ONNX Runtime share no base class; the rest: several inputs, names that are none
+            fail(f"{path}: ONNX Runtime cannot load it, or it is no detector: {' '.join(str(e).split())[:300]}")
         self.shape = [1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)]  # an open batch takes one image
-        self.names = ast.literal_eval(metadata.get('names', '{}'))
 
     def __call__(self, image):
         """RGB FP32 [3, H, W] in 0..1 → {name: array}; of a fixed batch of several, all are this image."""
@@ -206,13 +207,19 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
     unread = 0
     for file in args.files:
-        image = cv2.imread(str(file))
+        try:
+            image = cv2.imread(str(file))
+        except (cv2.error, UnicodeEncodeError):  # of more pixels than it reads; a name that is no text
+            image = None
         if image is None:
             print(f'{file}: OpenCV cannot read it', file=sys.stderr)
             unread += 1
             continue
         pixels, gain, border = letterbox(image, *model.shape[2:])
-        found, masks = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
+        try:
+            found, masks = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
+        except Exception as e:  # as above; and outputs of another layout
+            fail(f"{args.model}: cannot be run, or its outputs are of none of the layouts above: {' '.join(str(e).split())[:300]}")
         found = to_image(found, gain, border, image.shape[:2])
         if masks:
             masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]

@@ -1,7 +1,7 @@
 """Checkpoint files ↔ models: load a float one, load a quantized one, save with provenance.
 
 A file is judged by the class names in its pickle before anything in it runs, so that a wrong kind of checkpoint is
-answered with one line. Loading the pickled model itself executes code from the file: load only files you trust.
+answered with one line; and the pickle is loaded by unpickle.py, which makes layers, tensors and plain values and calls nothing else.
 """
 import datetime
 import pickletools
@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from models.common import RepConvN
 
+from models.quantize import unpickle
 from models.quantize.convert import is_quantized
 from models.quantize.scales import shared_scales
-from utils.qat.errors import QatError, atomic, require_file
-from utils.qat.files import sha256
+from utils.qat.errors import QatError, require_file
+from utils.qat.files import sha256, write_torch
 from utils.qat.report import versions
 
 FORMAT = 2  # 2: every scale is an FP16 number
@@ -34,6 +35,8 @@ def pickled_classes(path):
         with zipfile.ZipFile(path) as archive:
             name = next(n for n in archive.namelist() if n.endswith('/data.pkl'))
             pickled = archive.read(name)
+            if archive.testzip():
+                raise zipfile.BadZipFile(f'{archive.testzip()} inside is damaged')
         return {arg.replace(' ', '.', 1) for op, arg, _ in pickletools.genops(pickled) if op.name == 'GLOBAL'}
     except (zipfile.BadZipFile, StopIteration, *DAMAGED) as e:
         raise QatError(f'--weights {path}: not a PyTorch checkpoint (or cut short): {e or "no pickled data inside"}') from e
@@ -51,14 +54,31 @@ def kind_of(path):
 
 def _load(path, device):
     """(checkpoint dict, FP32 model in eval mode) of a file that holds a YOLOv9 model; prefers the EMA weights."""
-    ckpt = torch.load(path, map_location='cpu', weights_only=False)
+    try:
+        ckpt = torch.load(path, map_location='cpu', weights_only=False, pickle_module=unpickle)
+    except unpickle.Refused as e:
+        raise QatError(f'--weights {path}: not loaded: {e}') from e
+    except Exception as e:  # damaged pickles fail in as many ways as there are opcodes
+        raise QatError(f"--weights {path}: damaged: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
     model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
     if not hasattr(model, 'model'):
         raise QatError(f'--weights {path}: holds no model (neither "ema" nor "model")')
-    model = model.to(device).float().eval()
+    model = model.float().eval()
+    _require_running(path, model)
     if isinstance(model.names, (list, tuple)):  # upstream's older checkpoints
         model.names = dict(enumerate(model.names))
-    return ckpt, model
+    return ckpt, model.to(device)
+
+
+@torch.no_grad()
+def _require_running(path, model):
+    """A model unpickles without a call of its layers: whether these are whole, and those of this tree, only a run tells."""
+    try:
+        len(model.names), model.model[-1].nc  # what upstream's training gives it
+        model(torch.zeros(1, 3, *[2 * int(max(model.stride))] * 2))
+    except Exception as e:  # whatever a layer with other attributes meets
+        raise QatError(f"--weights {path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: "
+                       f"{' '.join(str(e).split())[:200]}); use the tree it was trained with, or a checkpoint of upstream's training") from e
 
 
 def _expect(path, wanted):
@@ -130,6 +150,5 @@ def save_quantized(path, model, recipe, source):
     quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': sha256(source), 'versions': versions(),
              'scale_groups': shared_scales(model)}
     model = deepcopy(model).cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
-    with atomic(path) as tmp:
-        torch.save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,
-                    'date': datetime.datetime.now().isoformat()}, tmp)
+    write_torch(path, {'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,
+                       'date': datetime.datetime.now().isoformat()})

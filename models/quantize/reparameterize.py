@@ -13,6 +13,7 @@ from models import yolo
 from models.common import Silence
 
 from utils.qat.errors import QatError
+from utils.qat.model_yaml import require_plain
 
 # Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first
 # half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head
@@ -112,6 +113,7 @@ def reparameterize(model):
     inputs = _main_inputs(old_head)
     kept = _reached(model, inputs)
 
+    require_plain(model.yaml, 'the YAML inside the checkpoint')
     single = type(model)(_single_yaml(model, kept, inputs, head), ch=model.yaml.get('ch', 3))
     state = _single_state(model.float(), kept, renames)
     ours = single.state_dict()

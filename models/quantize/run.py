@@ -17,16 +17,16 @@ from utils.qat.backends import TorchModel
 from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
-from utils.qat.files import sha256
+from utils.qat.files import sha256, write_torch
 from utils.qat.plots import plot_ap
 from utils.qat.report import merit, versions, write_report
 from utils.qat.resume import STATE, read_report
 
 
-def save_as(path, fill):
-    """Call `fill` with a path to write to, then let the file appear as `path`."""
+def copy(source, path):
+    """A copy of the file `source`, which appears whole."""
     with atomic(path) as tmp:
-        fill(tmp)
+        shutil.copyfile(source, tmp)
 
 
 class Run:
@@ -153,7 +153,7 @@ class Run:
         """`epoch` is over and left `model` as it is: keep, score and report it, unless that was done before an interruption."""
         if epoch.number <= len(self.report['epochs']):
             return
-        on_first(save_as)(self.state, lambda tmp: torch.save(vars(epoch), tmp))  # first: nothing learned is lost while it is scored
+        on_first(write_torch)(self.state, vars(epoch))  # first: nothing learned is lost while it is scored
         result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{self.source.stem}.pt')
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
@@ -167,7 +167,7 @@ class Run:
         """Where `result` is the best so far (report.merit), its model becomes qat_best_*.pt."""
         if not self.report['best'] or merit(result) > merit(self.report['best']):
             best = self.weights / f'qat_best_{self.source.stem}.pt'
-            on_first(save_as)(best, lambda tmp: shutil.copyfile(self.folder / result['file'], tmp))
+            on_first(copy)(self.folder / result['file'], best)
             self.report['best'] = {**result, 'file': f'weights/{best.name}'}
 
     def finish(self):

@@ -61,6 +61,19 @@ class TorchModel:
         return (predictions, rest[-1]) if self.segments else predictions
 
 
+def _read_metadata(path, metadata):
+    """(stride, class index → name or None) of the metadata of an export, which anybody may have edited."""
+    try:
+        stride, names = int(float(metadata.get('stride', 32))), ast.literal_eval(metadata.get('names', 'None'))
+        names = dict(enumerate(names)) if isinstance(names, (list, tuple)) else names
+        if stride < 1 or not (names is None or isinstance(names, dict) and set(names) == set(range(len(names)))):
+            raise ValueError('a stride from 1 and the names of classes 0..n-1 were expected')
+    except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
+        raise QatError(f"--weights {path}: its metadata, stride {metadata.get('stride')!r:.40} and names {metadata.get('names')!r:.40}, cannot be read "
+                       f"({' '.join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py") from e
+    return stride, names
+
+
 class FileModel(ABC):
     """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
 
@@ -84,12 +97,13 @@ class FileModel(ABC):
                            f"output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {', '.join(END2END)}; found "
                            f"{list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; export it with export_qat.py")
         self.path, self.imgsz, self.batch = path, list(image[2:]), batch
-        self.stride = int(float(metadata.get('stride', 32)))
-        names = ast.literal_eval(metadata['names']) if 'names' in metadata else None
+        self.stride, names = _read_metadata(path, metadata)
         self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f"its outputs are {', '.join(outputs)}"
         if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
         else:
+            if not all(isinstance(shape[1], int) for shape in shapes):
+                raise QatError(f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py')
             self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
             self.names = names or {i: str(i) for i in range(self.nc)}
 
@@ -150,9 +164,11 @@ class OnnxModel(FileModel):
                                '--include onnx_end2end --nms standard') from e
             hint = FOR_TENSORRT if 'MLFloat16' in str(e) else ''  # up to 1.29 it says so while it loads
             raise QatError(f"--weights {path}: ONNX Runtime cannot load it{hint}: {' '.join(str(e).split())[:300]}") from e
+        if len(self.session.get_inputs()) != 1:
+            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(i.name for i in self.session.get_inputs()) or 'none'}")
         image = self.session.get_inputs()[0]
         self.input_name, self.device = image.name, device
-        batch = (image.shape[0],) * 2 if isinstance(image.shape[0], int) else None  # a static graph wants full batches
+        batch = (image.shape[0],) * 2 if image.shape and isinstance(image.shape[0], int) else None  # a static graph wants full batches
         super().__init__(path, image.shape, {o.name: o.shape for o in self.session.get_outputs()}, batch,
                          self.session.get_modelmeta().custom_metadata_map)
 

@@ -1,17 +1,20 @@
 """Data YAML → upstream's dataset of boxes or of masks: checks the YAML and the labels, and holds images out of train."""
 import glob
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import cv2
 import numpy as np
-import yaml
-from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels, img2label_paths
+from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
 from utils.qat.distributed import first_goes_ahead
 from utils.qat.errors import QatError, require_file
+from utils.qat.files import read_yaml
+from utils.qat.labels import check_cache, check_dropped, check_labels, check_names
 from utils.qat.log import LOGGER, quiet_upstream
 
 
@@ -38,10 +41,7 @@ def load_data(file, nc=None, flag='--data', segments=False):
     Raises QatError naming the key at fault.
     """
     file = require_file(file, flag, ('.yaml', '.yml'))
-    try:
-        content = yaml.safe_load(file.read_text(encoding='utf-8', errors='ignore'))
-    except yaml.YAMLError as e:
-        raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())}") from e
+    content = read_yaml(file, flag)
     if not isinstance(content, dict):
         raise QatError(f'{flag} {file}: expected keys train:, val: and names:')
     missing = [f'{k}:' for k in ('train', 'val', 'names') if not content.get(k)]
@@ -50,18 +50,24 @@ def load_data(file, nc=None, flag='--data', segments=False):
 
     names = content['names']
     names = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(names, dict) or sorted(names) != list(range(len(names))):
+    if not isinstance(names, dict) or set(names) != set(range(len(names))) or any(isinstance(n, (list, dict, set, bytes)) for n in names.values()):
         raise QatError(f'{flag} {file}: names: must be a list, or map 0..n-1 to names')
+    if not isinstance(content.get('nc', 0), (int, type(None))):
+        raise QatError(f'{flag} {file}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
         raise QatError(f"{flag} {file}: nc: {content['nc']} but {len(names)} names")
     if nc is not None and nc != len(names):
         raise QatError(f'{flag} {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
 
+    for key in ('path', 'train', 'val'):
+        paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
+        if not all(isinstance(p, str) and '\0' not in p for p in paths):
+            raise QatError(f"{flag} {file}: {key}: must be a path{' or a list of paths' * (key != 'path')}")
     base = _base_folder(file, content)
     train, val = ([base / p for p in _as_list(content[k])] for k in ('train', 'val'))
     for key, paths in (('train', train), ('val', val)):
         for p in paths:
-            if not p.exists():
+            if not os.path.exists(p):  # unlike Path.exists, it takes any text
                 raise QatError(f'{flag} {file}: {key}: {p} does not exist')
             if not _has_images(p):
                 raise QatError(f"{flag} {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
@@ -80,31 +86,13 @@ def _base_folder(file, content):
     upstream does), the current folder, or the YAML's own; the first under which val: exists."""
     path = Path(content.get('path') or '')
     bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
-    return next((b for b in bases if all((b / p).exists() for p in _as_list(content['val']))), bases[0])
+    return next((b for b in bases if all(os.path.exists(b / p) for p in _as_list(content['val']))), bases[0])
 
 
 def _has_images(path):
     if path.is_file():
         return any(line.rsplit('.', 1)[-1].strip().lower() in IMG_FORMATS for line in path.open(errors='ignore'))
     return any(p.suffix[1:].lower() in IMG_FORMATS for p in path.rglob('*.*'))
-
-
-def _check_labels(dataset, data, dropped):
-    """Name the label that is out of range: upstream leaves its image out (`dropped`), or fails on it later."""
-    for file in dropped:
-        label = Path(img2label_paths([file])[0])
-        for number, line in enumerate(label.read_text(errors='ignore').splitlines() if label.is_file() else (), 1):
-            try:
-                values = [float(v) for v in line.split()]
-            except ValueError:
-                values = []
-            if line.strip() and (len(values) < 5 or not all(0 <= v <= 1 for v in values[1:])):
-                raise QatError(f'label {label}:{number}: expected "class x y width height" with coordinates in 0..1, '
-                               f'not {line[:60]!r}')
-    for label, rows in zip(dataset.label_files, dataset.labels):
-        wrong = [int(c) for c in rows[:, 0] if not 0 <= c < data.nc]
-        if wrong:
-            raise QatError(f'label {label}: class {wrong[0]}, but {data.file} has classes 0..{data.nc - 1}')
 
 
 def _check_polygons(dataset, data):
@@ -115,6 +103,24 @@ def _check_polygons(dataset, data):
                            f'use data with these in {data.flag}, or a detection model')
 
 
+class Readable:
+    """What upstream's dataset is beside: an image that OpenCV cannot read, where Pillow found nothing wrong, is told by name."""
+
+    def load_image(self, i):
+        try:
+            return super().load_image(i)
+        except (AssertionError, ValueError, cv2.error) as e:  # ValueError: of a damaged .npy beside it
+            raise QatError(f"image {self.im_files[i]}: cannot be read; mend or remove it ({' '.join(str(e).split())[:200]})") from e
+
+
+class Boxes(Readable, LoadImagesAndLabels):
+    pass
+
+
+class Masks(Readable, LoadImagesAndLabelsAndMasks):
+    pass
+
+
 def open_dataset(data, split, config, stride, masks=None, **options):
     """Upstream's dataset over images of `data`, its labels checked.
 
@@ -122,14 +128,21 @@ def open_dataset(data, split, config, stride, masks=None, **options):
     upstream's dataset that gives masks as well; None = boxes only.
     """
     key = 'val' if split == 'val' else 'train'
-    cls = LoadImagesAndLabels if masks is None else LoadImagesAndLabelsAndMasks
+    cls = Boxes if masks is None else Masks
+    files = _image_files(getattr(data, key))
+    if not files:
+        raise QatError(f"{data.flag} {data.file}: {key}: no images in {', '.join(getattr(data, key))}")
+    check_names(files, data)
+    check_cache(files, getattr(data, key))
     with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
             dataset = cls(getattr(data, key), config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
-            raise QatError(f'{data.flag} {data.file}: {key}: {e}') from e
-    dropped = sorted(set(_image_files(getattr(data, key))) - set(dataset.im_files))
-    _check_labels(dataset, data, dropped)
+            check_dropped(files, data)
+            raise QatError(f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})') from e
+    dropped = sorted(set(files) - set(dataset.im_files))
+    check_dropped(dropped, data)
+    check_labels(dataset, data)
     if masks:
         _check_polygons(dataset, data)
     if dropped:
@@ -177,7 +190,7 @@ def _image_files(paths):
         if p.is_dir():
             files += glob.glob(str(p / '**' / '*.*'), recursive=True)
         else:
-            lines = p.read_text().strip().splitlines()
+            lines = p.read_text(errors='surrogateescape').strip().splitlines()
             files += [x.replace('./', str(p.parent) + os.sep, 1) if x.startswith('./') else x for x in lines]
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
@@ -185,10 +198,13 @@ def _image_files(paths):
 def load_hyp(file):
     """Augmentation settings in upstream's format. Raises QatError naming what is missing."""
     file = require_file(file, '--hyp', ('.yaml', '.yml'))
-    hyp = yaml.safe_load(file.read_text(errors='ignore'))
+    hyp = read_yaml(file, '--hyp')
     needed = ('hsv_h', 'hsv_s', 'hsv_v', 'degrees', 'translate', 'scale', 'shear', 'perspective', 'flipud', 'fliplr',
               'mosaic', 'mixup', 'copy_paste')
     missing = [k for k in needed if not isinstance(hyp, dict) or k not in hyp]
     if missing:
         raise QatError(f"--hyp {file}: {', '.join(missing)} missing; take data/hyps/hyp.scratch-high.yaml as a model")
+    wrong = [k for k in needed if not (isinstance(hyp[k], (int, float)) and math.isfinite(hyp[k]))]
+    if wrong:
+        raise QatError(f"--hyp {file}: {', '.join(wrong)}: must be a number")
     return hyp

@@ -22,6 +22,8 @@ class Source:
         """Raises QatError if the file is no ONNX, or does not take the shapes that are asked for."""
         self.config, model = config, load(config.onnx)
         inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
+        if not all(inputs.values()):
+            raise QatError(f"{config.onnx}: input {min(inputs, key=lambda name: len(inputs[name]))} is a single number; inputs are [B, ...]")
         self.shapes = {name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()}
         self.dynamic = any(-1 in shape for shape in inputs.values())
         self.int8 = any(count_qdq(model))

@@ -7,10 +7,14 @@ import argparse
 import contextlib
 import errno
 import os
+import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
+USERS = *FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG  # what of the system is for the user to mend
 FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
 
 
@@ -36,11 +40,15 @@ def run_command(main, argv=None):
     try:
         return main(argv) or 0
     except QatError as e:
-        problem = str(e)
+        problem = (str(e).splitlines() or [''])[-1].removeprefix('utils.qat.errors.QatError: ')  # a worker of a DataLoader tells its traceback first
     except OSError as e:
-        if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR):
+        if e.filename is None:  # the terminal, or what stands for it: a full disk, `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if e.errno == errno.EPIPE:  # whoever reads has enough
+            return 128 + signal.SIGPIPE
+        if e.errno not in USERS:
             raise
-        problem = f'{e.filename or "output"}: {e.strerror}; free space or choose another folder (--project, --save)'
+        problem = explain(e)
     except KeyboardInterrupt as e:
         if is_first():
             advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
@@ -52,13 +60,28 @@ def run_command(main, argv=None):
     return 2
 
 
+def explain(error):
+    """An OSError that is the user's to mend, in a line: which file, what is the matter, and what to do."""
+    if error.filename is None:
+        return f'output: {error.strerror}'
+    file = Path(os.fsdecode(error.filename))
+    if error.errno not in FULL:
+        return f'{file}: {error.strerror}; choose another folder (--project, --save)'
+    folder = next(p for p in file.absolute().parents if p.is_dir())
+    return f'{file}: {error.strerror}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another folder (--project, --save)'
+
+
 @contextlib.contextmanager
 def resumable(command):
-    """What is interrupted in the block can be gone on with by `command`, and `run_command` says so."""
+    """What is interrupted in the block, or ends for want of space, can be gone on with by `command`, and `run_command` says so."""
     try:
         yield
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt(command) from e
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        raise QatError(f'{explain(e)}; what was finished is whole, go on with: {command}') from e
 
 
 @contextlib.contextmanager
@@ -75,7 +98,7 @@ def explain_out_of_memory(batch_size):
 def require_file(path, flag, suffixes=()):
     """`path` as a Path if it is a readable file with one of `suffixes` (any if empty), else a QatError naming `flag`."""
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, it takes names of any length
         raise QatError(f'{flag} {path}: no such file')
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
@@ -96,5 +119,8 @@ def atomic(path):
     try:
         yield tmp
         os.replace(tmp, path)
+    except OSError as e:
+        e.filename = str(path)  # a failed write does not say where
+        raise
     finally:
         tmp.unlink(missing_ok=True)

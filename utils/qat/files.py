@@ -1,7 +1,11 @@
-"""What a file is, by its content; and where the files of a run go."""
+"""What a file is, by its content; YAML and checkpoints, read and written; and where the files of a run go."""
 import hashlib
+import io
 
 from utils.qat.distributed import from_first, is_first
+from utils.qat.errors import QatError, atomic
+
+LARGEST_YAML = 2_000_000  # bytes; PyYAML reads so much in 20 s, and the names of 20 000 classes are a quarter of it
 
 
 def sha256(path):
@@ -18,3 +22,24 @@ def new_folder(config):
     if is_first():
         folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def read_yaml(file, flag):
+    """Content of a YAML file given with `flag`. Raises QatError if it is none, or beyond what anybody writes."""
+    import yaml  # here, so that `-h` does not need it
+    if file.stat().st_size > LARGEST_YAML:
+        raise QatError(f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?')
+    try:
+        return yaml.safe_load(file.read_text(encoding='utf-8', errors='ignore'))
+    # beside its own errors, PyYAML lets out what numbers and dates that are none raise, and brackets within brackets
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())[:300] or type(e).__name__}") from e
+
+
+def write_torch(path, content):
+    """torch.save to `path`, whole at any moment. In memory first: its own writer does not say that it was the disk that is full."""
+    import torch
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with atomic(path) as tmp:
+        tmp.write_bytes(buffer.getbuffer())

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from utils.qat import onnx_cost
 from utils.qat.errors import QatError
 from utils.qat.onnx_absorb import unabsorbed
-from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, name_of, opset
+from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
 from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
 from utils.qat.report import markdown_table
 
@@ -49,12 +49,17 @@ class Audit:
 
 
 def load(path):
-    """The graph in a file; QatError if there is none, or one that ONNX does not accept."""
+    """The graph in a file; QatError if there is none, or one that ONNX does not accept or that computes nothing."""
     try:
         model = onnx.load(path)
         onnx.checker.check_model(model)
-    except (DecodeError, onnx.checker.ValidationError, OSError) as e:
-        raise QatError(f"{path}: no valid ONNX file ({str(e).strip().splitlines()[0]}); write it with export_qat.py") from e
+    # ValueError and TypeError: of weights in another file that is not whole
+    except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError) as e:
+        raise QatError(f"{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py") from e
+    if not (model.graph.node and given(model) and model.graph.output and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)):
+        raise QatError(f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py')
+    if any(isinstance(text, bytes) for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)):
+        raise QatError(f'{path}: no valid ONNX file (names of nodes are no text); write it with export_qat.py')
     return model
 
 
@@ -128,7 +133,7 @@ def text(found, limit=None):
     lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
     if found.cost:
         base = list(found.cost.values())[-1]
-        rows = [[what, c.kernels, f'{c.kernels / base.kernels:.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / base.bytes:.2f}']
+        rows = [[what, c.kernels, f'{c.kernels / max(base.kernels, 1):.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / max(base.bytes, 1):.2f}']
                 for what, c in found.cost.items()]
         lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
                   'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/onnx_cost.py), not measured.']

@@ -107,7 +107,7 @@ def _load(path, flag):
     require_file(path, flag)
     try:
         return json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         where = f' in line {e.lineno}' if isinstance(e, json.JSONDecodeError) else ''
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
 

@@ -12,7 +12,7 @@ MASK_COLUMNS = tuple(f'mask {c}' for c in COLUMNS)
 def write_text(path, text):
     """`path` with `text`, in UTF-8, whole at any moment."""
     with atomic(path) as tmp:
-        tmp.write_text(text, encoding='utf-8')
+        tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
 def write_json(path, content):

@@ -7,6 +7,8 @@ from utils.qat.config import QuantizeConfig
 from utils.qat.errors import QatError
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
+PARTS = {'settings': dict, 'versions': dict, 'device': str, 'images': dict, 'chosen_on': str, 'kept_float': list, 'ptq': (dict, type(None)), 'epochs': list,
+         'best': (dict, type(None)), 'origin': (dict, type(None)), 'times': dict}  # of report.json
 FREE = ('device', 'workers')  # options that change no result
 
 
@@ -41,8 +43,10 @@ def read_report(folder):
     """The content of report.json of the run in `folder`."""
     try:
         report = json.loads((folder / 'report.json').read_text(encoding='utf-8'))
-        report['settings']
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError) as e:
+        kinds = all(isinstance(report[key], kind) for key, kind in PARTS.items())
+        if not kinds or report['chosen_on'] not in report['images'] or not all(isinstance(e, dict) for e in report['epochs']):
+            raise ValueError('not what a run writes')
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise QatError(f"--resume {folder}: no report of a run there ({folder / 'report.json'}); give the folder that "
                        '`qat.py quantize` named, such as runs/qat/exp') from e
     return report

@@ -43,7 +43,7 @@ def read_sidecar(engine):
         return None
     try:
         content = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise QatError(f'{file}: damaged ({e}); delete it, or build the engine again: scripts/generate_trt_engine.sh') from e
     if not isinstance(content, dict) or content.get('sidecar') != VERSION:
         raise QatError(f'{file}: not written by this version of the tool; delete it, or build the engine again: '

@@ -18,8 +18,9 @@ def read_summary(path, source, twins):
     try:
         summary = json.loads(path.read_text(encoding='utf-8'))
         kind, version, units = (summary[key] for key in ('kind', 'version', 'units'))
-        needed = [(u['unit'], u['distortion'], u['flops'], u['twins']) for u in units]
-    except (ValueError, KeyError, TypeError) as e:
+        needed = [(u['unit'], float(u['distortion']), float(u['flops']), list(u['twins'])) for u in units]
+        float(summary['flops'])
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis; {again}') from e
     if (kind, version) != (KIND, VERSION):
         raise QatError(f'--sensitive {path}: a summary of another kind or version ({kind}, {version}); {again}')

@@ -1,0 +1,42 @@
+"""The numbers of docs/faults.md are those of the tests."""
+import re
+
+import test_fault_checkpoints as checkpoints
+import test_fault_data as data
+import test_fault_exports as exports
+import test_full_disk as disk
+import test_killed as killed
+from conftest import REPO
+
+
+def met(cases, commands):
+    """Cases times commands, where the first command has all of them and each case meets one of the others."""
+    return sum(len(data.share(cases, command)) for command in commands)
+
+
+def counts():
+    """What was spoilt → number of cases, each one call of a command or of the function that reads the file."""
+    pictures, json = (*data.UNREAD, *data.READ), len(exports.NO_JSON)
+    return {
+        'killed': len(killed.POINTS), 'no room': len(disk.LIMITS) + len(disk.OTHERS) + 3,
+        'damaged checkpoints': len(checkpoints.DAMAGED) * checkpoints.PER_COMMAND, 'hostile checkpoints': len(checkpoints.HOSTILE) * len(checkpoints.COMMANDS),
+        'foreign checkpoints': len(checkpoints.FOREIGN) * len(checkpoints.COMMANDS), 'rewritten pickles': 2 * checkpoints.REWRITTEN,
+        'data YAML': met(data.YAMLS, data.COMMANDS) + len(data.HARMLESS), 'damaged data YAML': data.DAMAGED_YAML,
+        'augmentation YAML': len(data.HYPS), 'network YAML': len(data.CFGS), 'labels': met(data.LABELS, data.COMMANDS) + 1 + len(data.FINE_LABELS),
+        'caches of labels': 3 + 1 + 9, 'images': 2 * len(pictures), 'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
+        'damaged images': 2 * data.DAMAGED_IMAGES, 'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),
+        'damaged ONNX files': (exports.DAMAGED + 2) * len(exports.COMMANDS), 'weights in another file': len(exports.ELSEWHERE) * len(exports.COMMANDS),
+        'report.json': json + 5 * len(exports.PARTS['a run']), 'summary of a sensitivity analysis': json + 5 * len(exports.PARTS['a summary']),
+        'layers of an engine': 2 * (json + 5 * len(exports.PARTS['layers']))}
+
+
+def test_the_numbers_of_the_docs():
+    text = (REPO / 'docs/faults.md').read_text(encoding='utf-8')
+    rows = {name: int(number) for name, number in re.findall(r'^\| ([^|]+?) +\| +(\d+) \|', text, re.MULTILINE)}
+    assert rows == counts()
+    assert f'{sum(rows.values())} cases' in text
+
+
+def test_the_points_of_the_docs():
+    text = ' '.join((REPO / 'docs/faults.md').read_text(encoding='utf-8').split())
+    assert f"after a time): {', '.join(killed.POINTS)}." in text

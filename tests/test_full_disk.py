@@ -1,0 +1,127 @@
+"""No room: the line says which file could not be written and how much is free, and what to do; what was finished is whole, nothing is half.
+
+A limit on the size of files stands in for the disk where a file system of its own cannot be mounted: the write itself fails half-way.
+"""
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import TREE
+from test_killed import arguments, content, require_whole, whole  # noqa: F401  a fixture
+from utils.qat.errors import run_command
+from utils.qat.log import LOGGER
+from zoo import program, same
+
+KB = 1000
+
+
+def in_child(command, argv, limit=resource.RLIM_INFINITY):
+    """Exit code and last line of what a command says in a process of its own, none of whose files may be larger than `limit` bytes."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.dup2(write, 1)
+            del LOGGER.handlers[1:]  # log files of earlier runs in this process
+            sys.stdout = sys.stderr = LOGGER.handlers[0].stream = open(1, 'w', buffering=1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            os._exit(run_command(program(command).main, [str(a) for a in argv]))
+        finally:
+            os._exit(99)
+    os.close(write)
+    with open(read) as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert 'Traceback' not in said and 'Logging error' not in said, said[-3000:]
+    return code, said.strip().splitlines()[-1]
+
+
+LIMITS = {  # bytes → the file that the line names, and whether --resume can go on
+    1 * KB: ('report.json', False), 500 * KB: ('.unscored.pt', False), 6000 * KB: ('resume.pt', True)}
+
+
+@pytest.mark.parametrize('limit', LIMITS)
+def test_quantize(demo, whole, tmp_path, limit):
+    name, resumes = LIMITS[limit]
+    folder = tmp_path / 'exp'
+    code, line = in_child('qat.py', arguments(demo, tmp_path), limit)
+    assert code == 2 and re.search(rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line), line
+    assert not [f for f in folder.rglob('.*')]
+    require_whole(folder)
+    if resumes:
+        assert line.endswith(f'go on with: python qat.py quantize --resume {folder}')
+        assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
+        (*ours, models), (*theirs, others) = content(folder), whole
+        assert ours == theirs and all(same(models[name], others[name]) for name in others)
+
+
+OTHERS = {  # command → its arguments, the limit
+    'reparameterization.py': (('--weights', 'DUAL', '--save', 'OUT/x.pt'), 500 * KB),
+    'export_qat.py': (('--weights', 'OUT/w.pt', '--imgsz', 64), 500 * KB),
+    'export_yoloV9.py': (('--weights', 'OUT/w.pt', '--size', 64), 500 * KB),
+    'qat.py sensitive': (('sensitive', '--weights', 'SINGLE', '--data', 'DATA', '--imgsz', 64, '--calib-images', 2, '--num-image', 1, '--metric', 'distortion',
+                          '--granularity', 'layer', '--calib-method', 'max', '--device', 'cpu', '--workers', 0, '--project', 'OUT'), 2 * KB),
+    'qat.py eval': (('eval', '--weights', 'QUANTIZED', '--data', 'DATA', '--imgsz', 64, '--device', 'cpu', '--workers', 0, '--project', 'OUT'), KB // 2),
+    'compare_outputs.py': (('SINGLE', 'QUANTIZED', '--random', 1, '--imgsz', 64, '--device', 'cpu', '--project', 'OUT'), KB),
+    'benchmark_trt.py': (('SINGLE', '--imgsz', 64, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT'), KB),
+    'scripts/audit_onnx.py': (('OUT/x.onnx', '--json', 'OUT/audit.json'), KB),
+}
+
+
+@pytest.mark.parametrize('command', OTHERS)
+def test_other_commands(demo, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    argv, limit = OTHERS[command]
+    names = {'DUAL': demo.dual, 'SINGLE': demo.single, 'QUANTIZED': demo.quantized, 'DATA': demo.data}
+    shutil.copy(demo.single, tmp_path / 'w.pt')
+    if 'audit' in command:
+        assert program('export_qat.py').main(['--weights', str(tmp_path / 'w.pt'), '--imgsz', '64']) is None
+        (tmp_path / 'w.onnx').rename(tmp_path / 'x.onnx')
+    before = {f: f.read_bytes() for f in tmp_path.rglob('*.*')}
+    code, line = in_child(command.split()[0], [str(names.get(a, a)).replace('OUT', str(tmp_path)) for a in argv], limit)
+    assert code == 2 and re.search(rf'error: {tmp_path}/\S+: File too large, [\d.]+ MB are free', line), line
+    left = {f for f in tmp_path.rglob('*.*')} - before.keys()
+    assert not [f for f in left if f.name.startswith('.') or f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size], left
+    assert all(f.read_bytes() == content for f, content in before.items())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 6 MB."""
+    folder = tmp_path / 'disk'
+    folder.mkdir()
+    done = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=6M', 'tmpfs', folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f'no file system of 6 MB: {done.stderr.strip()}')
+    yield folder
+    subprocess.run(['umount', folder], check=True)
+
+
+def test_a_disk_of_six_megabytes(demo, whole, small_disk):
+    """Has room for the calibrated model, not for what the first epoch leaves; with more room the run goes on."""
+    code, line = in_child('qat.py', arguments(demo, small_disk))
+    folder = small_disk / 'exp'
+    assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not [f for f in folder.rglob('.*')]
+    require_whole(folder)
+    subprocess.run(['mount', '-o', 'remount,size=99M', small_disk], check=True)
+    assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
+    (*ours, models), (*theirs, others) = content(folder), whole
+    assert ours == theirs and all(same(models[name], others[name]) for name in others)
+
+
+def test_a_terminal_that_takes_nothing(demo):
+    """/dev/full is a disk without room; a pipe that nobody reads is `| head` when it has enough."""
+    command = [sys.executable, 'qat.py', 'quantize', '--dry-run', '--weights', demo.single]
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(command, cwd=TREE, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1] == 'qat.py: error: output: No space left on device'
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, cwd=TREE, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 141 and 'Traceback' not in done.stderr and 'Broken pipe' not in done.stderr

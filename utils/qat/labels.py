@@ -1,0 +1,82 @@
+"""Images and labels, before and after upstream reads them: what it drops without a word, fails on later or would run is told by name."""
+import io
+import math
+import os
+import pickle
+from pathlib import Path
+
+from utils.dataloaders import img2label_paths
+
+from utils.qat.errors import QatError
+
+ARRAYS = {(module, name) for module in ('numpy', 'numpy.core.multiarray', 'numpy._core.multiarray')
+          for name in ('ndarray', 'dtype', 'scalar', '_reconstruct')}  # that a cache of labels is pickled with
+# What a pickle raises that is none, or not whole
+DAMAGED = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError, ImportError, OverflowError, MemoryError)
+
+
+def check_names(files, data):
+    """files: of images. Upstream hashes their names as UTF-8."""
+    for file in files:
+        try:
+            file.encode()
+        except UnicodeEncodeError as e:
+            raise QatError(f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
+
+
+class _Arrays(pickle.Unpickler):
+    """Plain values and NumPy's arrays."""
+
+    def find_class(self, module, name):
+        if (module, name) not in ARRAYS:
+            raise QatError(f'asks for {module}.{name}')
+        return super().find_class(module, name)
+
+
+def check_cache(files, paths):
+    """Refuse the cache of labels, which upstream is about to unpickle, if its pickle asks for more than arrays: it could run any code.
+
+    files: images. paths: what they are listed from. One that is damaged only is for upstream, which reads the labels again.
+    """
+    last = Path(paths[-1])
+    cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')  # as upstream names it
+    content = cache.read_bytes() if cache.is_file() else b''
+    if content.startswith(b'PK'):  # an archive of arrays, which unpickles nothing when it is opened
+        return
+    start, length = 0, 2 if content[6:7] == b'\1' else 4  # of the header's size, by NumPy's version of the format
+    if content.startswith(b'\x93NUMPY'):
+        start = 8 + length + int.from_bytes(content[8:8 + length], 'little')
+    try:
+        _Arrays(io.BytesIO(content[start:])).load()
+    except QatError as e:
+        raise QatError(f'{cache}: no cache of labels, its pickle {e}, so it was not loaded; delete it') from e
+    except DAMAGED:
+        pass
+
+
+def check_dropped(files, data):
+    """Name the label for which upstream leaves one of these images out. Where there is none, the image itself cannot be read."""
+    for label in map(Path, img2label_paths(files)):
+        for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
+            try:
+                c, *values = [float(v) for v in line.split()] or [0] * 5
+            except ValueError:
+                c, values = 0, ()
+            if not ((len(values) == 4 or len(values) >= 6 and len(values) % 2 == 0) and all(0 <= v <= 1 for v in values)):
+                raise QatError(f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
+                               f'coordinates in 0..1, not {line[:60]!r}')
+            _check_class(c, f'{label}:{number}', data)
+
+
+def check_labels(dataset, data):
+    """Name the label that upstream takes, though it has no such class, or no outline where it looks for one."""
+    for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
+        for c in rows[:, 0].tolist():
+            _check_class(c, label, data)
+        if any(len(outline) < 3 for outline in outlines):  # a box beside an outline is taken for an outline of two points
+            raise QatError(f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file')
+
+
+def _check_class(c, where, data):
+    if not (math.isfinite(c) and c == int(c) and 0 <= c < data.nc):
+        raise QatError(f'label {where}: class {c:g}, but {data.file} has classes 0..{data.nc - 1}')

@@ -1,4 +1,5 @@
 """`-h` of every command: it needs none of the packages, and loads none where they are installed."""
+import os
 import re
 import subprocess
 import sys
@@ -23,12 +24,12 @@ def patched(tmp_path_factory):
     return tree
 
 
-def show_help(patched, command, *options):
+def show_help(patched, command, *options, **environment):
     """The finished `python OPTIONS COMMAND -h`; demo/ is not laid over the tree."""
     file, *verb = command
     path = REPO / file if file.startswith('demo/') else patched / file
-    return subprocess.run([sys.executable, *options, path, *verb, '-h'], cwd=patched, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL)
+    return subprocess.run([sys.executable, *options, path, *verb, '-h'], cwd=patched, capture_output=True, text=True, errors='replace',
+                          stdin=subprocess.DEVNULL, env={**os.environ, **environment})
 
 
 def test_all_commands_are_there():
@@ -52,3 +53,10 @@ def test_help_loads_no_package(patched, command):
     packages = {'torch', 'torchvision', 'numpy', 'scipy', 'cv2', 'PIL', 'onnx', 'onnxruntime', 'tensorrt', 'matplotlib', 'pandas',
                 'seaborn', 'sklearn', 'yaml', 'tqdm', 'pytorch_quantization', 'pkg_resources', 'packaging', 'IPython'}
     assert not loaded & packages - OWN.get(command[0], set())
+
+
+@each_command
+def test_help_in_a_locale_without_arrows(patched, command):
+    """ISO 8859-1, say, for which Python does not take UTF-8 by itself, as it does for C."""
+    done = show_help(patched, command, PYTHONIOENCODING='latin-1')
+    assert done.returncode == 0 and done.stdout.startswith('usage: '), done.stderr[-2000:]

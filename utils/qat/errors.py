@@ -36,6 +36,8 @@ def run_command(main, argv=None):
     that is alone with its mistake is still there to speak.
     """
     from utils.qat.distributed import is_first, rank, world_size  # here: it imports QatError
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='replace')  # where the locale has no arrows or bars, a question mark is better than a traceback
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
         return main(argv) or 0

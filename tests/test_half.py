@@ -352,7 +352,7 @@ def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(demo, tmp
     assert (wide.qdq, wide.boxes, wide.scores) == (typed.qdq, typed.boxes, typed.scores)
     assert onnx.load(tmp_path / 'wide.onnx') == fp32_scales(onnx.load(tmp_path / 'typed.onnx'))
     assert not audit(onnx.load(tmp_path / 'wide.onnx')).findings
-    with pytest.raises(QatError, match='wide.onnx: ONNX Runtime cannot (load|run) it .*--fp32-scales'):
+    with pytest.raises(QatError, match='wide.onnx: ONNX Runtime cannot run it .*--fp32-scales'):
         OnnxModel(tmp_path / 'wide.onnx')(image(64))
 
 

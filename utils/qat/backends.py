@@ -15,8 +15,6 @@ from utils.qat.errors import QatError
 from utils.qat.masks import BoxMasks
 from utils.qat.onnx_rounding import rounding
 
-FOR_TENSORRT = ' (a file with --fp32-scales is for TensorRT only)'
-
 
 def select_device(text):
     """--device as upstream takes it ('', 'cpu', '0', 'cuda:0', 'mps') → torch.device. '' is the first GPU, else the CPU."""
@@ -152,6 +150,12 @@ def onnx_session(source, device=torch.device('cpu')):
     return ort.InferenceSession(rounding(source), options, providers=providers)
 
 
+def cannot_run(path, error):
+    """The QatError for a file that ONNX Runtime refuses to compute."""
+    return QatError(f'--weights {path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
+                    f"{' '.join(str(error).split())[:300]}")
+
+
 class OnnxModel(FileModel):
     """An ONNX file run by ONNX Runtime, its Q/DQ included."""
 
@@ -162,8 +166,9 @@ class OnnxModel(FileModel):
             if PLUGIN in str(e):
                 raise QatError(f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
                                '--include onnx_end2end --nms standard') from e
-            hint = FOR_TENSORRT if 'MLFloat16' in str(e) else ''  # up to 1.29 it says so while it loads
-            raise QatError(f"--weights {path}: ONNX Runtime cannot load it{hint}: {' '.join(str(e).split())[:300]}") from e
+            if 'MLFloat16' in str(e):  # some versions find this out while they load a file, others while they run it
+                raise cannot_run(path, e) from e
+            raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
         if len(self.session.get_inputs()) != 1:
             raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(i.name for i in self.session.get_inputs()) or 'none'}")
         image = self.session.get_inputs()[0]
@@ -176,7 +181,7 @@ class OnnxModel(FileModel):
         try:
             outputs = self.session.run(None, {self.input_name: images.cpu().numpy()})
         except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
-            raise QatError(f"--weights {self.path}: ONNX Runtime cannot run it{FOR_TENSORRT}: {' '.join(str(e).split())[:300]}") from e
+            raise cannot_run(self.path, e) from e
         return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
 
 

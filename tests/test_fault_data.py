@@ -34,7 +34,7 @@ def files(demo, tmp_path_factory):
 COMMON = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)
 COMMANDS = {
     'val_trt.py': ('--weights', 'ONNX', '--data', 'DATA', '--imgsz', SIZE, *COMMON),
-    'compare_outputs.py': ('FLOAT', 'ONNX', '--data', 'DATA', *COMMON),
+    'compare_outputs.py': ('ONNX', 'ONNX', '--data', 'DATA', *COMMON),
     'qat.py eval': ('eval', '--weights', 'QUANTIZED', '--data', 'DATA', '--imgsz', SIZE, *COMMON),
     'qat.py quantize': ('quantize', '--weights', 'FLOAT', '--data', 'DATA', '--imgsz', SIZE, '--epochs', 0, '--calib-images', 2, '--calib-method', 'max',
                         '--no-eval-origin', *COMMON),

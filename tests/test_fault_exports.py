@@ -16,7 +16,7 @@ COMMANDS = {
     'qat.py eval': ('eval', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
     'val_trt.py': ('--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
     'benchmark_trt.py': ('FILE', '--batch', 1, '--duration', 0.01, '--backend', 'onnxruntime', '--device', 'cpu', '--project', 'OUT'),
-    'compare_outputs.py': ('SINGLE', 'FILE', '--random', 1, *RUN),
+    'compare_outputs.py': ('FILE', 'SINGLE', '--random', 1, *RUN),
     'scripts/infer_onnx.py': ('FILE', 'IMAGE'),
     'scripts/build_engine.py': ('FILE', '--backend', 'rtx', '--engine', 'OUT/x.engine'),
 }

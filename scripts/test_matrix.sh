@@ -7,7 +7,7 @@
 #   scripts/test_matrix.sh --fresh newest           make its environment again: with what the package index serves today
 #
 # In: a Python of each row, as python3.10 on the PATH or under ~/.pyenv; a package index. 6 GB of disk per row.
-# Out: .work/matrix/ROW/ (environment, tests.log) and, last, a table as in docs/support.md. Exit status 1 if a test failed,
+# Out: .work/matrix/ROW/ (environment, tests.log) and, last, a table. Exit status 1 if a test failed,
 # 2 if a row could not run.
 set -euo pipefail
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from utils.qat.deploy_config import BENCHMARKED, PRECISIONS, BenchmarkConfig
 from utils.qat.errors import Parser, QatError, run_command
-from utils.qat.log import LOGGER, quiet_upstream
+from utils.qat.following import DATA, command
+from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -50,6 +51,19 @@ def describe_machine(device):
             'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})}, 'tf32': torch.backends.cudnn.allow_tf32}
 
 
+def next_command(models):
+    """What explains a time: which parts of an ONNX file can run in INT8. Of engines what they score, of checkpoints the file to measure."""
+    from utils.qat.sidecar import read_sidecar
+    onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
+    if onnx:
+        return command('scripts/audit_onnx.py', onnx[-1])
+    if engines:
+        built = read_sidecar(engines[-1])
+        size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
+        return command('val_trt.py', '--engine-file', engines[-1], '--data', DATA, *size)
+    return command('export_qat.py', '--weights', models[-1])
+
+
 def main(argv=None):
     config = parse_args(argv)
 
@@ -79,13 +93,13 @@ def main(argv=None):
     try:
         with Usage(device, LOGGER.info) as usage:
             report['usage'] = usage.samples
-            for number, case in enumerate(cases, 1):
+            for number, case in enumerate(bar(cases, 'measuring', unit='measurements'), 1):
                 LOGGER.info(f'\n{number} of {len(cases)}: {case}')
                 try:
                     result = run_case(case, config, device, load, usage, LOGGER.info).plain()
                 except QatError as e:
                     left_out.append(str(e))
-                    LOGGER.info(f'left out: {e}')
+                    LOGGER.warning(f'left out: {e}')
                 else:
                     report['results'].append(result)
                     LOGGER.info(summary(result))
@@ -93,7 +107,8 @@ def main(argv=None):
         if report['results']:
             folder = new_folder(config)
             write_benchmark(folder, report)
-            LOGGER.info(f'\n{result_table(with_short_names(report["results"]))}\n\nresults {folder}')
+            LOGGER.log(RESULT, f'\n{result_table(with_short_names(report["results"]))}\n')
+            finish(next_command(config.models), results=folder, report=folder / 'benchmark.md')
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

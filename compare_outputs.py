@@ -6,12 +6,12 @@
 A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The second is compared with the first.
 """
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from utils.qat.deploy_config import BACKENDS, CompareConfig
 from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
-from utils.qat.log import LOGGER, bar
+from utils.qat.following import after_scoring
+from utils.qat.log import LOGGER, RESULT, bar, finish
 
 
 def parse_args(argv):
@@ -56,10 +56,10 @@ def image_size(config, models):
 def compare_detectors(config, models, device, size):
     """(plain Comparison, its tables)."""
     from utils.qat.compare import compare
+    from utils.qat.compare_report import comparison_tables
     from utils.qat.config import EvalConfig
     from utils.qat.data import load_data
     from utils.qat.loaders import random_images, val_loader
-    from utils.qat.report import comparison_tables
 
     if config.data:
         data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments)
@@ -74,8 +74,8 @@ def compare_detectors(config, models, device, size):
 def compare_classifiers(config, models, device, size):
     """(plain ClassComparison, its tables)."""
     from utils.qat.compare_classes import compare_classes
+    from utils.qat.compare_report import class_comparison_tables
     from utils.qat.loaders import class_images, random_images
-    from utils.qat.report import class_comparison_tables
 
     if config.data:
         batches = class_images(config, size)
@@ -91,8 +91,8 @@ def main(argv=None):
     import torch
     from models.deploy.load import SUFFIXES, load_model
     from utils.qat.backends import select_device
-    from utils.qat.files import new_folder, sha256
-    from utils.qat.report import versions, write_json
+    from utils.qat.compare_report import write_comparison
+    from utils.qat.files import new_folder
 
     files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]
     device = select_device(config.device)
@@ -107,10 +107,10 @@ def main(argv=None):
         size = image_size(config, models)
         found, tables = (compare_classifiers if all(classify) else compare_detectors)(config, models, device, size)
     folder = new_folder(config)
-    write_json(folder / 'compare.json', {'settings': asdict(config), 'versions': versions(),
-                                         'files': {str(file): sha256(file) for file in files}, **found})
-    LOGGER.info(f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n\n'
-                f'results {folder / "compare.json"}')
+    following = after_scoring(config.other, size, config.backend)
+    write_comparison(folder, config, found, tables, size, following)
+    LOGGER.log(RESULT, f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n')
+    finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 
 
 if __name__ == '__main__':

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from utils.qat.config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, EvalConfig, ExportConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
-from utils.qat.log import LOGGER, bar, quiet_upstream
+from utils.qat.following import after_scoring, command, data_yaml
+from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -76,8 +77,9 @@ def verify(config, reference, device, limits, path, data, loader):
     import onnxruntime
     from utils.qat.backends import OnnxModel
     from utils.qat.compare import compare
+    from utils.qat.compare_report import comparison_tables
     from utils.qat.files import sha256
-    from utils.qat.report import comparison_tables, versions, write_json
+    from utils.qat.report import versions, write_json
 
     result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))
@@ -85,11 +87,11 @@ def verify(config, reference, device, limits, path, data, loader):
     write_json(file, {'settings': asdict(config), 'versions': {**versions(), 'onnxruntime': onnxruntime.__version__},
                       'onnx': {'file': path, 'sha256': sha256(path)}, 'limits': asdict(limits), 'above_limits': excess,
                       **result.plain()})
-    LOGGER.info(f"\nPyTorch and ONNX Runtime ({path.name}) on {result.images} images of {config.verify}\n\n"
-                f"{comparison_tables(result.plain(), ('PyTorch', 'ONNX Runtime'))}\n"
-                f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}'
-                f"{f', the IoU of their masks at least {limits.mask:g}' * (result.matched_mask is not None)}: "
-                f"{'exceeded' if excess else 'kept'}\nresults {file}")
+    LOGGER.log(RESULT, f"\nPyTorch and ONNX Runtime ({path.name}) on {result.images} images of {config.verify}\n\n"
+                       f"{comparison_tables(result.plain(), ('PyTorch', 'ONNX Runtime'))}\n"
+                       f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}'
+                       f"{f', the IoU of their masks at least {limits.mask:g}' * (result.matched_mask is not None)}: "
+                       f"{'exceeded' if excess else 'kept'}\nresults {file}\n")
     if excess:
         LOGGER.error(f"{path}: above the limits of --verify: {'; '.join(excess)}. The file stays. AP is uncertain on few images: "
                      'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff')
@@ -133,6 +135,7 @@ def main(argv=None):
         half = config.half or config.trt == 11 and quant is not None
         export = partial(export_onnx, model, imgsz=imgsz, batch=config.batch_size, dynamic=config.dynamic, simplify=config.simplify,
                          opset=config.opset, inplace=config.inplace, half=half, fp32_scales=config.fp32_scales,
+                         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
                          kept_float=quant['recipe'].get('kept_float', ()) if quant else ())
         done = export(plain) if plain else None
         if end2end:
@@ -156,19 +159,27 @@ def main(argv=None):
             outputs += f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'
         LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\n'
                     f'engine: {build_command(path, config, quant is not None, half)}')
+    written = dict(files)
     if end2end:
+        written['triton'] = serving
         LOGGER.info(f'-> {serving}: copy it to MODELS/{end2end.stem}/config.pbtxt of a Triton server, docs/deepstream.md')
     in_onnxruntime = {what: path for what, path in files.items() if path != end2end or nms.kind == 'standard'}
     if end2end and nms.kind == 'plugin' and config.trt == 11:
-        LOGGER.info(f'warning: {PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin')
+        LOGGER.warning(f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin')
     if config.verify:
         references = {'onnx': predict, 'onnx_end2end': lambda images: outside(predict(images), tuple(images.shape[2:]), nms, pooling)}
         with explain_out_of_memory(config.batch_size):
-            return max(verify(config, references[what], predict.device, config.limits(bool(quant)), path, data, loader)
-                       for what, path in in_onnxruntime.items())
-    if quant and not config.fp32_scales:
-        for path in in_onnxruntime.values():
-            LOGGER.info(f'next: python qat.py eval --weights {path} --data DATA.yaml --imgsz {imgsz[0]}')
+            status = max(verify(config, references[what], predict.device, config.limits(bool(quant)), path, data, loader)
+                         for what, path in in_onnxruntime.items())
+        following = [after_scoring(path, imgsz[0]) for path in files.values()] * (not status)
+    elif in_onnxruntime and not config.fp32_scales and len(set(imgsz)) == 1:  # images are scored as squares
+        status, calibrated_on = 0, data_yaml(quant['recipe'].get('data') if quant else None)
+        following = [command('qat.py', 'eval', '--weights', path, '--data', calibrated_on, '--imgsz', imgsz[0])
+                     for path in in_onnxruntime.values()]
+    else:
+        status, following = 0, [after_scoring(path, imgsz[0]) for path in files.values()]
+    finish(*following, **written)
+    return status
 
 
 if __name__ == '__main__':

@@ -4,12 +4,13 @@
 
 Takes what the script of that name in DeepStream-Yolo takes, and quantized checkpoints besides. docs/deepstream.md says what goes where.
 """
+import shlex
 import sys
 from pathlib import Path
 
 from utils.qat.deploy_config import DeepStreamConfig
 from utils.qat.errors import Parser, QatError, require_file, run_command
-from utils.qat.log import LOGGER, quiet_upstream
+from utils.qat.log import LOGGER, bar, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -46,15 +47,16 @@ def main(argv=None):
                     + f', its main branch ({type(model.model[-1]).__name__})' * head.startswith(('Dual', 'Triple')))
         path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11
         done = export_onnx(model, path, config.size, config.batch, config.dynamic, config.simplify, config.opset, half=half,
-                           kept_float=quant['recipe'].get('kept_float', ()) if quant else (), layout=deepstream_layout)
+                           kept_float=quant['recipe'].get('kept_float', ()) if quant else (), layout=deepstream_layout,
+                           progress=lambda steps: bar(steps, 'exporting', unit='steps'))
     names = [str(name) for name in model.names.values()]
     write_text(Path(LABELS), ''.join(f'{name}\n' for name in names))
     write_text(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
     LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [B, N, 6], opset {done.opset}, "
                 f"{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{', FP16 outside them' * half}\n"
                 f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '
-                f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}\n'
-                f'next: copy these into the folder of DeepStream-Yolo: {path} {LABELS} {CONFIG}')
+                f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
+    finish(shlex.join(['cp', str(path), LABELS, CONFIG, 'DeepStream-Yolo/']), onnx=path, labels=LABELS, config=CONFIG)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,8 @@ from utils.qat.arguments import parse_args
 from utils.qat.config import EvalConfig, SensitiveConfig
 from utils.qat.distributed import describe, join, leave, on_first, rank, select_device, world_size
 from utils.qat.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
-from utils.qat.log import LOGGER, bar, log_to, quiet_upstream
+from utils.qat.following import command
+from utils.qat.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
 
 
 def choose_precision(config, device):
@@ -34,7 +35,8 @@ def dry_run(config):
     from models.quantize import checkpoint
     from models.quantize.ptq import Choice, prepare
     from utils.qat.backends import TorchModel
-    from utils.qat.report import plan
+    from utils.qat.run_report import plan
+    from utils.qat.settings import options
 
     with quiet_upstream():
         model = checkpoint.load_float(config.weights)
@@ -42,7 +44,8 @@ def dry_run(config):
     config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
     conversion, groups = prepare(model, config, Choice.of(model, config).paths)
-    LOGGER.info(f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
+    LOGGER.log(RESULT, f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
+    finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 
 def calibrate_run(run, images, config, choice):
@@ -127,7 +130,6 @@ def quantize(config):
     if config.hyp:
         require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
-    import shlex
     from dataclasses import replace
 
     from models.quantize.ptq import Choice
@@ -135,7 +137,7 @@ def quantize(config):
     from utils.qat.data import load_hyp
     from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, training_images, val_loader
-    from utils.qat.report import run_table
+    from utils.qat.run_report import delivered, export_command, run_table
 
     device = select_device(config.device)
     choose_precision(config, device)
@@ -159,16 +161,16 @@ def quantize(config):
     if not run.report['ptq']:
         calibrate_run(run, calibration, config, choice)
     if config.epochs:
-        with resumable(f'python qat.py quantize --resume {shlex.quote(str(folder))}'):
+        with resumable(command('qat.py', 'quantize', '--resume', folder)):
             finetune_run(run, training, config)
             run.finish()
 
     report = run.report
-    final = folder / (report['best'] or report['ptq'])['file']
+    final = delivered(folder, report)
     if report['best'] and not report['best']['epoch']:
         LOGGER.info(f'note: the calibrated model scores at least as high as every epoch, so {final.name} is a copy of it')
-    LOGGER.info(f'\n{run_table(report)}\n\nreport  {folder / "report.json"}\nweights {final}\n'
-                f'next: python export_qat.py --weights {final} --include onnx --imgsz {config.imgsz}')
+    LOGGER.log(RESULT, f'\n{run_table(report)}\n')
+    finish(export_command(folder, report), report=folder / 'report.md', weights=final)
 
 
 def sensitive(config):
@@ -205,11 +207,13 @@ def sensitive(config):
                'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
     times['all'] = time.perf_counter() - start
     on_first(write_json)(folder / FILE, summary)
-    on_first(write_markdown)(folder / 'sensitivity.md', summary)
+    following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', config.imgsz,
+                        '--sensitive', folder / FILE, '--max-drop', 0.2)
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
-    LOGGER.info(f'\n{summary_table(summary, 10)}\n\n' + '  '.join(f'{k} {v:.1f} s' for k, v in times.items())
-                + f'\nsummary {folder / FILE}\nnext: python qat.py quantize --weights {config.weights} --data {config.data} '
-                  f'--imgsz {config.imgsz} --sensitive {folder / FILE} --max-drop 0.2')
+    on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
+    LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
+    LOGGER.log(RESULT, f'\n{summary_table(summary, 10)}\n')
+    finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
 def eval_(config):

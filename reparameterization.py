@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from utils.qat.errors import Parser, QatError, require_file, run_command
-from utils.qat.log import LOGGER, quiet_upstream
+from utils.qat.following import command, data_yaml
+from utils.qat.log import LOGGER, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -82,8 +83,9 @@ def main(argv=None):
                 f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
                 f'parameters  {parameters:,} -> {remaining:,}\n'
                 f'classes     {single.model[-1].nc}\n'
-                f'largest difference from the main branch on a random image: {difference:.2g}\n'
-                f'next: python qat.py quantize --weights {args.save} --data DATA.yaml')
+                f'largest difference from the main branch on a random image: {difference:.2g}')
+    trained_on = data_yaml((ckpt.get('opt') or {}).get('data'))
+    finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 
 if __name__ == '__main__':

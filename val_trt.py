@@ -51,7 +51,7 @@ def main(argv=None):
             predict = OnnxModel(config.weights, device)
         else:
             predict = EngineModel(config.weights, device, backend)
-        score_file(predict, config, device)
+        score_file(predict, config, device, backend)
 
 
 if __name__ == '__main__':

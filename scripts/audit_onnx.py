@@ -7,17 +7,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
-from utils.qat.log import LOGGER  # noqa: E402
+from utils.qat.following import command  # noqa: E402
+from utils.qat.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
 
 SHOWN = 10  # lines of a list without --verbose
 
 
 def parse_args(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('model', type=Path, metavar='MODEL.onnx', help='exported graph')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write everything to FILE')
     parser.add_argument('--strict', action='store_true', help='exit with 1 if there is any finding')
-    parser.add_argument('--verbose', action='store_true', help=f'whole lists, not the first {SHOWN} lines')
     return parser.parse_args(argv)
 
 
@@ -29,10 +29,10 @@ def main(argv=None):
     from utils.qat.report import write_json
 
     found = onnx_audit.audit(onnx_audit.load(args.model))
-    LOGGER.info(f'{args.model}\n{onnx_audit.text(found, None if args.verbose else SHOWN)}')
+    LOGGER.log(RESULT, f'{args.model}\n{onnx_audit.text(found, None if is_verbose() else SHOWN)}\n')
     if args.json:
         write_json(args.json, {'file': str(args.model), **onnx_audit.plain(found)})
-        LOGGER.info(f'all of it: {args.json}')
+    finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.deploy_config import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
 from utils.qat.errors import Parser, QatError, require_file, run_command  # noqa: E402
-from utils.qat.log import LOGGER, bar  # noqa: E402
+from utils.qat.following import DATA, command  # noqa: E402
+from utils.qat.log import LOGGER, bar, finish  # noqa: E402
 
 
 def parse_args(argv):
@@ -79,20 +80,25 @@ def main(argv=None):
     if trtexec:
         version, source = version_of(trtexec), Source(config)
         flags = plan(source, VERSIONS[version[0]], f"TensorRT {'.'.join(map(str, version))}")
-        built = build_with_trtexec(trtexec, version, source, flags, LOGGER.info, *((layer, profile) if graph else ()))
+        built = build_with_trtexec(trtexec, version, source, flags, LOGGER.debug,
+                                   lambda lines: bar(lines, 'building', unit='lines of trtexec'), *((layer, profile) if graph else ()))
     else:
-        built = EngineFromOnnx(config, lambda: bar(None, 'building')).build()
+        built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
         if graph:
             measure_layers(config, layer, profile)
     shapes = '; '.join(f"{name} {' '.join(json.dumps(list(s)) for s in dict.fromkeys(map(tuple, bounds.values())))}"
                        for name, bounds in built['inputs'].items())
     LOGGER.info(f"{config.onnx} -> {config.engine}: {built['precision']}, {built['built_by']}, {shapes}, {built['bytes'] / 1e6:.1f} MB")
     if graph:
-        LOGGER.info(f'next: python scripts/draw_engine.py --layer {layer} --profile {profile}')
+        following = command('scripts/draw_engine.py', '--layer', layer, '--profile', profile)
     else:
-        size = built['inputs'][next(iter(built['inputs']))]['opt'][-1]
-        backend = '' if config.backend == BuildConfig.backend else f' --backend {config.backend}'
-        LOGGER.info(f'next: python val_trt.py --engine-file {config.engine} --data DATA.yaml --imgsz {size}{backend}')
+        shape = next(iter(built['inputs'].values()))['opt']
+        backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
+        if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # of a YOLOv9, which val_trt.py can score
+            following = command('val_trt.py', '--engine-file', config.engine, '--data', DATA, '--imgsz', shape[-1], *backend)
+        else:
+            following = command('benchmark_trt.py', config.engine, *backend)
+    finish(following, engine=config.engine)
 
 
 if __name__ == '__main__':

@@ -8,20 +8,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.errors import Parser, run_command  # noqa: E402
-from utils.qat.log import LOGGER  # noqa: E402
+from utils.qat.following import command  # noqa: E402
+from utils.qat.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
 
 SHOWN = 10  # lines of a list without --verbose
 
 
 def parse_args(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('--layer', type=Path, required=True, metavar='L.json', help='layer information of an engine built with '
                         '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json')
     parser.add_argument('--profile', type=Path, metavar='P.json', help='times of its layers: trtexec --exportProfile=P.json')
     parser.add_argument('--output', type=Path, metavar='PREFIX', help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: '
                         'FOLDER/L)')
-    parser.add_argument('--verbose', action='store_true', help=f'whole lists, not the first {SHOWN} lines')
     return parser.parse_args(argv)
+
+
+def next_command(args):
+    """How fast the engine is that lies beside its layers, as build_engine.py leaves it; else all that there is to read of it."""
+    built = args.layer.with_name(f"{args.layer.name.removesuffix('.layer.json')}.engine")
+    if built.is_file():
+        return command('benchmark_trt.py', built)
+    words = [word for flag in ('layer', 'profile', 'output') for word in (f'--{flag}', getattr(args, flag)) if getattr(args, flag)]
+    return command('scripts/draw_engine.py', *words, '--verbose')
 
 
 def main(argv=None):
@@ -36,12 +45,12 @@ def main(argv=None):
     prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
     findings = engine_rules.findings(engine)
-    LOGGER.info(f'{args.layer}\n{engine_tables.text(engine, findings, None if args.verbose else SHOWN)}')
+    LOGGER.log(RESULT, f'{args.layer}\n{engine_tables.text(engine, findings, None if is_verbose() else SHOWN)}\n')
     engine_tables.write_csv(csv, engine, findings)
     write_text(dot, engine_graph.dot(engine, findings, args.layer.name))
-    LOGGER.info(f'all layers: {csv}; the graph as text: {dot}')
+    LOGGER.info('drawing: Graphviz takes a while for a large engine')
     engine_graph.draw(dot, (svg, png))
-    LOGGER.info(f'pictures: {svg}, {png}')
+    finish(next_command(args), layers=csv, graph=dot, picture=svg, **{'as PNG': png})
 
 
 if __name__ == '__main__':

@@ -73,7 +73,7 @@ def test_files_of_quantize(job):
     epochs = [f"qat_ep_{e['epoch']}_ap_{e['ap']:.4f}_single.pt" for e in report['epochs']]
     assert names == sorted([f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt", 'qat_best_single.pt', *epochs])
     assert len(epochs) == 2
-    assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
+    assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
     assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))

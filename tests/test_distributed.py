@@ -50,7 +50,7 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
 
     assert said.count('calibrated on 12 images') == said.count('epoch 1        AP') == 1 and 'arning' not in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ['alone', 'pair']
-    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
+    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
     written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
     assert written == sorted([Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt'])
 

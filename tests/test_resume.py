@@ -268,7 +268,7 @@ def interrupt(monkeypatch, at, number=0):
     """`main` of qat.py, with Ctrl-C when the progress bar called `at` comes to its element `number`."""
     qat = program('qat.py')
 
-    def bar(iterable, text, total=None):
+    def bar(iterable, text, total=None, unit='batches'):
         for i, item in enumerate(iterable):
             if text == at and i == number:
                 raise KeyboardInterrupt

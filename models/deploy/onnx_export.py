@@ -126,14 +126,15 @@ def rounding_noise(model, images, theirs, last_bits):
 
 @torch.no_grad()
 def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
-                fp32_scales=False, kept_float=(), layout=None):
+                fp32_scales=False, kept_float=(), layout=None, progress=iter):
     """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], or of a segmentation model
     output0 [B, 4 + nc + nm, N] and output1 [B, nm, H / 4, W / 4]: mask coefficients behind the scores, and prototypes. All FP32.
 
     imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
     `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
     and what is written is made of that graph. kept_float: paths of blocks that are float by choice, noted in the metadata. layout:
-    function that gives the checked graph (an onnx.ModelProto) other inputs and outputs, such as deepstream_layout. Returns Exported.
+    function that gives the checked graph (an onnx.ModelProto) other inputs and outputs, such as deepstream_layout. progress: wraps the
+    steps. Returns Exported.
     Raises QatError, and leaves no file, if ONNX's checker rejects the graph or ONNX Runtime does not agree with PyTorch.
     """
     traced = prepare(model, inplace)
@@ -145,10 +146,14 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
               onnx_passes.merge_duplicates, *[onnx_half.to_half] * half]
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
-        _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
-        graph = onnx.load(tmp)
-        for apply in passes:
-            graph = apply(graph)
+
+        def trace(_):
+            _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
+            return onnx.load(tmp)
+
+        graph = None
+        for step in progress([trace, *passes]):
+            graph = step(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
         images = test_images(2 if dynamic else batch, imgsz)
         theirs = traced(images.to(device))

@@ -42,15 +42,12 @@ def choose(model, reference, histograms, images, config, progress=iter):
         if config.bias_correction:
             correct_biases(model, images, [means for means, _ in float_model])
 
-    if not comparing:
-        method = CANDIDATES[0] if auto else config.calib_method
+    methods, found = CANDIDATES if comparing else [CANDIDATES[0] if auto else config.calib_method], {}
+    for method in progress(methods):
         calibrate_by(method)
-        return {}, method, raised_ranges(model)
-    found = {}
-    for method in progress(CANDIDATES):
-        calibrate_by(method)
-        found[method] = divergence(model, images, [wanted for _, wanted in float_model])
-    best = from_first(min(found, key=found.get))
-    if best != CANDIDATES[-1]:
+        if comparing:
+            found[method] = divergence(model, images, [wanted for _, wanted in float_model])
+    best = from_first(min(found, key=found.get)) if comparing else methods[0]
+    if best != methods[-1]:
         calibrate_by(best)
     return found, best, raised_ranges(model)

@@ -38,13 +38,13 @@ def prepare(model, config, keep_float=()):
 def calibrated(reference, images, config, progress, keep_float=()):
     """A calibrated copy of the float model `reference`, and plain values: the method, and the divergences that were compared.
 
-    images: see loaders.calibration_images. progress: wraps an iterable, with a text.
+    images: see loaders.calibration_images. progress: wraps an iterable, with a text and what it counts, see log.bar.
     """
     model = deepcopy(reference)
     prepare(model, config, keep_float)
     histograms = observe(model, progress(images, 'calibrating'))
     found, method, raised = choose(model, reference, histograms, list(few(images, COMPARED, config)), config,
-                                   lambda methods: progress(methods, 'comparing calibrations'))
+                                   lambda methods: progress(methods, 'choosing ranges', unit='methods'))
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())

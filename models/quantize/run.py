@@ -18,9 +18,10 @@ from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
 from utils.qat.files import sha256, write_torch
-from utils.qat.plots import plot_ap
-from utils.qat.report import merit, versions, write_report
+from utils.qat.log import LOGGER
+from utils.qat.report import merit, versions
 from utils.qat.resume import STATE, read_report
+from utils.qat.run_report import write_report
 
 
 def copy(source, path):
@@ -74,14 +75,12 @@ class Run:
         before = {**self.report['versions'], 'device': self.report['device']}
         changed = {k: v for k, v in now.items() if v != before[k]}
         if changed:
-            self.say('warning: not what the run was started with, so figures may differ a little from those of a run that was not '
-                     'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items()))
+            LOGGER.warning('not what the run was started with, so figures may differ a little from those of a run that was not '
+                           'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items()))
             self.report.setdefault('changed', {})[f"after epoch {len(self.report['epochs'])}"] = changed
 
     def write(self):
         on_first(write_report)(self.folder, self.report)
-        if self.report['epochs']:
-            on_first(plot_ap)(self.folder / 'ap.png', self.report)
 
     def timed(self, what, start):
         """Seconds since `start` (time.perf_counter), noted in the report as the time of `what`."""

@@ -1,10 +1,14 @@
 """COCO's result format, and its own scorer."""
+import contextlib
+import io
 from pathlib import Path
 
 import numpy as np
 import torch
 from utils.general import xyxy2xywh
 from utils.segment.general import scale_image
+
+from utils.qat.log import LOGGER
 
 AT_ONCE = 32  # masks in the size of the image
 
@@ -45,14 +49,18 @@ def coco_figures(annotations, detections, files, of='bbox'):
     masks."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
-    truth = COCO(str(annotations))
+    said = io.StringIO()  # it prints as it goes
+    with contextlib.redirect_stdout(said):
+        truth = COCO(str(annotations))
     if not detections:  # loadRes rejects an empty list
         return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
     # of masks alone: with boxes too, loadRes would take the areas of these
     rows = [{k: v for k, v in row.items() if k != ('bbox' if of == 'segm' else 'segmentation')} for row in detections]
-    scorer = COCOeval(truth, truth.loadRes(rows), of)
-    scorer.params.imgIds = [image_id(f) for f in files]
-    scorer.evaluate()
-    scorer.accumulate()
-    scorer.summarize()
+    with contextlib.redirect_stdout(said):
+        scorer = COCOeval(truth, truth.loadRes(rows), of)
+        scorer.params.imgIds = [image_id(f) for f in files]
+        scorer.evaluate()
+        scorer.accumulate()
+        scorer.summarize()
+    LOGGER.debug(said.getvalue().rstrip())
     return dict(zip(('ap', 'ap50', 'ap75'), map(float, scorer.stats[:3])))

@@ -45,9 +45,9 @@ class EngineRunner:
         if self.sidecar:
             require_fit(file, self.sidecar, product(self.trt), this_gpu(device))
         else:
-            LOGGER.info(f'warning: no {file.name}.json beside the engine, so nothing tells what it was built of and for')
+            LOGGER.warning(f'no {file.name}.json beside the engine, so nothing tells what it was built of and for')
         torch.cuda.set_device(device)
-        self.log = logger(self.trt, LOGGER.info)
+        self.log = logger(self.trt, LOGGER.warning)
         self.trt.init_libnvinfer_plugins(self.log, '')  # engines with NMS inside
         self.runtime = self.trt.Runtime(self.log)
         self.engine = self.runtime.deserialize_cuda_engine(file.read_bytes())

@@ -25,7 +25,7 @@ class EngineFromOnnx:
         self.config, self.progress = config, progress
         self.trt = load_tensorrt(config.backend, '--backend ' + config.backend)
         self.can, self.product = capabilities(self.trt), product(self.trt)
-        self.log = logger(self.trt, LOGGER.info)
+        self.log = logger(self.trt, LOGGER.warning)
         self.source = Source(config)
         self.plan = plan(self.source, self.can, self.product)
 
@@ -88,7 +88,7 @@ class EngineFromOnnx:
         taken = cache and settings.set_timing_cache(cache, False)  # False: not of another TensorRT or GPU
         whole = taken and len(bytes(cache.serialize())) == len(kept)
         if kept and not whole:
-            LOGGER.info(f'warning: {file} is no timing cache of {self.product} on this GPU, or not whole; it is made anew')
+            LOGGER.warning(f'{file} is no timing cache of {self.product} on this GPU, or not whole; it is made anew')
         if not taken:
             settings.set_timing_cache(settings.create_timing_cache(b''), False)
         return bool(kept and whole)

@@ -84,7 +84,7 @@ def plan(source, can, product):
             raise QatError(f"--precision {wanted}: {product} computes in the types of the file, and {file} is {' and '.join(parts)}; "
                            f"{export} --trt 11{' --half' * (wanted == 'fp16')}")
         if int8 and not half:
-            LOGGER.info(f'warning: {file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11')
+            LOGGER.warning(f'{file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11')
         return Plan(['STRONGLY_TYPED'] + ['EXPLICIT_BATCH'] * can.explicit_batch, [], ' and '.join(parts))
     flags = ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
     return Plan(['EXPLICIT_BATCH'] * can.explicit_batch, flags, ' and '.join(flags[::-1]) or 'FP32')

@@ -6,6 +6,7 @@ Every other exception is a bug of ours (or of a library) and keeps its traceback
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -22,8 +23,28 @@ class QatError(Exception):
     """A mistake of the user's. The message names the file or flag, what is allowed, and what to do next."""
 
 
+class _Speak(argparse.Action):
+    """An option that says how much the terminal is told; it leaves nothing in the parsed arguments."""
+
+    def __init__(self, option_strings, dest, level, help):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self.level = level
+
+    def __call__(self, *_):
+        from utils.qat.log import TERMINAL  # here: what it needs imports QatError
+        TERMINAL.setLevel(self.level)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line (no usage dump) and leave through QatError like every other bad input."""
+    """argparse with --quiet and --verbose, whose errors are one line (no usage dump) and leave through QatError like every other
+    bad input."""
+
+    def __init__(self, *args, verbose="details and upstream's messages as well", **options):
+        """verbose: what --verbose adds, in words."""
+        super().__init__(*args, **options)
+        speak = self.add_mutually_exclusive_group()
+        speak.add_argument('--quiet', action=_Speak, level=logging.WARNING, help='errors, warnings and the result, no more')
+        speak.add_argument('--verbose', action=_Speak, level=logging.DEBUG, help=verbose)
 
     def error(self, message):
         raise QatError(f"{message} (see '{self.prog} -h')")
@@ -35,14 +56,20 @@ def run_command(main, argv=None):
     Under torchrun most mistakes are met by all processes. The first says so and ends, and torchrun ends the others; only one
     that is alone with its mistake is still there to speak.
     """
-    from utils.qat.distributed import is_first, rank, world_size  # here: it imports QatError
+    from utils.qat.distributed import is_first, rank, world_size  # here: they import QatError
+    from utils.qat.log import LOGGER, RED, TERMINAL, painted
+    TERMINAL.setLevel(logging.INFO)  # until --quiet or --verbose is met
+    start = time.perf_counter()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='replace')  # where the locale has no arrows or bars, a question mark is better than a traceback
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
-        return main(argv) or 0
+        status = main(argv) or 0
+        LOGGER.debug(f'{name} took {time.perf_counter() - start:.1f} s')
+        return status
     except QatError as e:
         problem = (str(e).splitlines() or [''])[-1].removeprefix('utils.qat.errors.QatError: ')  # a worker of a DataLoader tells its traceback first
+        LOGGER.debug('where it was found:', exc_info=True)
     except OSError as e:
         if e.filename is None:  # the terminal, or what stands for it: a full disk, `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -58,7 +85,7 @@ def run_command(main, argv=None):
         return 130
     if not is_first():
         time.sleep(FIRST_SPEAKS)
-    print(f'{name}: error: {problem}', file=sys.stderr)
+    print(f'{name}: {painted("error:", RED, sys.stderr)} {problem}', file=sys.stderr)
     return 2
 
 

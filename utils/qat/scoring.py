@@ -1,6 +1,4 @@
 """`qat.py eval` and `val_trt.py`: score a model on the val images of a data YAML, and leave the figures in a folder."""
-from dataclasses import asdict
-
 from utils.general import check_img_size
 
 from utils.qat.backends import FileModel
@@ -9,15 +7,17 @@ from utils.qat.distributed import describe, on_first, rank, world_size
 from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
 from utils.qat.files import new_folder
+from utils.qat.following import after_scoring
 from utils.qat.loaders import val_loader
-from utils.qat.log import LOGGER, bar, log_to
-from utils.qat.report import class_table, versions, write_json
+from utils.qat.log import LOGGER, RESULT, bar, finish, log_to
+from utils.qat.score_report import tables, write_scores
 
 
-def score_file(predict, config, device):
-    """Score `predict`, the model in config.weights: log the tables, write metrics.json and predictions.json. Returns Metrics.
+def score_file(predict, config, device, backend='tensorrt'):
+    """Score `predict`, the model in config.weights: log the tables, write the report and predictions.json. Returns Metrics.
 
-    predict: see backends.py. config: an EvalConfig. An exported file sees images letterboxed to its own, square, size.
+    predict: see backends.py. config: an EvalConfig. backend: what runs engines. An exported file sees images letterboxed to its own,
+    square, size.
     Raises QatError if file, settings and data do not fit together.
     """
     exported = isinstance(predict, FileModel)
@@ -37,11 +37,9 @@ def score_file(predict, config, device):
     metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
                        progress=lambda it: bar(it, 'evaluating'),
                        predictions_file=folder / 'predictions.json' if config.save_json else None)
-    on_first(write_json)(folder / 'metrics.json', {
-        'settings': asdict(config), 'versions': versions(), 'device': describe(device), **metrics.plain(),
-        'times': {'ms_per_image': metrics.ms_per_image}})
-    LOGGER.info(f'{class_table(metrics.plain())}\n')
-    if metrics.coco:
-        LOGGER.info('pycocotools: ' + '  '.join(f'{k} {v:.4f}' for k, v in metrics.coco.items()))
-    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + f' per image\nresults {folder}')
+    following = after_scoring(config.weights, config.imgsz, backend)
+    on_first(write_scores)(folder, config, metrics, describe(device), following)
+    LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
+    LOGGER.log(RESULT, '\n' + '\n\n'.join(tables(metrics)) + '\n')
+    finish(following, results=folder, report=folder / 'report.md')
     return metrics

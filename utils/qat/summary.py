@@ -1,8 +1,10 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
 import json
 
+from utils.qat.config import SensitiveConfig
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import markdown_table, merit, write_text
+from utils.qat.report import document, image, markdown_table, merit
+from utils.qat.settings import closing
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
@@ -61,9 +63,9 @@ def summary_table(summary, limit=None):
     return markdown_table(('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows)
 
 
-def write_markdown(path, summary):
-    """All units as a table, and what the figures are."""
-    lines = [f"# Sensitivity of {summary['weights']}", '', f"{len(summary['units'])} units ({summary['settings']['granularity']}), "
+def write_markdown(path, summary, following):
+    """All units as a table, and what the figures are. following: the next command."""
+    lines = [f"{len(summary['units'])} units ({summary['settings']['granularity']}), "
              f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
              f"{summary['int8']['divergence']:.5f}."]
     if 'ap' in summary['int8']:
@@ -71,4 +73,7 @@ def write_markdown(path, summary):
         ap = {model: f"{summary[model]['ap']:.4f}" + (f" (masks {summary[model]['mask']['ap']:.4f})" if masks else '') for model in ('float', 'int8')}
         lines.append(f"AP: float {ap['float']}, all in INT8 {ap['int8']}; the last column is what leaving the unit in float would add, in "
                      f"points (0.01){', the mean of boxes and masks' * masks}.")
-    write_text(path, '\n'.join([*lines, '', summary_table(summary), '', '![distortion of each unit](sensitivity.png)', '']))
+    document(path, f"Sensitivity of {summary['weights']}", [
+        '\n'.join(lines), summary_table(summary), image('distortion of each unit', 'sensitivity.png'),
+        '## Times', ', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items()),
+        *closing(summary['settings'], SensitiveConfig, summary['versions'], following)])

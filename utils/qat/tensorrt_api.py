@@ -7,6 +7,7 @@ import importlib
 from dataclasses import dataclass
 
 from utils.qat.errors import QatError
+from utils.qat.log import LOGGER
 
 # --backend → what to import, the first that is there. The wheels of TensorRT-RTX alone bring the second name.
 BACKENDS = {'tensorrt': ('tensorrt',), 'rtx': ('tensorrt_rtx', 'tensorrt_rtx_bindings')}
@@ -78,7 +79,8 @@ def load_tensorrt(backend='tensorrt', flag='TensorRT'):
 
 
 def logger(trt, say):
-    """A trt.ILogger. Warnings go to `say`; `.errors` keeps what went wrong, for the exception that follows."""
+    """A trt.ILogger. Warnings go to `say`, what it tells besides is for --verbose; `.errors` keeps what went wrong, for the exception
+    that follows."""
     class Log(trt.ILogger):
         def __init__(self):
             trt.ILogger.__init__(self)
@@ -89,6 +91,8 @@ def logger(trt, say):
                 self.errors.append(message)
             elif severity == trt.ILogger.Severity.WARNING:
                 say(f'{product(trt)}: {message}')
+            elif severity == trt.ILogger.Severity.INFO:
+                LOGGER.debug(f'{product(trt)}: {message}')
 
     return Log()
 

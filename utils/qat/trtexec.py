@@ -65,10 +65,10 @@ def arguments(source, plan, major, layer=None, profile=None):
             *(['--useCudaGraph', '--useSpinWait', '--noDataTransfers', '--separateProfileRun'] if major < 11 else [])]
 
 
-def build_with_trtexec(trtexec, version, source, plan, say, layer=None, profile=None):
+def build_with_trtexec(trtexec, version, source, plan, say, progress=iter, layer=None, profile=None):
     """Build source.config.engine and its sidecar; returns the content of that.
 
-    say: takes each line of the program's output. Raises QatError with its last error if it fails.
+    say: takes each line of the program's output. progress: wraps these lines. Raises QatError with its last error if it fails.
     """
     config = source.config
     config.engine.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def build_with_trtexec(trtexec, version, source, plan, say, layer=None, profile=
         command[command.index(f'--saveEngine={config.engine}')] = f'--saveEngine={tmp}'
         errors = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-            for line in running.stdout:
+            for line in progress(running.stdout):
                 say(line.rstrip())
                 errors += [line.strip()] * ('[E]' in line)
         if running.returncode or not Path(tmp).exists():

@@ -1,0 +1,109 @@
+"""A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
+from pathlib import Path
+
+from utils.qat.config import QuantizeConfig
+from utils.qat.following import command
+from utils.qat.plots import plot_ap, plot_classes
+from utils.qat.report import columns, document, figures, image, markdown_table, write_json
+from utils.qat.settings import closing, options
+
+
+def noise(metrics, parts):
+    """SQNR of the `parts` of the head's outputs, in dB, of plain metrics; '-' where there is none."""
+    sqnr = (metrics or {}).get('sqnr', {})
+    return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
+
+
+def run_table(report):
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, best. dB: models/quantize/sqnr.py. With --val-split two tables, on
+    which images each."""
+    stages = [report['origin'], report['ptq'], *report['epochs']]
+    titles, masks = columns(*stages)
+    parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+
+    def row(what, metrics, *loss):
+        return [what, *loss, *figures(metrics, masks), *noise(metrics, parts)]
+
+    rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
+    rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
+    if report['best']:
+        which = f"epoch {report['best']['epoch']}" if report['best']['epoch'] else 'PTQ'
+        rows.append(row(f'best ({which})', report['best'], ''))
+    titles = (*titles, *(f'{part} dB' for part in parts))
+    table = markdown_table(('model', 'loss', *titles), rows)
+    if report['chosen_on'] == 'val':
+        return table
+    on_val = [row(what, (report['val'] or {}).get(key)) for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
+    return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
+            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *titles), on_val)}")
+
+
+def delivered(folder, report):
+    """The checkpoint to go on with, of a run in `folder`."""
+    return folder / (report['best'] or report['ptq'])['file']
+
+
+def export_command(folder, report):
+    """The command that a finished run is followed by."""
+    return command('export_qat.py', '--weights', delivered(folder, report), '--include', 'onnx', '--imgsz', report['settings']['imgsz'])
+
+
+def calibration_text(calibration):
+    """How the ranges were chosen, in words, and the divergences that were compared as a table."""
+    found, method = calibration['divergence'], calibration['method']
+    if not found:
+        return f'Ranges of activations by {method}.'
+    rows = [(name, f'{value:.5f}', 'chosen' if name == method else '') for name, value in found.items()]
+    return (f"Ranges of activations by {method}, of those compared the one whose detections are closest to the float model's "
+            f"(divergence 0: the same):\n\n{markdown_table(('calibration', 'divergence', ''), rows)}")
+
+
+def _pictures(folder, report):
+    """Draw what there is to draw; Markdown that shows it."""
+    shown = []
+    if report['epochs']:
+        plot_ap(folder / 'ap.png', report)
+        shown.append(image('AP of every epoch', 'ap.png'))
+    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': report['best']}
+    models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
+    if models:
+        plot_classes(folder / 'classes.png', models)
+        shown.append(image('AP of each class', 'classes.png'))
+    return shown
+
+
+def write_report(folder, report):
+    """report.json, report.md and its pictures, of a run that may not be finished."""
+    write_json(folder / 'report.json', report)
+    settings, calibrated = report['settings'], report['ptq']
+    images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
+    files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
+    document(folder / 'report.md', f"{Path(settings['weights']).name} in INT8", [
+        f"Images: {images}. Computed on {report['device']}.", *([run_table(report)] if calibrated else []), *_pictures(folder, report),
+        *(['## Calibration', calibration_text(report['calibration'])] if calibrated else []),
+        *[f"Left in float: {', '.join(report['kept_float'])}."] * bool(report['kept_float']),
+        *(['## Files', '\n'.join(f'- [{file}]({file})' for file in files)] if files else []),
+        '## Times', ', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-',
+        '## Made by', f"```\n{command('qat.py', 'quantize', *options(settings, QuantizeConfig))}\n```",
+        *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None)])
+
+
+def plan(layers, swapped, kept_float, groups):
+    """What `quantize --dry-run` prints: every layer of the network, what stays float, and which quantizers share a scale.
+
+    layers: (index, class) of the network's layers. swapped: path → kind of block quantized. kept_float: path → reason.
+    groups: lists of quantizer paths.
+    """
+    def inside(index, paths):
+        return [p for p in paths if p.split('.')[1] == str(index)]
+
+    def counted(kinds):
+        return ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds))) or '-'
+
+    rows = [[f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-'] for i, name in layers]
+    shared = [[number, len(group), '  '.join(group)] for number, group in enumerate(groups, 1) if len(group) > 1]
+    return '\n\n'.join((
+        markdown_table(('layer', 'INT8', 'float convolutions'), rows),
+        markdown_table(('stays float', 'reason'), kept_float.items()),
+        f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
+        + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none')))

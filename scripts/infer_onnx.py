@@ -16,7 +16,9 @@ Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: ex
 import argparse
 import ast
 import os
+import shlex
 import sys
+import time
 from pathlib import Path
 
 try:
@@ -184,6 +186,9 @@ def parse_args(description, suffix, argv):
     parser.add_argument('--conf-thres', type=float, default=0.25, help='lowest score; a file with NMS inside has one of its own besides')
     parser.add_argument('--iou-thres', type=float, default=0.45, help='IoU above which NMS drops a box; not of a file with NMS inside')
     parser.add_argument('--save', action='store_true', help=f'draw the detections into copies of the images, in {PICTURES}/')
+    speak = parser.add_mutually_exclusive_group()
+    speak.add_argument('--quiet', action='store_true', help='only the last line')
+    speak.add_argument('--verbose', action='store_true', help='the time of each image as well')
     parser.add_argument('--device', default='cpu' if suffix == '.onnx' else '0', help='number of a GPU' + ", or 'cpu'" * (suffix == '.onnx'))
     args = parser.parse_args(argv)
     if not args.model.is_file() or args.model.suffix != suffix:
@@ -205,7 +210,7 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
     model = open_model(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
-    unread = 0
+    unread = total = 0
     for file in args.files:
         try:
             image = cv2.imread(str(file))
@@ -216,24 +221,29 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
             unread += 1
             continue
         pixels, gain, border = letterbox(image, *model.shape[2:])
+        start = time.perf_counter()
         try:
             found, masks = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
         except Exception as e:  # as above; and outputs of another layout
             fail(f"{args.model}: cannot be run, or its outputs are of none of the layouts above: {' '.join(str(e).split())[:300]}")
+        if args.verbose:
+            print(f'{file.name}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms')
+        total += len(found)
         found = to_image(found, gain, border, image.shape[:2])
         if masks:
             masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]
-        for i, (*box, score, number) in enumerate(found.tolist()):
+        for i, (*box, score, number) in enumerate([] if args.quiet else found.tolist()):
             print(f"{file.name}: {model.names.get(int(number), int(number))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}"
                   + (f'  {masks[i].sum()} px' if masks else ''))
-        if not len(found):
+        if not len(found) and not args.quiet:
             print(f'{file.name}: nothing found')
         if args.save:
             PICTURES.mkdir(parents=True, exist_ok=True)
             draw(image, found, model.names, masks)
             cv2.imwrite(str(PICTURES / file.name), image)
-    if args.save:
-        print(f'pictures {PICTURES}')
+    print(f"{total} detections in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
+    if not args.save and not args.quiet:
+        print('next: ' + shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save']))
     return 1 if unread else 0
 
 

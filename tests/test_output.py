@@ -1,0 +1,359 @@
+"""What a person sees: how much with --quiet and --verbose, bars and colours on a terminal only, reports, and the command to type next."""
+import contextlib
+import fcntl
+import importlib
+import io
+import logging
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPO, TREE
+from PIL import Image
+from utils.qat.arguments import parse_args
+from utils.qat.config import QuantizeConfig, SensitiveConfig
+from utils.qat.errors import run_command
+from utils.qat.following import DATA, command
+from utils.qat.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
+from utils.qat.plots import MOST, plot_classes
+from utils.qat.report import markdown_table, width
+from utils.qat.run_report import write_report
+from utils.qat.settings import options
+from zoo import program, settings
+
+SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'
+NEXT = re.compile(r'(?m)^next: (.*)$')
+LINK = re.compile(r'!?\[[^]]*\]\(([^)]+)\)')
+
+
+@pytest.fixture(autouse=True)
+def no_log_files(monkeypatch):
+    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])  # a run adds that of its log file
+
+
+def say(file, *argv):
+    """(stdout, stderr) of a command, run in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert run_command(program(file).main, list(map(str, argv))) == 0, err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def in_terminal(*words, **environment):
+    """What a terminal of 140 columns gets from `python WORDS...`, in the patched tree."""
+    process, terminal = pty.fork()
+    if not process:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 140, 0, 0))
+        os.chdir(TREE)
+        variables = {k: v for k, v in os.environ.items() if k != 'NO_COLOR'}
+        os.execve(sys.executable, [sys.executable, *map(str, words)], {**variables, 'TERM': 'xterm', 'OMP_NUM_THREADS': '1', **environment})
+    got = b''
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(terminal, 1 << 16):
+            got += part
+    os.close(terminal)
+    os.waitpid(process, 0)
+    return got.decode()
+
+
+def unread(demo, folder):
+    """The YAML of a copy of the demo's data, whose labels upstream has not cached."""
+    shutil.copytree(demo.data.parent, folder / 'data', ignore=shutil.ignore_patterns('*.cache'))
+    copy = folder / 'data/data.yaml'
+    copy.write_text(copy.read_text().replace(str(demo.data.parent), str(copy.parent)))
+    assert str(copy.parent) in copy.read_text()
+    return copy
+
+
+@pytest.fixture(scope='module')
+def chain(demo, tmp_path_factory):
+    """The pipeline by what each command says is next, from the trained checkpoint on: {command: (options, stdout, stderr)}.
+
+    What it says is typed as it is, but for the data where it is not known, and with options that make it quick.
+    """
+    folder, said = tmp_path_factory.mktemp('chain'), {}
+    quick = {'quantize': [*SMALL, '--epochs', 1, '--iters', 2, '--calib-method', 'mse', '--batch-size', 4, '--calib-images', 8,
+                          '--hyp', REPO / 'demo/hyp.yaml', '--project', folder / 'runs'],
+             'eval': ['--device', 'cpu', '--workers', 0, '--project', folder / 'eval']}
+    following = shlex.join(['python', 'reparameterization.py', '--weights', str(demo.dual), '--save', str(folder / 'single.pt')])
+    for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
+        python, file, *words = shlex.split(following.replace(DATA, shlex.quote(str(demo.data))))
+        assert (python, [file, *words][name in quick]) == ('python', name)
+        words += quick.get(name, [])
+        said[name] = [words, *say(file, *words)]
+        following = NEXT.findall(said[name][1])[-1]
+    said['folder'] = folder
+    return said
+
+
+def onnx_of(chain):
+    return next((chain['folder'] / 'runs').rglob('*.onnx'))
+
+
+def test_each_command_ends_with_the_next(chain):
+    """The fixture has typed them; the last is for TensorRT."""
+    for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
+        assert chain[name][1].rstrip().splitlines()[-1].startswith('next: python '), name
+    assert NEXT.findall(chain['eval'][1]) == [f'python scripts/build_engine.py {onnx_of(chain)}']
+    assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith(f'--data {DATA}'), 'the demo checkpoint does not tell its data'
+
+
+def other_commands(chain, demo):
+    """(file, options) of the rest of what runs without a GPU."""
+    folder, model = chain['folder'], onnx_of(chain)
+    yield 'qat.py', ['sensitive', '--weights', demo.single, '--data', demo.data, *SMALL, '--granularity', 'layer', '--metric', 'distortion',
+                     '--num-image', 4, '--calib-images', 4, '--calib-method', 'mse', '--project', folder / 'sensitive']
+    yield 'qat.py', ['quantize', '--dry-run', '--weights', demo.single, '--data', demo.data, '--exclude', r'model\.2', 'model.14', '--no-eval-ptq']
+    yield 'qat.py', ['eval', '--weights', demo.quantized, '--data', demo.data, *SMALL, '--project', folder / 'checkpoint']
+    yield 'val_trt.py', ['--weights', model, '--data', demo.data, *SMALL, '--project', folder / 'val']
+    yield 'compare_outputs.py', [demo.single, model, '--data', demo.data, *SMALL, '--project', folder / 'compare']
+    yield 'benchmark_trt.py', [model, '--backend', 'onnxruntime', '--device', 'cpu', '--duration', 0.1, '--warmup', '0ms', '--project', folder / 'benchmark']
+    yield 'scripts/audit_onnx.py', [model]
+    yield 'export_qat.py', ['--weights', demo.single, '--imgsz', 64, '--verify', demo.data, '--verify-images', 2, '--max-ap-diff', 1]
+    yield 'export_yoloV9.py', ['--weights', demo.single, '--size', 64]
+    if importlib.util.find_spec('tensorrt_rtx_bindings'):
+        yield 'scripts/build_engine.py', [model, '--engine', folder / 'model.engine', '--backend', 'rtx']
+
+
+@pytest.fixture(scope='module')
+def others(chain, demo, tmp_path_factory):
+    """[(file, options, stdout with --quiet)] and stdout and stderr of the same without."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp('here'))  # export_yoloV9.py writes into the current folder
+    yield [(file, words, *say(file, *words), say(file, *words, '--quiet')[0]) for file, words in other_commands(chain, demo)]
+    os.chdir(before)
+
+
+def parser_of(file):
+    """Function that takes a command line and raises QatError if it is wrong."""
+    return (lambda words: parse_args(words, '')) if file == 'qat.py' else program(file).parse_args
+
+
+def test_what_is_next_can_be_typed(chain, others):
+    for said in (chain['eval'][1], *(out for _, _, out, _, _ in others)):
+        following = NEXT.findall(said)
+        assert following and said.rstrip().endswith(following[-1]), said[-500:]
+        for line in following:
+            python, file, *words = shlex.split(line)
+            if python == 'cp':
+                assert [file, *words][1:] == ['labels.txt', 'config_infer_primary_yoloV9.txt', 'DeepStream-Yolo/']
+                assert all(Path(f).is_file() for f in (file, *words[:-1]))
+                continue
+            parser_of(file)(words)
+            assert python == 'python' and all(Path(w).is_file() for w in words if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != DATA)
+
+
+def test_quiet_is_the_result_alone(others):
+    for file, words, said, _, quiet in others:
+        assert 'next: ' not in quiet and 0 < len(quiet) < len(said), file
+        left_out = [line for line in quiet.splitlines() if not any(w in line for w in ('results', 'report', 'summary', '.json', 'timing cache'))]
+        if 'benchmark' not in file:
+            assert {re.sub(r'[\d.]+ s', '', line) for line in left_out} <= {re.sub(r'[\d.]+ s', '', line) for line in said.splitlines()} | {''}, file
+    by_file = {(file, str(words[0])): quiet for file, words, _, _, quiet in others}
+    assert by_file['qat.py', 'eval'].startswith('\n| class ') and 'report ' in by_file['qat.py', 'eval']
+    assert len(by_file['export_yoloV9.py', '--weights'].splitlines()) == 3
+
+
+def test_no_bars_and_no_colours_in_a_pipe(chain, others):
+    for file, out, err in [(file, *chain[file][1:]) for file in ('quantize', 'eval', 'export_qat.py')] + [(f, o, e) for f, _, o, e, _ in others]:
+        assert not re.search('[\r\033]', out) and not err, (file, err[:300])
+    log = (chain['folder'] / 'runs/exp/log.txt').read_text()
+    assert not re.search('[\r\033]', log) and 'calibrating: 2 batches' in log and 'next: ' in log
+    assert chain['quantize'][1].count('epoch 1/1: ') == 1
+
+
+def test_nor_in_the_pipe_of_a_process(demo, tmp_path):
+    """Labels that were never read, and what is written past Python's sys.stderr."""
+    done = subprocess.run([sys.executable, 'qat.py', 'eval', '--weights', demo.quantized, '--data', unread(demo, tmp_path), *SMALL,
+                           '--project', tmp_path / 'runs', '--verbose'], cwd=TREE, capture_output=True, text=True)
+    assert done.returncode == 0 and not re.search('[\r\033]', done.stdout + done.stderr) and 'Scanning' not in done.stderr
+    assert re.search(r'(?m)^qat.py took [\d.]+ s$', done.stdout)
+
+
+def test_upstream_speaks_with_verbose_only(demo, tmp_path, capfd):
+    from utils.general import LOGGER as upstream
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    upstream.addHandler(handler)
+    try:
+        for more in ([], ['--quiet'], ['--verbose']):
+            heard.clear()
+            say('qat.py', 'quantize', '--dry-run', '--weights', demo.single, *more)
+            assert bool(heard) == (more == ['--verbose']), heard
+    finally:
+        upstream.removeHandler(handler)
+
+
+COMMANDS = ['qat.py eval', 'qat.py quantize', 'qat.py sensitive', 'val_trt.py', 'export_qat.py', 'export_yoloV9.py', 'reparameterization.py',
+            'compare_outputs.py', 'benchmark_trt.py', 'scripts/build_engine.py', 'scripts/audit_onnx.py', 'scripts/draw_engine.py']
+
+
+@pytest.mark.parametrize('line', COMMANDS)
+def test_quiet_or_verbose(line, capsys):
+    file, *verb = line.split()
+    assert run_command(program(file).main, [*verb, '--quiet', '--verbose']) == 2
+    assert 'argument --verbose: not allowed with argument --quiet' in capsys.readouterr().err
+    TERMINAL.setLevel(logging.INFO)
+
+
+def test_the_reference_client_too(chain, demo):
+    def run(*more):
+        return subprocess.run([sys.executable, REPO / 'scripts/infer_onnx.py', onnx_of(chain), demo.data.parent / 'images/val', *more],
+                              capture_output=True, text=True, cwd=chain['folder'])
+
+    plain, quiet, verbose, both = run(), run('--quiet'), run('--verbose', '--save'), run('--quiet', '--verbose')
+    assert len(quiet.stdout.splitlines()) == 1 and re.match(r'\d+ detections in 12 images$', quiet.stdout)
+    assert quiet.stdout.strip() in plain.stdout and NEXT.findall(plain.stdout)[0].endswith('--save')
+    assert len(re.findall(r'(?m) ms in the model$', verbose.stdout)) == 12 and 'pictures in runs/infer' in verbose.stdout
+    assert both.returncode == 2 and 'not allowed with' in both.stderr
+
+
+# ---- a terminal ---------------------------------------------------------------------------------------------------------
+
+def test_bars_and_colours_on_a_terminal(demo, tmp_path):
+    words = ['qat.py', 'eval', '--weights', demo.quantized, '--data', unread(demo, tmp_path), *SMALL, '--batch-size', 3, '--project', tmp_path / 'runs']
+    seen = in_terminal(*words)
+    assert re.search(r'evaluating +\d+% \|.* \d/4 \[\d+:\d+, \d+:\d+ left, +[\d.]+ batches/s\]', seen)
+    assert seen.count('Scanning') >= 1 and '100%|' not in seen, 'one bar of upstream, which does not stay'
+    assert '\033[1mnext: python export_qat.py' in seen and 'evaluating: 4' not in seen
+    assert '\033[' not in (tmp_path / 'runs/exp/log.txt').read_text()
+
+    seen = in_terminal(*words, '--quiet', NO_COLOR='1')
+    assert '| class ' in seen and not re.search('evaluating|Scanning|next|\033', seen)
+
+
+@pytest.mark.parametrize('environment, red', [({}, True), ({'NO_COLOR': '1'}, False), ({'TERM': 'dumb'}, False)])
+def test_an_error_is_red(environment, red):
+    seen = in_terminal('qat.py', 'eval', '--weights', 'none.pt', **environment)
+    assert ('\033[31merror:\033[0m' in seen) == red and ('qat.py: error: ' in seen) != red and 'none.pt: no such file' in seen
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_warnings_are_called_so(tmp_path, monkeypatch):
+    monkeypatch.delenv('NO_COLOR', raising=False)
+    monkeypatch.setenv('TERM', 'xterm')
+    log_to(tmp_path / 'log.txt')
+    with contextlib.redirect_stdout(Terminal()) as seen:
+        LOGGER.warning('careful')
+        LOGGER.log(RESULT, 'warning: is not for results')
+    assert seen.getvalue() == '\033[33mwarning:\033[0m careful\nwarning: is not for results\n'
+    assert re.fullmatch(r'[\d:]+ warning: careful\n[\d:]+ warning: is not for results\n', (tmp_path / 'log.txt').read_text())
+
+
+def test_lines_appear_above_a_bar():
+    with contextlib.redirect_stdout(Terminal()) as seen, contextlib.redirect_stderr(seen):
+        for _ in bar([1, 2], 'working', unit='steps'):
+            LOGGER.info('a line')
+    lines = [re.split('\r', line)[-1] for line in seen.getvalue().split('\n')]
+    assert lines[:2] == ['a line', 'a line'] and 'working ' in seen.getvalue()
+
+
+def test_only_bars_are_taken_from_stderr(monkeypatch):
+    from tqdm import tqdm
+    TERMINAL.setLevel(logging.INFO)
+    for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
+        with contextlib.redirect_stderr(stream), quiet_upstream():
+            print('before', file=sys.stderr)
+            list(tqdm(range(3), desc='Scanning', bar_format='{l_bar}{bar:10}| {n_fmt}/{total_fmt}', mininterval=0))
+            print('\nafter', file=sys.stderr)
+        assert stream.getvalue().startswith('before\n') and stream.getvalue().endswith('\nafter\n')
+        assert ('Scanning' in stream.getvalue()) == shown and '100%' not in stream.getvalue()
+
+
+# ---- reports ------------------------------------------------------------------------------------------------------------
+
+def links(file):
+    return LINK.findall(file.read_text())
+
+
+def test_reports_show_their_pictures(chain, others):
+    folder = chain['folder']
+    reports = {'runs/exp/report.md': {'ap.png', 'classes.png'}, 'eval/exp/report.md': {'classes.png'}, 'checkpoint/exp/report.md': {'classes.png'},
+               'val/exp/report.md': {'classes.png'}, 'compare/exp/report.md': {'ranks.png'}, 'sensitive/exp/sensitivity.md': {'sensitivity.png'},
+               'benchmark/exp/benchmark.md': {'latency.png', 'throughput.png', 'usage.png'}}
+    for name, pictures in reports.items():
+        found = links(folder / name)
+        assert pictures <= set(found) and all((folder / name).parent.joinpath(f).is_file() for f in found), name
+        for picture in pictures:
+            assert np.array(Image.open((folder / name).parent / picture).convert('L')).std() > 5, 'not blank'
+
+
+def test_the_report_of_quantize(chain):
+    folder = chain['folder'] / 'runs/exp'
+    text = (folder / 'report.md').read_text()
+    assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse.' in text
+    made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
+    config, again = (parse_args(['quantize', *map(str, words)], '') for words in (chain['quantize'][0][1:], made_by))
+    again.amp = config.amp  # decided by then
+    assert vars(config) == vars(again), 'the command in it is the one that was typed'
+    assert NEXT.findall(chain['quantize'][1])[0] in text and {f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')} <= set(links(folder / 'report.md'))
+
+
+def test_a_report_before_and_without_any_score(tmp_path):
+    report = {'settings': settings(epochs=0).plain(), 'versions': {'torch': '2'}, 'device': 'CPU', 'images': {'val': 8}, 'chosen_on': 'val', 'origin': None,
+              'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
+    write_report(tmp_path, report)
+    assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
+    compared = {'method': 'l3', 'divergence': {'mse': 0.02, 'l3': 0.01}}
+    write_report(tmp_path, {**report, 'ptq': {'file': 'weights/ptq.pt'}, 'calibration': compared, 'kept_float': ['model.3']})
+    text = (tmp_path / 'report.md').read_text()
+    assert links(tmp_path / 'report.md') == ['weights/ptq.pt'] and not list(tmp_path.glob('*.png')) and 'Left in float: model.3.' in text
+    assert re.search(r'(?m)^\| l3 +\| +0.01000 \| chosen \|$', text)
+
+
+def test_tables_align_with_wide_names():
+    table = markdown_table(('class', 'AP'), [('猫', '0.5'), ('cafe\u0301', '0.25'), ('a|b', '1'), ('two\nlines', '')])
+    lines = table.splitlines()
+    assert len({width(line) for line in lines}) == 1 and len(lines) == 6
+    assert lines[2] == '| 猫        |  0.5 |' and r'a\|b' in lines[4] and 'two lines' in lines[5]
+
+
+def test_a_picture_of_any_class_names(tmp_path, recwarn):
+    """A dollar sign is no formula, a script that the font lacks no warning, and thousands of classes still fit."""
+    rows = [{'name': f'{n} ${n}$ 猫', 'ap': n / 2000} for n in range(2000)]
+    models = {name: {'ap': 0.5, 'per_class': rows, 'mask': {'ap': 0.4}} for name in ('float', 'INT8')}
+    plot_classes(tmp_path / 'classes.png', models)
+    assert Image.open(tmp_path / 'classes.png').height < 120 * 0.4 * (MOST + 5) and not recwarn.list
+
+
+@pytest.mark.parametrize('line', [
+    '', '--overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
+    '--sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words" --learn-scales'])
+def test_settings_as_options(line):
+    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)], '')
+    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)], '') == config
+    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)], '') == config
+
+
+def test_settings_of_sensitive_as_options():
+    config = parse_args(['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '')
+    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)], '') == config
+
+
+def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
+    for typed, named in (('qat.py', 'val_trt.py'), (f'{TREE}/segment/qat_seg.py', f'{TREE}/val_trt.py'), ('elsewhere/own.py', 'val_trt.py')):
+        monkeypatch.setattr(sys, 'orig_argv', ['python', '-u', typed, '--weights', 'x.pt'])
+        assert command('val_trt.py', '--weights', tmp_path / 'two words.onnx') == f"python {named} --weights '{tmp_path / 'two words.onnx'}'"
+
+
+def test_after_a_picture_of_an_engine(tmp_path):
+    draw = program('scripts/draw_engine.py')
+    layer, engine = tmp_path / 'model.layer.json', tmp_path / 'model.engine'
+    args = draw.parse_args(['--layer', str(layer), '--output', str(tmp_path / 'picture')])
+    assert draw.next_command(args) == f"python scripts/draw_engine.py --layer {layer} --output {tmp_path / 'picture'} --verbose"
+    engine.touch()
+    assert draw.next_command(args) == f'python benchmark_trt.py {engine}'

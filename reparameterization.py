@@ -84,7 +84,8 @@ def main(argv=None):
                 f'parameters  {parameters:,} -> {remaining:,}\n'
                 f'classes     {single.model[-1].nc}\n'
                 f'largest difference from the main branch on a random image: {difference:.2g}')
-    trained_on = data_yaml((ckpt.get('opt') or {}).get('data'))
+    options = ckpt.get('opt')  # of the training, where they are kept
+    trained_on = data_yaml(options.get('data') if isinstance(options, dict) else None)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 

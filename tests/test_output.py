@@ -42,10 +42,10 @@ def no_log_files(monkeypatch):
 
 def say(file, *argv):
     """(stdout, stderr) of a command, run in this process."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        assert run_command(program(file).main, list(map(str, argv))) == 0, err.getvalue()
-    return out.getvalue(), err.getvalue()
+        assert run_command(program(file).main, list(map(str, argv))) == 0, err.buffer.getvalue().decode()
+    return out.buffer.getvalue().decode(), err.buffer.getvalue().decode()
 
 
 def in_terminal(*words, **environment):
@@ -214,7 +214,7 @@ def test_the_reference_client_too(chain, demo):
     plain, quiet, verbose, both = run(), run('--quiet'), run('--verbose', '--save'), run('--quiet', '--verbose')
     assert len(quiet.stdout.splitlines()) == 1 and re.match(r'\d+ detections in 12 images$', quiet.stdout)
     assert quiet.stdout.strip() in plain.stdout and NEXT.findall(plain.stdout)[0].endswith('--save')
-    assert len(re.findall(r'(?m) ms in the model$', verbose.stdout)) == 12 and 'pictures in runs/infer' in verbose.stdout
+    assert len(re.findall(r'(?m) pixels, [\d.]+ ms$', verbose.stdout)) == 12 and 'pictures in runs/infer' in verbose.stdout
     assert both.returncode == 2 and 'not allowed with' in both.stderr
 
 

@@ -1,4 +1,5 @@
 """The command that one would type next, with which each command ends."""
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ def command(file, *words):
 
 
 def data_yaml(path):
-    """`path`, noted in a checkpoint, if such a file is here."""
-    return path if path and Path(path).is_file() else DATA
+    """`path`, noted in a checkpoint, if it names a file that is here."""
+    return path if isinstance(path, str) and os.path.isfile(path) else DATA  # unlike Path.is_file, for names of any length
 
 
 def after_scoring(model, imgsz, backend='tensorrt'):

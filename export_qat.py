@@ -10,8 +10,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from utils.qat.config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, EvalConfig, ExportConfig
+from utils.qat.config import EvalConfig
 from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.export_config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
 from utils.qat.following import after_scoring, command, data_yaml
 from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 

@@ -57,6 +57,13 @@ def clone(tmp_path):
     return copy_upstream(tmp_path / "my yolov9 clone")
 
 
+@pytest.fixture
+def graphviz():
+    """pygraphviz, whose wheels still take a few libraries from the system."""
+    return pytest.importorskip("pygraphviz", reason="no Graphviz to draw with: ./install_dependencies.sh --trex, docs/tensorrt.md#the-picture",
+                               exc_type=ImportError)
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 

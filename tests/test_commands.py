@@ -18,7 +18,7 @@ import yaml
 from conftest import REPO, TREE
 from models.deploy.end2end import export_end2end
 from models.quantize.checkpoint import FORMAT
-from utils.qat.config import Nms
+from utils.qat.export_config import Nms
 
 SIZE = '128'
 

@@ -224,9 +224,8 @@ def test_every_requirement_has_a_licence():
     assert named and not [name for name in named if name not in page and not name.startswith('tensorrt-rtx')]
 
 
-def test_the_picture_is_that_of_its_script(tmp_path):
+def test_the_picture_is_that_of_its_script(tmp_path, graphviz):
     """Its words; places of them differ between versions of Graphviz."""
-    pytest.importorskip('pygraphviz')
     subprocess.run([sys.executable, REPO / 'docs' / 'draw_pipeline.py', tmp_path / 'pipeline.svg'], check=True)
     words = [sorted(re.findall(r'<text[^>]*>(.*?)</text>', text_of(file))) for file in (tmp_path / 'pipeline.svg', REPO / 'docs' / 'pipeline.svg')]
     assert words[0] == words[1] and 'qat.py quantize' in ' '.join(words[0])

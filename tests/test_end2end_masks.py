@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from utils.qat.backends import OnnxModel
-from utils.qat.config import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.errors import QatError, run_command
+from utils.qat.export_config import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.log import quiet_upstream
 from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import add_nms

@@ -174,9 +174,8 @@ def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, cap
         assert code == 0 or 'summary.json' in line, (name, line)
 
 
-def test_layers_of_an_engine(tmp_path, monkeypatch, capfd):
+def test_layers_of_an_engine(tmp_path, monkeypatch, capfd, graphviz):
     """As layers and as their times. What is left of them is drawn where pygraphviz is installed."""
-    pytest.importorskip('pygraphviz', reason='no pygraphviz: ./install_dependencies.sh --trex')
     monkeypatch.chdir(tmp_path)
     tensor = {'Name': 'x', 'Dimensions': [1, 3, 8, 8], 'Format/Datatype': 'Row major linear FP32'}
     content = {'Layers': [{'Name': 'a', 'LayerType': 'Convolution', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': 'y'}]}], 'Bindings': ['x', 'y']}

@@ -20,10 +20,11 @@ from segmenters import segmenter
 from torchvision.ops import batched_nms
 from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
 from utils.qat import backends
-from utils.qat.config import EvalConfig, Nms, Pooling
+from utils.qat.config import EvalConfig
 from utils.qat.data import load_data
 from utils.qat.deepstream import deepstream_layout
 from utils.qat.detections import detect
+from utils.qat.export_config import Nms, Pooling
 from utils.qat.loaders import val_loader
 from utils.qat.masks import BoxMasks, PrototypeMasks
 from zoo import program

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 
 import pytest
 from conftest import REPO
@@ -365,9 +366,8 @@ def test_an_edge_is_labelled_where_the_box_shows_another_shape(tmp_path):
 HARD = 'a "quoted" <name> \\ {with} | everything\n& more ünïcode'
 
 
-def test_files_of_the_command(tmp_path):
+def test_files_of_the_command(tmp_path, graphviz):
     """SVG and PNG have the layers in them, whatever they are called; nothing temporary stays."""
-    pytest.importorskip('pygraphviz', reason='no pygraphviz: ./install_dependencies.sh --trex')
     layers, profile = write(tmp_path, [*GOOD, step(HARD, 'NoOp', 'output0 FP32', 'end FP32')], times=TIMES)
     out = python('scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', tmp_path / 'new folder' / 'v1.2')
     assert sorted(p.name for p in (tmp_path / 'new folder').iterdir()) == ['v1.2.csv', 'v1.2.dot', 'v1.2.png', 'v1.2.svg']
@@ -381,8 +381,7 @@ def test_files_of_the_command(tmp_path):
     assert 'Fontconfig warning' not in out and '3 findings' in out and 'v1.2.svg' in out
 
 
-def test_default_names_and_folders(tmp_path):
-    pytest.importorskip('pygraphviz', reason='no pygraphviz: ./install_dependencies.sh --trex')
+def test_default_names_and_folders(tmp_path, graphviz):
     layers, _ = write(tmp_path, GOOD)
     main = program('scripts/draw_engine.py').main
     (tmp_path / 'folder').mkdir()
@@ -391,8 +390,7 @@ def test_default_names_and_folders(tmp_path):
         assert {f'layers.{suffix}' for suffix in ('csv', 'dot', 'svg', 'png')} <= {p.name for p in folder.iterdir()}
 
 
-def test_a_machine_without_fonts_draws_the_same_picture(tmp_path, monkeypatch):
-    pytest.importorskip('pygraphviz', reason='no pygraphviz: ./install_dependencies.sh --trex')
+def test_a_machine_without_fonts_draws_the_same_picture(tmp_path, monkeypatch, graphviz):
     (tmp_path / 'x.dot').write_text('digraph { "words to be seen" }', encoding='utf-8')
     engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'here.png'])
     (tmp_path / 'none.conf').write_text('<?xml version="1.0"?><fontconfig></fontconfig>')
@@ -408,6 +406,16 @@ def test_without_graphviz_only_the_pictures_are_missing(tmp_path, monkeypatch, c
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and 'pip install "pygraphviz' in error and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ['layers.csv', 'layers.dot', 'layers.json']
+
+
+def test_a_library_of_the_system_is_missing(tmp_path, monkeypatch):
+    """As in a slim container, where pygraphviz is installed and does not import."""
+    (tmp_path / 'pygraphviz.py').write_text("raise ImportError('libgobject-2.0.so.0: cannot open shared object file: No such file or directory')")
+    monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    with pytest.raises(QatError, match=r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot '):
+        engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
+    assert not list(tmp_path.glob('*.svg*'))
 
 
 def program_main(monkeypatch):

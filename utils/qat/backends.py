@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from utils.qat.config import END2END, MASKS, PLUGIN
 from utils.qat.detections import Detections
 from utils.qat.errors import QatError
+from utils.qat.export_config import END2END, MASKS, PLUGIN
 from utils.qat.masks import BoxMasks
 from utils.qat.onnx_rounding import rounding
 

@@ -2,8 +2,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.qat.config import OPSETS, check
+from utils.qat.config import check
 from utils.qat.errors import QatError
+from utils.qat.export_config import OPSETS
 from utils.qat.tensorrt_api import BACKENDS
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')

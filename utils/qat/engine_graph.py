@@ -2,7 +2,7 @@
 
 A box is a layer: what kind, which module, types, shapes, time. Its colour is the type it computes in, its border is as thick as its
 share of the time and red if something was found there. A layer that only reformats, quantizes or dequantizes has a double border and
-the colours of both types. Graphviz comes with pygraphviz: wheels from 2.0 on hold its libraries, so that no system package is needed.
+the colours of both types. Graphviz comes with pygraphviz: wheels from 2.0 on hold it, and take of the system only SYSTEM.
 """
 import importlib.util
 import os
@@ -80,6 +80,8 @@ def _legend():
             f'<tr><td color="{FOUND}"><font color="{FOUND}">red border: a finding</font></td></tr></table>>];')
 
 
+SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'  # as Debian and Ubuntu call them; slim containers lack some
+
 # What draws runs in a process of its own: Graphviz and fontconfig write to stderr as they like, and read their settings once.
 RENDER = """import sys, pygraphviz
 graph = pygraphviz.AGraph(sys.argv[1])
@@ -108,4 +110,5 @@ def draw(dot_file, paths):
                               env={**os.environ, 'FONTCONFIG_FILE': str(fonts)})
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f'status {done.returncode}'])[-1]
-            raise QatError(f'pygraphviz cannot draw {dot_file} ({reason}); with a Graphviz of your own: dot -Tsvg -O {dot_file}')
+            missing = f'apt-get install {SYSTEM}, or ' if 'cannot open shared object' in reason else ''
+            raise QatError(f'pygraphviz cannot draw {dot_file} ({reason}); {missing}with a Graphviz of your own: dot -Tsvg -O {dot_file}')

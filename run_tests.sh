@@ -4,6 +4,7 @@
 #   ./run_tests.sh                     all of them, in two processes
 #   ./run_tests.sh -n 0 -k reparam     some of them, in one process
 #   ./run_tests.sh --slow              those that take more than half a minute too
+#   ./run_tests.sh --gpu               those that need an NVIDIA GPU, and only these
 #
 # They run on the tree that $YOLOV9_DIR names, else on .work/yolov9. Neither a GPU nor GitHub is needed.
 set -euo pipefail

@@ -66,18 +66,25 @@ def graphviz():
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and only these")
+
+
+def pytest_configure(config):
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are the same on every machine; some fork, after which CUDA fails
 
 
 def pytest_collection_modifyitems(config, items):
-    def has_gpu():
-        import torch
-        return torch.cuda.is_available()
-
+    import torch
+    gpu = torch.cuda.is_available()
+    if config.getoption("--gpu"):
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if item.get_closest_marker("full_tree") and not FULL_TREE:
             item.add_marker(pytest.mark.skip(reason=f"{UPSTREAM} lacks ELAN1 or its configs: it is the sdist, not a clone"))
-        if item.get_closest_marker("gpu") and not has_gpu():
-            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+        if item.get_closest_marker("gpu") and not gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and --gpu"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
 

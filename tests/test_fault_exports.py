@@ -134,7 +134,8 @@ def spoilt(content, keys):
             **{f'{key} is {value}': json.dumps({**content, key: value}) for key in keys for value in (None, 'x', 3, [3])}}
 
 
-PARTS = {'a run': ('settings', 'versions', 'device', 'images', 'chosen_on', 'kept_float', 'ptq', 'epochs', 'best', 'times'),
+PARTS = {'a run': ('settings', 'versions', 'device', 'images', 'chosen_on', 'kept_float', 'calibration', 'origin', 'ptq', 'epochs', 'best',
+                   'times'),
          'a summary': ('kind', 'version', 'units', 'flops', 'weights_sha256'), 'layers': ('Layers', 'Bindings')}
 
 

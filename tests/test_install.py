@@ -14,7 +14,7 @@ INSTALL, GET = REPO / "install_dependencies.sh", REPO / "scripts" / "get_yolov9.
 
 def run(script, *args, **env):
     return subprocess.run([script, *args], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHON": sys.executable, **env})
+                          env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": "", **env})
 
 
 def requirements():

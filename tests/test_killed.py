@@ -6,7 +6,9 @@ forked from this one, which has the libraries loaded. docs/faults.md has the tab
 import importlib
 import json
 import os
+import re
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
     'in epoch 2': ('models.quantize.step.Step.__call__', 3, 'after', RESUME),
     'reporting epoch 2': ('pathlib.Path.write_text', 8, 'half', RESUME),
-    'drawing epoch 2': ('models.quantize.run.plot_ap', 2, 'before', RESUME),
+    'drawing epoch 2': ('utils.qat.run_report.plot_ap', 2, 'before', RESUME),
     'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
 }
 
@@ -88,6 +90,8 @@ def run_to_death(argv, target, number, how, log):
             owner, name = owner_of(target)
             setattr(owner, name, deadly(getattr(owner, name), number, how))
             run_command(program('qat.py').main, argv)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     status = os.waitpid(child, 0)[1]
@@ -112,11 +116,14 @@ def require_whole(folder):
 
 
 def content(folder):
-    """What a run left: names of its files; the report but for times and where it is; its Markdown and its picture; the models."""
+    """What a run left: names of its files; the report but for times and where it is; likewise its Markdown, and its pictures; the models."""
     report = json.loads((folder / 'report.json').read_text())
     del report['times'], report['settings']['project'], report['settings']['exist_ok']
+    text = re.sub(r'(## Times\n\n).*', r'\1', (folder / 'report.md').read_text()).replace(str(folder.parent), 'PROJECT')
+    text = re.sub('-+:?|  +', ' ', text)  # a table is as wide as the path
+    pictures = [(folder / name).read_bytes() for name in ('ap.png', 'classes.png')]
     models = {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
-    return sorted(p.name for p in folder.iterdir()), report, (folder / 'report.md').read_text(), (folder / 'ap.png').read_bytes(), models
+    return sorted(p.name for p in folder.iterdir()), report, text, *pictures, models
 
 
 @pytest.mark.parametrize('point', POINTS)

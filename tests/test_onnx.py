@@ -1,5 +1,6 @@
 """Laws of ONNX export: the file computes what the model computes, with the very same scales, or there is no file."""
 import ast
+import contextlib
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx
 import pytest
 import torch
 from graphs import copy, dims, dq, graph_of, node, pair, q, run_onnx
+from models.deploy import onnx_export
 from models.deploy.onnx_export import LIMITS, RELATIVE, differences, export_onnx, prepare, test_images as made_images
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
@@ -194,6 +196,18 @@ def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypat
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------------
+
+def test_a_file_is_refused_after_several_measurements_of_the_noise(demo, tmp_path, monkeypatch):
+    """One may say that last bits do little where others move much."""
+    monkeypatch.setitem(onnx_export.LIMITS, ('INT8', 'FP32'), -1.0)
+    model, asked = demo.quantized_model(), []
+    for noises, refused in (([-1.0, -1.0, 1.0], False), ([-1.0] * onnx_export.SAMPLES, True)):
+        left = iter(noises)
+        monkeypatch.setattr(onnx_export, 'rounding_noise', lambda *given: asked.append(given[-1]) or next(left))
+        with pytest.raises(QatError, match='ONNX Runtime differs from PyTorch') if refused else contextlib.nullcontext():
+            assert export_onnx(model, tmp_path / 'x.onnx', (64, 64)).limit == onnx_export.MARGIN
+    assert asked == [1, 2, 3, *range(1, 1 + onnx_export.SAMPLES)]
+
 
 def test_a_model_that_is_not_finite_leaves_the_old_file(demo, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')

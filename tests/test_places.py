@@ -173,7 +173,7 @@ def test_the_job_is_done(job):
     assert report['best']['ap'] > 0.2 and metrics['ap'] == pytest.approx(report['best']['ap'], abs=0.02)
     assert list(report['classes'].values()) == NAMES and str(job.out) in report['settings']['weights']
     assert NAMES[0] in job.said['val'] or 'all' in job.said['val']
-    assert {p.name for p in (job.out / 'exp').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'log.txt'}
+    assert {p.name for p in (job.out / 'exp').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
     assert 'Größe' in (job.out / 'exp' / 'log.txt').read_text(encoding='utf-8') + (job.out / 'exp' / 'report.md').read_text(encoding='utf-8')
 
 

@@ -14,23 +14,23 @@ class _Quantize(torch.autograd.Function):
     """Fake-quantize `inputs` with a scale that has a gradient, FP32 []. With x / scale = q - error, q an integer, that is the
     error of a value inside the range, and QMIN or QMAX of one that is clipped; one byte per value is kept for it.
 
-    Values and the gradient of the inputs are those of PyTorch's own operator.
+    Values and the gradient of the inputs are those of PyTorch's own operator, whose 2.4 takes no BF16 with a scale that is a tensor.
     """
 
     @staticmethod
-    def forward(ctx, inputs, scale, quantizer):
+    def forward(ctx, inputs, scale):
         steps = inputs.float() * scale.reciprocal()
         rounded = steps.round()
         kept = steps.add_(rounded).sub_(rounded.clamp_(QMIN, QMAX), alpha=2)  # -error; of what is clipped 1.5 or more
         ctx.save_for_backward(kept.mul_(PARTS).clamp_(QMIN, QMAX).to(torch.int8))
-        return quantizer._fake_quantize(inputs, scale, quantizer._zero_point)
+        return rounded.mul_(scale).to(inputs.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         kept, = ctx.saved_tensors
         inside = (kept > QMIN) & (kept < QMAX)
         to_scale = torch.where(inside, kept * (-1 / PARTS), kept).mul_(gradient).sum()
-        return gradient * inside, to_scale, None
+        return gradient * inside, to_scale
 
 
 def rounded_scales(log2):
@@ -53,7 +53,7 @@ class LearnedScales(FixedScales):
 
     def _quantize(self, quantizer, inputs):
         if quantizer._axis is None:
-            return _Quantize.apply(inputs, self.moving[quantizer], quantizer)
+            return _Quantize.apply(inputs, self.moving[quantizer])
         return super()._quantize(quantizer, inputs)
 
     def __enter__(self):

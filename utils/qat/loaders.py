@@ -44,7 +44,7 @@ def _loader(dataset, config, batches, world=1):
     """batches: sized and re-iterable over lists of what `dataset` takes as index. world: how many processes load at once."""
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
     return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_collate,
-                      persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=torch.Generator())
+                      persistent_workers=workers > 0, pin_memory=config.device != 'cpu' and torch.cuda.is_available(), generator=torch.Generator())
 
 
 def _spread(dataset, limit):

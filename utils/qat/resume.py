@@ -7,8 +7,11 @@ from utils.qat.config import QuantizeConfig
 from utils.qat.errors import QatError
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
-PARTS = {'settings': dict, 'versions': dict, 'device': str, 'images': dict, 'chosen_on': str, 'kept_float': list, 'ptq': (dict, type(None)), 'epochs': list,
-         'best': (dict, type(None)), 'origin': (dict, type(None)), 'times': dict}  # of report.json
+NONE, NUMBER = type(None), (int, float)
+PARTS = {  # of report.json, see `fits`
+    'settings': dict, 'versions': {str: str}, 'device': str, 'images': {str: int}, 'chosen_on': str, 'kept_float': [str], 'times': {str: NUMBER},
+    'calibration': (NONE, {'method': str, 'divergence': {str: NUMBER}}), 'origin': (NONE, dict), 'ptq': (NONE, {'file': str}),
+    'epochs': [{'epoch': int, 'loss': NUMBER, 'file': str}], 'best': (NONE, {'epoch': int, 'file': str})}
 FREE = ('device', 'workers')  # options that change no result
 
 
@@ -39,12 +42,24 @@ def resumed(folder, given):
     return replace(config, resume=folder, **{k: v for k, v in given.items() if k in FREE})
 
 
+def fits(value, kind):
+    """Whether `value`, read from JSON, is of a `kind`: a type; one of (several, kinds); a list [of one]; a mapping {str: of one}; or a
+    mapping with {'certain': kinds, 'under': names} at least."""
+    if isinstance(kind, tuple):
+        return any(fits(value, k) for k in kind)
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(fits(v, *kind) for v in value)
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(name in value and fits(value[name], k) for name, k in
+                                               ({name: kind[str] for name in value} if str in kind else kind).items())
+    return isinstance(value, kind)
+
+
 def read_report(folder):
     """The content of report.json of the run in `folder`."""
     try:
         report = json.loads((folder / 'report.json').read_text(encoding='utf-8'))
-        kinds = all(isinstance(report[key], kind) for key, kind in PARTS.items())
-        if not kinds or report['chosen_on'] not in report['images'] or not all(isinstance(e, dict) for e in report['epochs']):
+        if not fits(report, PARTS) or report['chosen_on'] not in report['images']:
             raise ValueError('not what a run writes')
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise QatError(f"--resume {folder}: no report of a run there ({folder / 'report.json'}); give the folder that "

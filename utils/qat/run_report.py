@@ -80,7 +80,7 @@ def write_report(folder, report):
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
     document(folder / 'report.md', f"{Path(settings['weights']).name} in INT8", [
         f"Images: {images}. Computed on {report['device']}.", *([run_table(report)] if calibrated else []), *_pictures(folder, report),
-        *(['## Calibration', calibration_text(report['calibration'])] if calibrated else []),
+        *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
         *[f"Left in float: {', '.join(report['kept_float'])}."] * bool(report['kept_float']),
         *(['## Files', '\n'.join(f'- [{file}]({file})' for file in files)] if files else []),
         '## Times', ', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-',

@@ -61,4 +61,4 @@ def write_comparison(folder, config, comparison, tables, size, following):
     document(folder / 'report.md', f'{config.other.name} compared with {config.reference.name}', [
         f"{comparison['images']} images of {size} x {size} pixels.", tables, *pictures,
         '## Files', markdown_table(('file', 'SHA-256'), files.items(), right=False),
-        *closing(asdict(config), CompareConfig, versions(), following)])
+        *closing({k: v for k, v in asdict(config).items() if k not in ('reference', 'other')}, CompareConfig, versions(), following)])

@@ -10,15 +10,17 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-import tensorrt as trt
-from cuda.bindings import runtime as cudart
-
 sys.path.append(str(Path(__file__).resolve().parents[1] / 'scripts'))  # not needed where both files are in one folder
-from infer_onnx import fail, main  # noqa: E402
+from infer_onnx import fail, main, missing  # noqa: E402
 
-TYPES = {'FLOAT': np.float32, 'INT32': np.int32, 'INT64': np.int64}  # of inputs and outputs, also where the engine computes in FP16
-TO_DEVICE, TO_HOST = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice, cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+try:
+    import numpy as np
+    import tensorrt as trt
+    from cuda.bindings import runtime as cudart
+except ImportError as e:
+    missing(e, 'NumPy, cuda-python (pip install "cuda-python>=12.8") and the TensorRT that built the engine')
+
+TYPES = {'FLOAT': 'float32', 'INT32': 'int32', 'INT64': 'int64'}  # of inputs and outputs, also where the engine computes in FP16
 
 
 def check(result):
@@ -64,18 +66,18 @@ class EngineModel:
     def __call__(self, image):
         """RGB FP32 [3, H, W] in 0..1 → {name: array}, valid until the next call; of a batch of several, all are this image."""
         self.host[self.input][:] = image
-        self.copy(self.input, TO_DEVICE)
+        self.copy(self.input, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice)
         if not self.context.execute_async_v3(int(self.stream)):
             raise RuntimeError('TensorRT: the engine did not run')
         outputs = {name: array for name, array in self.host.items() if name != self.input}
         for name in outputs:
-            self.copy(name, TO_HOST)
+            self.copy(name, cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost)
         check(cudart.cudaStreamSynchronize(self.stream))
         return outputs
 
     def copy(self, name, direction):
         host, device = self.host[name].ctypes.data, self.device[name]
-        target, source = (device, host) if direction == TO_DEVICE else (host, device)
+        target, source = (device, host) if name == self.input else (host, device)
         check(cudart.cudaMemcpyAsync(target, source, self.host[name].nbytes, direction, self.stream))
 
 

@@ -21,13 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-try:
-    import cv2
-    import numpy as np
-except ImportError:
-    if not {'-h', '--help'} & set(sys.argv):  # which works before they are installed
-        raise
-
 IMAGES = {'.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp'}
 PICTURES = Path('runs/infer')  # where --save puts them
 MOST = 300  # detections in an image
@@ -37,6 +30,19 @@ def fail(message):
     """End the program with one line and exit code 2."""
     print(f'{Path(sys.argv[0]).name}: error: {message}', file=sys.stderr)
     sys.exit(2)
+
+
+def missing(error, packages):
+    """End the program because of an ImportError, unless it was asked for help, which works before `packages` are installed."""
+    if not {'-h', '--help'} & set(sys.argv):
+        fail(f'{error}; it needs {packages}')
+
+
+try:
+    import cv2
+    import numpy as np
+except ImportError as e:
+    missing(e, 'NumPy and OpenCV: pip install numpy opencv-python-headless')
 
 
 def letterbox(image, height, width):

@@ -1,4 +1,5 @@
 """ONNX files, engines and JSON files that are damaged or not what is asked for: one line from each command that reads them."""
+import importlib.util
 import json
 import shutil
 
@@ -20,6 +21,9 @@ COMMANDS = {
     'scripts/infer_onnx.py': ('FILE', 'IMAGE'),
     'scripts/build_engine.py': ('FILE', '--backend', 'rtx', '--engine', 'OUT/x.engine'),
 }
+NO_RTX = pytest.mark.skipif(not importlib.util.find_spec('tensorrt_rtx_bindings'),
+                            reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+each_command = pytest.mark.parametrize('command', [pytest.param(name, marks=[NO_RTX] * ('rtx' in argv)) for name, argv in COMMANDS.items()])
 DAMAGED = 20  # for each command, times TIMES
 
 
@@ -79,7 +83,7 @@ def strange():
     }
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@each_command
 def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
     """Some of them a benchmark may measure, an audit may read and a builder may build."""
     monkeypatch.chdir(tmp_path)
@@ -91,7 +95,7 @@ def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
         assert not (tmp_path / 'sprung').exists()
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@each_command
 def test_damaged(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     refused, file = 0, tmp_path / 'model.onnx'
@@ -104,7 +108,7 @@ def test_damaged(files, tmp_path, monkeypatch, capfd, command):
 ELSEWHERE = 'cut short', 'gone', 'outside the folder'
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@each_command
 def test_weights_in_another_file(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / 'model.onnx'

@@ -8,10 +8,10 @@ import pytest
 from conftest import REPO, copy_upstream
 
 VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
-FILES = sorted(f.relative_to(REPO).as_posix() for folder in ('', 'segment', 'scripts', 'demo') for f in (REPO / folder).glob('*.py'))
+FILES = sorted(f.relative_to(REPO).as_posix() for folder in ('', 'segment', 'scripts', 'examples', 'demo') for f in (REPO / folder).glob('*.py'))
 COMMANDS = [command for file in FILES for command in ((file,), *((file, verb) for verb in VERBS.get(file, ())))]
 OWN = {  # what a file is made of, beyond Python
-    'scripts/infer_onnx.py': {'cv2', 'numpy'}, 'demo/make_data.py': {'cv2', 'numpy'}}
+    'scripts/infer_onnx.py': {'cv2', 'numpy'}, 'examples/infer_engine.py': {'cv2', 'numpy', 'tensorrt'}, 'demo/make_data.py': {'cv2', 'numpy'}}
 
 each_command = pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
 
@@ -25,9 +25,9 @@ def patched(tmp_path_factory):
 
 
 def show_help(patched, command, *options, **environment):
-    """The finished `python OPTIONS COMMAND -h`; demo/ is not laid over the tree."""
+    """The finished `python OPTIONS COMMAND -h`; demo/ and examples/ are not laid over the tree."""
     file, *verb = command
-    path = REPO / file if file.startswith('demo/') else patched / file
+    path = REPO / file if file.startswith(('demo/', 'examples/')) else patched / file
     return subprocess.run([sys.executable, *options, path, *verb, '-h'], cwd=patched, capture_output=True, text=True, errors='replace',
                           stdin=subprocess.DEVNULL, env={**os.environ, **environment})
 
@@ -41,6 +41,14 @@ def test_help_with_no_package_installed(patched, command):
     done = show_help(patched, command, '-S', '-E')  # without site-packages and PYTHONPATH
     assert done.returncode == 0 and not done.stderr, done.stderr[-2000:]
     assert done.stdout.startswith('usage: ') and '-h, --help' in done.stdout
+
+
+@pytest.mark.parametrize('file, package', [('scripts/infer_onnx.py', 'cv2'), ('examples/infer_engine.py', 'cv2')])
+def test_a_client_without_its_packages(file, package):
+    """They are copied to machines that have nothing of ours."""
+    done = subprocess.run([sys.executable, '-S', '-E', REPO / file, 'model', 'image'], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, '') and len(done.stderr.splitlines()) == 1
+    assert f"error: No module named '{package}'; it needs NumPy" in done.stderr and 'pip install' in done.stderr
 
 
 @each_command

@@ -161,7 +161,10 @@ class OnnxModel:
     def __init__(self, path, device):
         """device: 'cpu', or the number of a GPU."""
         os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # it would report to its maker over the network
-        import onnxruntime
+        try:
+            import onnxruntime
+        except ImportError as e:
+            missing(e, 'ONNX Runtime: pip install onnxruntime')
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         # Q and DQ as they are written, which is what was evaluated and what TensorRT computes; leave it out for speed on a CPU

@@ -1,8 +1,9 @@
 """Checkpoints that are damaged, foreign or hostile: one line from every command, no file left, and no code run from the data."""
 import argparse
+import io
 import os
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from conftest import REPO
 from faults import TIMES, answer, damaged, pickle_in, with_pickle
 from models.common import Conv, DetectMultiBackend
-from models.quantize import checkpoint
+from models.quantize import checkpoint, unpickle
 from models.yolo import DetectionModel
 from utils.qat.errors import QatError
 from zoo import build, full, image, output, same
@@ -153,6 +154,14 @@ def test_rewritten_pickles(files, tmp_path):
             except QatError as e:
                 assert 'weights.pt' in str(e) and '\n' not in str(e), what
     assert loaded, 'some changes do no harm'
+
+
+@pytest.mark.parametrize('kind', ['PosixPath', 'WindowsPath'])
+@pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'])
+def test_a_path_as_each_python_pickles_it(module, kind):
+    """Upstream keeps the options of the training, and who trained on another system cannot be told to train again."""
+    found = unpickle.Unpickler(io.BytesIO(f'c{module}\n{kind}\n(Vruns\nVexp\ntR.'.encode())).load()
+    assert isinstance(found, PurePath) and found.parts == ('runs', 'exp')
 
 
 @pytest.mark.parametrize('name', MODELS)

@@ -39,7 +39,8 @@ CALLED = {  # name in the pickle → what is called
     'collections.OrderedDict': OrderedDict, 'builtins.set': set, '__builtin__.set': set, '_codecs.encode': _latin1,
     'builtins.getattr': _forward, '__builtin__.getattr': _forward,
     'torch.Size': torch.Size, 'torch.device': torch.device, 'numpy.dtype': np.dtype,
-    'pathlib.PosixPath': pathlib.PurePosixPath, 'pathlib.WindowsPath': pathlib.PureWindowsPath,
+    **{f'{module}.{name}': path for module in ('pathlib', 'pathlib._local')  # in Python 3.13
+       for name, path in (('PosixPath', pathlib.PurePosixPath), ('WindowsPath', pathlib.PureWindowsPath))},
     **{f'torch._utils.{f.__name__}': f for f in (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter,
                                                  torch._utils._rebuild_parameter_with_state)},
     **{f'numpy.{core}.multiarray.{f.__name__}': f for f in (np.float64().__reduce__()[0], np.empty(0).__reduce__()[0])

@@ -318,7 +318,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--data {wrong}/no_names.yaml', ['names: missing']),
     (QUANTIZE, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
     (QUANTIZE, '--data {wrong}/nc.yaml', ['nc: 3', '10 names']),
-    (QUANTIZE, '--data {wrong}/missing.yaml', ['val:', 'does not exist']),
+    (QUANTIZE, '--data {wrong}/missing.yaml', ['val:', 'does not exist', 'correct it']),
     (QUANTIZE, '--data {wrong}/empty.yaml', ['val:', 'no images']),
     (QUANTIZE, '--data {wrong}/coordinates.yaml', ['00003.txt:1', 'coordinates in 0..1']),
     (QUANTIZE, '--data {wrong}/text.yaml', ['00003.txt:1', 'class x y width height']),

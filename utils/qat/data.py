@@ -68,7 +68,8 @@ def load_data(file, nc=None, flag='--data', segments=False):
     for key, paths in (('train', train), ('val', val)):
         for p in paths:
             if not os.path.exists(p):  # unlike Path.exists, it takes any text
-                raise QatError(f'{flag} {file}: {key}: {p} does not exist')
+                tried = '' if os.path.isabs(content.get('path') or '') else "path: was tried from the YOLOv9 folder, from here and from the YAML's; "
+                raise QatError(f"{flag} {file}: {key}: {p} does not exist; {tried}correct it{', or make path: absolute' * bool(tried)}")
             if not _has_images(p):
                 raise QatError(f"{flag} {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
     is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion

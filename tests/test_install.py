@@ -173,5 +173,5 @@ def test_what_the_sdist_lacks_is_what_the_script_says():
     for block, source in (("ELAN1", common), ("UConv", common), ("DSegment", yolo), ("DualDSegment", yolo)):
         assert (f"class {block}(" in source) is FULL_TREE, block
         assert block in GET.read_text()
-    for name in ("detect_dual.py", "segment", "panoptic", "classify", "tools", "data", "utils/coco_utils.py"):
+    for name in ("detect_dual.py", "segment/val.py", "panoptic", "classify", "tools", "data", "utils/coco_utils.py"):
         assert (UPSTREAM / name).exists() is FULL_TREE, name

@@ -8,13 +8,12 @@ import resource
 import shutil
 import subprocess
 import sys
-import traceback
 
 import onnx
 import pytest
 from conftest import TREE
 from onnx import TensorProto, helper
-from test_killed import arguments, content, require_whole, whole  # noqa: F401  a fixture
+from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
 from utils.qat.errors import run_command
 from utils.qat.log import LOGGER
 from zoo import program, same
@@ -25,24 +24,22 @@ KB = 1000
 def in_child(command, argv, limit=resource.RLIM_INFINITY):
     """Exit code and last line of what a command says in a process of its own, none of whose files may be larger than `limit` bytes."""
     read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.dup2(write, 1)
-            del LOGGER.handlers[1:]  # log files of earlier runs in this process
-            sys.stdout = sys.stderr = open(1, 'w', buffering=1)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            os._exit(run_command(program(command).main, [str(a) for a in argv]))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(99)
+
+    def run():
+        os.dup2(write, 1)
+        del LOGGER.handlers[1:]  # log files of earlier runs in this process
+        sys.stdout = sys.stderr = open(1, 'w', buffering=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        sys.exit(run_command(program(command).main, [str(a) for a in argv]))
+
+    child = FORK.Process(target=run)  # it prints what is raised
+    child.start()
     os.close(write)
     with open(read) as pipe:
         said = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    child.join()
     assert 'Traceback' not in said and 'Logging error' not in said, said[-3000:]
-    return code, said.strip().splitlines()[-1]
+    return child.exitcode, said.strip().splitlines()[-1]
 
 
 LIMITS = {  # bytes → the file that the line names, and whether --resume can go on

@@ -5,10 +5,10 @@ forked from this one, which has the libraries loaded. docs/faults.md has the tab
 """
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import signal
-import traceback
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from utils.qat.resume import STATE
 from zoo import program, same
 
 RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'  # what --resume does, or says
+FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)
     'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
     'observing': ('models.quantize.calibrate.Histogram.collect', 50, 'before', START),
@@ -82,20 +83,17 @@ def deadly(function, number, how):
 
 def run_to_death(argv, target, number, how, log):
     """qat.py with `argv` in a child process, which must be killed by `deadly`; its output goes to the file `log`."""
-    child = os.fork()
-    if not child:
-        try:
-            out = os.open(log, os.O_CREAT | os.O_WRONLY)
-            os.dup2(out, 1), os.dup2(out, 2)
-            owner, name = owner_of(target)
-            setattr(owner, name, deadly(getattr(owner, name), number, how))
-            run_command(program('qat.py').main, argv)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f'{target} was not reached\n{log.read_text()[-3000:]}'
+    def run():
+        out = os.open(log, os.O_CREAT | os.O_WRONLY)
+        os.dup2(out, 1), os.dup2(out, 2)
+        owner, name = owner_of(target)
+        setattr(owner, name, deadly(getattr(owner, name), number, how))
+        run_command(program('qat.py').main, argv)
+
+    child = FORK.Process(target=run)  # it prints what is raised
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL, f'{target} was not reached\n{log.read_text()[-3000:]}'
 
 
 def require_whole(folder):

@@ -169,12 +169,16 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         figures, typing = differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
         limit, noise = LIMITS['INT8' if quantizers else 'float', typing], 0.0
         errors = {name: figures[name] for name in RELATIVE if name in figures}
+
+        def agree():
+            return all(error <= limit for error in errors.values())
+
         for seed in range(1, 1 + SAMPLES * bool(quantizers)):
             noise = max(noise, rounding_noise(traced, images.to(device), theirs, LAST_BITS[typing], seed))
             limit = max(limit, MARGIN * noise)
-            if max(errors.values()) <= limit:
+            if agree():
                 break
-        if not all(error <= limit for error in errors.values()):
+        if not agree():
             raise QatError(f"ONNX Runtime differs from PyTorch by {', '.join(f'{e:.2%} ({name})' for name, e in errors.items())}, "
                            f'more than {limit:.1%}; no file was written')
         for apply in (*[onnx_half.fp32_scales] * fp32_scales, *[layout] * (layout is not None)):

@@ -35,8 +35,8 @@ def pickled_classes(path):
         with zipfile.ZipFile(path) as archive:
             name = next(n for n in archive.namelist() if n.endswith('/data.pkl'))
             pickled = archive.read(name)
-            if archive.testzip():
-                raise zipfile.BadZipFile(f'{archive.testzip()} inside is damaged')
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f'{damaged} inside is damaged')
         return {arg.replace(' ', '.', 1) for op, arg, _ in pickletools.genops(pickled) if op.name == 'GLOBAL'}
     except (zipfile.BadZipFile, StopIteration, *DAMAGED) as e:
         raise QatError(f'--weights {path}: not a PyTorch checkpoint (or cut short): {e or "no pickled data inside"}') from e

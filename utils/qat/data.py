@@ -130,14 +130,15 @@ def open_dataset(data, split, config, stride, masks=None, **options):
     """
     key = 'val' if split == 'val' else 'train'
     cls = Boxes if masks is None else Masks
-    files = _image_files(getattr(data, key))
+    paths = getattr(data, key)
+    files = _image_files(paths)
     if not files:
-        raise QatError(f"{data.flag} {data.file}: {key}: no images in {', '.join(getattr(data, key))}")
+        raise QatError(f"{data.flag} {data.file}: {key}: no images in {', '.join(paths)}")
     check_names(files, data)
-    check_cache(files, getattr(data, key))
+    check_cache(files, paths)
     with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
-            dataset = cls(getattr(data, key), config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options)
+            dataset = cls(paths, config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options)
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
             check_dropped(files, data)
             raise QatError(f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})') from e

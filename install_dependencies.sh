@@ -3,7 +3,8 @@
 #
 # Made for the NVIDIA PyTorch container as well as for a bare venv: what is installed and recent enough stays; the torch,
 # torchvision, TensorRT, NumPy and OpenCV that are there are handed to pip as constraints, so that it fails rather than
-# replaces them. Where there is no torch, torch and torchvision are installed.
+# replaces them. Where there is no torch, torch and torchvision are installed. What is installed gets the versions of constraints.txt,
+# which the tests ran with, unless packages that must stay have other versions: the set holds as a whole.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -11,12 +12,13 @@ PYTHON=${PYTHON:-python3}
 
 usage() {
     cat <<EOF
-Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--dry-run]
+Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--latest] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
   --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
   --trex      also install what drawing engines needs (scripts/draw_engine.py): pygraphviz, with Graphviz in it
   --no-trex   do not (the default)
   --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), where none is installed
+  --latest    install the newest versions, not those of constraints.txt, which the tests ran with
   --dry-run   print what would be installed and change nothing
 EOF
 }
@@ -25,20 +27,21 @@ fail() { # reason, next step
     exit 2
 }
 
-TESTS=no TREX=no TENSORRT='' DRY_RUN=no
+TESTS=no TREX=no TENSORRT='' LATEST=no DRY_RUN=no
 while (($#)); do
     case $1 in
         --defaults) ;;
         --tests) TESTS=yes ;;
         --trex) TREX=yes ;;
         --no-trex) TREX=no ;;
+        --latest) LATEST=yes ;;
         --dry-run) DRY_RUN=yes ;;
         --tensorrt)
             [[ ${2:-} =~ ^(10|11|rtx)$ ]] || fail "--tensorrt ${2:-}: must be 10, 11 or rtx (8.6 has no package that pip can install: use its container)"
             TENSORRT=$2 && shift
             ;;
         -h | --help) usage && exit 0 ;;
-        *) fail "unknown option $1; allowed: --defaults --tests --trex --no-trex --tensorrt --dry-run" ;;
+        *) fail "unknown option $1; allowed: --defaults --tests --trex --no-trex --tensorrt --latest --dry-run" ;;
     esac
     shift
 done
@@ -49,8 +52,8 @@ command -v "$PYTHON" >/dev/null || fail "no $PYTHON on this machine" "set PYTHON
 TMP=$(mktemp -d)
 trap 'rm -rf "$TMP"' EXIT
 
-# ---- plan: requirements.txt minus what is there -> $TMP/install.txt, and $TMP/constraints.txt ---------------------------
-"$PYTHON" - "$HERE/requirements.txt" "$TESTS" "$TREX" "$TMP" <<'EOF'
+# ---- plan: requirements.txt minus what is there -> $TMP/install.txt, $TMP/keep.txt, and $TMP/constraints.txt: keep.txt and pins
+"$PYTHON" - "$HERE/requirements.txt" "$HERE/constraints.txt" "$TESTS" "$TREX" "$LATEST" "$TMP" <<'EOF'
 import importlib.util
 import re
 import sys
@@ -58,17 +61,21 @@ from importlib import metadata
 from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.specifiers import SpecifierSet
 from pip._vendor.packaging.utils import canonicalize_name
 
-source, out = Path(sys.argv[1]), Path(sys.argv[4])
-optional = {"tests": sys.argv[2], "trex": sys.argv[3]}  # sections that are installed only if asked for: yes or no
+source, pinned, out = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[6])
+optional = {"tests": sys.argv[3], "trex": sys.argv[4]}  # sections that are installed only if asked for: yes or no
+latest = sys.argv[5] == "yes"
 # Modules that come under several distribution names, or (built from source) under none: what imports counts.
 MODULES = {"opencv-python-headless": "cv2", "onnxruntime": "onnxruntime", "torch": "torch", "torchvision": "torchvision"}
 # Replacing these breaks a container, so what is installed is what pip must work with.
 KEEP = re.compile(r"torch|torchvision|torchaudio|triton|numpy|(nvidia-)?tensorrt.*|opencv-.*|nvidia-.*|cuda-.*")
 
 installed = {canonicalize_name(d.metadata["Name"]): d.version for d in metadata.distributions() if d.metadata["Name"]}
-install, section = [], ""
+pins = {} if latest else {canonicalize_name(pin.name): pin for pin in map(Requirement, re.findall(r"(?m)^\w.*", pinned.read_text()))
+                          if pin.marker is None or pin.marker.evaluate()}
+install, other, section = [], [], ""
 for line in source.read_text().splitlines():
     if line.startswith("# ["):
         section = line[3:line.index("]")]
@@ -79,6 +86,9 @@ for line in source.read_text().splitlines():
     if wanted.marker and not wanted.marker.evaluate():
         print(f"  skip     {wanted.name} (only where {wanted.marker})")
         continue
+    if latest:
+        wanted.specifier = SpecifierSet(",".join(str(part) for part in wanted.specifier if part.operator != "<="))
+        text = str(wanted)
     name = canonicalize_name(wanted.name)
     have = installed.get(name)
     module = MODULES.get(name)
@@ -87,20 +97,27 @@ for line in source.read_text().splitlines():
     elif have and (section == "torch" or KEEP.fullmatch(name)):
         outside = "" if wanted.specifier.contains(have, prereleases=True) else f"; not tested, {wanted.specifier} is"
         print(f"  keep     {name} {have}{outside}")
+        if name in pins and not pins[name].specifier.contains(have, prereleases=True):
+            other.append(f"{name} {have}")
     elif have and wanted.specifier.contains(have, prereleases=True):
         print(f"  keep     {name} {have}")
     else:
         print(f"  {'replace' if have else 'install'}  {text}" + (f" (installed: {have})" if have else ""))
         install.append(text)
 (out / "install.txt").write_text("".join(f"{text}\n" for text in install))
-(out / "constraints.txt").write_text("".join(f"{n}=={v}\n" for n, v in sorted(installed.items()) if KEEP.fullmatch(n)))
+if install and pins:
+    print("  versions " + (f"within requirements.txt: constraints.txt does not go with {', '.join(other)}" if other else "of constraints.txt"))
+keep = [f"{n}=={v}" for n, v in sorted(installed.items()) if KEEP.fullmatch(n)]
+(out / "keep.txt").write_text("".join(f"{line}\n" for line in keep))
+pinning = [] if other else [str(pin) for name, pin in pins.items() if name not in installed]
+(out / "constraints.txt").write_text("".join(f"{line}\n" for line in keep + pinning))
 EOF
 
 # ---- install -------------------------------------------------------------------------------------------------------------
 if [[ ! -s $TMP/install.txt ]]; then
     echo "Everything is installed."
 elif [[ $DRY_RUN == yes ]]; then
-    echo "Dry run: nothing was changed. pip would have to keep: $(tr '\n' ' ' <"$TMP/constraints.txt")"
+    echo "Dry run: nothing was changed. pip would have to keep: $(tr '\n' ' ' <"$TMP/keep.txt")"
 else
     "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/install.txt" -c "$TMP/constraints.txt" ||
         fail "pip could not install the packages above (its message says which)" \

@@ -16,24 +16,26 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
 
-TASK=detect FRESH=no
+TASK=detect FRESH=no LATEST=()
 while (($#)); do
     case $1 in
         --task)
             TASK=${2:-}
             shift ;;
         --fresh) FRESH=yes ;;
+        --latest) LATEST=(--latest) ;;
         -h | --help)
             cat <<USAGE
-Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment] [--fresh]
+Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment] [--fresh] [--latest]
   (nothing)  set up, then run the whole job on the demo detector; what an earlier run finished is skipped
   --task segment
              the same on the demo segmentation model
   --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo or .work/demo-seg); .venv stays
+  --latest   set up .venv, where there is none, with the newest of every package, not with the tested set (constraints.txt)
 Downloads several GB (torch with CUDA), once, into .venv. YOLOV9_DIR names a YOLOv9 tree to copy instead of fetching one.
 USAGE
             exit 0 ;;
-        *) fail "unknown option $1; allowed: --task --fresh --help" ;;
+        *) fail "unknown option $1; allowed: --task --fresh --latest --help" ;;
     esac
     (($# == 0)) || shift
 done
@@ -48,7 +50,7 @@ flock -n 9 || fail "another quickstart.sh is at work in $HERE" "wait for it, or 
 [[ $FRESH == no ]] || rm -rf "$HERE"/.work/{yolov9,yolov9.origin,"$NAME"}
 
 # ---- set-up -----------------------------------------------------------------------------------------------------------
-set_up_python
+set_up_python ${LATEST[@]+"${LATEST[@]}"}
 set_up_yolov9
 say "The toolkit, laid over .work/yolov9"
 "$HERE/patch_yolov9.sh" "$HERE/.work/yolov9"

@@ -5,6 +5,7 @@
 #   ./run_tests.sh -n 0 -k reparam     some of them, in one process
 #   ./run_tests.sh --slow              those that take more than half a minute too
 #   ./run_tests.sh --gpu               those that need an NVIDIA GPU, and only these
+#   ./run_tests.sh --latest ...        in a .venv which, where there is none, gets the newest of every package, not the tested set
 #
 # They run on the tree that $YOLOV9_DIR names, else on .work/yolov9. Neither a GPU nor GitHub is needed.
 set -euo pipefail
@@ -14,8 +15,12 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
 
+LATEST=()
+if [[ ${1:-} == --latest ]]; then
+    LATEST=(--latest) && shift
+fi
 [[ -z ${YOLOV9_DIR:-} ]] || YOLOV9_DIR=$(readlink -f "$YOLOV9_DIR") # relative to where it was typed
-set_up_python --tests --trex
+set_up_python --tests --trex ${LATEST[@]+"${LATEST[@]}"}
 [[ -n ${YOLOV9_DIR:-} ]] || set_up_yolov9
 
 say "Tests on ${YOLOV9_DIR:-.work/yolov9}"

@@ -2,8 +2,8 @@
 #
 #   make_environment FOLDER
 #                   an environment with nothing but pip in it; from then on `python` is the one in it
-#   set_up_python   the same at .venv, with the packages of requirements.txt. Arguments, such as --tests, go to
-#                   install_dependencies.sh
+#   set_up_python   the same at .venv, with the packages of requirements.txt in the versions of constraints.txt. Arguments, such as
+#                   --tests and --latest, go to install_dependencies.sh
 #   set_up_yolov9   upstream YOLOv9 at .work/yolov9 (a copy of $YOLOV9_DIR where that is set)
 #
 # $PYTHON names the interpreter that an environment is made with (default python3). Needs HERE, the folder of the toolkit.
@@ -36,14 +36,14 @@ make_environment() {
 }
 
 set_up_python() {
-    local installed=$HERE/.venv/requirements.installed$* # the requirements.txt that was installed with these arguments; written last
+    local installed=$HERE/.venv/requirements.installed$* # what was installed with these arguments; written last
     say "Python environment: .venv"
     make_environment "$HERE/.venv"
-    if cmp -s "$HERE/requirements.txt" "$installed"; then
+    if cat "$HERE"/{requirements,constraints}.txt | cmp -s - "$installed"; then
         echo "$("$PYTHON" -V), requirements.txt is installed"
     else
         "$HERE/install_dependencies.sh" --defaults "$@"
-        cp "$HERE/requirements.txt" "$installed"
+        cat "$HERE"/{requirements,constraints}.txt >"$installed"
     fi
 }
 

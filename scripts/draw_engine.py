@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.errors import Parser, run_command  # noqa: E402
+from utils.qat.errors import Parser, QatError, run_command  # noqa: E402
 from utils.qat.following import command  # noqa: E402
 from utils.qat.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
 
@@ -49,8 +49,13 @@ def main(argv=None):
     engine_tables.write_csv(csv, engine, findings)
     write_text(dot, engine_graph.dot(engine, findings, args.layer.name))
     LOGGER.info('drawing: Graphviz takes a while for a large engine')
-    engine_graph.draw(dot, (svg, png))
-    finish(next_command(args), layers=csv, graph=dot, picture=svg, **{'as PNG': png})
+    pictures = {'picture': svg, 'as PNG': png}
+    try:
+        engine_graph.draw(dot, pictures.values())
+    except QatError as e:  # the tables are what the command is for
+        LOGGER.warning(e)
+        pictures = {}
+    finish(next_command(args), layers=csv, graph=dot, **pictures)
 
 
 if __name__ == '__main__':

@@ -15,9 +15,10 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
 
-# row → Python; what is installed before requirements.txt, which then leaves it alone. Without a version: the newest.
+# row → Python; what is installed before requirements.txt, which then leaves it alone (without a version: the newest); how the rest is.
 declare -A PYTHONS=([oldest]=3.10 [newest]=3.13)
 declare -A PACKAGES=([oldest]="torch==2.4.1 torchvision==0.19.1 numpy==1.26.4" [newest]="torch torchvision numpy")
+declare -A OPTIONS=([oldest]="" [newest]=--latest)
 
 FRESH=no ROWS=()
 while (($#)); do
@@ -55,7 +56,7 @@ run_row() { # ROW, pytest's arguments → its tests.log; in a subshell of its ow
         python -m pip install --disable-pip-version-check ${PACKAGES[$row]} || fail "pip could not install the packages of $row, its message is above"
         echo "${PACKAGES[$row]}" >"$folder/packages"
     fi
-    "$HERE/install_dependencies.sh" --tests --trex
+    "$HERE/install_dependencies.sh" --tests --trex ${OPTIONS[$row]}
     python - >"$folder/versions" <<'PYTHON'
 import platform
 from importlib.metadata import version

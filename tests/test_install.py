@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from conftest import FULL_TREE, REPO, UPSTREAM, copy_upstream
 
 INSTALL, GET = REPO / "install_dependencies.sh", REPO / "scripts" / "get_yolov9.sh"
@@ -15,6 +17,12 @@ INSTALL, GET = REPO / "install_dependencies.sh", REPO / "scripts" / "get_yolov9.
 def run(script, *args, **env):
     return subprocess.run([script, *args], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": "", **env})
+
+
+def pins():
+    """{name: version} of constraints.txt, as it holds for this Python and machine."""
+    lines = [Requirement(line) for line in (REPO / "constraints.txt").read_text().splitlines() if line[:1].isalnum()]
+    return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in lines if r.marker is None or r.marker.evaluate()}
 
 
 def requirements():
@@ -37,9 +45,17 @@ def test_requirements_are_bounded_unique_and_explained():
     assert "trex" not in names and "tensorrt" not in names  # the package "trex" is not NVIDIA's, TensorRT is the user's
     assert ("pytorch-quantization", "2.1.3") in [(name, line.split("==")[-1].split()[0]) for name, line, _ in requirements()]
     for name, line, _ in requirements():
-        assert re.search(r"==|<", line.split(";")[0]) or name == "thop", f"{name} has no upper bound"
+        assert re.search(r"==|<=", line.split(";")[0]), f"{name} has no upper bound"
     rtx = {name: line for name, line, section in requirements() if name.startswith("tensorrt") and section == "tests"}
     assert rtx.keys() == {f"{RTX}bindings", f"{RTX}libs"} and len({line.split("==", 1)[1] for line in rtx.values()}) == 1
+
+
+def test_every_requirement_is_pinned_within_its_bounds():
+    versions = pins()
+    for name, line, _ in requirements():
+        wanted = Requirement(line.split("#")[0])
+        if wanted.marker is None or wanted.marker.evaluate():
+            assert wanted.specifier.contains(versions[canonicalize_name(name)]), line
 
 
 def test_dry_run_names_what_is_kept_and_changes_nothing():
@@ -79,6 +95,13 @@ def test_a_platform_without_tensorrt_rtx_skips_it(bare_python, tmp_path):
     assert "install  pytest" in out
 
 
+def test_a_bare_environment_gets_the_tested_set_and_the_newest_on_request(bare_python):
+    out = run(INSTALL, "--dry-run", "--tests", "--trex", PYTHON=str(bare_python)).stdout
+    assert "versions of constraints.txt" in out and "<=" in out
+    out = run(INSTALL, "--dry-run", "--tests", "--trex", "--latest", PYTHON=str(bare_python)).stdout
+    assert "constraints.txt" not in out and "<=" not in out and "install  numpy>=1.26\n" in out
+
+
 def fake_package(python, name, version, module=None):
     """What a container has installed: metadata, and a module if pip does not know the name."""
     site = next(python.parents[1].glob("lib/python*/site-packages"))
@@ -102,6 +125,7 @@ def test_container_packages_are_kept_whatever_their_version(bare_python):
     assert "install  torchvision" in out
     if HAS_RTX:
         assert f"keep     {RTX}libs 1.4.0.76; not tested" in out
+    assert "constraints.txt does not go with torch 2.3.0a0+ebedce2.nv24.02, numpy 1.22.4" in out
     constraints = out.splitlines()[-1]
     for pin in ("torch==2.3.0a0+ebedce2.nv24.02", "numpy==1.22.4", "tensorrt==8.6.3", f"{RTX}libs==1.4.0.76"):
         assert pin in constraints

@@ -83,11 +83,12 @@ def _legend():
 SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'  # as Debian and Ubuntu call them; slim containers lack some
 
 # What draws runs in a process of its own: Graphviz and fontconfig write to stderr as they like, and read their settings once.
-RENDER = """import sys, pygraphviz
+# pygraphviz is asked for bytes: to a path it writes through fileinput, which in Python 3.11.2 (Debian 12) opens no binary file.
+RENDER = """import sys, pathlib, pygraphviz
 graph = pygraphviz.AGraph(sys.argv[1])
 graph.layout(prog='dot')
-for path in sys.argv[2:]:
-    graph.draw(path)
+for path in map(pathlib.Path, sys.argv[2:]):
+    path.write_bytes(graph.draw(format=path.suffix[1:]))
 """
 
 

@@ -39,11 +39,12 @@ def dry_run(config):
     from utils.qat.settings import options
 
     with quiet_upstream():
-        model = checkpoint.load_float(config.weights)
+        file = checkpoint.CheckpointFile(config.weights)
+        model = file.load_float()
     loaded = TorchModel(model)
     config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
-    conversion, groups = prepare(model, config, Choice.of(model, config).paths)
+    conversion, groups = prepare(model, config, Choice.of(model, config, file.sha256).paths)
     LOGGER.log(RESULT, f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
@@ -93,18 +94,19 @@ def finetune_run(run, images, config):
 
 
 def load(config, device):
-    """What `quantize` and `sensitive` begin with: (the float model on `device`, its stride, its data); config.imgsz is rounded up to
-    the stride."""
+    """What `quantize` and `sensitive` begin with: (the float model on `device`, the SHA-256 of its file, its stride, its data); config.imgsz
+    is rounded up to the stride."""
     from models.quantize import checkpoint
     from utils.general import check_img_size
     from utils.qat.backends import TorchModel
     from utils.qat.data import load_data
 
     with quiet_upstream():
-        model = TorchModel(checkpoint.load_float(config.weights, device))
+        file = checkpoint.CheckpointFile(config.weights)
+        model = TorchModel(file.load_float(device))
     config.check_model(model.segments, model.kind)
     config.imgsz = check_img_size(config.imgsz, model.stride)
-    return model.model, model.stride, load_data(config.data, model.nc, segments=model.segments)
+    return model.model, file.sha256, model.stride, load_data(config.data, model.nc, segments=model.segments)
 
 
 def open_folder(config, device, folder):
@@ -142,8 +144,8 @@ def quantize(config):
     device = select_device(config.device)
     choose_precision(config, device)
     join(device)
-    model, stride, data = load(config, device)
-    choice = None if config.resume else Choice.of(model, config)
+    model, sha256, stride, data = load(config, device)
+    choice = None if config.resume else Choice.of(model, config, sha256)
     data = replace(data, val_split=config.val_split)
     hyp = load_hyp(config.hyp) if config.hyp else None
     shard = rank(), world_size()
@@ -156,7 +158,7 @@ def quantize(config):
         loaders['train'] = training.loader
 
     folder = open_folder(config, device, config.resume or new_folder(config))
-    run = Run(folder, config, model, data, loaders, LOGGER.info, bar)
+    run = Run(folder, config, model, sha256, data, loaders, LOGGER.info, bar)
 
     if not run.report['ptq']:
         calibrate_run(run, calibration, config, choice)
@@ -183,7 +185,7 @@ def sensitive(config):
     from models.quantize.outputs import require_known_head
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
-    from utils.qat.files import new_folder, sha256
+    from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
     from utils.qat.report import versions, write_json
@@ -192,7 +194,7 @@ def sensitive(config):
     start = time.perf_counter()
     device = select_device(config.device)
     join(device)
-    reference, stride, data = load(config, device)
+    reference, sha256, stride, data = load(config, device)
     require_known_head(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
     shard = rank(), world_size()
     calibration = calibration_images(data, config, stride, device, shard)
@@ -202,7 +204,7 @@ def sensitive(config):
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, bar, times)
-    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256(config.weights),
+    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256,
                'settings': asdict(config), 'versions': versions(), 'device': describe(device),
                'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
     times['all'] = time.perf_counter() - start

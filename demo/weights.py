@@ -32,22 +32,9 @@ def import_upstream(tree):
     return models.yolo
 
 
-def load(path, weights_only):
-    """torch.load on the CPU; a file that is missing or no torch file is a Mistake."""
-    import torch  # in the functions: `-h` must not pay for it, nor need it
-    from models.quantize import unpickle  # of the patched tree: it runs nothing of what a pickle says
-    options = {'weights_only': True} if weights_only else {'weights_only': False, 'pickle_module': unpickle}
-    try:
-        return torch.load(path, map_location='cpu', **options)
-    except FileNotFoundError:
-        raise Mistake(f'{path}: no such file') from None
-    except Exception as error:  # bytes that are no torch file fail in as many ways as pickle has opcodes
-        raise Mistake(f'{path}: cannot be loaded ({type(error).__name__})') from None
-
-
 def save(content, path):
     """torch.save under a temporary name, then rename: a half-written file never has the final name."""
-    import torch
+    import torch  # in the function: `-h` must not pay for it, nor need it
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
@@ -90,10 +77,10 @@ def model_from(state, upstream):
 
 def pack(checkpoint, out):
     """Upstream checkpoint -> packed file. Prefers the averaged weights (`ema`), as upstream does."""
-    content = load(checkpoint, weights_only=False)
-    model = isinstance(content, dict) and (content.get('ema') or content.get('model'))
-    if not hasattr(model, 'state_dict') or not hasattr(model, 'yaml'):
-        raise Mistake(f'{checkpoint}: not an upstream checkpoint (no "model" or "ema" with a yaml inside)')
+    from models.quantize.checkpoint import load_dual_or_float  # of the patched tree
+    _, model = load_dual_or_float(checkpoint)
+    if not hasattr(model, 'yaml'):
+        raise Mistake(f'{checkpoint}: not an upstream checkpoint (its model has no yaml)')
     state = state_of(model)
     size = sum(value.numel() * value.element_size() for value in state['state_dict'].values())
     if size > MAX_BYTES:
@@ -103,7 +90,8 @@ def pack(checkpoint, out):
 
 def build(packed, out, upstream):
     """Packed file -> upstream checkpoint, as upstream's training leaves it when it has finished (epoch -1, no optimizer)."""
-    state = load(packed, weights_only=True)
+    from utils.qat.plain_values import read_values  # of the patched tree
+    state = read_values(packed, 'STATE.pt')
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:
         raise Mistake(f'{packed}: not a packed file (no {", ".join(sorted(missing))})')
@@ -131,11 +119,15 @@ def main():
     args = parser.parse_args()
     try:
         upstream = import_upstream(args.yolov9)
+    except Mistake as error:
+        parser.error(str(error))
+    from utils.qat.errors import QatError
+    try:
         if args.verb == 'pack':
             pack(args.source, args.out)
         else:
             build(args.source, args.out, upstream)
-    except Mistake as error:
+    except (Mistake, QatError) as error:
         parser.error(str(error))
     print(f'{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB')
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from models.quantize import blocks
-from models.quantize.checkpoint import (kind_of, load_any, load_dual_or_float, load_float, load_quantized, pickled_classes,
+from models.quantize.checkpoint import (kind_of, load_any, load_dual_or_float, load_float, load_quantized,
                                         save_quantized)
 from models.quantize.convert import is_quantized
 from models.quantize.quantizers import Quantizer
 from utils.qat.errors import QatError
 from utils.qat.files import sha256
+from utils.qat.torch_archive import read_archive
 from zoo import image, output, python, same, state
 
 EVERY = load_float, load_quantized, load_any, load_dual_or_float
@@ -48,17 +49,17 @@ def test_a_fresh_process_computes_the_same(demo, tmp_path, loader):
 
 def test_class_paths_are_a_file_format(demo):
     """Names in files that people have on disk. Add to this set; never change it."""
-    ours = {name for name in pickled_classes(demo.quantized) if name.startswith(('models.quantize', 'utils.qat'))}
+    ours = {name for name in read_archive(demo.quantized).names if name.startswith(('models.quantize', 'utils.qat'))}
     assert ours == FROZEN - {'models.quantize.blocks.QuantBottleneck'}, 'the demo has no Bottleneck'
     classes = {*blocks.TWINS.values(), Quantizer}
     assert {f'{c.__module__}.{c.__qualname__}' for c in classes} == FROZEN
-    assert not [name for name in pickled_classes(demo.quantized) if name.startswith('pytorch_quantization')]
+    assert not [name for name in read_archive(demo.quantized).names if name.startswith('pytorch_quantization')]
 
 
 def test_saving_changes_neither_the_model_nor_its_output(demo, tmp_path):
     model = demo.quantized_model().train().requires_grad_(True)
     before, flags = state(model), [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()]
-    save_quantized(tmp_path / 'new.pt', model, {}, demo.single)
+    save_quantized(tmp_path / 'new.pt', model, {}, sha256(demo.single))
     assert same(state(model), before)
     assert [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()] == flags
     again, _ = load_quantized(tmp_path / 'new.pt')
@@ -71,7 +72,7 @@ def test_half_models_are_saved_with_their_scales_whole(demo, tmp_path):
     """Upstream's val.py halves and un-halves the model it evaluates; weights suffer, scales must not."""
     model = demo.quantized_model()
     scales = {k: v for k, v in state(model).items() if k.endswith('_amax')}
-    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, demo.single)
+    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, sha256(demo.single))
     loaded = state(load_quantized(tmp_path / 'new.pt')[0])
     assert scales and same({k: loaded[k] for k in scales}, scales)
 
@@ -93,7 +94,7 @@ def test_a_failed_save_leaves_the_old_file(demo, tmp_path):
     model = demo.quantized_model()
     model.cannot_be_pickled = lambda: None
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        save_quantized(tmp_path / 'new.pt', model, {}, demo.single)
+        save_quantized(tmp_path / 'new.pt', model, {}, sha256(demo.single))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'new.pt': b'the old one'}
 
 
@@ -156,7 +157,7 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
     for names in (['models.yolo.DetectionModel', 'pytorch_quantization.nn.modules.quant_conv.QuantConv2d'],
                   ['models.yolo.DetectionModel', 'models.quantize.QuantADown'], ['models.quantize_rules.Anything']):
         file = archive(tmp_path / 'peer.pt', pickle_of(*names))
-        assert pickled_classes(file) == set(names) and kind_of(file) == 'foreign'
+        assert read_archive(file).names == set(names) and kind_of(file) == 'foreign'
 
 
 DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'

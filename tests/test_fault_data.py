@@ -229,7 +229,8 @@ def test_a_cache_of_labels_is_not_run(files, tmp_path, monkeypatch, capfd):
     whole = cache.read_bytes()
     for end in np.linspace(0, len(whole) - 1, 9).astype(int):
         cache.write_bytes(whole[:end])
-        assert told('val_trt.py', data, files, capfd, tmp_path)[0] == 0, 'the labels are read again'
+        code, line = told('val_trt.py', data, files, capfd, tmp_path)
+        assert code == 2 and f'{cache}: no cache of labels' in line and 'delete it' in line
 
 
 # ---- images -------------------------------------------------------------------------------------------------------------

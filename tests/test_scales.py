@@ -9,6 +9,7 @@ from models.quantize.checkpoint import load_quantized, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
+from utils.qat.files import sha256
 from utils.qat.onnx_graph import constants
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 
@@ -70,7 +71,7 @@ def tied(demo):
 
 
 def test_sharing_survives_a_reload(tied, demo, tmp_path):
-    save_quantized(tmp_path / 'tied.pt', tied, {}, demo.single)
+    save_quantized(tmp_path / 'tied.pt', tied, {}, sha256(demo.single))
     again = load_quantized(tmp_path / 'tied.pt')[0]
     assert len(activations(again)) == len(activations(tied)) == len(activations(deepcopy(tied)))
     assert same(output(again, image()), output(tied, image()))

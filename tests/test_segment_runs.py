@@ -17,6 +17,7 @@ from utils.qat.config import EvalConfig
 from utils.qat.data import load_data
 from utils.qat.errors import run_command
 from utils.qat.evaluate import evaluate
+from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_graph import constants
 from zoo import build, full, fuse, image, output, program, python, same, settings
@@ -104,7 +105,7 @@ def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
     quantize_model(fuse(model))
     tie_scales(model)
     calibrate(model, [image(batch=2)], settings())
-    checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, demo_seg.single)
+    checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, sha256(demo_seg.single))
     assert type(model.model[-1]).__name__ == 'DSegment' and same_in_a_fresh_process(model, tmp_path / 'model.pt', image(), tmp_path)
 
 

@@ -23,6 +23,7 @@ from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config import QuantizeConfig
 from utils.qat.data import load_data
+from utils.qat.files import sha256
 from utils.qat.loaders import calibration_images
 from utils.qat.log import quiet_upstream
 
@@ -166,7 +167,7 @@ def calibrated_demo(demo):
     tie_scales(model)
     images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
     calibrate(model, images, options)
-    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, demo.single)
+    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, sha256(demo.single))
     return demo
 
 

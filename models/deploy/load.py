@@ -1,8 +1,7 @@
 """A file of any kind → the model in it, ready to predict."""
-from models.quantize.checkpoint import fuse, kind_of, load_any, load_dual_or_float
+from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
 from utils.qat.backends import EngineModel, OnnxModel, TorchModel
-from utils.qat.errors import require_file
 from utils.qat.log import quiet_upstream
 
 SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
@@ -24,9 +23,10 @@ def load_model(path, device, backend='tensorrt'):
 def load_main_branch(path):
     """(model, `quant` dict or None, class of the head in the file): as load_any, and of a checkpoint that still has its auxiliary
     branches the main one, reparameterized in memory. On the CPU."""
-    if kind_of(require_file(path, '--weights', ('.pt', '.pth'))) == 'float':
-        _, model = load_dual_or_float(path)
+    file = CheckpointFile(path)
+    if file.kind == 'float':
+        _, model = file.load_dual_or_float()
         head = type(model.model[-1]).__name__
         return fuse(reparameterize(model).model if head in HEADS else model), None, head
-    model, quant = load_any(path)
+    model, quant = file.load_any()
     return model, quant, type(model.model[-1]).__name__

@@ -8,7 +8,6 @@ from models.quantize.convert import find_twins, quantize_model
 from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out
 from utils.qat.errors import QatError
-from utils.qat.files import sha256
 from utils.qat.loaders import few
 from utils.qat.log import LOGGER
 from utils.qat.summary import dearest, read_summary, share_int8, worst
@@ -64,10 +63,10 @@ class Choice:
     summary: dict = None
 
     @classmethod
-    def of(cls, reference, config):
-        """Raises QatError for what is not there to choose."""
+    def of(cls, reference, config, source):
+        """source: SHA-256 of the reference's file. Raises QatError for what is not there to choose."""
         twins = list(find_twins(reference))
-        summary = read_summary(config.sensitive, sha256(config.weights), twins) if config.sensitive else None
+        summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
             raise QatError(f"--keep-float {config.keep_float}: {config.sensitive} has {len(summary['units'])} units, and one at least "
                            'must be quantized')

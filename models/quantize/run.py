@@ -8,8 +8,6 @@ import os
 import shutil
 import time
 
-import torch
-
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch
 from models.quantize.sqnr import ComparedModel
@@ -17,8 +15,9 @@ from utils.qat.backends import TorchModel
 from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import QatError, atomic
 from utils.qat.evaluate import evaluate
-from utils.qat.files import sha256, write_torch
+from utils.qat.files import write_torch
 from utils.qat.log import LOGGER
+from utils.qat.plain_values import read_values
 from utils.qat.report import merit, versions
 from utils.qat.resume import STATE, read_report
 from utils.qat.run_report import write_report
@@ -31,20 +30,20 @@ def copy(source, path):
 
 
 class Run:
-    """folder: PROJECT/NAME. report: what report.json holds. source: the float checkpoint.
+    """folder: PROJECT/NAME. report: what report.json holds. source: the float checkpoint. sha256: its hash, as it was read.
 
     The models of all stages are scored on the same images, `chosen_on`, and by these the best is chosen, of the epochs and,
     as epoch 0, the calibrated model: 'held out' if some are, else 'val'.
     """
 
-    def __init__(self, folder, config, model, data, loaders, say, progress):
-        """model: the float one. data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is
+    def __init__(self, folder, config, model, sha256, data, loaders, say, progress):
+        """model: the float one. sha256: hex digest of its file, as it was read. data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is
         fine-tuning → a loader.
 
         say: takes a line about what was done. progress: wraps an iterator, with a text, such as log.bar. Raises QatError if
         the run to resume was started on other files.
         """
-        self.folder, self.source, self.model, self.data, self.loaders = folder, config.weights, model, data, loaders
+        self.folder, self.source, self.model, self.sha256, self.data, self.loaders = folder, config.weights, model, sha256, data, loaders
         self.device, self.say, self.progress = next(model.parameters()).device, say, progress
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
@@ -125,7 +124,7 @@ class Run:
         """
         unscored = self.weights / '.unscored.pt'
         recipe = {**self.report['settings'], 'kept_float': self.report['kept_float']}
-        on_first(checkpoint.save_quantized)(unscored, model, recipe, self.source)
+        on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
         metrics = self.score(unscored, what) if evaluating else None
         final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
         on_first(os.replace)(unscored, final)
@@ -139,14 +138,14 @@ class Run:
     def load_calibrated(self):
         """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
         model, quant = self._load(self.folder / self.report['ptq']['file'])
-        if quant['source_sha256'] != sha256(self.source):
+        if quant['source_sha256'] != self.sha256:
             raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
                            'differs); put the old one back, or start a new run')
         return model
 
     def last_epoch(self):
         """The Epoch that fine-tuning goes on from, None if there is none."""
-        return Epoch(**torch.load(self.state, weights_only=True)) if self.state.exists() else None
+        return Epoch(**read_values(self.state, '--resume')) if self.state.exists() else None
 
     def learned(self, model, epoch):
         """`epoch` is over and left `model` as it is: keep, score and report it, unless that was done before an interruption."""

@@ -1,18 +1,15 @@
 """Images and labels, before and after upstream reads them: what it drops without a word, fails on later or would run is told by name."""
-import io
 import math
 import os
-import pickle
 from pathlib import Path
 
 from utils.dataloaders import img2label_paths
 
 from utils.qat.errors import QatError
+from utils.qat.pickle_records import Call, Refused, read_pickle, without_collector
+from utils.qat.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 
-ARRAYS = {(module, name) for module in ('numpy', 'numpy.core.multiarray', 'numpy._core.multiarray')
-          for name in ('ndarray', 'dtype', 'scalar', '_reconstruct')}  # that a cache of labels is pickled with
-# What a pickle raises that is none, or not whole
-DAMAGED = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError, ImportError, OverflowError, MemoryError)
+OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
 def check_names(files, data):
@@ -24,34 +21,41 @@ def check_names(files, data):
             raise QatError(f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
 
 
-class _Arrays(pickle.Unpickler):
-    """Plain values and NumPy's arrays."""
-
-    def find_class(self, module, name):
-        if (module, name) not in ARRAYS:
-            raise QatError(f'asks for {module}.{name}')
-        return super().find_class(module, name)
+class _Arrays(Values):
+    """Plain values and NumPy's arrays of numbers."""
+    calls = ARRAYS
 
 
 def check_cache(files, paths):
-    """Refuse the cache of labels, which upstream is about to unpickle, if its pickle asks for more than arrays: it could run any code.
+    """Refuse the cache of labels, which upstream is about to unpickle, unless it is what upstream writes: it could run any code.
 
-    files: images. paths: what they are listed from. One that is damaged only is for upstream, which reads the labels again.
+    files: images. paths: what they are listed from.
     """
     last = Path(paths[-1])
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')  # as upstream names it
-    content = cache.read_bytes() if cache.is_file() else b''
-    if content.startswith(b'PK'):  # an archive of arrays, which unpickles nothing when it is opened
+    if not cache.is_file():
         return
-    start, length = 0, 2 if content[6:7] == b'\1' else 4  # of the header's size, by NumPy's version of the format
-    if content.startswith(b'\x93NUMPY'):
-        start = 8 + length + int.from_bytes(content[8:8 + length], 'little')
     try:
-        _Arrays(io.BytesIO(content[start:])).load()
-    except QatError as e:
-        raise QatError(f'{cache}: no cache of labels, its pickle {e}, so it was not loaded; delete it') from e
-    except DAMAGED:
-        pass
+        with without_collector():
+            _require_labels(cache.read_bytes())
+    except (Refused, ValueError, TypeError) as e:
+        raise QatError(f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it') from e
+
+
+def _require_labels(content):
+    """Raise Refused, ValueError or TypeError unless `content` is NumPy's file of one object: a mapping of plain values and arrays."""
+    if not content.startswith(b'\x93NUMPY'):
+        raise Refused('it is no file of NumPy')
+    length = 2 if content[6:7] == b'\1' else 4  # of the header's size, by the version of the format
+    start = 8 + length + int.from_bytes(content[8:8 + length], 'little')
+    record, _ = read_pickle(content[start:])
+    if type(record) is not Call or record.function.text not in {f'{module}._reconstruct' for module in MULTIARRAY} or record.items:
+        raise Refused('it holds no array')
+    values = _Arrays()
+    _, shape, dtype, _, (mapping,) = array_state(values, record)
+    if shape != () or (dtype.arguments, dtype.state) != OBJECT or dtype.function.text != 'numpy.dtype' or type(mapping) is not dict:
+        raise Refused('it holds no mapping')
+    values.value(mapping)
 
 
 def check_dropped(files, data):

@@ -1,0 +1,135 @@
+"""Records of a checkpoint's pickle → its modules, without running anything that the file brings.
+
+A module is made without its constructor, and its attributes are data: tensors, plain values, and modules below it. Nothing among them
+can be called, and no name hides a method of the class; so whatever the model does later is code of PyTorch, of this tree and of ours.
+"""
+import ast
+import importlib.util
+import inspect
+import sys
+import types
+from collections import OrderedDict
+from functools import cache, lru_cache
+from pathlib import Path
+
+import models
+import torch
+
+from utils.qat.pickle_records import Call, Name, Refused
+from utils.qat.plain_values import Values, TRUST
+
+TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # ours
+TORCH = {f'torch.nn.modules.{module}.{name}' for module, names in {  # layers that YOLOv9's networks are made of
+    'activation': 'ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
+    'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm', 'container': 'ModuleDict ModuleList Sequential',
+    'conv': 'Conv1d Conv2d ConvTranspose2d', 'dropout': 'Dropout Dropout2d', 'flatten': 'Flatten Unflatten', 'fold': 'Fold Unfold',
+    'linear': 'Identity Linear', 'module': 'Module', 'normalization': 'GroupNorm LayerNorm', 'padding': 'ReflectionPad2d ReplicationPad2d ZeroPad2d',
+    'pixelshuffle': 'PixelShuffle PixelUnshuffle', 'pooling': 'AdaptiveAvgPool2d AdaptiveMaxPool2d AvgPool2d MaxPool2d',
+    'upsampling': 'Upsample UpsamplingBilinear2d UpsamplingNearest2d'}.items() for name in names.split()}
+WRAPPERS = {'AutoShape', 'DetectMultiBackend', 'Ensemble', 'ONNX_ORT', 'ONNX_TRT', 'End2End'}  # of the tree: they read files, or wrap whole models
+GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
+
+
+class Modules(Values):
+    """Builds modules as well."""
+
+    def other(self, record):
+        cls = layer_class(record.function)
+        if not record.new or record.arguments or record.items or type(record.state) is not dict:
+            raise Refused(f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
+                          f'constructors; {TRUST}')
+        _require_names(cls, tuple(record.state))
+        module = object.__new__(cls)
+        state = {name: self.attribute(module, name, item, record) for name, item in record.state.items()}
+        for name, kind in (('_parameters', torch.Tensor), ('_buffers', torch.Tensor), ('_modules', torch.nn.Module)):
+            _require_parts(state.get(name), name, kind)
+        fill_in = next(c for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
+        fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
+        return module
+
+    def attribute(self, module, name, item, record):
+        """The value of attribute `name` of `module`, which `record` stands for."""
+        kind = type(item)
+        if name == 'forward' or name == 'detect' and kind is Call:  # what upstream sets in a fused layer, and in a head with masks
+            return _method(module, item, record)
+        if name == 'type' and kind is not str:  # upstream notes the name of the class as `type`, which hides type()
+            raise Refused(f'its pickle replaces type() of {type(module).__name__}; {TRUST}')
+        if kind is bool or item is None:
+            return item
+        if 'hook' in name:
+            if kind is Call and item.function.text == 'collections.OrderedDict' and not (item.items or item.state or item.arguments) or item == {}:
+                return OrderedDict()
+            raise Refused(f'a {type(module).__name__} has hooks ({name}), which are code; {TRUST}')
+        value = self.value(item)
+        if name != '_modules' and kind not in (int, float, str):
+            _require_data(value, f'{type(module).__name__}.{name}')
+        return value
+
+
+@lru_cache(1024)
+def _require_names(cls, names):
+    """Refuse attributes that would stand before a method or a property of `cls`, but for two that `attribute` looks at, and names that are none."""
+    for name in names:
+        if type(name) is not str or not name.isidentifier() or name.startswith('__') or name == '_compiled_call_impl':
+            raise Refused(f'an attribute of {cls.__name__} has a name that none of ours has; {TRUST}')
+        found = inspect.getattr_static(cls, name, None)
+        if (callable(found) or hasattr(type(found), '__get__')) and name not in ('forward', 'type'):
+            raise Refused(f'its pickle replaces {name}() of {cls.__name__}; {TRUST}')
+
+
+def _require_parts(parts, name, kind):
+    """Whether `parts` maps names to objects of a `kind`, or None: `_parameters`, `_buffers`, `_modules`."""
+    if not isinstance(parts, dict) or not all(type(key) is str and '.' not in key and (part is None or isinstance(part, kind))
+                                              for key, part in parts.items()):
+        raise Refused(f'a module whose {name} are damaged')
+
+
+def _require_data(value, where):
+    """Refuse modules outside of `_modules`: code that finds one where it expects a value would call it."""
+    if isinstance(value, torch.nn.Module):
+        raise Refused(f'{where} is a module, where only data belong; {TRUST}')
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _require_data(part, where)
+
+
+def _method(module, call, owner):
+    """What a method is pickled as: getattr(the layer itself or a class of layers, the name of a forward pass)."""
+    if type(call) is not Call or call.function.text not in GETATTR or len(call.arguments) != 2 or call.new or call.items or call.state is not None:
+        raise Refused(f'its pickle gives a {type(module).__name__} a method that is not its own; {TRUST}')
+    of, name = call.arguments
+    cls = type(module) if of is owner else layer_class(of) if type(of) is Name else None
+    found = inspect.getattr_static(cls, name, None) if cls and type(name) is str and name.startswith('forward') else None
+    if not inspect.isfunction(found):
+        raise Refused(f'its pickle takes an attribute of an object, which was not done; {TRUST}')
+    return types.MethodType(found, module) if of is owner else found
+
+
+def layer_class(name):
+    """The class of modules that a Name names: of PyTorch's on the list, of this tree, or ours. Raises Refused."""
+    if name.text in TORCH:
+        return getattr(torch.nn, name.text.rpartition('.')[2])
+    module, _, cls = name.text.rpartition('.')
+    if not module.startswith('models.') or module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS or cls in WRAPPERS:
+        raise Refused(f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch or of '
+                      f'this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/')
+    found = _defined(module, cls)
+    if found is None:
+        raise Refused(f'it has layers {name.text[:80]}, which this YOLOv9 tree lacks; use the one it was trained with, or a full clone of '
+                      'WongKinYiu/yolov9')
+    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+        raise Refused(f'its pickle asks for {name.text[:80]}, which is no layer, so nothing of it was run; {TRUST}')
+    return found
+
+
+@cache
+def _defined(module, cls):
+    """The class `cls` if a file under models/ defines it. No file is imported for a class that it does not define."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], cls, None)
+    file = Path(*models.__path__[:1], *module.split('.')[1:]).with_suffix('.py')
+    if not all(part.isidentifier() for part in module.split('.')) or not file.is_file():
+        return None
+    if not any(isinstance(node, ast.ClassDef) and node.name == cls for node in ast.parse(file.read_bytes()).body):
+        return None
+    return getattr(importlib.import_module(module), cls, None)

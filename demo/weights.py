@@ -65,11 +65,16 @@ def state_of(model):
 def model_from(state, upstream):
     """Upstream's model in FP16 from packed content; the attributes upstream's training would have hung on it included.
 
-    Its class follows from the head, the last layer of the config.
+    Its class follows from the head, the last layer of the config. Nothing is built that is not a network of the tensors that are there.
     """
-    head = state['yaml']['head'][-1][2]
-    kind = upstream.SegmentationModel if head.endswith('Segment') else upstream.DetectionModel
-    model = kind(dict(state['yaml']), nc=len(state['names']))
+    from models.quantize.weightless import parameter_shapes
+    content = {**state['yaml'], 'nc': len(state['names'])}
+    needed, given = parameter_shapes(content, 'its config'), {key: tuple(value.shape) for key, value in state['state_dict'].items()}
+    if needed != given:
+        wrong = [key for key in {**needed, **given} if needed.get(key) != given.get(key)]
+        raise Mistake(f'{len(wrong)} tensors are missing, left over or of another shape, the first is {wrong[0]}')
+    kind = upstream.SegmentationModel if content['head'][-1][2].endswith('Segment') else upstream.DetectionModel
+    model = kind(content)
     model.load_state_dict(state['state_dict'], strict=True)
     model.names, model.nc = state['names'], len(state['names'])
     return model.half().eval().requires_grad_(False)
@@ -95,10 +100,11 @@ def build(packed, out, upstream):
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:
         raise Mistake(f'{packed}: not a packed file (no {", ".join(sorted(missing))})')
+    from utils.qat.errors import QatError
     try:
         model = model_from(state, upstream)
-    except RuntimeError as error:  # load_state_dict names the keys
-        raise Mistake(f'{packed}: {" ".join(str(error).split())}') from None
+    except (Mistake, QatError, TypeError, AttributeError) as error:  # the last: of content of other types
+        raise Mistake(f'{packed}: {error}') from None
     save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'best_fitness': None, 'updates': None,
           'opt': None, 'git': None, 'date': None}, out)
 
@@ -128,7 +134,7 @@ def main():
         else:
             build(args.source, args.out, upstream)
     except (Mistake, QatError) as error:
-        parser.error(str(error))
+        parser.error(''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)))  # keys and names are the file's
     print(f'{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB')
 
 

@@ -26,9 +26,14 @@ PICTURES = Path('runs/infer')  # where --save puts them
 MOST = 300  # detections in an image
 
 
+def visible(text):
+    """A name from a file with escapes for what would not show but move the cursor or colour the terminal."""
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in str(text))
+
+
 def fail(message):
     """End the program with one line and exit code 2."""
-    print(f'{Path(sys.argv[0]).name}: error: {message}', file=sys.stderr)
+    print(f'{Path(sys.argv[0]).name}: error: {visible(message)}', file=sys.stderr)
     sys.exit(2)
 
 
@@ -226,7 +231,7 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         except (cv2.error, UnicodeEncodeError):  # of more pixels than it reads; a name that is no text
             image = None
         if image is None:
-            print(f'{file}: OpenCV cannot read it', file=sys.stderr)
+            print(f'{visible(file)}: OpenCV cannot read it', file=sys.stderr)
             unread += 1
             continue
         pixels, gain, border = letterbox(image, *model.shape[2:])
@@ -236,23 +241,23 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         except Exception as e:  # as above; and outputs of another layout
             fail(f"{args.model}: cannot be run, or its outputs are of none of the layouts above: {' '.join(str(e).split())[:300]}")
         if args.verbose:
-            print(f'{file.name}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms')
+            print(f'{visible(file.name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms')
         total += len(found)
         found = to_image(found, gain, border, image.shape[:2])
         if masks:
             masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]
         for i, (*box, score, number) in enumerate([] if args.quiet else found.tolist()):
-            print(f"{file.name}: {model.names.get(int(number), int(number))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}"
+            print(f"{visible(file.name)}: {visible(model.names.get(int(number), int(number)))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}"
                   + (f'  {masks[i].sum()} px' if masks else ''))
         if not len(found) and not args.quiet:
-            print(f'{file.name}: nothing found')
+            print(f'{visible(file.name)}: nothing found')
         if args.save:
             PICTURES.mkdir(parents=True, exist_ok=True)
             draw(image, found, model.names, masks)
             cv2.imwrite(str(PICTURES / file.name), image)
     print(f"{total} detections in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
     if not args.save and not args.quiet:
-        print('next: ' + shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save']))
+        print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))
     return 1 if unread else 0
 
 

@@ -15,6 +15,7 @@ from models.quantize.pickled_modules import TWINS, Modules
 from models.quantize.scales import shared_scales
 from utils.qat.errors import QatError, require_file
 from utils.qat.files import write_torch
+from utils.qat.names import require_names
 from utils.qat.pickle_records import Refused
 from utils.qat.report import versions
 from utils.qat.torch_archive import read_archive
@@ -34,7 +35,11 @@ class CheckpointFile:
         """Read the file given with --weights. Raises QatError if it is no torch.save archive (the zip format, PyTorch 1.6 and later)."""
         self.path = require_file(path, '--weights', ('.pt', '.pth'))
         self.archive = read_archive(self.path)
-        self.sha256, self.kind = self.archive.sha256, _kind(self.archive.names)
+        self.digest, self.kind = self.archive.digest, _kind(self.archive.names)
+
+    @property
+    def sha256(self):
+        return self.digest.result()
 
     def load_dual_or_float(self, device='cpu'):
         """Build a float model, whatever its head. Returns (checkpoint dict, unfused FP32 model in eval mode on `device`)."""
@@ -84,12 +89,13 @@ class CheckpointFile:
             ckpt = Modules(archive.members).value(archive.content)
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
+        except Exception as e:  # of damaged attributes, which fail in as many ways as there are layers
+            raise QatError(f"--weights {self.path}: damaged: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
         model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
         self._require_running(model.float().eval())
-        if isinstance(model.names, (list, tuple)):  # upstream's older checkpoints
-            model.names = dict(enumerate(model.names))
+        require_names(model, f'--weights {self.path}')
         return ckpt, model.to(device)
 
     @torch.no_grad()

@@ -12,8 +12,9 @@ import torch.nn as nn
 from models import yolo
 from models.common import Silence
 
+from models.quantize.weightless import parameter_shapes
 from utils.qat.errors import QatError
-from utils.qat.model_yaml import require_plain
+from utils.qat.model_yaml import require_network
 
 # Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first
 # half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head
@@ -110,17 +111,20 @@ def reparameterize(model):
     head, renames = HEADS[type(old_head).__name__]
     if not hasattr(yolo, head):
         raise QatError(f'this upstream tree has no {head}; use a full clone of WongKinYiu/yolov9')
+    source, content = 'the YAML inside the checkpoint', getattr(model, 'yaml', None)
+    require_network(content, source)
+    if not isinstance(model, yolo.DetectionModel) or len(content['backbone'] + content['head']) != len(model.model):
+        raise QatError(f'{source}: is not that of its model; use a checkpoint of upstream\'s training')
     inputs = _main_inputs(old_head)
     kept = _reached(model, inputs)
 
-    require_plain(model.yaml, 'the YAML inside the checkpoint')
-    single = type(model)(_single_yaml(model, kept, inputs, head), ch=model.yaml.get('ch', 3))
-    state = _single_state(model.float(), kept, renames)
-    ours = single.state_dict()
-    wrong = sorted(set(ours) ^ set(state)) or [k for k in ours if ours[k].shape != state[k].shape]
+    content = _single_yaml(model, kept, inputs, head)
+    ours, state = parameter_shapes(content, source), _single_state(model.float(), kept, renames)
+    wrong = sorted(set(ours) ^ set(state)) or [k for k in ours if ours[k] != state[k].shape]
     if wrong:
         raise QatError(f'reparameterization: {len(wrong)} parameters do not match, the first is {wrong[0]}; '
                        'please report this model')
+    single = type(model)(content, ch=content.get('ch') or 3)
     single.load_state_dict(state, strict=True)
     for attribute in ('names', 'nc', 'hyp', 'args', 'task'):
         if hasattr(model, attribute):

@@ -13,6 +13,7 @@ from utils.qat.detections import Detections
 from utils.qat.errors import QatError
 from utils.qat.export_config import END2END, MASKS, PLUGIN
 from utils.qat.masks import BoxMasks
+from utils.qat.names import class_names
 from utils.qat.onnx_rounding import rounding
 
 
@@ -63,13 +64,12 @@ def _read_metadata(path, metadata):
     """(stride, class index → name or None) of the metadata of an export, which anybody may have edited."""
     try:
         stride, names = int(float(metadata.get('stride', 32))), ast.literal_eval(metadata.get('names', 'None'))
-        names = dict(enumerate(names)) if isinstance(names, (list, tuple)) else names
-        if stride < 1 or not (names is None or isinstance(names, dict) and set(names) == set(range(len(names)))):
-            raise ValueError('a stride from 1 and the names of classes 0..n-1 were expected')
+        if stride < 1:
+            raise ValueError('a stride from 1 was expected')
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
         raise QatError(f"--weights {path}: its metadata, stride {metadata.get('stride')!r:.40} and names {metadata.get('names')!r:.40}, cannot be read "
                        f"({' '.join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py") from e
-    return stride, names
+    return stride, None if names is None else class_names(names, f'--weights {path}')
 
 
 class FileModel(ABC):

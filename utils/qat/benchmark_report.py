@@ -2,7 +2,7 @@
 from pathlib import Path
 
 from utils.qat.benchmark_plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.report import markdown_table, write_json, write_text
+from utils.qat.report import code, escaped, markdown_table, write_json, write_text
 
 
 def with_short_names(results):
@@ -63,14 +63,14 @@ def result_table(results):
 def markdown(report):
     """benchmark.md."""
     machine = report['machine']
-    left_out = [f'- {line}' for line in report['left_out']]
+    left_out = [f'- {escaped(line)}' for line in report['left_out']]
     parts = [
-        '# Benchmark', f"{machine['device']}, {machine['threads']} CPU threads; " + ', '.join(f'{k} {v}' for k, v in machine['versions'].items()) + '.',
+        '# Benchmark', escaped(f"{machine['device']}, {machine['threads']} CPU threads; " + ', '.join(f'{k} {v}' for k, v in machine['versions'].items()) + '.'),
         f"{report['settings']['duration']:g} s each, after {report['settings']['warmup']:g} ms to warm up. What the figures mean and which can be "
         'compared: docs/benchmark.md of yolov9-qat.',
         result_table(report['results']), model_table(report['results']), *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '![latency](latency.png)', '![throughput](throughput.png)', *['![memory and utilisation](usage.png)'] * bool(report['usage']),
-        '## As trtexec says it', *[f"{r['model']}, {r['backend']}, {r['types']}, batch {r['batch']}\n\n```\n{summary(r)}\n```" for r in report['results']]]
+        '## As trtexec says it', *[f"{escaped(r['model'])}, {r['backend']}, {r['types']}, batch {r['batch']}\n\n{code(summary(r))}" for r in report['results']]]
     return '\n\n'.join(parts) + '\n'
 
 

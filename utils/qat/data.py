@@ -16,6 +16,7 @@ from utils.qat.errors import QatError, require_file
 from utils.qat.files import read_yaml
 from utils.qat.labels import check_cache, check_dropped, check_labels, check_names
 from utils.qat.log import LOGGER, quiet_upstream
+from utils.qat.names import class_names
 
 
 @dataclass
@@ -48,10 +49,7 @@ def load_data(file, nc=None, flag='--data', segments=False):
     if missing:
         raise QatError(f"{flag} {file}: {' and '.join(missing)} missing; it needs train:, val: (image folders) and names:")
 
-    names = content['names']
-    names = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(names, dict) or set(names) != set(range(len(names))) or any(isinstance(n, (list, dict, set, bytes)) for n in names.values()):
-        raise QatError(f'{flag} {file}: names: must be a list, or map 0..n-1 to names')
+    names = class_names(content['names'], f'{flag} {file}')
     if not isinstance(content.get('nc', 0), (int, type(None))):
         raise QatError(f'{flag} {file}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
@@ -74,7 +72,7 @@ def load_data(file, nc=None, flag='--data', segments=False):
                 raise QatError(f"{flag} {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
     is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(file, [str(p) for p in train], [str(p) for p in val], {i: str(n) for i, n in names.items()},
+    return Data(file, [str(p) for p in train], [str(p) for p in val], names,
                 annotations if is_coco and annotations.exists() else None, flag, segments=segments)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from utils.qat.engine_rules import is_qdq, is_reformat
 from utils.qat.engine_tables import shape_text, short_name
 from utils.qat.errors import QatError, atomic
+from utils.qat.text import visible
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}
@@ -24,8 +25,9 @@ TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
 def _quoted(text):
-    """A string of DOT; a line break in `text` is one in the picture."""
-    return '"' + str(text).replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n') + '"'
+    """A string of DOT; a line break in `text` is one in the picture, and an escape or an entity of Graphviz shows as it is typed."""
+    text = visible(text, keep='\n').replace('&', '&amp;')
+    return '"' + text.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n') + '"'
 
 
 def _line(what, **values):

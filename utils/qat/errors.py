@@ -14,13 +14,21 @@ import sys
 import time
 from pathlib import Path
 
+from utils.qat.text import cut, is_printable, visible
+
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
 USERS = *FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG  # what of the system is for the user to mend
 FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
 
 
 class QatError(Exception):
-    """A mistake of the user's. The message names the file or flag, what is allowed, and what to do next."""
+    """A mistake of the user's. The message names the file or flag, what is allowed, and what to do next, in one line whatever it repeats."""
+
+    def __str__(self):
+        text = super().__str__()
+        if text.startswith('Caught QatError in DataLoader worker'):  # whose traceback stands before the message
+            text = text.rpartition(f'\n{__name__}.{type(self).__name__}: ')[2].rstrip('\n')
+        return cut(visible(text))
 
 
 class _Speak(argparse.Action):
@@ -68,7 +76,7 @@ def run_command(main, argv=None):
         LOGGER.debug(f'{name} took {time.perf_counter() - start:.1f} s')
         return status
     except QatError as e:
-        problem = (str(e).splitlines() or [''])[-1].removeprefix('utils.qat.errors.QatError: ')  # a worker of a DataLoader tells its traceback first
+        problem = str(e)
         LOGGER.debug('where it was found:', exc_info=True)
     except OSError as e:
         if e.filename is None:  # the terminal, or what stands for it: a full disk, `| head`
@@ -77,7 +85,7 @@ def run_command(main, argv=None):
             return 128 + signal.SIGPIPE
         if e.errno not in USERS:
             raise
-        problem = explain(e)
+        problem = visible(explain(e))
     except KeyboardInterrupt as e:
         if is_first():
             advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
@@ -131,6 +139,8 @@ def require_file(path, flag, suffixes=()):
         raise QatError(f'{flag} {path}: no such file')
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
+    if not all(is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)):  # names need not be UTF-8, but are repeated
+        raise QatError(f'{flag} {path}: the name has control characters; rename it')
     if suffixes and path.suffix.lower() not in suffixes:
         raise QatError(f"{flag} {path}: expected a file ending in {' or '.join(suffixes)}")
     return path

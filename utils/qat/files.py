@@ -5,7 +5,7 @@ import io
 from utils.qat.distributed import from_first, is_first
 from utils.qat.errors import QatError, atomic
 
-LARGEST_YAML = 2_000_000  # bytes; PyYAML reads so much in 20 s, and the names of 20 000 classes are a quarter of it
+LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
 
 
 def sha256(path):
@@ -27,12 +27,15 @@ def new_folder(config):
 def read_yaml(file, flag):
     """Content of a YAML file given with `flag`. Raises QatError if it is none, or beyond what anybody writes."""
     import yaml  # here, so that `-h` does not need it
+
+    from utils.qat.bounded_yaml import TooMuch, load
     if file.stat().st_size > LARGEST_YAML:
         raise QatError(f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?')
     try:
-        return yaml.safe_load(file.read_text(encoding='utf-8', errors='ignore'))
-    # beside its own errors, PyYAML lets out what numbers and dates that are none raise, and brackets within brackets
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        return load(file.read_text(encoding='utf-8', errors='ignore'))
+    except TooMuch as e:
+        raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:
         raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())[:300] or type(e).__name__}") from e
 
 

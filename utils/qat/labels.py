@@ -6,6 +6,7 @@ from pathlib import Path
 from utils.dataloaders import img2label_paths
 
 from utils.qat.errors import QatError
+from utils.qat.names import is_printable_text
 from utils.qat.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 
@@ -13,12 +14,14 @@ OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's 
 
 
 def check_names(files, data):
-    """files: of images. Upstream hashes their names as UTF-8."""
+    """files: of images. Upstream hashes their names as UTF-8, and repeats them."""
     for file in files:
         try:
             file.encode()
         except UnicodeEncodeError as e:
             raise QatError(f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
+        if not is_printable_text(file):
+            raise QatError(f'{data.flag} {data.file}: the name of the image {file} has control characters; rename it')
 
 
 class _Arrays(Values):

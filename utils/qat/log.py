@@ -10,6 +10,7 @@ import re
 import sys
 
 from utils.qat.distributed import is_first
+from utils.qat.text import visible
 
 RESULT = logging.WARNING + 5
 BOLD, RED, YELLOW = 1, 31, 33  # ANSI
@@ -24,17 +25,22 @@ def painted(text, style, stream):
 
 
 class Line(logging.Formatter):
-    """Calls warnings and errors by their names; in colours if `coloured` and where stdout is a terminal."""
+    """Calls warnings and errors by their names; in colours if `coloured` and where stdout is a terminal. What is said moves no cursor and has
+    no colours of its own: names of files, classes and layers are in it."""
 
     def __init__(self, *args, coloured=False):
         super().__init__(*args)
         self.paint = (lambda text, style: painted(text, style, sys.stdout)) if coloured else lambda text, _: text
 
     def formatMessage(self, record):
+        record.message = visible(record.message, keep='\n\t')
         if record.levelno in MARKS:
             record.message = f'{self.paint(*MARKS[record.levelno])} {record.message}'
         record.message = re.sub('(?m)^next: .*', lambda found: self.paint(found[0], BOLD), record.message)
         return super().formatMessage(record)
+
+    def formatException(self, info):
+        return visible(super().formatException(info), keep='\n\t')
 
 
 class Terminal(logging.StreamHandler):
@@ -85,6 +91,7 @@ def is_verbose():
 def bar(iterable, text, total=None, unit='batches'):
     """`iterable` with a progress bar called `text` that counts `unit`; where there is no terminal for it, a line before it begins."""
     from tqdm import tqdm
+    text = visible(text)
     shown = is_first() and sys.stderr.isatty() and TERMINAL.level <= logging.INFO
     number = total if total is not None or not hasattr(iterable, '__len__') else len(iterable)
     if not shown:

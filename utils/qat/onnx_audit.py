@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from utils.qat import onnx_cost
 from utils.qat.errors import QatError
+from utils.qat.names import is_printable_text
 from utils.qat.onnx_absorb import unabsorbed
 from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
 from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
@@ -58,8 +59,9 @@ def load(path):
         raise QatError(f"{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py") from e
     if not (model.graph.node and given(model) and model.graph.output and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)):
         raise QatError(f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py')
-    if any(isinstance(text, bytes) for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)):
-        raise QatError(f'{path}: no valid ONNX file (names of nodes are no text); write it with export_qat.py')
+    names = [text for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)]
+    if not all(isinstance(text, str) and is_printable_text(text) for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))):
+        raise QatError(f'{path}: no valid ONNX file (names of nodes are no text, or have control characters); write it with export_qat.py')
     return model
 
 

@@ -18,6 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from utils.qat.errors import QatError, require_file
+from utils.qat.text import visible
 
 DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'
 EXPORT = 'trtexec --exportLayerInfo=layers.json --exportProfile=profile.json writes both'
@@ -106,10 +107,17 @@ def dtype(text):
 def _load(path, flag):
     require_file(path, flag)
     try:
-        return json.loads(path.read_text(encoding='utf-8'))
+        return _visible(json.loads(path.read_text(encoding='utf-8')))
     except (ValueError, RecursionError) as e:
         where = f' in line {e.lineno}' if isinstance(e, json.JSONDecodeError) else ''
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
+
+
+def _visible(content):
+    """The content of a JSON file with its texts as they can be shown: names are printed, drawn and compared with each other."""
+    if isinstance(content, dict):
+        return {visible(key): _visible(value) for key, value in content.items()}
+    return [_visible(value) for value in content] if isinstance(content, list) else visible(content) if isinstance(content, str) else content
 
 
 def _texts(raw, *keys):

@@ -5,10 +5,13 @@ compare_report.py, benchmark_report.py.
 """
 import json
 import platform
+import re
 import unicodedata
 from importlib import metadata
+from urllib.parse import quote
 
 from utils.qat.errors import atomic
+from utils.qat.text import visible
 
 COLUMNS = ('AP', 'AP50', 'P', 'R')
 MASK_COLUMNS = tuple(f'mask {c}' for c in COLUMNS)
@@ -24,9 +27,34 @@ def write_json(path, content):
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')
 
 
+class Markdown(str):
+    """Text with a meaning in Markdown, of ours: a cell of a table that is not escaped."""
+
+
+# What GitHub gives a meaning: some signs anywhere, brackets of a link, an underscore at the edge of a word, an entity, an address
+MEANINGFUL = re.compile(r'[\\`*<|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w]+;)|(?<=[A-Za-z]):(?=//)|'
+                        r'(?<=\bwww)\.|(?<=\w)@(?=\w)')
+
+
+def escaped(text):
+    """Markdown that shows `text` as it is typed, on one line: a name of a file, a class or a layer is no link, no picture and no HTML."""
+    return Markdown(MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text)))
+
+
+def link(file):
+    """Markdown that leads to a file beside the document."""
+    return Markdown(f'[{escaped(file)}]({quote(str(file))})')
+
+
+def code(text):
+    """Markdown that shows lines as they are typed."""
+    fence = '`' * max(3, *(1 + len(run) for run in re.findall('`+', text)), 0)
+    return Markdown('\n'.join((fence, visible(text, keep='\n'), fence)))
+
+
 def document(path, title, parts):
-    """A Markdown file: a title, and paragraphs, tables and pictures with an empty line between."""
-    write_text(path, '\n\n'.join((f'# {title}', *parts)) + '\n')
+    """A Markdown file: a title, which is text, and paragraphs, tables and pictures, which are Markdown, with an empty line between."""
+    write_text(path, '\n\n'.join((f'# {escaped(title)}', *parts)) + '\n')
 
 
 def image(text, file):
@@ -69,8 +97,11 @@ def width(text):
 
 
 def markdown_table(header, rows, right=True):
-    """A Markdown table whose columns also align as plain text; the first column is left-aligned, the rest right, if `right`."""
-    cells = [[' '.join(str(cell).split()).replace('|', r'\|') for cell in row] for row in (header, *rows)]
+    """A Markdown table whose columns also align as plain text; the first column is left-aligned, the rest right, if `right`.
+
+    A cell is text, which is escaped, or Markdown.
+    """
+    cells = [[cell if isinstance(cell, Markdown) else escaped(cell) for cell in row] for row in (header, *rows)]
     widths = [max(width(row[i]) for row in cells) for i in range(len(header))]
     left = 1 if right else len(header)  # columns
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from utils.qat.config import QuantizeConfig
 from utils.qat.following import command
 from utils.qat.plots import plot_ap, plot_classes
-from utils.qat.report import columns, document, figures, image, markdown_table, write_json
+from utils.qat.report import code, columns, document, escaped, figures, image, link, markdown_table, write_json
 from utils.qat.settings import closing, options
 
 
@@ -52,9 +52,9 @@ def calibration_text(calibration):
     """How the ranges were chosen, in words, and the divergences that were compared as a table."""
     found, method = calibration['divergence'], calibration['method']
     if not found:
-        return f'Ranges of activations by {method}.'
+        return escaped(f'Ranges of activations by {method}.')
     rows = [(name, f'{value:.5f}', 'chosen' if name == method else '') for name, value in found.items()]
-    return (f"Ranges of activations by {method}, of those compared the one whose detections are closest to the float model's "
+    return (f"Ranges of activations by {escaped(method)}, of those compared the one whose detections are closest to the float model's "
             f"(divergence 0: the same):\n\n{markdown_table(('calibration', 'divergence', ''), rows)}")
 
 
@@ -79,12 +79,12 @@ def write_report(folder, report):
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
     document(folder / 'report.md', f"{Path(settings['weights']).name} in INT8", [
-        f"Images: {images}. Computed on {report['device']}.", *([run_table(report)] if calibrated else []), *_pictures(folder, report),
+        escaped(f"Images: {images}. Computed on {report['device']}."), *([run_table(report)] if calibrated else []), *_pictures(folder, report),
         *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
-        *[f"Left in float: {', '.join(report['kept_float'])}."] * bool(report['kept_float']),
-        *(['## Files', '\n'.join(f'- [{file}]({file})' for file in files)] if files else []),
-        '## Times', ', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-',
-        '## Made by', f"```\n{command('qat.py', 'quantize', *options(settings, QuantizeConfig))}\n```",
+        *[escaped(f"Left in float: {', '.join(report['kept_float'])}.")] * bool(report['kept_float']),
+        *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
+        '## Times', escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
+        '## Made by', code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
         *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None)])
 
 

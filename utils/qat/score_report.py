@@ -3,7 +3,7 @@ from dataclasses import asdict
 
 from utils.qat.config import EvalConfig
 from utils.qat.plots import plot_classes
-from utils.qat.report import class_table, document, image, markdown_table, versions, write_json
+from utils.qat.report import class_table, document, escaped, image, markdown_table, versions, write_json
 from utils.qat.settings import closing
 
 
@@ -28,6 +28,6 @@ def write_scores(folder, config, metrics, device, following):
         plot_classes(folder / 'classes.png', {config.weights.name: metrics.plain()})
         pictures.append(image('AP of each class', 'classes.png'))
     document(folder / 'report.md', f'{config.weights.name} on {config.data.name}', [
-        f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.', *tables(metrics), *pictures,
+        escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.'), *tables(metrics), *pictures,
         '## Times', markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
         *closing(asdict(config), EvalConfig, versions(), following)])

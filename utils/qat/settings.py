@@ -2,7 +2,7 @@
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from utils.qat.report import markdown_table
+from utils.qat.report import Markdown, code, escaped, markdown_table
 
 UNNAMED = 'needs_masks', 'resume', 'exist_ok', 'dry_run'  # no settings of a result
 
@@ -35,8 +35,8 @@ def options(settings, kind):
 def closing(settings, kind, versions, following=None):
     """What every report ends with, as Markdown: the settings that are not the defaults, see `unlike_defaults`; versions (name → version);
     and the next command, if there is one already."""
-    rows = [(f"`--{name.replace('_', '-')}`", value, '-' if default is None else default)
+    rows = [(Markdown(f"`--{name.replace('_', '-')}`"), value, '-' if default is None else default)
             for name, (value, default) in unlike_defaults(settings, kind).items()]
     return ['## Settings that are not the defaults', markdown_table(('setting', 'value', 'default'), rows, right=False),
-            '## Versions', ', '.join(f'{name} {version}' for name, version in versions.items()),
-            *(['## Next', f'```\n{following}\n```'] if following else [])]
+            '## Versions', escaped(', '.join(f'{name} {version}' for name, version in versions.items())),
+            *(['## Next', code(following)] if following else [])]

@@ -3,8 +3,9 @@ import json
 
 from utils.qat.config import SensitiveConfig
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import document, image, markdown_table, merit
+from utils.qat.report import document, escaped, image, markdown_table, merit
 from utils.qat.settings import closing
+from utils.qat.text import visible
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
@@ -26,7 +27,7 @@ def read_summary(path, source, twins):
         raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis; {again}') from e
     if (kind, version) != (KIND, VERSION):
         raise QatError(f'--sensitive {path}: a summary of another kind or version ({kind}, {version}); {again}')
-    unknown = [unit for unit, _, _, paths in needed if not paths or set(paths) - set(twins)]
+    unknown = [unit for unit, _, _, paths in needed if not paths or set(paths) - set(twins) or visible(unit) != unit]
     if unknown:
         raise QatError(f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}')
     if summary.get('weights_sha256') != source:
@@ -75,5 +76,5 @@ def write_markdown(path, summary, following):
                      f"points (0.01){', the mean of boxes and masks' * masks}.")
     document(path, f"Sensitivity of {summary['weights']}", [
         '\n'.join(lines), summary_table(summary), image('distortion of each unit', 'sensitivity.png'),
-        '## Times', ', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items()),
+        '## Times', escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items())),
         *closing(summary['settings'], SensitiveConfig, summary['versions'], following)])

@@ -5,6 +5,8 @@ out: the text of MODELS/<name>/config.pbtxt; beside it, the engine of the graph 
 
 Format: docs/user_guide/model_configuration.md there. Imports no torch.
 """
+import json
+
 from onnx import TensorProto
 
 from utils.qat.errors import QatError
@@ -28,9 +30,9 @@ def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
     if any((shape[0] == -1) != open_batch for shape in shapes.values()):
         raise QatError('Triton: the first axis of every input and output must be the batch; found '
                        + ', '.join(f'{n} {shape}' for n, shape in shapes.items()))
-    lines = [f'name: "{name}"', f'platform: "{platform}"', f'max_batch_size: {max_batch if open_batch else 0}']
+    lines = [f'name: {json.dumps(name, ensure_ascii=False)}', f'platform: "{platform}"', f'max_batch_size: {max_batch if open_batch else 0}']
     for kind, values in (('input', inputs), ('output', model.graph.output)):
-        rows = ',\n'.join(f'  {{ name: "{v.name}", data_type: {_type(v)}, dims: {shapes[v.name][open_batch:]} }}' for v in values)
+        rows = ',\n'.join(f'  {{ name: {json.dumps(v.name, ensure_ascii=False)}, data_type: {_type(v)}, dims: {shapes[v.name][open_batch:]} }}' for v in values)
         lines.append(f'{kind} [\n{rows}\n]')
     if open_batch and max_batch > 1:
         lines.append('dynamic_batching { }')

@@ -16,6 +16,8 @@ from utils.qat.masks import BoxMasks
 from utils.qat.names import class_names
 from utils.qat.onnx_rounding import rounding
 
+LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
+
 
 def select_device(text):
     """--device as upstream takes it ('', 'cpu', '0', 'cuda:0', 'mps') → torch.device. '' is the first GPU, else the CPU."""
@@ -62,12 +64,13 @@ class TorchModel:
 
 def _read_metadata(path, metadata):
     """(stride, class index → name or None) of the metadata of an export, which anybody may have edited."""
+    text = metadata.get('names', 'None')
     try:
-        stride, names = int(float(metadata.get('stride', 32))), ast.literal_eval(metadata.get('names', 'None'))
-        if stride < 1:
-            raise ValueError('a stride from 1 was expected')
+        stride, names = int(float(metadata.get('stride', 32))), ast.literal_eval(text if len(text) < LARGEST_NAMES else '')
+        if not 1 <= stride <= 1024:
+            raise ValueError('a stride from 1 to 1024 was expected')
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
-        raise QatError(f"--weights {path}: its metadata, stride {metadata.get('stride')!r:.40} and names {metadata.get('names')!r:.40}, cannot be read "
+        raise QatError(f"--weights {path}: its metadata, stride {metadata.get('stride')!r:.40} and names {text!r:.40}, cannot be read "
                        f"({' '.join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py") from e
     return stride, None if names is None else class_names(names, f'--weights {path}')
 

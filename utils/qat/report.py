@@ -31,14 +31,15 @@ class Markdown(str):
     """Text with a meaning in Markdown, of ours: a cell of a table that is not escaped."""
 
 
-# What GitHub gives a meaning: some signs anywhere, brackets of a link, an underscore at the edge of a word, an entity, an address
-MEANINGFUL = re.compile(r'[\\`*<|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|&(?=[#\w]+;)|(?<=[A-Za-z]):(?=//)|'
+# What GitHub gives a meaning: some signs anywhere, brackets of a link, an underscore at the edge of a word, an address
+MEANINGFUL = re.compile(r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
                         r'(?<=\bwww)\.|(?<=\w)@(?=\w)')
 
 
 def escaped(text):
     """Markdown that shows `text` as it is typed, on one line: a name of a file, a class or a layer is no link, no picture and no HTML."""
-    return Markdown(MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text)))
+    text = MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text))
+    return Markdown(re.sub(r'&(?=[#\w]+;)', '&amp;', text).replace('<', '&lt;'))  # `\<` is not known to all readers
 
 
 def link(file):

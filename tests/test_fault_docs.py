@@ -4,6 +4,8 @@ import re
 import test_fault_checkpoints as checkpoints
 import test_fault_data as data
 import test_fault_exports as exports
+import test_fault_names as names
+import test_fault_yaml as any_yaml
 import test_full_disk as disk
 import test_killed as killed
 from conftest import REPO
@@ -22,7 +24,10 @@ def counts():
         'damaged checkpoints': len(checkpoints.DAMAGED) * checkpoints.PER_COMMAND, 'hostile checkpoints': len(checkpoints.HOSTILE) * len(checkpoints.COMMANDS),
         'foreign checkpoints': len(checkpoints.FOREIGN) * len(checkpoints.COMMANDS), 'rewritten pickles': 2 * checkpoints.REWRITTEN,
         'data YAML': met(data.YAMLS, data.COMMANDS) + len(data.HARMLESS), 'damaged data YAML': data.DAMAGED_YAML,
-        'augmentation YAML': len(data.HYPS), 'network YAML': len(data.CFGS), 'labels': met(data.LABELS, data.COMMANDS) + 1 + len(data.FINE_LABELS),
+        'augmentation YAML': len(data.HYPS), 'YAML that costs much': len(any_yaml.DEAR),
+        'network YAML': len(data.CFGS) + sum(map(len, (any_yaml.NETWORKS, any_yaml.COMMON, any_yaml.INSIDE, any_yaml.PACKED))) + 5 * len(any_yaml.THINGS),
+        'names of classes': 3 * len(names.REFUSED) + len(names.NO_NAMES) + len(names.FOUR) + 2 * (len(names.CHECKPOINTS) - 1) + 2 * len(names.REFUSED),
+        'names of layers, tensors and files': len(names.OF_LAYERS) + len(names.IN_PICKLES) + 5 * len(names.OF_FILES) + 1 + 5, 'labels': met(data.LABELS, data.COMMANDS) + 1 + len(data.FINE_LABELS),
         'caches of labels': 3 + 1 + 9, 'images': 2 * len(pictures), 'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
         'damaged images': 2 * data.DAMAGED_IMAGES, 'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),
         'damaged ONNX files': (exports.DAMAGED + 2) * len(exports.COMMANDS), 'weights in another file': len(exports.ELSEWHERE) * len(exports.COMMANDS),

@@ -70,7 +70,7 @@ def markdown(report):
         'compared: docs/benchmark.md of yolov9-qat.',
         result_table(report['results']), model_table(report['results']), *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '![latency](latency.png)', '![throughput](throughput.png)', *['![memory and utilisation](usage.png)'] * bool(report['usage']),
-        '## As trtexec says it', *[f"{escaped(r['model'])}, {r['backend']}, {r['types']}, batch {r['batch']}\n\n{code(summary(r))}" for r in report['results']]]
+        '## As trtexec says it', *[f"{escaped(r['model'])}, {r['backend']}, {r['types']}, batch {r['batch']}\n\n{code(*summary(r).splitlines())}" for r in report['results']]]
     return '\n\n'.join(parts) + '\n'
 
 

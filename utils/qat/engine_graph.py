@@ -24,15 +24,18 @@ FONT = 'DejaVu Sans,Verdana,sans-serif'
 TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
-def _quoted(text):
-    """A string of DOT; a line break in `text` is one in the picture, and an escape or an entity of Graphviz shows as it is typed."""
+def _quoted(text, read=1):
+    """A string of DOT; a line break in `text` is one in the picture, and an escape or an entity of Graphviz shows as it is typed.
+
+    read: how many times Graphviz replaces escapes in it.
+    """
     text = visible(text, keep='\n').replace('&', '&amp;')
-    return '"' + text.replace('\\', '\\\\').replace('"', '\\"').replace('\n', '\\n') + '"'
+    return '"' + text.replace('\\', '\\' * 2 ** read).replace('"', '\\"').replace('\n', '\\n') + '"'
 
 
 def _line(what, **values):
     """A statement of DOT: a node, an edge or a default, with its attributes."""
-    return f'{what} [' + ', '.join(f'{key}={_quoted(value)}' for key, value in values.items()) + '];'
+    return f'{what} [' + ', '.join(f"{key}={_quoted(value, 2 if 'tooltip' in key else 1)}" for key, value in values.items()) + '];'
 
 
 def _label(engine, layer, found):

@@ -47,10 +47,10 @@ def link(file):
     return Markdown(f'[{escaped(file)}]({quote(str(file))})')
 
 
-def code(text):
+def code(*lines):
     """Markdown that shows lines as they are typed."""
-    fence = '`' * max(3, *(1 + len(run) for run in re.findall('`+', text)), 0)
-    return Markdown('\n'.join((fence, visible(text, keep='\n'), fence)))
+    fence = '`' * max(3, *(1 + len(run) for run in re.findall('`+', ' '.join(lines))), 0)
+    return Markdown('\n'.join((fence, *map(visible, lines), fence)))
 
 
 def document(path, title, parts):
@@ -102,7 +102,7 @@ def markdown_table(header, rows, right=True):
 
     A cell is text, which is escaped, or Markdown.
     """
-    cells = [[cell if isinstance(cell, Markdown) else escaped(cell) for cell in row] for row in (header, *rows)]
+    cells = [[cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row] for row in (header, *rows)]
     widths = [max(width(row[i]) for row in cells) for i in range(len(header))]
     left = 1 if right else len(header)  # columns
 

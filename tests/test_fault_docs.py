@@ -26,7 +26,7 @@ def counts():
         'data YAML': met(data.YAMLS, data.COMMANDS) + len(data.HARMLESS), 'damaged data YAML': data.DAMAGED_YAML,
         'augmentation YAML': len(data.HYPS), 'YAML that costs much': len(any_yaml.DEAR),
         'network YAML': len(data.CFGS) + sum(map(len, (any_yaml.NETWORKS, any_yaml.COMMON, any_yaml.INSIDE, any_yaml.PACKED))) + 5 * len(any_yaml.THINGS),
-        'names of classes': 3 * len(names.REFUSED) + len(names.NO_NAMES) + len(names.FOUR) + 2 * (len(names.CHECKPOINTS) - 1) + 2 * len(names.REFUSED),
+        'names of classes': 3 * len(names.REFUSED) + len(names.NO_NAMES) + 3 * len(names.FOUR) + 2 + 2 * (len(names.CHECKPOINTS) - 1),
         'names of layers, tensors and files': len(names.OF_LAYERS) + len(names.IN_PICKLES) + 5 * len(names.OF_FILES) + 1 + 5, 'labels': met(data.LABELS, data.COMMANDS) + 1 + len(data.FINE_LABELS),
         'caches of labels': 3 + 1 + 9, 'images': 2 * len(pictures), 'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
         'damaged images': 2 * data.DAMAGED_IMAGES, 'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),

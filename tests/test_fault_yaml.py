@@ -177,7 +177,7 @@ class Layer(torch.nn.Module):
 THINGS = [Layer, Layer(), Conv, torch.nn.SiLU(), eval, type('Text', (str,), {})('Conv'), type('Rows', (list,), {})([1])]
 
 
-@pytest.mark.parametrize('thing', THINGS, ids=str)
+@pytest.mark.parametrize('thing', THINGS, ids=lambda thing: type(thing).__name__)
 def test_what_a_pickle_may_bring_is_no_yaml(thing):
     """Inside a checkpoint the YAML is objects: a class, which parse_model would call, or text that is not what it looks like."""
     for content in (with_row([-1, 1, thing, []]), with_row([-1, 1, 'Conv', [thing]]), {**CFG, 'activation': thing}, {**CFG, 'nc': thing}, {**CFG, 'more': [thing]}):
@@ -200,7 +200,7 @@ def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
     assert code == 2 and cfg.name in line and not (tmp_path / 'sprung').exists()
 
 
-INSIDE = {'a call of open', 'a call of DetectionModel', 'a call', 'a call for an argument', 'text in a list', "nc '__import__(\"os\").system(\"touch sp", 'terabytes of weights',
+INSIDE = {'a call of open', 'a call of DetectionModel', 'a call', 'a call for an argument', 'text in a list', 'nc 0', 'terabytes of weights',
           'terabytes of maps', 'many repeats', 'no backbone', 'nothing', "activation 'exit()'", 'a branch of its own'}
 
 
@@ -247,10 +247,10 @@ def test_networks_of_upstream_and_of_the_demo(file):
             assert parameter_shapes(content, file)
 
 
-@pytest.mark.parametrize('name', ['demo', 'demo-seg', *full('gelan-c', 'yolov9-e', 'gelan-c-dseg')])
+@pytest.mark.parametrize('name', ['demo', 'demo-seg', *full('gelan-c-dseg')])
 def test_the_shapes_are_those_of_the_model(name):
     before = Conv.default_act
-    changes = {'activation': 'nn.PReLU()', **({} if name in ('demo', 'yolov9-e') else {'width_multiple': 0.25})}  # CBLinear does not follow it
+    changes = {'activation': 'nn.PReLU()', **({} if name == 'demo' else {'width_multiple': 0.25})}  # CBLinear does not follow it
     content = config(name, **changes)
     with quiet_upstream():
         shapes = parameter_shapes(content, name)

@@ -128,6 +128,7 @@ NETWORKS = {  # name → content that upstream would run, or that builds no netw
     'many repeats': with_row([-1, 10**9, 'Conv', [64, 3, 2]]), 'repeats that are text': with_row([-1, '1', 'Conv', [64, 3, 2]]), 'no repeats': with_row([-1, 0, 'Conv', [64, 3, 2]]),
     'many layers': {**CFG, 'head': CFG['head'] * 1000}, 'layers within layers': with_row([-1, 1, 'RepNCSPELAN4', [64, 64, 64, 99_999]]),
     'terabytes of weights': with_row([-1, 1, 'Conv', [99_999, 9_999]]), 'terabytes of maps': with_row([-1, 1, 'nn.Upsample', ['None', 9_999, 'nearest']]),
+    'hours of pooling': with_row([-1, 1, 'SP', [99_999]]), 'hours in a list': with_row([-1, 1, 'SPP', [64, [5, 99_999]]]), 'a border of miles': with_row([-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]]),
     'a branch of its own': {**CFG, 'head': CFG['head'] + [[-1, 1, 'nn.Upsample', ['None', 99_999, 'nearest']]]},
     **{f'activation {text!r}'[:40]: {**CFG, 'activation': text} for text in (
         SPRING, f'nn.ReLU({SPRING})', 'nn.ReLU(inplace=exit())', 'nn.Sequential()', 'nn.LeakyReLU("0.1")', 'nn.ReLU', 'nn.ReLU()()', 'nn.ReLU() or exit()', 'exit()', 'ReLU()',
@@ -201,7 +202,7 @@ def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
 
 
 INSIDE = {'a call of open', 'a call of DetectionModel', 'a call', 'a call for an argument', 'text in a list', 'nc 0', 'terabytes of weights',
-          'terabytes of maps', 'many repeats', 'no backbone', 'nothing', "activation 'exit()'", 'a branch of its own'}
+          'hours of pooling', 'many repeats', 'no backbone', 'nothing', "activation 'exit()'", 'a branch of its own'}
 
 
 @pytest.mark.parametrize('name', sorted(INSIDE))

@@ -1,6 +1,6 @@
 """The YAML of a network, looked at before upstream's parse_model, which runs `eval` on its strings and calls what they name.
 
-A row is [from, repeats, layer, [arguments]]. What it may name is a layer; what it may say are numbers, and the few words of YOLOv9's files.
+A row is [from, repeats, layer, [arguments]]. It may name a layer; it may say numbers, and the few words of YOLOv9's files.
 """
 import ast
 import math
@@ -10,15 +10,20 @@ from utils.qat.errors import QatError
 
 # What upstream's parse_model knows, and what else its files have
 LAYERS = frozenset("""
-    Conv AConv ConvTranspose Bottleneck SPP SPPF DWConv BottleneckCSP DWConvTranspose2d SPPCSPC ADown ELAN1 RepNCSPELAN4 SPPELAN Concat Shortcut
-    ReOrg CBLinear CBFuse Contract Expand Silence MP SP Detect DualDetect TripleDetect DDetect DualDDetect TripleDDetect Segment DSegment
-    DualDSegment Panoptic""".split())
+    Conv AConv ConvTranspose Bottleneck SPP SPPF DWConv BottleneckCSP DWConvTranspose2d SPPCSPC ADown ELAN1 RepNCSPELAN4 SPPELAN
+    Concat Shortcut ReOrg CBLinear CBFuse Contract Expand Silence MP SP
+    Detect DualDetect TripleDetect DDetect DualDDetect TripleDDetect Segment DSegment DualDSegment Panoptic""".split())
 PYTORCH = frozenset(f'nn.{name}' for name in (
     'Upsample', 'MaxPool2d', 'AvgPool2d', 'ZeroPad2d', 'ConvTranspose2d', 'BatchNorm2d', 'Identity', 'Dropout'))
-ACTIVATIONS = frozenset("""ReLU ReLU6 LeakyReLU PReLU ELU CELU SELU GELU SiLU Mish Hardswish Hardsigmoid Sigmoid Tanh Softplus Identity""".split())
+ACTIVATIONS = frozenset(f'nn.{name}' for name in (
+    'ReLU', 'ReLU6', 'LeakyReLU', 'PReLU', 'ELU', 'CELU', 'SELU', 'GELU', 'SiLU', 'Mish', 'Hardswish',
+    'Hardsigmoid', 'Sigmoid', 'Tanh', 'Softplus', 'Identity'))
 VALUES = frozenset(('None', 'True', 'False', 'nc', 'anchors'))  # what parse_model makes a number, None or a list of numbers of
 MODES = frozenset(('nearest', 'bilinear', 'bicubic'))  # of nn.Upsample; no names that parse_model knows, so that they stay text
 LARGEST = 100_000  # number
+WINDOW = 64  # of a pooling, and factor of an upsampling: their work grows with it and is in no weights
+WINDOWED = {'nn.MaxPool2d': 0, 'nn.AvgPool2d': 0, 'nn.Upsample': 0, 'nn.ZeroPad2d': 0, 'MP': 0, 'SP': 0,
+            'SPP': 1, 'SPPF': 1, 'SPPCSPC': 1}  # layer → from which argument on
 ROWS, REPEATS, LENGTH = 1000, 100, 100  # at most: of the network, of a row, of a list
 
 # A layer of the user's own: where it is defined, what it must not be, and what its functions must not use
@@ -29,7 +34,7 @@ NOT_CALLED = frozenset("""eval exec compile open __import__ import_module system
 
 
 def require_network(content, source):
-    """Raise QatError, naming `source`, unless `content` is a network that upstream builds without running or opening what the file says.
+    """Check that upstream builds `content` without running or opening what the file says; raises QatError, naming `source`, if not.
 
     content: of a YAML file, or what a checkpoint holds as the YAML of its model.
     """
@@ -42,7 +47,8 @@ def require_network(content, source):
         fail('has other values than numbers, text, lists and maps')
     for key in ('backbone', 'head'):
         rows = content.get(key)
-        if type(rows) is not list or not 1 <= len(rows) <= ROWS or not all(type(row) is list and len(row) == 4 and type(row[3]) is list for row in rows):
+        is_row = lambda row: type(row) is list and len(row) == 4 and type(row[3]) is list  # noqa: E731
+        if type(rows) is not list or not 1 <= len(rows) <= ROWS or not all(map(is_row, rows)):
             fail(f'needs backbone: and head:, each a list of layers [from, number, module, [arguments]], at most {ROWS}')
     for key, (fits, allowed) in SETTINGS.items():
         if not fits(content.get(key)):
@@ -93,7 +99,7 @@ def _is_activation(text):
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     values = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else [None]
-    return (isinstance(call, ast.Call) and ast.unparse(call.func) in {f'nn.{name}' for name in ACTIVATIONS} and all(k.arg for k in call.keywords)
+    return (isinstance(call, ast.Call) and ast.unparse(call.func) in ACTIVATIONS and all(k.arg for k in call.keywords)
             and all(isinstance(v, ast.Constant) and (type(v.value) is bool or _is_number(v.value)) for v in values))
 
 
@@ -119,9 +125,13 @@ def _wrong_row(source, repeats, name, arguments):
     if problem:
         return problem
     words = VALUES | MODES if name == 'nn.Upsample' else VALUES
-    for value in arguments:
-        if not (value is None or type(value) is bool or _is_number(value) or type(value) is str and value in words or _is_list_of(_is_number, value)):
-            return f'{_shown(value)} is no argument of {name}: these are numbers from -{LARGEST} to {LARGEST}, lists of them, {", ".join(sorted(words))}'
+    for i, value in enumerate(arguments):
+        most = WINDOW if i >= WINDOWED.get(name, LENGTH) else LARGEST
+        numbers = value if type(value) is list else [value]
+        if not (value is None or type(value) is bool or type(value) is str and value in words
+                or _is_list_of(lambda n: _is_number(n, -most, most), numbers)):
+            return (f'{_shown(value)} is no argument of {name}: these are numbers from -{most} to {most}, lists of them, '
+                    f'{", ".join(sorted(words))}')
     return None if len(arguments) <= LENGTH else f'more than {LENGTH} arguments'
 
 

@@ -27,7 +27,7 @@ else:
     content = torch.load(sys.argv[2], map_location='cpu', weights_only=False)
 model = (content.get('ema') or content['model']).float()
 if sys.argv[1] == 'ours':
-    archive.sha256
+    archive.digest.result()
 print(time.perf_counter() - start, time.process_time() - cpu, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

@@ -23,16 +23,12 @@ AGAIN = "if you trust it, write it again: python -c \"import torch; torch.save(t
 
 @dataclass
 class Archive:
-    """content: its pickle as records. names: the set of names in it. members: 'data/KEY' → a memoryview of bytes."""
+    """content: its pickle as records. names: the set of names in it. members: 'data/KEY' → a memoryview of bytes. digest: its result is the
+    SHA-256 of the file as it was read, in hex digits."""
     content: object
     names: set
     members: dict
     digest: Future
-
-    @property
-    def sha256(self):
-        """Hex digest of the file as it was read."""
-        return self.digest.result()
 
 
 def read_archive(path, flag='--weights'):

@@ -6,15 +6,23 @@
 #        (they load utils/qat/compat.py; models/common.py imports removed modules before it imports utils, hence both),
 #        and .yolov9-qat.manifest, which `sha256sum -c` reads and which --revert works from.
 #
-# No upstream file is overwritten; everything is checked before the first write.
+# No upstream file is overwritten; everything is checked before the first write. A run can be killed at any moment:
+#   1. What shall lie in the tree is written to .yolov9-qat.new/. A full disk or a missing permission shows here.
+#   2. A plan takes the place of the manifest. It lists the files of before and of afterwards.
+#   3. Each file is renamed into its place, and last of all the manifest.
+# The next run reads the plan as it reads a manifest: --revert finds every file of ours, a patch starts again at 1.
 set -euo pipefail
 shopt -s nullglob globstar
+unset CDPATH # cd would go, and speak, elsewhere
 
-HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+SELF=$(realpath -- "${BASH_SOURCE[0]}")
+HERE=${SELF%/*}
 VERSION=$(<"$HERE/VERSION")
 MANIFEST=.yolov9-qat.manifest
 BACKUP=.yolov9-qat.backup                     # files of other tools that --force moved aside
+NEW=.yolov9-qat.new                           # what shall lie in the tree, each file under its own path
 HOOKED=(utils/__init__.py models/__init__.py) # the two upstream files that get the block
+OTHERS=(models/quantize.py models/quantize_rules.py) # of another tool; the first would hide behind our package
 BEGIN='# >>> yolov9-qat >>> written by patch_yolov9.sh, removed by patch_yolov9.sh --revert'
 END='# <<< yolov9-qat <<<'
 
@@ -30,82 +38,147 @@ Usage: patch_yolov9.sh YOLOV9_DIR [--check | --revert | --link | --force]
 EOF
 }
 
-refuse() { # reason, next step ...
-    printf 'patch_yolov9.sh: %s\n' "$@" >&2
+refuse() { # reason, next step ...: one line
+    local line
+    printf -v line '; %s' "$@"
+    line=${line:2}
+    printf 'patch_yolov9.sh: error: %s\n' "${line//$'\n'/ }" >&2
     exit 2
 }
 
+STATE='nothing was changed'
+attempt() { # a function that writes; if it fails, the last line that it says is the reason
+    local said code
+    set +e
+    said=$(set -e; "$@" 2>&1)
+    code=$?
+    set -e
+    ((code == 0)) || refuse "$TREE: ${said##*$'\n'}" "$STATE"
+    [[ -z $said ]] || printf '%s\n' "$said"
+}
+
 # ---- what we lay over: a whitelist of places, filled with what exists here -------------------------------------------
+COMMANDS='qat|reparameterization|export_qat|export_yoloV9|val_trt|benchmark_trt|compare_outputs' # of every version
+FOLDER='(models/(quantize|deploy)|utils/qat)(/[A-Za-z0-9_]+)*'
+ours() { # is this a path that this toolkit, in any version, writes?
+    [[ $1 =~ ^($COMMANDS|$FOLDER/[A-Za-z0-9_]+|segment/qat_seg|scripts/[A-Za-z0-9_]+)\.py$ || $1 =~ ^scripts/[A-Za-z0-9_]+\.sh$ ]] &&
+        [[ ! $1 =~ ^scripts/(get_|test_matrix) ]]
+}
 overlay_files() {
     cd "$HERE"
     local f
-    for f in {qat,reparameterization,export_qat,export_yoloV9,val_trt,benchmark_trt,compare_outputs}.py \
-        models/quantize/**/*.py models/deploy/**/*.py utils/qat/**/*.py segment/qat_seg.py scripts/*.sh scripts/*.py; do
-        [[ -f $f && ! $f =~ ^scripts/(get_yolov9|test_matrix)\.sh$ ]] && echo "$f"
+    for f in *.py models/**/*.py utils/**/*.py segment/*.py scripts/*.{py,sh}; do
+        if [[ -f $f ]] && ours "$f"; then echo "$f"; fi
     done
-    return 0
 }
 
 sum() { sha256sum "$1" | cut -d' ' -f1; }
 exists() { [[ -e $1 || -L $1 ]]; } # -e alone misses a dangling link
+among() { [[ " ${*:2} " == *" $1 "* ]]; }
 with_block() { # the hooked file as it shall be: block, then the file as upstream wrote it
     printf '%s\nfrom utils.qat import compat as _qat_compat\n\n_qat_compat.apply_before_upstream()\n%s\n' "$BEGIN" "$END"
     without_block "$1"
 }
 without_block() { sed '/^# >>> yolov9-qat >>>/,/^# <<< yolov9-qat <<</d' "$1"; }
+folders_of() { # every folder above these paths, the outer ones first
+    local f
+    for f in "$@"; do
+        while [[ $f == */* ]]; do
+            f=${f%/*}
+            echo "$f"
+        done
+    done | sort -u
+}
 
 # ---- the manifest: "# key value" lines, then sha256sum lines -----------------------------------------------------------
-declare -A LISTED=() # file of ours in this tree -> checksum when written
-OLD_VERSION='' OLD_MODE='' FOLDERS=() MOVED=()
+declare -A LISTED=() # file of ours in this tree -> checksum when written; in a plan, of before and of afterwards
+OLD_VERSION='' OLD_MODE='' UNFINISHED=no FOLDERS=() MOVED=()
 declare -A ORIGINAL=() # hooked file -> checksum before the block
 read_manifest() {
-    [[ -f $MANIFEST ]] || return 0
-    local first second third
-    while read -r first second third; do
-        case "$first $second" in
-            '# version') OLD_VERSION=$third ;;
-            '# mode') OLD_MODE=$third ;;
-            '# folder') FOLDERS+=("$third") ;;
-            '# moved') MOVED+=("$third") ;;
-            '# original') ORIGINAL[${third#*  }]=${third%%  *} ;;
-            '# '* | '#'*) ;;
-            *) LISTED[$second]=$first ;;
-        esac
+    exists "$MANIFEST" || return 0
+    [[ -f $MANIFEST && ! -L $MANIFEST ]] || refuse "$TREE/$MANIFEST is no file" 'move it away'
+    local line f n=0 moved=()
+    while IFS= read -r line || [[ -n $line ]]; do
+        n=$((n + 1)) f=${line##* }
+        if [[ $line =~ ^[0-9a-f]{64}'  '[^' ']+$ ]] && ours "$f"; then
+            LISTED[$f]+=" ${line::64}"
+        elif [[ $line =~ ^'# original '[0-9a-f]{64}'  '[^' ']+$ ]] && among "$f" "${HOOKED[@]}"; then
+            ORIGINAL[$f]=${line:11:64}
+        elif [[ $line =~ ^'# version '[0-9A-Za-z.+-]+$ ]]; then
+            OLD_VERSION=$f
+        elif [[ $line =~ ^'# mode '(copy|link)$ ]]; then
+            OLD_MODE=$f
+        elif [[ $line =~ ^'# folder '($FOLDER|segment|scripts)$ ]]; then
+            FOLDERS+=("$f")
+        elif [[ $line =~ ^'# moved '[^' ']+$ ]] && { ours "$f" || among "$f" "${OTHERS[@]}"; }; then
+            moved+=("$f")
+        elif [[ $line == '# unfinished' ]]; then
+            UNFINISHED=yes
+        elif [[ $line != '# Files of yolov9-qat '* ]] && ! { [[ $line =~ ^[0-9a-f]{64}'  ' ]] && among "$f" "${HOOKED[@]}"; }; then
+            refuse "$TREE/$MANIFEST, line $n, is none of this toolkit's or names a file that it does not write" 'remove that line'
+        fi
     done <"$MANIFEST"
+    for f in "${moved[@]}"; do # what was not moved yet, or is back already, is not ours
+        if exists "$BACKUP/$f"; then
+            MOVED+=("$f")
+        elif exists "$f" && ! untouched "$f"; then
+            unset "LISTED[$f]"
+        fi
+    done
 }
-write_manifest() {
+
+stage() { # writes to $NEW what shall lie in the tree
     local f
+    for f in $(folders_of "${FILES[@]}" "${HOOKED[@]}"); do mkdir -p "$NEW/$f"; done
+    for f in "${FILES[@]}"; do
+        if [[ $MODE == copy ]]; then
+            cp --preserve=mode "$HERE/$f" "$NEW/$f"
+        elif [[ $f != */* || $f == scripts/*.py || $f == segment/*.py ]]; then
+            # A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
+            printf 'import runpy\n\nrunpy.run_path("%s", run_name="__main__")\n' "$HERE/$f" >"$NEW/$f"
+        else
+            ln -s "$HERE/$f" "$NEW/$f"
+        fi
+    done
+    stage_hooked with_block
+}
+stage_hooked() { # with_block or without_block
+    local f
+    for f in "${HOOKED[@]}"; do
+        mkdir -p "$NEW/${f%/*}"
+        "$1" "$f" >"$NEW/$f"
+        chmod --reference="$f" "$NEW/$f"
+        ((EUID)) || chown --reference="$f" "$NEW/$f"
+    done
+}
+stage_manifests() { # of what lies in $NEW; the plan lists what lies in the tree as well
+    local f s
     {
         printf '# Files of yolov9-qat in this tree. Verify: sha256sum -c %s   Remove: patch_yolov9.sh DIR --revert\n' "$MANIFEST"
         printf '# version %s\n# mode %s\n' "$VERSION" "$MODE"
-        for f in "${!ORIGINAL[@]}"; do printf '# original %s  %s\n' "${ORIGINAL[$f]}" "$f"; done | sort
+        for f in "${HOOKED[@]}"; do printf '# original %s  %s\n' "$(without_block "$f" | sha256sum | cut -d' ' -f1)" "$f"; done
         for f in "${FOLDERS[@]}"; do printf '# folder %s\n' "$f"; done
-        for f in "${MOVED[@]}"; do printf '# moved %s\n' "$f"; done
-        sha256sum "${FILES[@]}" "${HOOKED[@]}"
-    } >"$MANIFEST.new"
-    if cmp -s "$MANIFEST.new" "$MANIFEST"; then rm "$MANIFEST.new"; else mv "$MANIFEST.new" "$MANIFEST"; fi
+        for f in "${MOVED[@]}" "${foreign[@]}"; do printf '# moved %s\n' "$f"; done | sort
+        (cd "$NEW" && sha256sum "${FILES[@]}" "${HOOKED[@]}")
+    } >"$NEW/manifest"
+    {
+        cat "$NEW/manifest"
+        echo '# unfinished'
+        for f in "${!LISTED[@]}"; do
+            for s in ${LISTED[$f]}; do echo "$s  $f"; done
+        done
+        if ((${#edited[@]})); then sha256sum "${edited[@]}"; fi # --force: they may go
+    } >"$NEW/plan"
 }
 
-# Is this file in the tree as we left it (so that it may be replaced or removed)?
-untouched() {
-    if [[ -L $1 ]]; then
-        [[ -n ${LISTED[$1]:-} || $1 -ef $HERE/$1 ]]
-    elif [[ -n ${LISTED[$1]:-} ]]; then
-        [[ $(sum "$1") == "${LISTED[$1]}" ]]
-    else
-        cmp -s "$1" "$HERE/$1" || launcher "$1" | cmp -s - "$1" # interrupted before it could write the manifest
-    fi
+same() { # does the tree have this file as it lies in $NEW?
+    if [[ -L $1 || -L $NEW/$1 ]]; then [[ $(readlink "$1") == "$(readlink "$NEW/$1")" ]]; else cmp -s "$1" "$NEW/$1"; fi
 }
-# A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
-is_command() { [[ $1 != */* || $1 == scripts/*.py || $1 == segment/*.py ]]; }
-launcher() { printf 'import runpy\n\nrunpy.run_path("%s", run_name="__main__")\n' "$HERE/$1"; }
-current() { # is it what this version would write, in this mode?
-    if [[ $MODE == copy ]]; then
-        [[ ! -L $1 ]] && cmp -s "$1" "$HERE/$1"
-    elif is_command "$1"; then
-        [[ ! -L $1 ]] && launcher "$1" | cmp -s - "$1"
+untouched() { # is this file in the tree as we left it (so that it may be replaced or removed)?
+    if [[ -L $1 ]]; then
+        [[ $1 -ef $HERE/$1 || -n ${LISTED[$1]:-} && $(readlink "$1") == */"$1" ]]
     else
-        [[ -L $1 && $1 -ef $HERE/$1 ]]
+        [[ -f $1 && "${LISTED[$1]:-} " == *" $(sum "$1") "* ]] || same "$1"
     fi
 }
 
@@ -117,19 +190,21 @@ check() {
         return 1
     fi
     MODE=$OLD_MODE
+    attempt stage
+    [[ $UNFINISHED == no ]] || differs+=('a patch was interrupted')
     [[ $OLD_VERSION == "$VERSION" ]] || differs+=("version $OLD_VERSION, this toolkit is $VERSION")
     for f in "${FILES[@]}"; do
         if ! exists "$f"; then
             differs+=("missing: $f")
-        elif ! current "$f"; then
+        elif ! same "$f"; then
             if untouched "$f"; then differs+=("older: $f"); else differs+=("edited: $f"); fi
         fi
     done
     for f in "${!LISTED[@]}"; do
-        [[ " ${FILES[*]} ${HOOKED[*]} " == *" $f "* ]] || differs+=("no longer part of the toolkit: $f")
+        among "$f" "${FILES[@]}" || differs+=("no longer part of the toolkit: $f")
     done
     for f in "${HOOKED[@]}"; do
-        with_block "$f" | cmp -s - "$f" || differs+=("block missing or older: $f")
+        same "$f" || differs+=("block missing or older: $f")
     done
     if ((${#differs[@]})); then
         printf '%s: patched, but not up to date\n' "$TREE"
@@ -140,97 +215,93 @@ check() {
     echo "$TREE: patched and up to date (yolov9-qat $VERSION, $MODE, ${#FILES[@]} files)"
 }
 
-refuse_foreign() { # every reason at once, before anything is written
-    local f foreign=() edited=() why=()
-    for f in models/quantize.py models/quantize_rules.py "${FILES[@]}"; do
+patch() {
+    local f foreign=() edited=() why=() gone=() changed=()
+    attempt stage
+    for f in "${OTHERS[@]}" "${FILES[@]}"; do
         exists "$f" || continue
-        if [[ " ${FILES[*]} " == *" $f "* ]]; then untouched "$f" && continue; fi
-        if [[ -n ${LISTED[$f]:-} ]]; then edited+=("$f"); else foreign+=("$f"); fi
+        if exists "$NEW/$f" && untouched "$f"; then continue; fi
+        if [[ -n ${LISTED[$f]:-} && -f $f && ! -L $f ]]; then edited+=("$f"); else foreign+=("$f"); fi
     done
-    if [[ $FORCE == no ]] && ((${#foreign[@]} + ${#edited[@]})); then
+    if [[ $FORCE == no ]] && ((${#foreign[@]} + ${#edited[@]})); then # every reason at once
         ((${#edited[@]} == 0)) || why+=("edited since they were written: ${edited[*]}")
         ((${#foreign[@]} == 0)) || why+=("not from this toolkit (another quantization tool?): ${foreign[*]}")
         refuse "$TREE was left as it is" "${why[@]}" \
             "use a fresh clone, or --force: foreign files go to $BACKUP/ and come back with --revert, edited ones are overwritten"
     fi
     for f in "${foreign[@]}"; do
-        mkdir -p "$BACKUP/$(dirname "$f")"
-        mv "$f" "$BACKUP/$f"
-        MOVED+=("$f")
-        echo "  moved to $BACKUP: $f"
+        ! exists "$BACKUP/$f" || refuse "$TREE: $BACKUP/$f is there already, from an earlier --force" "move $f away yourself"
     done
-    for f in "${edited[@]}"; do echo "  overwritten, it was edited: $f"; done
-}
-
-make_folder() { # and remember each level that was not there
-    [[ -d $1 ]] && return
-    make_folder "$(dirname "$1")"
-    mkdir "$1"
-    FOLDERS+=("$1")
-}
-
-patch() {
-    local f written=()
-    refuse_foreign
-    for f in "${!LISTED[@]}"; do # files of an older version that this one does not have
-        if [[ " ${FILES[*]} ${HOOKED[*]} " == *" $f "* ]] || ! exists "$f"; then continue; fi
-        if untouched "$f"; then remove_ours "$f"; else echo "  edited, kept though it is no longer ours: $f"; fi
+    for f in "${!LISTED[@]}"; do # of an older version
+        if exists "$NEW/$f" || ! exists "$f"; then continue; fi
+        if untouched "$f"; then gone+=("$f"); else echo "  edited, kept though it is no longer ours: $f"; fi
     done
-    for f in "${FILES[@]}"; do
-        if exists "$f" && current "$f"; then continue; fi
-        make_folder "$(dirname "$f")"
-        rm -f "$f"
-        if [[ $MODE == copy ]]; then
-            cp --preserve=mode "$HERE/$f" "$f"
-        elif is_command "$f"; then
-            launcher "$f" >"$f"
-        else
-            ln -s "$HERE/$f" "$f"
-        fi
-        written+=("$f")
+    for f in $(folders_of "${FILES[@]}"); do
+        [[ -d $f ]] || among "$f" "${FOLDERS[@]}" || FOLDERS+=("$f")
     done
-    for f in "${HOOKED[@]}"; do
-        ORIGINAL[$f]=$(without_block "$f" | sha256sum | cut -d' ' -f1)
-        if with_block "$f" | cmp -s - "$f"; then continue; fi
-        with_block "$f" >"$f.new"
-        chmod --reference="$f" "$f.new"
-        mv "$f.new" "$f"
-        written+=("$f (block at the top)")
+    for f in "${FILES[@]}" "${HOOKED[@]}"; do
+        same "$f" || changed+=("$f")
     done
-    write_manifest
-    if ((${#written[@]})); then
-        printf '  %s\n' "${written[@]}"
-        echo "yolov9-qat $VERSION: ${#written[@]} files written to $TREE ($MODE), listed in $MANIFEST"
+    attempt stage_manifests
+    if ((${#changed[@]} + ${#foreign[@]} + ${#gone[@]})) || ! cmp -s "$NEW/manifest" "$MANIFEST"; then
+        STATE="half done: mend that and run it again, or: $SELF '$TREE' --revert"
+        attempt lay
+        echo "yolov9-qat $VERSION: ${#changed[@]} files written to $TREE ($MODE), listed in $MANIFEST"
     else
         echo "yolov9-qat $VERSION: $TREE is up to date, nothing written"
     fi
     echo "Next: cd '$TREE' && python qat.py quantize --help"
 }
+lay() { # what `patch` found to do
+    local f
+    mv -fT "$NEW/plan" "$MANIFEST"
+    for f in "${foreign[@]}"; do
+        mkdir -p "$BACKUP/$(dirname "$f")"
+        mv -T "$f" "$BACKUP/$f"
+        echo "  moved to $BACKUP: $f"
+    done
+    for f in "${edited[@]}"; do echo "  overwritten, it was edited: $f"; done
+    for f in "${gone[@]}"; do remove_ours "$f"; done
+    for f in $(folders_of "${FILES[@]}"); do mkdir -p "$f"; done
+    for f in "${changed[@]}"; do
+        mv -fT "$NEW/$f" "$f"
+        if among "$f" "${HOOKED[@]}"; then echo "  $f (block at the top)"; else echo "  $f"; fi
+    done
+    mv -fT "$NEW/manifest" "$MANIFEST"
+}
 
 remove_ours() { # a file of ours and its bytecode
     local stem=${1##*/}
-    rm -f "$1" "$(dirname "$1")/__pycache__/${stem%.py}".cpython-*.pyc
+    rm -f "$1"
+    [[ -L ${1%/*}/__pycache__ ]] || rm -f "$(dirname "$1")/__pycache__/${stem%.py}".cpython-*.pyc
 }
 
 revert() {
-    local f i edited=()
+    local f edited=()
     if [[ ! -f $MANIFEST ]]; then
         echo "$TREE: not patched, nothing to revert"
         return
     fi
-    for f in "${HOOKED[@]}"; do unset "LISTED[$f]"; done
     for f in "${!LISTED[@]}"; do
         if exists "$f" && ! untouched "$f"; then edited+=("$f"); fi
+    done
+    for f in "${MOVED[@]}"; do # another file where one shall come back
+        if exists "$f" && [[ -z ${LISTED[$f]:-} ]]; then edited+=("$f"); fi
     done
     if [[ $FORCE == no ]] && ((${#edited[@]})); then
         refuse "$TREE was left as it is; edited since they were written: ${edited[*]}" \
             "save what you need of them, then: $SELF '$TREE' --revert --force"
     fi
+    attempt stage_hooked without_block
+    STATE="half done: mend that and run it again"
+    attempt take_away
+    echo "$TREE: yolov9-qat ${OLD_VERSION} removed"
+}
+take_away() {
+    local f i
     for f in "${!LISTED[@]}"; do remove_ours "$f"; done
     for f in "${HOOKED[@]}"; do
-        without_block "$f" >"$f.new"
-        chmod --reference="$f" "$f.new"
-        mv "$f.new" "$f"
+        mv -fT "$NEW/$f" "$f"
         [[ $(sum "$f") == "${ORIGINAL[$f]:-}" ]] || echo "  block removed; your other edits stay: $f"
     done
     for ((i = ${#FOLDERS[@]} - 1; i >= 0; i--)); do # deepest first
@@ -241,15 +312,14 @@ revert() {
     done
     for f in "${MOVED[@]}"; do
         mkdir -p "$(dirname "$f")"
-        mv "$BACKUP/$f" "$f"
+        mv -fT "$BACKUP/$f" "$f"
         echo "  restored: $f"
     done
-    rm -rf "$BACKUP"
+    [[ ! -d $BACKUP ]] || find "$BACKUP" -depth -type d -empty -delete
     for f in __pycache__ segment/__pycache__ scripts/__pycache__; do
-        [[ -d $f ]] && rmdir --ignore-fail-on-non-empty "$f"
+        [[ ! -d $f || -L $f ]] || rmdir --ignore-fail-on-non-empty "$f"
     done
     rm "$MANIFEST"
-    echo "$TREE: yolov9-qat ${OLD_VERSION} removed"
 }
 
 # ---- arguments ------------------------------------------------------------------------------------------------------------
@@ -269,15 +339,33 @@ if [[ -z $TARGET ]]; then
     exit 2
 fi
 [[ -d $TARGET ]] || refuse "no such folder: $TARGET" "Next: $HERE/scripts/get_yolov9.sh '$TARGET'"
-SELF=$HERE/patch_yolov9.sh
-TREE=$(cd -P "$TARGET" && pwd)
+cd -P -- "$TARGET" 2>/dev/null || refuse "$TARGET cannot be entered"
+TREE=$PWD
 [[ $TREE != "$HERE" ]] || refuse "$TREE is the toolkit itself; name the folder of a YOLOv9 clone"
-cd "$TREE"
 for f in val.py models/yolo.py models/common.py utils/general.py "${HOOKED[@]}"; do
     [[ -f $f ]] || refuse "$TREE is not a YOLOv9 folder: it has no $f" "Next: $HERE/scripts/get_yolov9.sh NEW_DIR"
 done
 grep -q 'class RepNCSPELAN4' models/common.py ||
     refuse "$TREE is not YOLOv9: models/common.py has no RepNCSPELAN4" "Next: $HERE/scripts/get_yolov9.sh NEW_DIR"
 mapfile -t FILES < <(overlay_files)
+
+# ---- may it be written to, and by nobody else ------------------------------------------------------------------------------
+if [[ $VERB == check ]]; then
+    NEW=$(mktemp -d)
+else
+    exec {lock}<.
+    flock -n "$lock" || refuse "another patch_yolov9.sh is at work in $TREE" 'wait for it'
+    rm -rf "$NEW"
+fi
+trap 'rm -rf "$NEW"' EXIT
 read_manifest
+for f in "${HOOKED[@]}" $(folders_of "$BACKUP/x" "${FILES[@]}" "${HOOKED[@]}" "${!LISTED[@]}" "${FOLDERS[@]/%//x}" "${MOVED[@]}" "${MOVED[@]/#/$BACKUP/}"); do
+    [[ ! -L $f ]] || refuse "$TREE/$f is a link, and nothing is written through links" 'put what it leads to in its place'
+    [[ ! -e $f || -d $f ]] || among "$f" "${HOOKED[@]}" || refuse "$TREE/$f is a file, and has to be a folder" 'move it away'
+    [[ ! -e $f || -w $f || $VERB == check ]] || refuse "$TREE/$f: no permission to write" "$STATE"
+done
+for f in "${HOOKED[@]}"; do
+    [[ $(grep -c '^# >>> yolov9-qat >>>' "$f") == $(grep -c '^# <<< yolov9-qat <<<' "$f") ]] ||
+        refuse "$TREE/$f: our block lacks its first or last line" 'remove the rest of it'
+done
 "$VERB"

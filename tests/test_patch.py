@@ -1,5 +1,6 @@
 """patch_yolov9.sh: what it writes, what it refuses, and that it leaves nothing behind."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -178,3 +179,282 @@ def test_upgrades_an_older_version(clone, tmp_path):
     assert not (clone / "utils/qat/gone.py").exists()
     patch(clone, "--revert")
     assert contents(clone) == before
+
+
+# ---- killed, at every point ----------------------------------------------------------------------------------------------
+
+WRITERS = "cp", "ln", "mkdir", "mv", "rm", "rmdir", "find"  # what the script changes files with, besides > into its own folder
+
+
+@pytest.fixture
+def writers(tmp_path):
+    """A folder to put first on PATH: of the commands that write, the AT-th call kills the script and all it started."""
+    folder = tmp_path / "writers"
+    folder.mkdir()
+    for name in WRITERS:
+        (folder / name).write_text(f'#!/bin/sh\nread n <"$COUNT"\necho $((n + 1)) >"$COUNT"\n[ $n -ne "$AT" ] || kill -9 0\nexec {shutil.which(name)} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def small(folder, version, **files):
+    """A toolkit of a few files: all that the script asks of one."""
+    for name, text in {"VERSION": f"{version}\n", **files}.items():
+        file = folder / name.replace("__", "/").replace("_py", ".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    shutil.copy(PATCH, folder)
+    return folder / PATCH.name
+
+
+@pytest.fixture
+def upgrade(tmp_path):
+    """An older and a newer toolkit, and a tree with no more than makes it one of YOLOv9, and a file of another tool."""
+    old = small(tmp_path / "old", "0.1", qat_py="old", utils__qat__both_py="old", utils__qat__gone_py="old", models__quantize__a_py="same")
+    new = small(tmp_path / "new", "0.2", qat_py="new", utils__qat__both_py="new", models__quantize__a_py="same", scripts__b_py="new")
+    tree = tmp_path / "tree"
+    for name in ("val.py", "models/yolo.py", "models/common.py", "models/__init__.py", "utils/general.py", "utils/__init__.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("class RepNCSPELAN4: ...\n")
+    (tree / "models/__init__.py").write_text("# no line end")
+    (tree / "models/__init__.py").chmod(0o640)
+    return old, new, tree
+
+
+def everything(folder):
+    """What `contents` says of the files, and which folders there are."""
+    return contents(folder), {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir()}
+
+
+@pytest.mark.parametrize("verb, flags", [("patch", ("--link",)), ("revert", ())], ids=["patch", "revert"])
+def test_killed_at_every_point(upgrade, writers, tmp_path, verb, flags):
+    """Then --revert gives the tree of before, and a second patch the whole patch, as if nothing had happened."""
+    old, new, tree = upgrade
+    folders = {name: tmp_path / name for name in ("before", "older", "whole")}  # unpatched, patched by the old toolkit, by the new one
+    foreign = {"models/quantize.py": "of another tool", "scripts/b.py": "of another tool"}
+    for name, text in foreign.items():
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(text)
+    shutil.copytree(tree, folders["before"])
+    (tree / "models/quantize.py").unlink()  # it came after the old one, which would have refused
+    assert patch(tree, script=old).returncode == 0
+    shutil.copy(folders["before"] / "models/quantize.py", tree / "models")
+    shutil.copytree(tree, folders["older"], symlinks=True)
+    assert patch(tree, "--force", *flags, script=new).returncode == 0
+    shutil.copytree(tree, folders["whole"], symlinks=True)
+    before, whole = (everything(folders[name]) for name in ("before", "whole"))
+
+    count, points = tmp_path / "count", 0
+    argv, first = ([new, tree, "--force", *flags], "older") if verb == "patch" else ([new, tree, "--revert"], "whole")
+    while True:
+        points += 1
+        shutil.rmtree(tree)
+        shutil.copytree(folders[first], tree, symlinks=True)
+        count.write_text("1\n")
+        done = subprocess.run(argv, env={**os.environ, "PATH": f"{writers}:{os.environ['PATH']}", "COUNT": count, "AT": str(points)},
+                              capture_output=True, text=True, start_new_session=True)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -9, done.stderr
+        stopped = shutil.copytree(tree, tmp_path / f"stopped {points}", symlinks=True)
+        assert patch(tree, "--force", *flags, script=new).returncode == 0 and everything(tree) == whole, points
+        again = patch(stopped, "--revert", script=old if points % 5 == 0 else new)  # either knows what to take away
+        assert again.returncode == 0 and everything(stopped) == before, (points, again.stderr)
+        shutil.rmtree(stopped)
+    assert points > 12
+
+
+def test_an_interrupted_patch_is_told(upgrade, writers, tmp_path):
+    """--check says that a patch was interrupted."""
+    _, new, tree = upgrade
+    (tmp_path / "count").write_text("1\n")
+    subprocess.run([new, tree], env={**os.environ, "PATH": f"{writers}:{os.environ['PATH']}", "COUNT": tmp_path / "count", "AT": "18"},
+                   capture_output=True, start_new_session=True)
+    result = patch(tree, "--check", script=new)
+    assert result.returncode == 1 and "a patch was interrupted" in result.stdout
+
+
+# ---- what is not touched -------------------------------------------------------------------------------------------------
+
+def refused(result, *words):
+    """One line on stderr that holds `words`, and exit code 2."""
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and result.stderr.startswith("patch_yolov9.sh: error: "), result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+HOSTILE = ("../victim", "/tmp/victim", "utils/qat/../../../victim", "val.py", "models/common.py", "utils/qat", "utils/qat/.py", ".git/config",
+           "utils/qat/a b.py", "", "scripts/get_coco.sh")
+
+
+@pytest.mark.parametrize("verb", [(), ("--check",), ("--revert",), ("--revert", "--force")], ids=" ".join)
+def test_a_manifest_names_only_what_the_toolkit_writes(upgrade, tmp_path, verb):
+    _, new, tree = upgrade
+    (tmp_path / "victim").write_text("mine")
+    patch(tree, script=new)
+    manifest = tree / ".yolov9-qat.manifest"
+    whole = manifest.read_text()
+    for name in HOSTILE:
+        target = tree / (name or "val.py")
+        digest = hashlib.sha256(target.read_bytes()).hexdigest() if target.is_file() else "0" * 64
+        for line in (f"{digest}  {name}", f"# folder {name}", f"# moved {name}", f"# original {digest}  {name}"):
+            if line == "# folder utils/qat":
+                continue
+            manifest.write_text(f"{whole}{line}\n")
+            before = everything(tree)
+            refused(patch(tree, *verb, script=new), ".yolov9-qat.manifest, line ", "remove that line")
+            assert everything(tree) == before
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", ["utils", "models", "utils/qat", "models/quantize", "scripts", ".yolov9-qat.backup", "utils/qat/__pycache__"])
+@pytest.mark.parametrize("patched", [False, True], ids=["new", "patched"])
+def test_nothing_is_written_through_links(upgrade, tmp_path, place, patched):
+    """A folder of the tree is a link that leads out of it: what is there stays as it is."""
+    _, new, tree = upgrade
+    if patched:
+        (tree / "models/quantize.py").write_text("of another tool")
+        patch(tree, "--force", script=new)
+    elif place.endswith("__pycache__"):
+        (tree / "utils/qat").mkdir()
+    outside = tmp_path / "outside"
+    if (tree / place).exists():
+        (tree / place).rename(outside)
+    outside.mkdir(exist_ok=True)
+    (outside / "both.cpython-399.pyc").write_text("not ours")
+    (tree / place).symlink_to(outside)
+    before, there = contents(outside), contents(tree)
+    for verb in ((), ("--force",), ("--revert",), ("--revert", "--force")):
+        result = patch(tree, *verb, script=new)
+        if place.endswith("__pycache__"):
+            assert result.returncode == 0, result.stderr
+        else:
+            refused(result, place, "is a link")
+            assert contents(tree) == there
+        assert contents(outside) == before
+
+
+def test_a_hooked_file_that_is_a_link(upgrade, tmp_path):
+    _, new, tree = upgrade
+    (tree / "utils/__init__.py").rename(tmp_path / "elsewhere.py")
+    (tree / "utils/__init__.py").symlink_to(tmp_path / "elsewhere.py")
+    before = contents(tree)
+    refused(patch(tree, script=new), "utils/__init__.py is a link")
+    assert contents(tree) == before and (tmp_path / "elsewhere.py").read_text() == "class RepNCSPELAN4: ...\n"
+
+
+def test_half_a_block_is_not_taken_for_a_whole(upgrade):
+    """Without its last line, all that upstream wrote would count as ours."""
+    _, new, tree = upgrade
+    patch(tree, script=new)
+    file = tree / "utils/__init__.py"
+    file.write_text(file.read_text().replace("# <<< yolov9-qat <<<\n", ""))
+    before = contents(tree)
+    for verb in ((), ("--revert",), ("--force",)):
+        refused(patch(tree, *verb, script=new), "utils/__init__.py: our block lacks")
+        assert contents(tree) == before
+
+
+def test_what_was_moved_aside_is_not_replaced(upgrade):
+    _, new, tree = upgrade
+    (tree / "models/quantize.py").write_text("first")
+    assert patch(tree, "--force", script=new).returncode == 0
+    (tree / "models/quantize.py").write_text("second")
+    refused(patch(tree, "--force", script=new), "models/quantize.py is there already")
+    refused(patch(tree, "--revert", script=new), "models/quantize.py")
+    assert (tree / ".yolov9-qat.backup/models/quantize.py").read_text() == "first"
+
+
+# ---- strange places ------------------------------------------------------------------------------------------------------
+
+def test_a_name_that_ends_in_a_newline(upgrade, tmp_path):
+    _, new, tree = upgrade
+    other = shutil.copytree(tree, tmp_path / "tree\n")
+    before = everything(tree)
+    assert patch(other, script=new).returncode == 0
+    assert everything(tree) == before and (other / "qat.py").exists()
+    refused(patch(tmp_path / "none\n\n", script=new), "no such folder")
+    assert patch(other, "--revert", script=new).returncode == 0
+    assert contents(other) == before[0]
+
+
+def test_cdpath(upgrade, tmp_path, monkeypatch):
+    """Where cd finds a folder of that name first."""
+    _, new, tree = upgrade
+    elsewhere = shutil.copytree(tree, tmp_path / "elsewhere/tree")
+    before = everything(elsewhere)
+    monkeypatch.setenv("CDPATH", str(tmp_path / "elsewhere"))
+    result = patch("tree", script=new, cwd=tmp_path)
+    assert result.returncode == 0 and f"to {tree} (copy)" in result.stdout and (tree / "qat.py").exists()
+    assert everything(elsewhere) == before
+
+
+@pytest.mark.parametrize("place", ["utils/qat", "models/quantize", "scripts"])
+def test_a_file_where_a_folder_has_to_be(upgrade, place):
+    _, new, tree = upgrade
+    (tree / place).write_text("mine")
+    before = everything(tree)
+    for flags in ((), ("--force",), ("--link",)):
+        refused(patch(tree, *flags, script=new), f"{place} is a file")
+        assert everything(tree) == before
+
+
+def test_one_at_a_time(upgrade):
+    _, new, tree = upgrade
+    before = everything(tree)
+    holder = os.open(tree, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    for verb in ((), ("--revert",)):
+        refused(patch(tree, *verb, script=new), "another patch_yolov9.sh is at work in")
+    assert everything(tree) == before
+    os.close(holder)
+    assert patch(tree, script=new).returncode == 0
+
+
+def small_disk(folder, options):
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system of our own: {done.stderr.strip()}")
+
+
+def test_a_tree_that_cannot_be_written_to(upgrade, tmp_path):
+    _, new, tree = upgrade
+    small_disk(tmp_path / "disk", "size=1M")
+    try:
+        there = shutil.copytree(tree, tmp_path / "disk/tree")
+        before = everything(there)
+        for patched in (False, True):
+            subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
+            for verb in ((), ("--force",), ("--revert", "--force"))[:2 + patched]:
+                refused(patch(there, *verb, "--link", script=new), "nothing was changed")
+            assert everything(there) == before and patch(there, "--check", script=new).returncode == 1 - patched
+            subprocess.run(["mount", "-o", "remount,rw", tmp_path / "disk"], check=True)
+            assert patch(there, script=new).returncode == 0
+            before = everything(there)
+    finally:
+        subprocess.run(["umount", tmp_path / "disk"], check=True)
+
+
+def test_a_full_disk(upgrade, tmp_path):
+    """Of 8 pages more and more: the tree is as it was, or wholly patched."""
+    _, new, tree = upgrade
+    small_disk(tmp_path / "disk", "size=1M")
+    try:
+        there = shutil.copytree(tree, tmp_path / "disk/tree")
+        before, codes = everything(there), []
+        page = os.sysconf("SC_PAGE_SIZE")
+        for free in range(12):
+            room = os.statvfs(tmp_path / "disk").f_bfree - free
+            (tmp_path / "disk/ballast").write_bytes(bytes(room * page))
+            result = patch(there, script=new)
+            codes.append(result.returncode)
+            (tmp_path / "disk/ballast").unlink()
+            if codes[-1]:
+                refused(result, "No space left on device", "nothing was changed")
+                assert everything(there) == before, free
+            else:
+                assert patch(there, "--revert", script=new).returncode == 0
+        assert codes[0] == 2 and codes[-1] == 0
+    finally:
+        subprocess.run(["umount", tmp_path / "disk"], check=True)

@@ -28,7 +28,9 @@ def main(argv=None):
     from utils.qat import onnx_audit
     from utils.qat.report import write_json
 
-    found = onnx_audit.audit(onnx_audit.load(args.model))
+    model = onnx_audit.load(args.model)
+    with onnx_audit.naming(args.model):
+        found = onnx_audit.audit(model)
     LOGGER.log(RESULT, f'{args.model}\n{onnx_audit.text(found, None if is_verbose() else SHOWN)}\n')
     if args.json:
         write_json(args.json, {'file': str(args.model), **onnx_audit.plain(found)})

@@ -428,7 +428,7 @@ def contradictory():
 
 
 BAD = [('none.onnx', None, 'no such file'), ('model.pt', b'', 'expected a file ending in .onnx'),
-       ('text.onnx', b'no graph', 'no valid ONNX file'), ('shapes.onnx', contradictory(), 'error: y: '),
+       ('text.onnx', b'no graph', 'no valid ONNX file'), ('shapes.onnx', contradictory(), 'shapes.onnx: y: '),
        ('empty.onnx', b'', 'no valid ONNX file')]
 
 
@@ -439,7 +439,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, 
         (tmp_path / name).write_bytes(content)
     assert run_command(program('scripts/audit_onnx.py').main, [str(tmp_path / name)]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert says in line and (name in line or name == 'shapes.onnx')
+    assert says in line and name in line
 
 
 def test_it_needs_neither_torch_nor_yolov9(exports):

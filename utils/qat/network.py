@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto
 
 from utils.qat.errors import QatError, require_file
-from utils.qat.onnx_audit import load
+from utils.qat.onnx_audit import load, naming
 from utils.qat.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 from utils.qat.sidecar import read_sidecar
 
@@ -81,7 +81,8 @@ def _engine(file, imgsz, kind_of):
 
 def _onnx(file, imgsz, kind_of):
     model = load(file)
-    graph, inputs = Graph(model), {}
+    with naming(file):
+        graph, inputs = Graph(model), {}
     for value in given(model):
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
         if kind not in DTYPES:

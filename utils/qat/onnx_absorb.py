@@ -35,18 +35,12 @@ def _loose_dq(graph, dq, reader, i):
     if reader.op_type in WEIGHTED:
         return f'{name_of(reader)} wants its bias in float' if i > 1 else ''
     if reader.op_type in QUANTIZABLE:
-        return '' if _quantized_behind(graph, reader) else f'{name_of(reader)} makes float of it'
+        return '' if id(reader) in graph.quantized_behind else f'{name_of(reader)} makes float of it'
     if reader.op_type in IN_THE_WAY:
         return ''  # says `in_the_way`
     q = graph.producer.get(dq.input[0])
     inside = q is not None and graph.op(q.input[0]) in CONVS and (reader.op_type == 'Mul' or graph.activation_of(reader) is not None)
     return f"{name_of(reader)} has no INT8 kernel{', and is the activation of the convolution in front' if inside else ''}"
-
-
-def _quantized_behind(graph, node):
-    """Whether a Q follows, Adds in between taken as one sum."""
-    behind = [n for n, _ in graph.uses(node.output[0]) if n is not None]
-    return any(n.op_type == 'QuantizeLinear' or n.op_type == 'Add' and _quantized_behind(graph, n) for n in behind)
 
 
 def _loose_q(graph, q):

@@ -3,6 +3,7 @@
 Findings (see onnx_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
 end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: information, no findings.
 """
+import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
 
@@ -12,12 +13,13 @@ from google.protobuf.message import DecodeError
 from utils.qat import onnx_cost
 from utils.qat.errors import QatError
 from utils.qat.names import is_printable_text
-from utils.qat.onnx_absorb import unabsorbed
-from utils.qat.onnx_graph import CONVS, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
+from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
+from utils.qat.onnx_graph import CONVS, ELEMENTWISE, MOVES, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
 from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
 from utils.qat.report import markdown_table
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
+READS = {**dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1), **dict.fromkeys((*QDQ, *WEIGHTED), 2)}  # inputs, at least
 TYPES = {onnx.TensorProto.FLOAT: 'FP32', onnx.TensorProto.FLOAT16: 'FP16', onnx.TensorProto.BFLOAT16: 'BF16'}
 
 
@@ -59,10 +61,21 @@ def load(path):
         raise QatError(f"{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py") from e
     if not (model.graph.node and given(model) and model.graph.output and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)):
         raise QatError(f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py')
+    if any(not node.output or len(node.input) < READS.get(node.op_type, 0) for node in model.graph.node):
+        raise QatError(f'{path}: no valid ONNX file (a node lacks its inputs or outputs); write it with export_qat.py')
     names = [text for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)]
     if not all(isinstance(text, str) and is_printable_text(text) for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))):
         raise QatError(f'{path}: no valid ONNX file (names of nodes are no text, or have control characters); write it with export_qat.py')
     return model
+
+
+@contextlib.contextmanager
+def naming(path):
+    """What is wrong with a graph in the block is said of the file at `path`."""
+    try:
+        yield
+    except QatError as e:
+        raise QatError(f'{path}: {e}') from e
 
 
 def _convolution(graph, types, node):

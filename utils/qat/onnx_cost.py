@@ -12,6 +12,7 @@ The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Type
 - A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in
   INT8, else what its type has. Caches, layouts and workspaces are not modelled.
 """
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from utils.qat.errors import QatError
 from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+LARGEST, MOST_EVALUATED = 10_000, 10_000  # values of a tensor, nodes: what shape arithmetic takes
 NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
 FREE = {'Concat', 'Flatten', 'Identity', 'Reshape', 'Squeeze', 'Unsqueeze'}
 # What a kernel can still take along: (its state, the role of the next node) → its state then.
@@ -41,23 +43,21 @@ def tensor_types(model):
     """{tensor name: (element type of onnx.TensorProto, shape)}; a tensor whose shape does not follow from the graph is not in it.
 
     An open first axis of an input counts as 1. Shape arithmetic (Shape, Gather, Div ... in front of a Slice) is carried out, which
-    onnx.shape_inference does in part only. Raises QatError where shapes or types contradict each other.
+    onnx.shape_inference does in part only: on up to LARGEST values at a time. Raises QatError where shapes or types contradict each other.
     """
-    constant = {i.name: i for i in model.graph.initializer}
-    types = {name: helper.make_tensor_type_proto(t.data_type, t.dims) for name, t in constant.items()}
+    types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
+    constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
+    stored, evaluated = set(types), 0
     for given in model.graph.input:
         types.setdefault(given.name, onnx.TypeProto()).CopyFrom(given.type)
         dims = given.type.tensor_type.shape.dim
-        if given.name not in constant and dims and not dims[0].HasField('dim_value'):
+        if given.name not in stored and dims and not dims[0].HasField('dim_value'):
             types[given.name].tensor_type.shape.dim[0].dim_value = 1
     version = opset(model)
     for node in model.graph.node:
         known = [name for name in node.input if name]
         if node.domain not in ('', 'ai.onnx') or not all(name in types for name in known):
             continue  # an operator of somebody else's, or what follows from it
-        if node.op_type == 'Shape' and _shape(types[node.input[0]]) is not None or \
-                all(name in constant for name in known) and node.op_type not in QDQ:
-            constant.update(_evaluate(model, node, types, constant))
         schema = onnx.defs.get_schema(node.op_type, version, '')
         try:
             types.update(onnx.shape_inference.infer_node_outputs(
@@ -65,42 +65,66 @@ def tensor_types(model):
                 opset_imports=list(model.opset_import), ir_version=model.ir_version))
         except onnx.shape_inference.InferenceError as e:
             raise QatError(f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew') from e
+        if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
+            constant.update(_evaluate(model, node, types, constant))
+            evaluated += 1
     return {name: (t.tensor_type.elem_type, _shape(t)) for name, t in types.items() if _shape(t) is not None}
 
 
 def _shape(type_):
     """Shape in a TypeProto as a tuple of ints, or None if an axis is open."""
-    if not type_.tensor_type.HasField('shape') or not all(d.HasField('dim_value') for d in type_.tensor_type.shape.dim):
+    dims = type_.tensor_type.shape.dim
+    if not type_.tensor_type.HasField('shape') or not all(d.HasField('dim_value') and d.dim_value >= 0 for d in dims):
         return None
-    return tuple(d.dim_value for d in type_.tensor_type.shape.dim)
+    return tuple(d.dim_value for d in dims)
+
+
+def _count(type_):
+    """Number of values of a TypeProto, infinite if its shape is open."""
+    shape = _shape(type_)
+    return math.inf if shape is None else math.prod(shape)
+
+
+def _is_arithmetic(node, known, types, constant):
+    """Whether a node computes few values of few constants."""
+    if node.op_type == 'Shape':
+        return _shape(types[node.input[0]]) is not None
+    return all(name in constant for name in known) and node.op_type not in QDQ and not any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) \
+        and all(_count(types[name]) <= LARGEST if name in types else not name for name in node.output)
 
 
 def _evaluate(model, node, types, constant):
-    """{output name: TensorProto} of a node whose inputs are constant, or of a Shape."""
+    """{output name: TensorProto} of a node whose inputs are constant, or of a Shape; empty if ONNX's reference has no such operator."""
     names = [name for name in node.input if name]
     graph = helper.make_graph([node], 'one', [helper.make_value_info(n, types[n]) for n in names],
                               [helper.make_empty_tensor_value_info(n) for n in node.output])
     one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    feeds = {n: numpy_helper.to_array(constant[n]) if n in constant else np.broadcast_to(np.float32(0), _shape(types[n])) for n in names}
-    return {name: numpy_helper.from_array(np.asarray(value), name)
-            for name, value in zip(node.output, ReferenceEvaluator(one).run(None, feeds))}
+    try:
+        feeds = {n: numpy_helper.to_array(constant[n]) if n in constant else np.broadcast_to(np.float32(0), _shape(types[n])) for n in names}
+        with np.errstate(all='ignore'):
+            values = ReferenceEvaluator(one).run(None, feeds)
+        return {name: numpy_helper.from_array(np.asarray(value), name) for name, value in zip(node.output, values)}
+    except NotImplementedError:
+        return {}
+    except Exception as e:  # the operators of the reference raise whatever they meet
+        raise QatError(f"{name_of(node)}: {(str(e).strip().splitlines() or [type(e).__name__])[0][:200]}; the graph cannot run, export it anew") from e
 
 
 def flops(graph, types, conv):
     """Floating-point operations of a convolution, two per multiply-add; None if its shapes are not known."""
     weight = graph.values.get(graph.unquantized(conv.input[1]))
     at = types.get(conv.input[0] if conv.op_type == 'ConvTranspose' else conv.output[0])
-    return None if weight is None or at is None else 2 * int(np.prod(at[1])) * int(np.prod(weight.shape[1:]))
+    return None if weight is None or at is None else 2 * math.prod(at[1]) * math.prod(weight.shape[1:])
 
 
 def without_qdq(model):
     """A copy of `model` in which every reader of a DQ reads what was in front of its Q."""
-    bare, renamed = onnx.ModelProto.FromString(model.SerializeToString()), {}
-    kept = []
+    bare, renamed, kept = onnx.ModelProto.FromString(model.SerializeToString()), {}, []
+    returned = {o.name for o in bare.graph.output}
     for node in bare.graph.node:
         for i, name in enumerate(node.input):
             node.input[i] = renamed.get(name, name)
-        if node.op_type in QDQ and not {o.name for o in bare.graph.output} & set(node.output):
+        if node.op_type in QDQ and not returned & set(node.output):
             renamed[node.output[0]] = node.input[0]
         else:
             kept.append(node)
@@ -118,10 +142,10 @@ def kernels(graph):
         x = graph.activation_of(node)
         gate = [graph.producer[name] for name in node.input if name != x and x is not None and name in graph.producer]
         step, role = [*gate, node], 'activation' if x else node.op_type
-        for name in node.input if x is None else [x]:
+        for name in dict.fromkeys(node.input if x is None else [x]):
             group = groups.get(name)
-            alone = name not in graph.outputs and all(any(reader is n for n in step) for reader, _ in graph.readers[name])
-            if group is not None and alone and (state[id(group)], role) in FUSES:
+            if group is not None and (state[id(group)], role) in FUSES and name not in graph.outputs \
+                    and all(any(reader is n for n in step) for reader, _ in graph.readers[name]):
                 state[id(group)] = FUSES[state[id(group)], role]
                 break
         else:
@@ -158,7 +182,7 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
     def size(name, width=None):
         kind, shape = types.get(name, NONE)
         itemsize = helper.tensor_dtype_to_np_dtype(kind).itemsize
-        return int(np.prod(shape)) * (width or (float_bytes if kind in FLOATS and float_bytes else itemsize))
+        return math.prod(shape) * (width or (float_bytes if kind in FLOATS and float_bytes else itemsize))
 
     def stored(name):
         asked = graph.asked(name)
@@ -167,10 +191,10 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
 
     count, total = 0, 0
     for nodes in kernels(graph):
-        made = {name for n in nodes for name in n.output}
+        made, inside = {name for n in nodes for name in n.output}, {id(n) for n in nodes}
         read = {name for n in nodes for name in n.input if name not in made and types.get(name, NONE)[0] in FLOATS}
         left = {name for name in made if name in graph.outputs
-                or any(all(reader is not n for n in nodes) for reader, _ in graph.readers.get(name, ()))}
+                or any(id(reader) not in inside for reader, _ in graph.readers.get(name, ()))}
         copies = nodes[0].op_type in ('Slice', 'Split')
         count += len(left) if copies else 1
         total += sum(map(stored, left)) * 2 if copies else sum(map(stored, read | left))

@@ -1,8 +1,11 @@
 """Reading an ONNX graph: who makes a tensor, who reads it, what is constant, which nodes only move values."""
 import ast
+from functools import cached_property, wraps
 
 import onnx
 from onnx import numpy_helper
+
+from utils.qat.errors import QatError
 
 ACTIVATIONS = {'Clip', 'Elu', 'HardSigmoid', 'HardSwish', 'LeakyRelu', 'Mish', 'PRelu', 'Relu', 'Sigmoid', 'Softplus', 'Swish', 'Tanh'}
 ELEMENTWISE = {'Abs', 'Add', 'BatchNormalization', 'Div', 'Exp', 'Max', 'Min', 'Mul', 'Neg', 'Pow', 'Sqrt', 'Sub', 'Sum', *ACTIVATIONS}
@@ -11,6 +14,8 @@ CONVS = {'Conv', 'ConvTranspose'}
 WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
 FLOAT = 'float'  # what a reader asks for that is not a Q, beside the scales of those that are
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. Resize is one if it takes the nearest.
+MOST_METADATA = 1_000_000  # characters: some thousand names of layers
+MOST_WAYS = 2_000_000  # from tensors, through operators that only move values, to where these come from and go to
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
 
@@ -26,10 +31,14 @@ def opset(model):
 
 def constants(model):
     """{tensor name: value} of every initializer and Constant node."""
-    found = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
-    for node in model.graph.node:
-        if node.op_type == 'Constant' and node.attribute[0].name == 'value':
-            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    stored = {i.name: i for i in model.graph.initializer}
+    stored.update((node.output[0], a.t) for node in model.graph.node if node.op_type == 'Constant' for a in node.attribute if a.name == 'value')
+    found = {}
+    for name, tensor in stored.items():
+        try:
+            found[name] = numpy_helper.to_array(tensor)
+        except (ValueError, TypeError, MemoryError) as e:
+            raise QatError(f'constant {name[:100]}: its values are not those of its type and shape {list(tensor.dims)}; export the graph anew') from e
     return found
 
 
@@ -75,7 +84,7 @@ def count_qdq(model):
 
 def name_of(node):
     """What to call `node` in a message: its name, or what it makes if it has none."""
-    return node.name or f'{node.op_type} of {node.output[0]}'
+    return node.name or f"{node.op_type} of {next(filter(None, node.output), 'nothing')}"
 
 
 def module_path(scopes):
@@ -87,6 +96,31 @@ def module_path(scopes):
 def module_of(node):
     """Path of the module that `node` was traced in: '/model.2/cv2/cv2.0/cv1/conv/Conv' is of 'model.2.cv2.0.cv1.conv'."""
     return module_path(node.name.strip('/').split('/')[:-1])
+
+
+def kept_float(model):
+    """Paths of modules that were left in float by choice, from the metadata of `model`; QatError if that is no list of names."""
+    for p in model.metadata_props:
+        if p.key == 'kept_float':
+            try:
+                names = ast.literal_eval(p.value) if len(p.value) < MOST_METADATA else None
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                names = None
+            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+                raise QatError(f"metadata kept_float is {p.value[:50]!r}, no list of names of layers; export the graph anew, or take it out")
+            return set(names)
+    return set()
+
+
+def remembered(method):
+    """A method of a Graph that is asked about a tensor, and works out each answer once."""
+    @wraps(method)
+    def ask(self, tensor):
+        known = self._known.setdefault(method.__name__, {})
+        if tensor not in known:
+            known[tensor] = method(self, tensor)
+        return known[tensor]
+    return ask
 
 
 class Graph:
@@ -102,40 +136,63 @@ class Graph:
         self.producer, self.readers = producers(model), readers(model)
         self.inputs = [i.name for i in model.graph.input if i.name not in self.values]
         self.outputs = {o.name for o in model.graph.output}
-        self.kept_float = set(next((ast.literal_eval(p.value) for p in model.metadata_props if p.key == 'kept_float'), ()))
-        self.fixed = {'', *self.values}  # '' stands for an input left out
+        self.kept_float = kept_float(model)
+        self.producer.pop('', None)  # '' stands for an input or output left out
+        self.readers.pop('', None)
+        self.fixed = {'', *self.values}
         for node in self.nodes:
-            if node.op_type in ('Shape', 'Size') or all(name in self.fixed for name in node.input):
+            inside = any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)  # which may read anything
+            if node.op_type in ('Shape', 'Size') or not inside and all(name in self.fixed for name in node.input):
                 self.fixed.update(node.output)
+        self._known, self._ways = {}, 0
+        for node in self.nodes:  # in the order of the graph, and against it: each answer needs only those before
+            for name in node.output:
+                self.origins(name), self.unquantized(name)
+        for node in reversed(self.nodes):
+            for name in node.output:
+                self.uses(name)
+
+    def _count(self, found):
+        self._ways += len(found)
+        if self._ways > MOST_WAYS:
+            raise QatError(f'more than {MOST_WAYS} ways through operators that only move values; no network is like that')
+        return found
 
     def op(self, tensor):
         """Operator that makes `tensor`, or None: it is given or constant."""
         return self.producer[tensor].op_type if tensor in self.producer else None
 
+    @remembered
     def origins(self, tensor):
         """Names of the tensors whose values `tensor` consists of, seen through nodes that only move values. Constants among
         activations do not count."""
         moved = moved_inputs(self.producer[tensor]) if tensor in self.producer else ()
-        given = [self.producer[tensor].input[i] for i in moved]
+        given = dict.fromkeys(self.producer[tensor].input[i] for i in moved)
         if tensor not in self.fixed:
             given = [name for name in given if name not in self.fixed]
-        return {o for name in given for o in self.origins(name)} or {tensor}
+        found = [self._count(self.origins(name)) for name in given]
+        return found[0] if len(found) == 1 else frozenset().union(*found) or frozenset((tensor,))
 
+    @remembered
     def uses(self, tensor):
-        """[(node, which of its inputs), ...] that get the values of `tensor`, seen through nodes that only move them; (None, 0)
-        is the caller, who gets a graph output. Who only asks for the shape is left out."""
-        found = [(None, 0)] if tensor in self.outputs else []
+        """[(node, which of its inputs), ...] that get the values of `tensor`, each once, seen through nodes that only move them;
+        (None, 0) is the caller, who gets a graph output. Who only asks for the shape is left out."""
+        found = {(0, 0): (None, 0)} if tensor in self.outputs else {}
+        walked = set()
         for node, i in self.readers.get(tensor, ()):
             if i in moved_inputs(node):
-                found += [use for name in node.output for use in self.uses(name)]
+                for name in node.output if id(node) not in walked else ():
+                    found.update(((id(n) if n else 0, j), (n, j)) for n, j in self._count(self.uses(name)))
+                walked.add(id(node))
             elif node.op_type not in ('Shape', 'Size'):
-                found.append((node, i))
-        return found
+                found[id(node), i] = node, i
+        return list(found.values())
 
     def by_choice(self, node):
         """Whether `node` (None: the caller) is in float because the user left it so."""
         return node is not None and module_of(node) in self.kept_float
 
+    @remembered
     def asked(self, tensor):
         """{scale or FLOAT: [names of who asks]}: the forms in which the values of `tensor` are wanted. What is in float by choice does
         not ask."""
@@ -149,20 +206,49 @@ class Graph:
 
     def scale(self, node):
         """Scale of a Q or DQ: a number, or a tuple per channel, or the tensor's name if it is no constant."""
-        value = self.values.get(node.input[1])
+        return self._scale(node.input[1])
+
+    @remembered
+    def _scale(self, tensor):
+        value = self.values.get(tensor)
         if value is None:
-            return node.input[1]
+            return tensor
         return value.item() if value.size == 1 else tuple(value.ravel().tolist())
 
+    @remembered
     def dequantized(self, tensor):
         """Whether all values of `tensor` come out of DQ nodes, seen through nodes that only move values."""
         return all(self.op(o) == 'DequantizeLinear' for o in self.origins(tensor))
 
+    @remembered
     def unquantized(self, tensor):
         """Name of the tensor in front of the Q and DQ that make `tensor`, if they do."""
-        while self.op(tensor) in QDQ:
-            tensor = self.producer[tensor].input[0]
-        return tensor
+        return self.unquantized(self.producer[tensor].input[0]) if self.op(tensor) in QDQ else tensor
+
+    def is_dfl(self, node):
+        """Whether a convolution sums up probabilities: what it reads was a Softmax, and was only moved since."""
+        return all(self.op(o) == 'Softmax' for o in self.origins(node.input[0]))
+
+    @cached_property
+    def ends(self):
+        """Names of the tensors behind which nothing is quantized, nor a convolution (DFL aside)."""
+        found = {''}
+        for node in reversed(self.nodes):
+            for name in node.output:
+                behind = [n for n, _ in self.readers.get(name, ())]
+                if all(n.op_type != 'QuantizeLinear' and (n.op_type not in CONVS or self.is_dfl(n)) and found.issuperset(n.output) for n in behind):
+                    found.add(name)
+        return found
+
+    @cached_property
+    def quantized_behind(self):
+        """Ids of the nodes whose first output is quantized, Adds in between taken as one sum."""
+        found = set()
+        for node in reversed(self.nodes):
+            behind = [n for n, _ in self.uses(node.output[0]) if n is not None]
+            if any(n.op_type == 'QuantizeLinear' or n.op_type == 'Add' and id(n) in found for n in behind):
+                found.add(id(node))
+        return found
 
     def activation_of(self, node):
         """The tensor x if `node` ends an activation function of x, else None. SiLU is x * Sigmoid(x)."""

@@ -44,34 +44,17 @@ def is_int8(graph, node):
     return node.op_type in CONVS and all(graph.op(name) == 'DequantizeLinear' for name in node.input[:2])
 
 
-def is_dfl(graph, node):
-    """Whether a convolution sums up probabilities: what it reads was a Softmax, and was only moved since."""
-    return {graph.op(o) for o in graph.origins(node.input[0])} == {'Softmax'}
-
-
 def float_reason(graph, node):
     """Why a convolution runs in float. HEAD, DFL and CHOICE are as they should be, anything else is a finding.
 
-    HEAD: see `_ends_the_graph`. Where one of the two is quantized it is a finding anywhere: that DQ is lost.
+    HEAD: nothing behind it is quantized, nor a convolution (see `Graph.ends`). Where one of the two is quantized it is a finding anywhere: that DQ is lost.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if len(lacks) == 2 and graph.by_choice(node):
         return CHOICE
-    if len(lacks) == 2 and is_dfl(graph, node):
+    if len(lacks) == 2 and graph.is_dfl(node):
         return DFL
-    return HEAD if len(lacks) == 2 and _ends_the_graph(graph, node) else f"{' and '.join(lacks)} not quantized"
-
-
-def _ends_the_graph(graph, node):
-    """Whether nothing behind `node` is quantized, nor a convolution (DFL aside)."""
-    waiting, seen = list(node.output), set()
-    while waiting:
-        behind = [n for n, _ in graph.readers.get(waiting.pop(), ()) if id(n) not in seen]
-        if any(n.op_type == 'QuantizeLinear' or n.op_type in CONVS and not is_dfl(graph, n) for n in behind):
-            return False
-        seen.update(map(id, behind))
-        waiting += [out for n in behind for out in n.output]
-    return True
+    return HEAD if len(lacks) == 2 and graph.ends.issuperset(node.output) else f"{' and '.join(lacks)} not quantized"
 
 
 def float_convs(graph):
@@ -118,7 +101,7 @@ def moves(graph):
         given = [node.input[i] for i in moved_inputs(node) if node.input[i] not in graph.fixed]
         if not given:
             continue
-        sources = {o for name in given for o in graph.origins(name)}
+        sources = set().union(*map(graph.origins, given))
         reads = {graph.scale(graph.producer[o]) if graph.op(o) == 'DequantizeLinear' else FLOAT for o in sources}
         makes = set()
         for use, _ in (u for name in node.output for u in graph.uses(name)):
@@ -132,12 +115,15 @@ def moves(graph):
 
 
 def _addends(graph, node):
-    """What a sum adds up: an Add that nothing but this one reads is part of it."""
-    for name in node.input:
-        if graph.op(name) == 'Add' and _only_reader(graph, name) is node:
-            yield from _addends(graph, graph.producer[name])
+    """What a sum adds up, in its order: an Add that nothing but this one reads is part of it."""
+    found, waiting = [], [(name, node) for name in reversed(node.input)]
+    while waiting:
+        name, reader = waiting.pop()
+        if graph.op(name) == 'Add' and _only_reader(graph, name) is reader:
+            waiting += [(addend, graph.producer[name]) for addend in reversed(graph.producer[name].input)]
         elif name not in graph.fixed:
-            yield name
+            found.append(name)
+    return found
 
 
 def _only_reader(graph, name):
@@ -161,9 +147,9 @@ def adds(graph):
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
         if node.op_type != 'Add' or reader is not None and reader.op_type == 'Add' or graph.by_choice(node):
             continue
-        addends = list(_addends(graph, node))
+        addends = _addends(graph, node)
         quantized = [a for a in addends if graph.dequantized(a)]
-        rest = [a for a in addends if a not in quantized]
+        rest = [a for a in addends if not graph.dequantized(a)]
         scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.origins(a)}
         if quantized and (len(rest) > 1 or rest and not _from_int8_conv(graph, rest[0])):
             yield Finding('half add', name_of(node), f"in float: {', '.join(rest)}")

@@ -57,7 +57,7 @@ def load(path):
         model = onnx.load(path)
         onnx.checker.check_model(model)
     # ValueError and TypeError: of weights in another file that is not whole
-    except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError) as e:
+    except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
         raise QatError(f"{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py") from e
     if not (model.graph.node and given(model) and model.graph.output and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)):
         raise QatError(f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py')

@@ -37,7 +37,7 @@ def constants(model):
     for name, tensor in stored.items():
         try:
             found[name] = numpy_helper.to_array(tensor)
-        except (ValueError, TypeError, MemoryError) as e:
+        except (ValueError, TypeError, KeyError, MemoryError) as e:
             raise QatError(f'constant {name[:100]}: its values are not those of its type and shape {list(tensor.dims)}; export the graph anew') from e
     return found
 

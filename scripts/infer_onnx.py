@@ -85,8 +85,14 @@ def nms(boxes, scores, classes, iou_thres):
     return kept
 
 
+def wanted(found, conf_thres):
+    """Which of the detections [n, 6] score above conf_thres, bool [n], and how many of those are left out: a number of theirs is NaN or infinite."""
+    asked, finite = (found[:, 4] > conf_thres) | ~np.isfinite(found[:, 4]), np.isfinite(found).all(1)
+    return asked & finite, int((asked & ~finite).sum())
+
+
 def read_outputs(outputs, size, conf_thres, iou_thres):
-    """Outputs of the file for one image, {name: array with a batch axis} → (detections, masks).
+    """Outputs of the file for one image, {name: array with a batch axis} → (detections, masks, number of detections left out: see `wanted`).
 
     size: height, width of the letterboxed image. detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of that image, score,
     class. masks: (FP32 [n, rows, columns] in 0..1, areas [n, 4] that these cells divide, as x1, y1, x2, y2); None if there are none.
@@ -95,26 +101,28 @@ def read_outputs(outputs, size, conf_thres, iou_thres):
         n = int(outputs['num_dets'][0, 0])
         boxes, scores, classes = (outputs[name][0, :n] for name in ('det_boxes', 'det_scores', 'det_classes'))
         found = np.column_stack((boxes, scores, classes)).astype(np.float32)
-        kept = found[:, 4] > conf_thres
+        kept, skipped = wanted(found, conf_thres)
         if 'det_masks' not in outputs:
-            return found[kept], None
+            return found[kept], None, skipped
         masks = outputs['det_masks'][0, :n]
         side = round(masks.shape[1] ** 0.5)
-        return found[kept], (masks.reshape(n, side, side)[kept], boxes[kept])
+        return found[kept], (masks.reshape(n, side, side)[kept], boxes[kept]), skipped
     output, *prototypes = sorted(outputs.values(), key=np.ndim)
     if output.shape[2] == 6:
-        found = output[0][output[0, :, 4] > conf_thres]
+        found, at = output[0], np.arange(output.shape[1])
     else:
         rows, coefficients = np.split(output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1)  # [N, 4 + nc], [N, nm]
-        at, classes = np.nonzero(rows[:, 4:] > conf_thres)  # a box may be of several classes, as in the evaluation
+        at, classes = np.nonzero(~(rows[:, 4:] <= conf_thres))  # NaN is not below; a box may be of several classes, as in the evaluation
         centre, half = rows[at, :2], rows[at, 2:4] / 2
         found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
+    chosen, skipped = wanted(found, conf_thres)
+    found, at = found[chosen], at[chosen]
     kept = nms(found[:, :4], found[:, 4], found[:, 5], iou_thres)
     if not prototypes:
-        return found[kept], None
+        return found[kept], None, skipped
     logits = np.tensordot(coefficients[at[kept]], prototypes[0][0], 1)
     masks = np.tanh(logits / 2) / 2 + 0.5  # the sigmoid, which does not overflow this way
-    return found[kept], (masks, np.tile(np.float32([0, 0, size[1], size[0]]), (len(kept), 1)))
+    return found[kept], (masks, np.tile(np.float32([0, 0, size[1], size[0]]), (len(kept), 1))), skipped
 
 
 def unscaled(boxes, gain, border):
@@ -158,6 +166,23 @@ def draw(image, found, names, masks=None):
         cv2.rectangle(image, (round(x1), round(y1)), (round(x2), round(y2)), colour, thick)
         cv2.rectangle(image, (left, bottom - h - 4), (left + w, bottom), colour, -1)
         cv2.putText(image, text, (left, bottom - 3), cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA)
+
+
+def save(image, path):
+    """Write an image under a hidden name, then rename it: a picture that is there is whole. Raises OSError, or ValueError if OpenCV cannot."""
+    try:
+        written, content = cv2.imencode(path.suffix, image)
+    except cv2.error:
+        written = False
+    if not written:
+        raise ValueError(f'OpenCV writes no {path.suffix} of {image.shape[1]} x {image.shape[0]} pixels')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f'.{os.getpid()}.tmp')
+    try:
+        hidden.write_bytes(content.tobytes())
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 class OnnxModel:
@@ -215,6 +240,8 @@ def parse_args(description, suffix, argv):
     args.files = sorted(f for f in args.images.iterdir() if f.suffix.lower() in IMAGES) if args.images.is_dir() else [args.images]
     if not args.files or not args.files[0].is_file():
         fail(f"{args.images}: no such image, nor a folder with images ({', '.join(sorted(IMAGES))})")
+    if args.save and args.files[0].parent.resolve() == PICTURES.resolve():
+        fail(f'--save: would write over the images in {PICTURES}; move them, or work in another folder')
     return args
 
 
@@ -224,7 +251,7 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
     model = open_model(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
-    unread = total = 0
+    unread = total = skipped = saved = 0
     for file in args.files:
         try:
             image = cv2.imread(str(file))
@@ -237,12 +264,14 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         pixels, gain, border = letterbox(image, *model.shape[2:])
         start = time.perf_counter()
         try:
-            found, masks = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
+            with np.errstate(all='ignore'):  # what is not finite is counted
+                found, masks, left_out = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
         except Exception as e:  # as above; and outputs of another layout
             fail(f"{args.model}: cannot be run, or its outputs are of none of the layouts above: {' '.join(str(e).split())[:300]}")
         if args.verbose:
             print(f'{visible(file.name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms')
         total += len(found)
+        skipped += left_out
         found = to_image(found, gain, border, image.shape[:2])
         if masks:
             masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]
@@ -252,10 +281,13 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         if not len(found) and not args.quiet:
             print(f'{visible(file.name)}: nothing found')
         if args.save:
-            PICTURES.mkdir(parents=True, exist_ok=True)
             draw(image, found, model.names, masks)
-            cv2.imwrite(str(PICTURES / file.name), image)
-    print(f"{total} detections in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
+            try:
+                save(image, PICTURES / file.name)
+            except (OSError, ValueError) as e:
+                fail(f'{PICTURES / file.name} could not be written ({getattr(e, "strerror", None) or e}), nor what follows; {saved} pictures are whole')
+            saved += 1
+    print(f"{total} detections{f' ({skipped} more left out: NaN or infinite)' if skipped else ''} in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
     if not args.save and not args.quiet:
         print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))
     return 1 if unread else 0

@@ -2,6 +2,7 @@
 import ast
 import operator
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -78,8 +79,8 @@ def detected(file, path, conf=CONF):
     """What the client finds in an image: [n, 6] in pixels of the image."""
     model, image = client.OnnxModel(file, 'cpu'), cv2.imread(path)
     pixels, gain, border = client.letterbox(image, *model.shape[2:])
-    found, masks = client.read_outputs(model(pixels), model.shape[2:], conf, IOU)
-    assert masks is None
+    found, masks, skipped = client.read_outputs(model(pixels), model.shape[2:], conf, IOU)
+    assert masks is None and not skipped
     return client.to_image(found, gain, border, image.shape[:2])
 
 
@@ -214,7 +215,7 @@ def outputs_of(layout, number=4):
 def test_masks_are_those_of_the_evaluation(layout):
     """But for pixels at the border of the box: upstream takes those whose left upper corners are inside, the client those whose centres are."""
     outputs, evaluated = outputs_of(layout)
-    found, masks = client.read_outputs(outputs, (SIZE, SIZE), 0.25, 1)
+    found, masks, _ = client.read_outputs(outputs, (SIZE, SIZE), 0.25, 1)
     assert np.allclose(found[:, :4], BOXES[:4], atol=1e-4)
     for mask, area, box, theirs in zip(*masks, found, evaluated.fine().bool().numpy()):
         ours = client.paste(mask, area, box, (SIZE, SIZE))
@@ -229,7 +230,7 @@ def test_masks_are_those_of_the_evaluation(layout):
 def test_what_is_below_the_threshold_takes_its_mask_along():
     for layout in ('plain', 'end2end'):
         outputs, _ = outputs_of(layout)
-        (_, both), (found, masks) = (client.read_outputs(outputs, (SIZE, SIZE), conf, 1) for conf in (0.25, 0.6))
+        (_, both, _), (found, masks, _) = (client.read_outputs(outputs, (SIZE, SIZE), conf, 1) for conf in (0.25, 0.6))
         assert len(found) == len(masks[0]) == len(masks[1]) == 2 and np.array_equal(masks[0], both[0][:2])
 
 
@@ -261,14 +262,51 @@ def test_masks_are_drawn_in_the_colour_of_the_class():
     assert np.abs(image[mask] - (colour + 40) / 2).max() <= 1 and (image[45, 40:70] == 40).all()
 
 
+# ---- numbers that are none ----------------------------------------------------------------------------------------------
+
+def spoilt(layout, value, column):
+    """Outputs of `layout` with three detections, the second of which has `value` in a column: 0 to 3 of the box, 4 its score."""
+    rows = np.float32([[20, 10, 90, 70, 0.9, 0], [5, 30, 60, 100, 0.8, 0], [64, 64, 128, 128, 0.7, 0]])
+    if layout == 'plain':  # centre, size, the scores of two classes, coefficients of masks
+        rows = np.column_stack(((rows[:, :2] + rows[:, 2:4]) / 2, rows[:, 2:4] - rows[:, :2], rows[:, 4], np.zeros((3, 9), np.float32)))
+    rows[1, column] = value
+    if layout == 'plain':
+        return {'output0': rows.T[None], 'output1': np.ones((1, 8, 32, 32), np.float32)}
+    if layout == 'deepstream':
+        return {'output': rows[None]}
+    return {'num_dets': np.int32([[3]]), 'det_boxes': rows[None, :, :4], 'det_scores': rows[None, :, 4], 'det_classes': rows[None, :, 5],
+            'det_masks': np.ones((1, 3, 49), np.float32)}
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('layout', ['plain', 'deepstream', 'end2end'])
+def test_what_is_not_finite_is_left_out_and_counted(layout, value):
+    whole, masks, skipped = client.read_outputs(spoilt(layout, 20, 0), (SIZE, SIZE), 0.25, 0.95)
+    assert len(whole) == 3 and skipped == 0
+    for column in range(5):
+        with np.errstate(invalid='ignore'):
+            found, masks, skipped = client.read_outputs(spoilt(layout, value, column), (SIZE, SIZE), 0.25, 0.95)
+        below = layout == 'plain' and column == 4 and value == -np.inf  # of its other class it may be one
+        assert np.array_equal(found, whole[[0, 2]]) and skipped == 1 - below, column
+        assert masks is None or len(masks[0]) == len(masks[1]) == 2
+
+
+def test_the_last_line_counts_them(files, tmp_path):
+    found = np.float32([[20, 10, 90, 70, 0.9, 0], [np.nan, 30, 60, 100, 0.8, 0], [64, 64, 128, 128, np.inf, 0]])
+    onnx.save(end2end(found), tmp_path / 'model.onnx')
+    said, complaint = run(tmp_path, tmp_path / 'model.onnx', next((files / 'images').iterdir()), '--save', '--quiet')
+    assert said == '1 detections (2 more left out: NaN or infinite) in 1 images, pictures in runs/infer\n' and not complaint
+
+
 # ---- the programs -------------------------------------------------------------------------------------------------------
 
-def run(folder, *arguments, code=0):
+def run(folder, *arguments, code=0, largest=resource.RLIM_INFINITY):
     """Run a copy of the client in `folder`, where torch and the packages of this tree cannot be imported; returns stdout, stderr."""
     shutil.copy(REPO / 'scripts/infer_onnx.py', folder)
     for name in ('torch', 'torchvision', 'models', 'utils'):
         (folder / f'{name}.py').write_text('raise ImportError("not where it was copied to")')
-    done = subprocess.run([sys.executable, 'infer_onnx.py', *map(str, arguments)], cwd=folder, text=True, capture_output=True)
+    done = subprocess.run([sys.executable, 'infer_onnx.py', *map(str, arguments)], cwd=folder, text=True, capture_output=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)))
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -304,6 +342,37 @@ def test_an_unreadable_image_is_named_and_the_others_done(files, tmp_path):
     shutil.copy(next((files / 'images').iterdir()), tmp_path / 'some/b.JPG')
     said, complaint = run(tmp_path, files / 'deepstream.onnx', 'some', code=1)
     assert said.startswith('b.JPG: ') and complaint == 'some/a.jpg: OpenCV cannot read it\n' and not (tmp_path / 'runs').exists()
+
+
+def test_no_room_for_the_pictures(files, tmp_path):
+    """A limit on the size of files stands in for a full disk: the third picture is larger."""
+    (tmp_path / 'some').mkdir()
+    for name, side in (('a', 20), ('b', 20), ('c', 400), ('d', 20)):
+        cv2.imwrite(str(tmp_path / f'some/{name}.bmp'), np.zeros((side, side, 3), np.uint8))
+    (tmp_path / 'runs/infer').mkdir(parents=True)
+    (tmp_path / 'runs/infer/c.bmp').write_bytes(b'of an earlier run')
+    said, complaint = run(tmp_path, files / 'plain.onnx', 'some', '--save', code=2, largest=50_000)
+    assert complaint == 'infer_onnx.py: error: runs/infer/c.bmp could not be written (File too large), nor what follows; 2 pictures are whole\n'
+    assert 'pictures in' not in said and sorted(f.name for f in (tmp_path / 'runs/infer').iterdir()) == ['a.bmp', 'b.bmp', 'c.bmp']
+    assert (tmp_path / 'runs/infer/c.bmp').read_bytes() == b'of an earlier run' and cv2.imread(str(tmp_path / 'runs/infer/b.bmp')).shape == (20, 20, 3)
+
+
+def test_pictures_that_cannot_be_written(files, tmp_path):
+    """A file where the folder has to be, a format of which OpenCV writes none so large, and the folder of the pictures given as images."""
+    (tmp_path / 'runs').write_bytes(b'')
+    image = next((files / 'images').iterdir())
+    _, complaint = run(tmp_path, files / 'plain.onnx', image, '--save', code=2)
+    assert complaint.count('\n') == 1 and f'runs/infer/{image.name} could not be written (' in complaint
+    (tmp_path / 'runs').unlink()
+    cv2.imwrite(str(tmp_path / 'wide.png'), np.zeros((4, 17_000, 3), np.uint8))
+    (tmp_path / 'wide.png').rename(tmp_path / 'wide.webp')  # OpenCV reads what it is, and writes what it is called
+    _, complaint = run(tmp_path, files / 'plain.onnx', 'wide.webp', '--save', code=2)
+    assert 'OpenCV writes no .webp of 17000 x 4 pixels' in complaint and not (tmp_path / 'runs').exists()
+    (tmp_path / 'runs/infer').mkdir(parents=True)
+    shutil.copy(image, tmp_path / 'runs/infer')
+    _, complaint = run(tmp_path, files / 'plain.onnx', 'runs/infer', '--save', code=2)
+    assert '--save: would write over the images in runs/infer' in complaint
+    assert (tmp_path / 'runs/infer' / image.name).read_bytes() == image.read_bytes()
 
 
 BAD = {'model': (['images.onnx', 'images'], 'images.onnx: expected a file ending in .onnx'),
@@ -359,6 +428,6 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
         model = engine.EngineModel(tmp_path / f'{name}.engine', '0')
         assert model.shape == [1, 3, SIZE, SIZE] and len(model.names) == 10
         for path, pixels, *_ in evaluated:
-            ours, _ = client.read_outputs(model(pixels), (SIZE, SIZE), 0.5, IOU)
-            theirs, _ = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), (SIZE, SIZE), 0.5, IOU)
+            ours, *_ = client.read_outputs(model(pixels), (SIZE, SIZE), 0.5, IOU)
+            theirs, *_ = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), (SIZE, SIZE), 0.5, IOU)
             assert abs(len(ours) - len(theirs)) <= 1 + len(theirs) // 5

@@ -17,6 +17,7 @@ import argparse
 import ast
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -285,7 +286,8 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
             try:
                 save(image, PICTURES / file.name)
             except (OSError, ValueError) as e:
-                fail(f'{PICTURES / file.name} could not be written ({getattr(e, "strerror", None) or e}), nor what follows; {saved} pictures are whole')
+                reason = f'{e.strerror}, {shutil.disk_usage(".").free / 1e6:.1f} MB are free' if isinstance(e, OSError) else e
+                fail(f'{PICTURES / file.name} could not be written ({reason}), nor what follows; {saved} pictures are whole')
             saved += 1
     print(f"{total} detections{f' ({skipped} more left out: NaN or infinite)' if skipped else ''} in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
     if not args.save and not args.quiet:

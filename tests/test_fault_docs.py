@@ -1,6 +1,7 @@
 """The numbers of docs/faults.md are those of the tests."""
 import re
 
+import test_audit_ends as endless
 import test_fault_checkpoints as checkpoints
 import test_fault_data as data
 import test_fault_exports as exports
@@ -8,6 +9,7 @@ import test_fault_names as names
 import test_fault_yaml as any_yaml
 import test_full_disk as disk
 import test_killed as killed
+import test_patch as patched
 from conftest import REPO
 
 
@@ -20,7 +22,7 @@ def counts():
     """What was spoilt → number of cases, each one call of a command or of the function that reads the file."""
     pictures, json = (*data.UNREAD, *data.READ), len(exports.NO_JSON)
     return {
-        'killed': len(killed.POINTS), 'no room': len(disk.LIMITS) + len(disk.OTHERS) + 3,
+        'killed': len(killed.POINTS), 'no room': len(disk.LIMITS) + len(disk.OTHERS) + 3 + 2,
         'damaged checkpoints': len(checkpoints.DAMAGED) * checkpoints.PER_COMMAND, 'hostile checkpoints': len(checkpoints.HOSTILE) * len(checkpoints.COMMANDS),
         'foreign checkpoints': len(checkpoints.FOREIGN) * len(checkpoints.COMMANDS), 'rewritten pickles': 2 * checkpoints.REWRITTEN,
         'data YAML': met(data.YAMLS, data.COMMANDS) + len(data.HARMLESS), 'damaged data YAML': data.DAMAGED_YAML,
@@ -31,6 +33,7 @@ def counts():
         'caches of labels': 3 + 1 + 9, 'images': 2 * len(pictures), 'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
         'damaged images': 2 * data.DAMAGED_IMAGES, 'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),
         'damaged ONNX files': (exports.DAMAGED + 2) * len(exports.COMMANDS), 'weights in another file': len(exports.ELSEWHERE) * len(exports.COMMANDS),
+        'graphs to walk': len(endless.FINE) + len(endless.BROKEN), 'manifest of a patched tree': len(patched.SPOILT) * len(patched.VERBS),
         'report.json': json + 5 * len(exports.PARTS['a run']), 'summary of a sensitivity analysis': json + 5 * len(exports.PARTS['a summary']),
         'layers of an engine': 2 * (json + 5 * len(exports.PARTS['layers']))}
 

@@ -352,7 +352,8 @@ def test_no_room_for_the_pictures(files, tmp_path):
     (tmp_path / 'runs/infer').mkdir(parents=True)
     (tmp_path / 'runs/infer/c.bmp').write_bytes(b'of an earlier run')
     said, complaint = run(tmp_path, files / 'plain.onnx', 'some', '--save', code=2, largest=50_000)
-    assert complaint == 'infer_onnx.py: error: runs/infer/c.bmp could not be written (File too large), nor what follows; 2 pictures are whole\n'
+    assert re.fullmatch(r'infer_onnx.py: error: runs/infer/c.bmp could not be written \(File too large, [\d.]+ MB are free\), nor what follows; '
+                        r'2 pictures are whole\n', complaint)
     assert 'pictures in' not in said and sorted(f.name for f in (tmp_path / 'runs/infer').iterdir()) == ['a.bmp', 'b.bmp', 'c.bmp']
     assert (tmp_path / 'runs/infer/c.bmp').read_bytes() == b'of an earlier run' and cv2.imread(str(tmp_path / 'runs/infer/b.bmp')).shape == (20, 20, 3)
 

@@ -13,7 +13,8 @@
 # The next run reads the plan as it reads a manifest: --revert finds every file of ours, a patch starts again at 1.
 set -euo pipefail
 shopt -s nullglob globstar
-unset CDPATH # cd would go, and speak, elsewhere
+unset CDPATH     # cd would go, and speak, elsewhere
+export LC_ALL=C # A-Z means these letters, and what sort gives is the same everywhere
 
 SELF=$(realpath -- "${BASH_SOURCE[0]}")
 HERE=${SELF%/*}
@@ -351,18 +352,18 @@ mapfile -t FILES < <(overlay_files)
 
 # ---- may it be written to, and by nobody else ------------------------------------------------------------------------------
 if [[ $VERB == check ]]; then
-    NEW=$(mktemp -d)
+    NEW=$(mktemp -d 2>&1) || refuse "$NEW"
 else
     exec {lock}<.
     flock -n "$lock" || refuse "another patch_yolov9.sh is at work in $TREE" 'wait for it'
-    rm -rf "$NEW"
+    attempt rm -rf "$NEW" # of a run that was killed
 fi
-trap 'rm -rf "$NEW"' EXIT
+trap 'rm -rf "$NEW" 2>/dev/null' EXIT
 read_manifest
 for f in "${HOOKED[@]}" $(folders_of "$BACKUP/x" "${FILES[@]}" "${HOOKED[@]}" "${!LISTED[@]}" "${FOLDERS[@]/%//x}" "${MOVED[@]}" "${MOVED[@]/#/$BACKUP/}"); do
     [[ ! -L $f ]] || refuse "$TREE/$f is a link, and nothing is written through links" 'put what it leads to in its place'
     [[ ! -e $f || -d $f ]] || among "$f" "${HOOKED[@]}" || refuse "$TREE/$f is a file, and has to be a folder" 'move it away'
-    [[ ! -e $f || -w $f || $VERB == check ]] || refuse "$TREE/$f: no permission to write" "$STATE"
+    [[ ! -d $f || -w $f || $VERB == check ]] || refuse "$TREE/$f: no permission to write" "$STATE"
 done
 for f in "${HOOKED[@]}"; do
     [[ $(grep -c '^# >>> yolov9-qat >>>' "$f") == $(grep -c '^# <<< yolov9-qat <<<' "$f") ]] ||

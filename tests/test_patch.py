@@ -274,6 +274,21 @@ def test_an_interrupted_patch_is_told(upgrade, writers, tmp_path):
     assert result.returncode == 1 and "a patch was interrupted" in result.stdout
 
 
+@pytest.mark.parametrize("verb", [(), ("--revert",)], ids=["patch", "revert"])
+def test_what_the_system_refuses_in_the_middle(upgrade, tmp_path, verb):
+    """One line that says how to go on; and both ways do."""
+    old, new, tree = upgrade
+    before = everything(tree)
+    patch(tree, script=old)
+    (tmp_path / "mv").write_text(f'#!/bin/sh\ncase "$*" in *utils/qat/both.py|*models/__init__.py) echo "mv: no room" >&2; exit 1;; esac\nexec {shutil.which("mv")} "$@"\n')
+    (tmp_path / "mv").chmod(0o755)
+    result = subprocess.run([new, tree, *verb], env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True)
+    refused(result, "mv: no room; half done: mend that and run it again")
+    assert not (tree / ".yolov9-qat.new").exists()
+    assert patch(tree, script=new).returncode == 0 and patch(tree, "--check", script=new).returncode == 0
+    assert patch(tree, "--revert", script=new).returncode == 0 and everything(tree) == before
+
+
 # ---- what is not touched -------------------------------------------------------------------------------------------------
 
 def refused(result, *words):

@@ -289,7 +289,8 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
                 reason = f'{e.strerror}, {shutil.disk_usage(".").free / 1e6:.1f} MB are free' if isinstance(e, OSError) else e
                 fail(f'{PICTURES / file.name} could not be written ({reason}), nor what follows; {saved} pictures are whole')
             saved += 1
-    print(f"{total} detections{f' ({skipped} more left out: NaN or infinite)' if skipped else ''} in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
+    broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
+    print(f"{total} detections{broken} in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
     if not args.save and not args.quiet:
         print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))
     return 1 if unread else 0

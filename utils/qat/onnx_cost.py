@@ -24,7 +24,7 @@ from utils.qat.errors import QatError
 from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-LARGEST, MOST_EVALUATED = 10_000, 10_000  # values of a tensor, nodes: what shape arithmetic takes
+LARGEST, MOST_EVALUATED = 100, 10_000  # values of a tensor, nodes: what shape arithmetic takes
 NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
 FREE = {'Concat', 'Flatten', 'Identity', 'Reshape', 'Squeeze', 'Unsqueeze'}
 # What a kernel can still take along: (its state, the role of the next node) → its state then.
@@ -89,7 +89,8 @@ def _is_arithmetic(node, known, types, constant):
     """Whether a node computes few values of few constants."""
     if node.op_type == 'Shape':
         return _shape(types[node.input[0]]) is not None
-    return all(name in constant for name in known) and node.op_type not in QDQ and not any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) \
+    takes_long = any(a.type in (a.GRAPH, a.GRAPHS) or a.name in ('kernel_shape', 'pads') for a in node.attribute)
+    return node.op_type not in QDQ and not takes_long and all(name in constant for name in known) \
         and all(_count(types[name]) <= LARGEST if name in types else not name for name in node.output)
 
 

@@ -1,5 +1,5 @@
 """Reading an ONNX graph: who makes a tensor, who reads it, what is constant, which nodes only move values."""
-import ast
+import re
 from functools import cached_property, wraps
 
 import onnx
@@ -13,9 +13,8 @@ QDQ = {'QuantizeLinear', 'DequantizeLinear'}
 CONVS = {'Conv', 'ConvTranspose'}
 WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
 FLOAT = 'float'  # what a reader asks for that is not a Q, beside the scales of those that are
+MOST_WAYS = 2_000_000  # from tensors, through operators that only move values, to where these come from and go to; YOLOv9 has some hundred
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. Resize is one if it takes the nearest.
-MOST_METADATA = 1_000_000  # characters: some thousand names of layers
-MOST_WAYS = 2_000_000  # from tensors, through operators that only move values, to where these come from and go to
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
 
@@ -99,17 +98,11 @@ def module_of(node):
 
 
 def kept_float(model):
-    """Paths of modules that were left in float by choice, from the metadata of `model`; QatError if that is no list of names."""
-    for p in model.metadata_props:
-        if p.key == 'kept_float':
-            try:
-                names = ast.literal_eval(p.value) if len(p.value) < MOST_METADATA else None
-            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                names = None
-            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-                raise QatError(f"metadata kept_float is {p.value[:50]!r}, no list of names of layers; export the graph anew, or take it out")
-            return set(names)
-    return set()
+    """Paths of modules that were left in float by choice, from the metadata of `model`; QatError if they are no list of paths."""
+    text = next((p.value for p in model.metadata_props if p.key == 'kept_float'), '[]')
+    if not re.fullmatch(r"\[('[\w.]+'(, '[\w.]+')*)?\]", text):  # as export writes it
+        raise QatError(f'metadata kept_float is {text[:50]!r}, no list of names of layers; export the graph anew, or take it out')
+    return set(re.findall(r'[\w.]+', text))
 
 
 def remembered(method):
@@ -147,7 +140,8 @@ class Graph:
         self._known, self._ways = {}, 0
         for node in self.nodes:  # in the order of the graph, and against it: each answer needs only those before
             for name in node.output:
-                self.origins(name), self.unquantized(name)
+                self.origins(name)
+                self.unquantized(name)
         for node in reversed(self.nodes):
             for name in node.output:
                 self.uses(name)

@@ -198,6 +198,9 @@ class OnnxModel:
             missing(e, 'ONNX Runtime: pip install onnxruntime')
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
+        spin = str(int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active'))  # threads that wait spin otherwise, and slow down other work
+        for pool in 'intra_op', 'inter_op':
+            options.add_session_config_entry(f'session.{pool}.allow_spinning', spin)
         # Q and DQ as they are written, which is what was evaluated and what TensorRT computes; leave it out for speed on a CPU
         options.add_session_config_entry('session.disable_quant_qdq', '1')
         provider = ('CPUExecutionProvider', {}) if device == 'cpu' else ('CUDAExecutionProvider', {'device_id': device})

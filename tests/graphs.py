@@ -4,6 +4,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from utils.qat.onnx_rounding import rounding
+from utils.qat.threads import onnx_options
 
 FLOAT = TensorProto.FLOAT
 
@@ -86,8 +87,7 @@ def dims(value):
 
 def run_onnx(model, feeds):
     """Outputs of an ONNX model (or file) in ONNX Runtime, nothing optimized away: what the graph says, node by node."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options = onnx_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
     return onnxruntime.InferenceSession(rounding(source), options, providers=['CPUExecutionProvider']).run(None, feeds)

@@ -15,6 +15,7 @@ from utils.qat.export_config import END2END, MASKS, PLUGIN
 from utils.qat.masks import BoxMasks
 from utils.qat.names import class_names
 from utils.qat.onnx_rounding import rounding
+from utils.qat.threads import onnx_options
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 
@@ -143,11 +144,9 @@ class FileModel(ABC):
 def onnx_session(source, device=torch.device('cpu')):
     """ONNX Runtime's session of a file (its name), or of a serialized model (bytes)."""
     import onnxruntime as ort
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
     # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
     # does not load with FP16 scales (1.31).
-    options.add_session_config_entry('session.disable_quant_qdq', '1')
+    options = onnx_options({'session.disable_quant_qdq': '1'})
     wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
     providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
     return ort.InferenceSession(rounding(source), options, providers=providers)

@@ -23,6 +23,7 @@ import pickle
 import re
 import shutil
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -308,6 +309,30 @@ def cuda_amp():
     return True
 
 
+def openmp_sleeps():
+    """train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY, see
+    threads.py. But GCC's OpenMP spins 100 times instead of 300000 while there are more of its threads than CPUs (its manual,
+    GOMP_SPINCOUNT), and each thread that computes gets threads of its own. So one more computes once, and sleeps for ever with
+    those it got. Delete when upstream imports torch after utils."""
+    import torch
+
+    from utils.qat import threads
+
+    workers = torch.get_num_threads()
+    if not threads.too_late or workers == 1:
+        return False
+    ready = threading.Event()
+
+    def compute_and_sleep():
+        torch.zeros(workers << 16, dtype=torch.uint8, device="cpu").add_(1)  # OpenMP gives a thread 32768 elements or more
+        ready.set()
+        threading.Event().wait()
+
+    threading.Thread(target=compute_and_sleep, name="yolov9-qat: OpenMP sleeps", daemon=True).start()
+    ready.wait()
+    return True
+
+
 SHIMS = (auto_install_off, pkg_resources_module, missing_packages_reported, ipython_module, numpy_trapz, numpy_float,
          pillow_getsize, font_from_matplotlib, torch_load_of_modules, torchscript_onnx_export,
-         cuda_amp)
+         cuda_amp, openmp_sleeps)

@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from utils.qat.onnx_graph import constants, is_half
+from utils.qat.threads import onnx_options
 
 
 @cache
@@ -20,7 +21,7 @@ def rounds_fp16():
                               [helper.make_tensor_value_info('y', TensorProto.INT8, [4])],
                               [numpy_helper.from_array(np.array(1, np.float16), 'scale'), numpy_helper.from_array(np.array(0, np.int8), 'zero')])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 19)], ir_version=9)
-    session = ort.InferenceSession(model.SerializeToString(), providers=['CPUExecutionProvider'])
+    session = ort.InferenceSession(model.SerializeToString(), onnx_options(), providers=['CPUExecutionProvider'])
     y, = session.run(None, {'x': np.array([0.75, 1.5, 2.5, -1.5], np.float16)})
     return y.tolist() == [1, 2, 2, -2]
 

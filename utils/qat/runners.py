@@ -12,6 +12,7 @@ import torch
 
 from utils.qat.engine import EngineRunner
 from utils.qat.errors import QatError
+from utils.qat.threads import onnx_options
 
 BACKENDS = {'tensorrt': 'TensorRT', 'rtx': 'TensorRT-RTX', 'onnxruntime': 'ONNX Runtime', 'pytorch': 'PyTorch'}
 
@@ -116,11 +117,8 @@ class OnnxRuntimeRunner(Runner):
         self.binding = self.session.io_binding()
 
     def _session(self, ort, entries):
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options = onnx_options(entries)
         options.intra_op_num_threads = torch.get_num_threads()  # as many as PyTorch has
-        for entry in entries.items():
-            options.add_session_config_entry(*entry)
         providers = ['CPUExecutionProvider']
         if self.stream:
             settings = {'device_id': self.device.index, 'user_compute_stream': str(self.stream.cuda_stream)}

@@ -17,11 +17,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-import torch
-from pytorch_quantization.calib import HistogramCalibrator
-
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
 
+import torch  # noqa: E402
+from pytorch_quantization.calib import HistogramCalibrator  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import Histogram, calibrate_weights, collect, histogram_amax  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402

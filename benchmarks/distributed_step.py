@@ -12,10 +12,10 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
 
+import torch  # noqa: E402
 from finetune_step import measure, prepare  # noqa: E402  beside this file
 from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.step import GraphedStep, Step  # noqa: E402

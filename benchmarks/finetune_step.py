@@ -17,11 +17,11 @@ import time
 from copy import deepcopy
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
 
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402

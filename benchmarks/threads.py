@@ -86,8 +86,9 @@ def measured(args, policy, folder, pipe):
 
 
 def never_waits(cores):
+    parent = os.getppid()
     os.sched_setaffinity(0, cores)
-    while True:
+    while os.getppid() == parent:  # or it would go on without
         pass
 
 

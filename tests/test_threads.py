@@ -1,0 +1,135 @@
+"""Threads sleep while they wait: in every command, in what it starts, and in upstream's own commands, unless the user chose otherwise."""
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from conftest import REPO, TREE
+from test_help import FILES
+from utils.qat.threads import CHOSEN, onnx_options
+
+BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
+WITHOUT = {  # file → why it is not here
+    'scripts/audit_onnx.py': 'loads neither', 'scripts/draw_engine.py': 'loads neither', 'demo/make_data.py': 'loads neither', 'demo/summary.py': 'loads neither',
+    'examples/infer_engine.py': 'loads neither', 'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat', 'scripts/infer_onnx.py': 'has its own session, below',
+    'benchmarks/stock.py': 'is imported by others', 'benchmarks/threads.py': 'measures both ways'}
+DATA = ('--data', 'data.yaml')
+ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
+    'qat.py': ('eval', '--weights', 'w.pt', *DATA), 'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA), 'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),
+    'export_qat.py': ('--weights', 'w.pt', '--include', 'onnx'), 'export_yoloV9.py': ('--weights', 'w.pt'), 'val_trt.py': ('--weights', 'w.onnx', *DATA),
+    'benchmark_trt.py': ('w.onnx',), 'compare_outputs.py': ('w.pt', 'w.onnx', '--random', '1'),
+    'demo/weights.py': ('build', 'w.pt', 'out.pt', '--yolov9', str(TREE)), **{file: () for file in BENCHMARKS}}
+LOADED = """
+import os, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ('torch', 'onnxruntime'):
+            os.write(1, f"loads {name} with {os.environ.get('OMP_WAIT_POLICY')}".encode())
+            os._exit(0)
+sys.meta_path.insert(0, Finder)
+"""
+USES = """
+import time, torch
+x = torch.zeros(torch.get_num_threads() << 16)
+x.add_(1)
+wall, cpu = time.perf_counter(), time.process_time()
+for _ in range(20):
+    x.add_(1)
+    time.sleep(0.02)
+print('busy', (time.process_time() - cpu) / (time.perf_counter() - wall))
+"""
+
+
+def run(*arguments, **variables):
+    """stdout of a Python process in the tree, with no choice of the user's but `variables`."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*CHOSEN, 'OMP_NUM_THREADS')}
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=TREE, capture_output=True, text=True, env={**kept, **variables})
+    assert not done.returncode, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def busy(code, **variables):
+    """How many of its threads, on average, were busy while a process did nothing but wait."""
+    return float(run('-c', textwrap.dedent(code) + USES, **variables).split('busy')[-1])
+
+
+def test_all_files_are_here():
+    assert set(ARGUMENTS) | set(WITHOUT) == {*FILES, *BENCHMARKS}
+
+
+@pytest.fixture(scope='module')
+def watched(tmp_path_factory):
+    """A folder of empty inputs, and of a sitecustomize.py that ends a process where it loads torch or ONNX Runtime."""
+    folder = tmp_path_factory.mktemp('watched')
+    (folder / 'sitecustomize.py').write_text(LOADED)
+    for name in 'w.pt', 'w.onnx', 'data.yaml':
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize('file', sorted(set(ARGUMENTS) - set(WITHOUT)))
+def test_it_is_said_before_torch_is_loaded(watched, file):
+    arguments = [watched / a if (watched / a).is_file() else a for a in ARGUMENTS[file]]
+    path = file if (TREE / file).is_file() else REPO / file
+    assert run(path, *arguments, PYTHONPATH=str(watched)) in ('loads torch with passive', 'loads onnxruntime with passive')
+    assert run(path, *arguments, PYTHONPATH=str(watched), KMP_BLOCKTIME='9').endswith(' with None'), "the user's choice"
+
+
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')
+
+
+@needs_two
+def test_threads_of_pytorch_sleep():
+    assert busy('import utils.qat') < 0.1 < 0.3 < busy('import utils.qat', OMP_WAIT_POLICY='active')
+
+
+@needs_two
+@pytest.mark.parametrize('first', ['import val', 'import torch, models.common', 'import torch; torch.zeros(1 << 22).add_(1); import utils.general'])
+def test_they_sleep_where_upstream_loads_torch_first(first):
+    assert busy(first) < 0.1
+
+
+@needs_two
+def test_upstream_does_as_the_user_said():
+    assert busy('import val', OMP_WAIT_POLICY='active') > 0.3
+
+
+def test_processes_that_are_started(tmp_path):
+    """Workers of a DataLoader, and the processes of torchrun, which loads torch itself and whose children begin anew."""
+    (tmp_path / 'command.py').write_text(textwrap.dedent(f"""
+        import os, sys
+        sys.path.insert(0, {str(TREE)!r})
+        import utils.qat
+        assert 'torch' not in sys.modules
+        from torch.utils.data import DataLoader
+
+        class Data(list):
+            def __getitem__(self, index):
+                return os.environ['OMP_WAIT_POLICY']
+
+        if __name__ == '__main__':
+            print(*next(iter(DataLoader(Data([0]), num_workers=1))), end=';')
+        """))
+    assert run(tmp_path / 'command.py') == 'passive;'
+    assert run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, tmp_path / 'command.py').count('passive;') == 2
+
+
+@pytest.mark.parametrize('choice, spin', [(None, '0'), ('passive', '0'), ('ACTIVE', '1')])
+def test_threads_of_onnx_runtime(monkeypatch, choice, spin):
+    monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
+    if choice:
+        monkeypatch.setenv('OMP_WAIT_POLICY', choice)
+    options = onnx_options({'session.disable_quant_qdq': '1'})
+    assert [options.get_session_config_entry(f'session.{pool}_op.allow_spinning') for pool in ('intra', 'inter')] == [spin, spin]
+    assert options.get_session_config_entry('session.disable_quant_qdq') == '1'
+
+
+def test_every_session_has_them():
+    """Each place where a session is made: by `onnx_options`, or, in a client that is copied out of here, with the same entries."""
+    made = {file: file.read_text() for folder in ('utils', 'models', 'scripts', 'demo', 'benchmarks') for file in (REPO / folder).rglob('*.py')}
+    made = {file: text for file, text in made.items() if 'InferenceSession(' in text}
+    assert len(made) == 4
+    for file, text in made.items():
+        assert 'onnx_options(' in text or 'allow_spinning' in text, file

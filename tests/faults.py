@@ -38,21 +38,25 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
 
 
 def damaged(whole, n, seed=0):
-    """`n` * TIMES pairs (what was done, bytes): cut short, overwritten by noise, a bit flipped, a part left out or doubled."""
+    """`n` * TIMES pairs (what was done, bytes), see `damage`."""
     chance = random.Random(seed)
+    for i in range(n * TIMES):
+        yield damage(whole, chance, i)
 
+
+def damage(whole, chance, number):
+    """(what was done, bytes): cut short, overwritten by noise, a bit flipped, a part left out or doubled, by turns of `number`."""
     def somewhere():  # the beginning and the end of a file say what the rest is
         return min(len(whole) - 1, chance.choice([chance.randrange(len(whole)), chance.randrange(256), len(whole) - 1 - chance.randrange(512)]) % len(whole))
 
-    for i in range(n * TIMES):
-        at, length = somewhere(), chance.choice([1, 4, 16, 300])
-        how = ('cut', 'noise', 'bit', 'without', 'doubled')[i % 5]
-        yield f'{how} at {at}, {length}', {
-            'cut': lambda: whole[:at],
-            'noise': lambda: whole[:at] + chance.randbytes(length) + whole[at + length:],
-            'bit': lambda: whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1:],
-            'without': lambda: whole[:at] + whole[at + length:],
-            'doubled': lambda: whole[:at + length] + whole[at:]}[how]()
+    at, length = somewhere(), chance.choice([1, 4, 16, 300])
+    how = ('cut', 'noise', 'bit', 'without', 'doubled')[number % 5]
+    return f'{how} at {at}, {length}', {
+        'cut': lambda: whole[:at],
+        'noise': lambda: whole[:at] + chance.randbytes(length) + whole[at + length:],
+        'bit': lambda: whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1:],
+        'without': lambda: whole[:at] + whole[at + length:],
+        'doubled': lambda: whole[:at + length] + whole[at:]}[how]()
 
 
 def with_pickle(whole, pickled):

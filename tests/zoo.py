@@ -171,10 +171,8 @@ def calibrated_demo(demo):
     return demo
 
 
-@pytest.fixture(scope='session')
-def demo(tmp_path_factory):
-    """The demo with its trained weights, on a few images."""
-    folder = tmp_path_factory.mktemp('demo files')
+def make_demo(folder):
+    """The demo with its trained weights, on a few images, in `folder`."""
     demo = Demo(folder / 'data' / 'data.yaml', folder / 'dual.pt', folder / 'single.pt', folder / 'quantized.pt')
     program('demo/make_data.py').make_data(folder / 'data', train=12, val=12)
     with quiet_upstream():
@@ -183,6 +181,12 @@ def demo(tmp_path_factory):
         _, dual = checkpoint.load_dual_or_float(demo.dual)
         torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
     return calibrated_demo(demo)
+
+
+@pytest.fixture(scope='session')
+def demo(tmp_path_factory):
+    """The files of `make_demo`, for all tests of this process."""
+    return make_demo(tmp_path_factory.mktemp('demo files'))
 
 
 @pytest.fixture(scope='session')

@@ -1,0 +1,323 @@
+"""Mutations of every kind of input: each has to end with exit code 0 or 2, without a traceback, in time, and with nothing left behind.
+
+    python tests/mutate.py --tree ../yolov9                                       1000 of each kind
+    python tests/mutate.py --tree ../yolov9 --kind onnx label --seed 7 --count 100
+    python tests/mutate.py --tree ../yolov9 --kind onnx --seed 7 --only 31 --keep /tmp/kept    one of them again, its files and output kept
+
+Number N of a kind follows from the seed, the kind and N alone. A case is a call of a command in a process of its own, forked from one
+that has the libraries loaded, in a folder of its own, with limits on time and memory. What a command has to do is said by faults.answer.
+Prints a table, and for each failure the line that repeats it; exit status 1 if there is one.
+"""
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+FORK = multiprocessing.get_context('fork')
+SIZE = 64
+REFUSED, FINE, TRACEBACK, HANG = 'refused (2)', 'fine (0)', 'failures', 'hangs'
+RUN = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)
+PATCH = 'patch_yolov9.sh'
+COMMANDS = {  # kind → the calls that read such a file, by turns. FILE is the mutated one; other capitals are files of `make_material`
+    'checkpoint': [('qat.py', 'quantize', '--dry-run', '--weights', 'FILE'), ('reparameterization.py', '--weights', 'FILE', '--save', 'OUT/saved.pt'),
+                   ('qat.py', 'eval', '--weights', 'FILE', '--data', 'OTHER', *RUN, '--imgsz', SIZE)],
+    'onnx': [('scripts/audit_onnx.py', 'FILE'), ('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
+             ('scripts/infer_onnx.py', 'FILE', 'IMAGE'), ('compare_outputs.py', 'FILE', 'SINGLE', '--random', 1, *RUN),
+             ('benchmark_trt.py', 'FILE', '--batch', 1, '--duration', 0.01, '--backend', 'onnxruntime', '--device', 'cpu', '--project', 'OUT')],
+    'data': [('val_trt.py', '--weights', 'ONNX', '--data', 'FILE', '--imgsz', SIZE, *RUN),
+             ('qat.py', 'eval', '--weights', 'QUANTIZED', '--data', 'FILE', '--imgsz', SIZE, *RUN)],
+    'network': [('reparameterization.py', '--weights', 'DUAL', '--save', 'OUT/saved.pt', '--cfg', 'FILE')],
+    'report': [('qat.py', 'quantize', '--resume', 'exp')],
+    'sensitivity': [('qat.py', 'quantize', '--dry-run', '--weights', 'SINGLE', '--sensitive', 'FILE', '--keep-float', 1)],
+    'manifest': [(PATCH, 'tree', '--check'), (PATCH, 'tree'), (PATCH, 'tree', '--revert'), (PATCH, 'tree', '--link')]}
+COMMANDS |= {'label': COMMANDS['data'], 'image': COMMANDS['data'], 'resume': COMMANDS['report']}
+KINDS = 'checkpoint', 'onnx', 'data', 'network', 'label', 'image', 'report', 'resume', 'sensitivity', 'manifest'
+
+
+# ---- what is mutated ------------------------------------------------------------------------------------------------------------
+
+def linked(source, folder):
+    """A copy of a folder whose files are hard links: who changes one has to write it anew, as our commands do."""
+    shutil.copytree(source, folder, copy_function=os.link)
+
+
+def make_material(folder, kinds):
+    """Write what the cases begin with to `folder`; in a process of its own, whose threads nobody inherits."""
+    import yaml
+    from conftest import REPO, copy_upstream
+    from PIL import Image
+    from utils.qat.errors import run_command
+    from zoo import make_demo, program
+
+    def call(file, *arguments, code=0):
+        assert run_command(program(file).main, [str(a) for a in arguments]) == code, (file, arguments)
+
+    def settle(file):  # else what is mutated would be a little different each time
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({**content, 'times': dict.fromkeys(content['times'], 1.0)}, indent=2))
+
+    Output(folder)
+    os.chdir(folder)
+    demo = make_demo(folder)
+    content = yaml.safe_load(demo.data.read_text())
+    (folder / 'other.yaml').write_text(yaml.safe_dump({**content, 'nc': 2, 'names': ['a', 'b']}))
+    (folder / 'network.yaml').write_bytes((REPO / 'demo/yolov9-demo.yaml').read_bytes())
+    call('export_qat.py', '--weights', demo.quantized, '--imgsz', SIZE)
+    small = folder / 'set'
+    for part in 'images', 'labels':
+        for split in 'train', 'val':
+            (small / part / split).mkdir(parents=True)
+            for file in sorted((folder / 'data' / part / split).iterdir())[:3]:
+                shutil.copy(file, small / part / split)
+    (small / 'data.yaml').write_text(yaml.safe_dump({'path': '.', 'train': 'images/train', 'val': 'images/val', 'nc': 10, 'names': [str(i) for i in range(10)]}))
+    image = Image.open(sorted((small / 'images/val').iterdir())[0]).resize((SIZE, SIZE))
+    (folder / 'pictures').mkdir()
+    for suffix in 'jpg', 'png', 'bmp', 'webp', 'tif':
+        image.save(folder / 'pictures' / f'x.{suffix}')
+    common = ('--data', small / 'data.yaml', '--weights', demo.single, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
+              '--workers', 0, '--project', folder)
+    if {'report', 'resume'} & {*kinds}:
+        from models.quantize.run import Run
+        learned = Run.learned
+
+        class Interrupted(Run):
+            def learned(self, student, epoch):
+                if epoch.number == 2:
+                    raise KeyboardInterrupt
+                learned(self, student, epoch)
+
+        import models.quantize.run
+        models.quantize.run.Run = Interrupted
+        call('qat.py', 'quantize', *common, '--epochs', 2, '--iters', 1, '--batch-size', 2, '--name', 'run', code=130)
+        settle(folder / 'run/report.json')
+    if 'sensitivity' in kinds:
+        call('qat.py', 'sensitive', *common, '--num-image', 1, '--metric', 'distortion', '--granularity', 'layer', '--name', 'sensitive')
+        settle(folder / 'sensitive/summary-sensitive-analysis.json')
+    if 'manifest' in kinds:
+        tree = copy_upstream(folder / 'tree')
+        subprocess.run([REPO / PATCH, tree], check=True, stdout=subprocess.DEVNULL)
+
+
+def prepare(kind, number, chance, material):
+    """Make a case in the current folder: (what was done, the mutated file, arguments of the command)."""
+    from mutations import mutated
+
+    call, here = COMMANDS[kind][number % len(COMMANDS[kind])], Path.cwd()
+    source = {'onnx': 'quantized.onnx', 'data': 'set/data.yaml', 'network': 'network.yaml', 'report': 'run/report.json', 'resume': 'run/weights/resume.pt',
+              'sensitivity': 'sensitive/summary-sensitive-analysis.json', 'manifest': 'tree/.yolov9-qat.manifest'}.get(kind)
+    file = here / {'onnx': 'model.onnx', 'network': 'network.yaml', 'report': 'exp/report.json', 'resume': 'exp/weights/resume.pt', 'label': 'set/labels/val/00000.txt',
+                   'sensitivity': 'summary.json', 'manifest': 'tree/.yolov9-qat.manifest', 'checkpoint': 'weights.pt'}.get(kind, 'set/data.yaml')
+    given = file
+    if kind == 'checkpoint':
+        source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]
+    elif kind in ('report', 'resume'):
+        linked(material / 'run', here / 'exp')
+        shutil.copy(material / 'run/log.txt', here / 'log.txt')  # it is written on
+        os.replace(here / 'log.txt', here / 'exp/log.txt')
+    elif kind == 'manifest':
+        linked(material / 'tree', here / 'tree')
+    elif kind in ('data', 'label', 'image'):
+        shutil.copytree(material / 'set', here / 'set', ignore=shutil.ignore_patterns('*.cache'))
+        given = here / 'set/data.yaml'
+        if kind == 'label':
+            source = 'set/labels/val/00000.txt'
+        elif kind == 'image':
+            picture = chance.choice(sorted((material / 'pictures').iterdir()))
+            source, file = picture, here / 'set/images/val' / picture.name
+            (here / 'set/labels/val/x.txt').write_text('3 0.5 0.5 0.2 0.2\n')
+    what, content = mutated(kind, (material / source).read_bytes(), chance)
+    file.unlink(missing_ok=True)  # it may be a link
+    file.write_bytes(content)
+    files = {'FILE': given, 'OTHER': 'other.yaml', 'DATA': 'data/data.yaml', 'ONNX': 'quantized.onnx', 'QUANTIZED': 'quantized.pt', 'SINGLE': 'single.pt',
+             'DUAL': 'dual.pt', 'IMAGE': 'pictures/x.jpg'}
+    return what, file, [str(material / files[a]) if a in files else str(a).replace('OUT', str(here / 'out')) for a in call]
+
+
+# ---- one case -------------------------------------------------------------------------------------------------------------------
+
+class Output:
+    """stdout and stderr of this process from now on, read as pytest's capfd is."""
+
+    def __init__(self, folder):
+        self.files = []
+        for number, name in ((1, 'stdout'), (2, 'stderr')):
+            file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, number)
+            self.files.append(file)
+        self.read = [0, 0]
+
+    def readouterr(self):
+        found = []
+        for i, (stream, file) in enumerate(zip((sys.stdout, sys.stderr), self.files)):
+            stream.flush()
+            content = os.pread(file, os.fstat(file).st_size - self.read[i], self.read[i])
+            self.read[i] += len(content)
+            found.append(content.decode(errors='replace'))
+        return found
+
+
+def patched(arguments, output, folder):
+    """As faults.answer, of patch_yolov9.sh: what bash itself complains about is its traceback; --check says 1 where the tree is another."""
+    from conftest import REPO
+    code = subprocess.run([REPO / PATCH, *arguments], cwd=folder).returncode
+    out, err = output.readouterr()
+    assert not re.search(r'line \d+: ', err), err[-1500:]
+    assert code in ((0, 1, 2) if '--check' in arguments else (0, 2)), (code, err[-1500:])
+    assert code != 2 or err.startswith(f'{PATCH}: '), err[-1500:]
+    assert (folder / 'beside').read_text() == 'not in the tree', 'a file beside the tree was changed'
+    return code
+
+
+def one(args, material, kind, number, folder, pipe):
+    """The process of a case: (outcome, what was done, what there is to say) into `pipe`."""
+    from conftest import REPO
+    from faults import answer
+
+    os.setsid()  # its workers end with it
+    resource.setrlimit(resource.RLIMIT_AS, (args.memory << 30,) * 2)
+    what = ''
+    try:
+        sys.stdout, sys.stderr = open(1, 'w', closefd=False), open(2, 'w', closefd=False)
+        output = Output(folder)
+        work = folder / 'work'
+        work.mkdir()
+        os.chdir(work)
+        what, file, (command, *arguments) = prepare(kind, number, random.Random(f'{args.seed} {kind} {number}'), material)
+        what = f"{what}; {command} {' '.join(arguments).replace(str(material), 'MATERIAL').replace(str(work), '.')}"
+        if command == PATCH:
+            (work / 'beside').write_text('not in the tree')
+            code = patched(arguments, output, work)
+        else:
+            sys.argv = [str(REPO / command), *arguments]
+            code, _ = answer(command, arguments, output, work, leaves=('log.txt', 'exp', 'out'))
+        pipe.send((REFUSED if code else FINE, what, ''))
+    except AssertionError as e:
+        pipe.send((TRACEBACK, what, str(e)))
+    except BaseException:
+        pipe.send((TRACEBACK, what, traceback.format_exc()))
+
+
+def attempt(args, material, kind, number, root):
+    """Run a case: (outcome, what was done, what there is to say)."""
+    folder = root / f'{kind}-{number}'
+    folder.mkdir()
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=one, args=(args, material, kind, number, folder, there))
+    process.start()
+    there.close()
+    try:
+        found = here.recv() if here.poll(args.limit) else (HANG, '', f'not done after {args.limit} s')
+    except EOFError:
+        process.join()
+        found = (TRACEBACK, '', f'ended without a word, exit code {process.exitcode}: {(folder / "stderr").read_text(errors="replace")[-1000:]}')
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.join()
+    if not args.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------------------
+
+def lane(args, material, todo, root, results):
+    """A process that does each case whose number it gets."""
+    while (case := todo.get()) is not None:
+        start = time.perf_counter()
+        found = attempt(args, material, *case, root)
+        results.put((*case, time.perf_counter() - start, *found))
+
+
+def last_line(text):
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else ''
+
+
+@dataclass
+class Row:
+    """Counts of a kind."""
+    outcomes: Counter
+    seconds: float = 0
+
+
+def work_through(args, material, root):
+    """kind → Row; prints each failure as it comes."""
+    rows = {kind: Row(Counter()) for kind in args.kind}
+    todo, results = FORK.Queue(), FORK.Queue()
+    numbers = range(args.count) if args.only is None else [args.only]
+    cases = [(kind, number) for kind in args.kind for number in numbers]
+    for case in [*cases, *[None] * args.jobs]:
+        todo.put(case)
+    lanes = [FORK.Process(target=lane, args=(args, material, todo, root, results)) for _ in range(args.jobs)]
+    for process in lanes:
+        process.start()
+    for _ in cases:
+        kind, number, seconds, outcome, what, said = results.get()
+        rows[kind].outcomes[outcome] += 1
+        rows[kind].seconds += seconds
+        if outcome in (TRACEBACK, HANG) or args.only is not None:
+            print(f'{kind} {number}: {outcome}: {what}\n    {said if args.only is not None else last_line(said)}\n'
+                  f'    again: python tests/mutate.py --tree {args.tree} --kind {kind} --seed {args.seed} --only {number}', flush=True)
+    for process in lanes:
+        process.join()
+    return rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--kind', nargs='+', choices=KINDS, default=list(KINDS), help='of input; default: all')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--count', type=int, default=1000, help='mutations of each kind')
+    parser.add_argument('--only', type=int, metavar='N', help='that mutation alone, with all that it says')
+    parser.add_argument('--tree', type=Path, default=os.environ.get('YOLOV9_DIR', '.work/yolov9'), help='YOLOv9; it is copied')
+    parser.add_argument('--jobs', type=int, default=2, help='cases at a time')
+    parser.add_argument('--limit', type=float, default=60, help='seconds of a case, above which it hangs')
+    parser.add_argument('--memory', type=int, default=16, help='GB of address space of a case')
+    parser.add_argument('--keep', type=Path, help='folder for the files of the cases; default: deleted')
+    args = parser.parse_args(argv)
+    os.environ.update(YOLOV9_DIR=str(args.tree), CUDA_VISIBLE_DEVICES='')
+    sys.path.insert(0, str(Path(__file__).parent))
+    import conftest  # noqa: F401  the tree, which it puts on sys.path, and what is loaded once for all cases
+    import cv2
+    import models.deploy.onnx_export
+    import models.quantize.run
+    import mutations  # noqa: F401
+    import onnxruntime  # noqa: F401
+    import utils.qat.loaders  # noqa: F401
+
+    cv2.setNumThreads(0)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix='yolov9-qat-mutations-') as folder:
+        material, root = Path(folder) / 'material', (args.keep or Path(folder)).absolute()
+        material.mkdir()
+        root.mkdir(parents=True, exist_ok=True)
+        making = FORK.Process(target=make_material, args=(material, args.kind))
+        making.start()
+        making.join()
+        if making.exitcode:
+            sys.exit(f"what is to be mutated could not be made:\n{(material / 'stderr').read_text()[-2000:]}")
+        print(f'seed {args.seed}, {args.count} of each kind; what they begin with took {time.perf_counter() - start:.0f} s', flush=True)
+        rows = work_through(args, material, root)
+    print(f'\n| kind | cases | {REFUSED} | {FINE} | {TRACEBACK} | {HANG} | seconds |\n|---|--:|--:|--:|--:|--:|--:|')
+    for kind, row in rows.items():
+        print(f'| {kind} | {row.outcomes.total()} |', *(f'{row.outcomes[o]} |' for o in (REFUSED, FINE, TRACEBACK, HANG)), f'{row.seconds:.0f} |')
+    return int(any(row.outcomes[TRACEBACK] or row.outcomes[HANG] for row in rows.values()))
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Files changed a little, each way that their format offers: (content, chance) → (what was done, content). `chance` is a random.Random.
+
+Half of the changes know the format, so that they get past the first look at a file; the others are those of faults.damage.
+"""
+import io
+import json
+import pickletools
+import struct
+import zipfile
+import zlib
+
+import onnx
+import yaml
+from faults import damage, pickle_in, with_pickle
+from onnx import AttributeProto, helper
+
+ODD = (None, True, False, 0, 1, -1, 3, 1 << 70, 0.5, -0.0, 1e308, float('nan'), float('inf'), '', 'x', 'ä\0\n', '../../x', '9' * 400, [], {}, [None], [[]],
+       {'x': 1}, {'': None}, [1, 'x'])
+WORDS = 'nan', '-inf', 'inf', '-1', '1e400', '', 'x', '0x1', '1_0', '٣', '1.0.0', '9' * 400, '1e-400', '-0', '#', '0,5', '\0', '1e30', '"', '- '
+
+
+def mutated(kind, whole, chance):
+    """(what was done, the content of a file of `kind` that was `whole`)."""
+    if whole and chance.random() < 0.5:
+        return damage(whole, chance, chance.randrange(5))
+    return FORMATS[kind](whole, chance)
+
+
+# ---- trees: JSON and YAML ---------------------------------------------------------------------------------------------------
+
+def places(tree, path=()):
+    """(container, key, path) of each value inside nested dicts and lists."""
+    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()):
+        yield tree, key, (*path, key)
+        yield from places(value, (*path, key))
+
+
+def change_tree(tree, chance):
+    """Change one value of a tree in place: another one, one of elsewhere in it, none, another name. Returns what was done."""
+    container, key, path = chance.choice(list(places(tree)))
+    how, name = chance.choice(('other', 'other', 'moved', 'gone', 'renamed')), '.'.join(map(str, path))
+    if how == 'other':
+        container[key] = chance.choice(ODD)
+        return f'{name} is {container[key]!r:.40}'
+    if how == 'moved':
+        other, at, there = chance.choice(list(places(tree)))
+        container[key] = json.loads(json.dumps(other[at], default=str))
+        return f"{name} is {'.'.join(map(str, there))}"
+    value = container.pop(key)
+    if how == 'renamed' and isinstance(container, dict):
+        container[chance.choice(('', 'x', f'{key} '))] = value
+    return f'{name} {how}'
+
+
+def change_json(whole, chance):
+    tree = json.loads(whole)
+    what = change_tree(tree, chance)
+    return what, json.dumps(tree).encode()
+
+
+def change_yaml(whole, chance):
+    if chance.random() < 0.4:
+        return change_lines(whole, chance)
+    tree = yaml.safe_load(whole)
+    what = change_tree(tree, chance)
+    return what, yaml.safe_dump(tree, sort_keys=False, allow_unicode=chance.random() < 0.5, default_flow_style=chance.choice((None, True, False))).encode()
+
+
+# ---- lines of words: labels, YAML, manifests ----------------------------------------------------------------------------------
+
+def change_lines(whole, chance):
+    """A line or one of its words left out, doubled, moved, or another word."""
+    lines = whole.split(b'\n')
+    at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+    how = chance.choice(('line gone', 'line doubled', 'lines swapped', 'lines joined', 'word gone', 'word doubled', 'word replaced', 'word replaced', 'word replaced'))
+    words, word = lines[at].split(b' '), chance.choice(WORDS).encode()
+    i = chance.randrange(len(words))
+    if how == 'line gone':
+        del lines[at]
+    elif how == 'line doubled':
+        lines.insert(other, lines[at])
+    elif how == 'lines swapped':
+        lines[at], lines[other] = lines[other], lines[at]
+    elif how == 'lines joined':
+        lines[at:at + 2] = [b' '.join(lines[at:at + 2])]
+    else:
+        words[i:i + 1] = {'word gone': [], 'word doubled': [words[i]] * 2, 'word replaced': [word]}[how]
+        lines[at] = b' '.join(words)
+    return f'{how}, line {at + 1}, word {i + 1}, {word[:20]}', b'\n'.join(lines)
+
+
+# ---- checkpoints: archives with a pickle and tensors ----------------------------------------------------------------------------
+
+def change_archive(whole, chance):
+    """Its pickle, or one of its tensors, with right checksums."""
+    if chance.random() < 0.8:
+        what, pickled = change_pickle(pickle_in(whole), chance)
+        return what, with_pickle(whole, pickled)
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(out, 'w') as new:
+        names = old.namelist()
+        chosen, how = chance.choice(names), chance.choice(('gone', 'empty', 'cut', 'longer', 'twice', 'noise'))
+        for name in names:
+            content = old.read(name)
+            if name == chosen:
+                content = {'empty': b'', 'cut': content[:len(content) // 2], 'longer': content * 2, 'noise': chance.randbytes(len(content))}.get(how, content)
+            for _ in range({'gone': 0, 'twice': 2}.get(how, 1) if name == chosen else 1):
+                new.writestr(zipfile.ZipInfo(name), content)
+    return f'{chosen} {how}', out.getvalue()
+
+
+def change_pickle(pickled, chance):
+    """One opcode left out, doubled, swapped with the next, another one, or with another argument."""
+    starts = [position for _, _, position in pickletools.genops(pickled)]
+    parts = [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)])]
+    at = chance.randrange(len(parts) - 1)
+    how = chance.choice(('gone', 'doubled', 'swapped', 'opcode', 'argument', 'argument', 'of another', 'of another'))
+    if how == 'argument' and len(parts[at]) > 1:
+        i = chance.randrange(1, len(parts[at]))
+        parts[at] = parts[at][:i] + chance.randbytes(1) + parts[at][i + 1:]
+    elif how == 'of another':  # such as a string for a string, a number for a number
+        same = [part for part in parts if part[:1] == parts[at][:1]]
+        parts[at] = chance.choice(same)
+    elif how == 'swapped':
+        parts[at:at + 2] = parts[at:at + 2][::-1]
+    elif how in ('gone', 'doubled'):
+        parts[at:at + 1] = [parts[at]] * (2 * (how == 'doubled'))
+    else:
+        parts[at] = chance.choice(pickletools.opcodes).code.encode('latin1') + parts[at][1:]
+    return f'opcode {at} of the pickle, {how}', b''.join(parts)
+
+
+# ---- ONNX -----------------------------------------------------------------------------------------------------------------------
+
+def change_onnx(whole, chance):
+    """One field of the graph: of a node, an attribute, weights, an input or output, the metadata, the versions."""
+    model = onnx.load_from_string(whole)
+    graph, size = model.graph, chance.choice((0, 1, -1, 7, 1 << 40, -(1 << 63)))
+    node, weights = chance.choice(graph.node), chance.choice(graph.initializer)
+    attributes = [a for n in graph.node for a in n.attribute]
+    values = [v for v in (*graph.input, *graph.output) if v.type.tensor_type.shape.dim]
+    dims = [d for v in values for d in v.type.tensor_type.shape.dim]
+    names = [name for n in graph.node for name in (*n.input, *n.output)]
+
+    def attribute():
+        a = chance.choice(attributes)
+        made = helper.make_attribute(a.name, chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights)))
+        a.CopyFrom(made)
+
+    def untyped():
+        chance.choice(attributes).type = chance.choice(AttributeProto.AttributeType.values())
+
+    def metadata():
+        chance.choice(model.metadata_props).value = str(chance.choice((*ODD, *WORDS)))
+
+    def node_gone():
+        graph.node.remove(node)
+
+    def moved():
+        graph.node.remove(node)
+        graph.node.insert(0, node)
+
+    def renamed():
+        names_of = chance.choice([part for part in (node.input, node.output) if part] or [graph.node[0].output])
+        names_of[chance.randrange(len(names_of))] = chance.choice((*names, '', 'x'))
+
+    def operator():
+        node.op_type = chance.choice((*(n.op_type for n in graph.node), '', 'x', 'Identity', 'Loop', 'If'))
+
+    def shaped():
+        weights.dims[:] = chance.choice(([], [size], [size, size], [*weights.dims, 1], [d + 1 for d in weights.dims]))
+
+    def typed():
+        weights.data_type = chance.choice(list(range(25)))
+
+    def cut():
+        weights.raw_data = chance.choice((b'', weights.raw_data[:-1], weights.raw_data * 2, chance.randbytes(len(weights.raw_data))))
+
+    def dimension():
+        d = chance.choice(dims)
+        if chance.random() < 0.3:
+            d.dim_param = chance.choice(('', 'x', 'batch'))
+        else:
+            d.dim_value = size
+
+    def value():
+        v = chance.choice(values)
+        chance.choice((lambda: setattr(v, 'name', 'x'), lambda: setattr(v.type.tensor_type, 'elem_type', chance.randrange(25)), lambda: v.ClearField('type'),
+                       lambda: v.type.tensor_type.shape.dim.pop(), lambda: v.type.tensor_type.ClearField('shape')))()
+
+    def versions():
+        chance.choice((lambda: setattr(model, 'ir_version', size), lambda: setattr(model.opset_import[0], 'version', size),
+                       lambda: setattr(model.opset_import[0], 'domain', 'x'), lambda: model.ClearField('opset_import')))()
+
+    def repeated():
+        for field in (graph.node, graph.initializer, graph.input, graph.output, model.metadata_props):
+            if field and chance.random() < 0.4:
+                field.add().CopyFrom(chance.choice(field))
+
+    change = chance.choice((attribute, untyped, metadata, node_gone, moved, renamed, operator, shaped, typed, cut, dimension, value, versions, repeated))
+    change()
+    return f'{change.__name__} ({node.name}, {weights.name}, {size})', model.SerializeToString()
+
+
+# ---- images ---------------------------------------------------------------------------------------------------------------------
+
+def change_image(whole, chance):
+    """Bytes of the head; of a PNG with a right checksum."""
+    at, value = chance.randrange(4, 64), chance.choice((0, 1, 0x7F, 0x80, 0xFF))
+    if whole.startswith(b'\x89PNG'):
+        head, at = bytearray(whole[16:29]), at % 13
+        head[at] = value
+        return f'IHDR {at} is {value}', whole[:16] + head + struct.pack('>I', zlib.crc32(b'IHDR' + head)) + whole[33:]
+    return f'byte {at} is {value}', whole[:at] + bytes([value]) + whole[at + 1:]
+
+
+FORMATS = {'checkpoint': change_archive, 'onnx': change_onnx, 'data': change_yaml, 'network': change_yaml, 'label': change_lines, 'image': change_image,
+           'report': change_json, 'resume': change_archive, 'sensitivity': change_json, 'manifest': change_lines}

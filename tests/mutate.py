@@ -33,7 +33,7 @@ RUN = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)
 PATCH = 'patch_yolov9.sh'
 COMMANDS = {  # kind → the calls that read such a file, by turns. FILE is the mutated one; other capitals are files of `make_material`
     'checkpoint': [('qat.py', 'quantize', '--dry-run', '--weights', 'FILE'), ('reparameterization.py', '--weights', 'FILE', '--save', 'OUT/saved.pt'),
-                   ('qat.py', 'eval', '--weights', 'FILE', '--data', 'OTHER', *RUN, '--imgsz', SIZE)],
+                   ('qat.py', 'eval', '--weights', 'FILE', '--data', 'DATA', *RUN, '--imgsz', SIZE)],
     'onnx': [('scripts/audit_onnx.py', 'FILE'), ('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
              ('scripts/infer_onnx.py', 'FILE', 'IMAGE'), ('compare_outputs.py', 'FILE', 'SINGLE', '--random', 1, *RUN),
              ('benchmark_trt.py', 'FILE', '--batch', 1, '--duration', 0.01, '--backend', 'onnxruntime', '--device', 'cpu', '--project', 'OUT')],
@@ -58,6 +58,7 @@ def make_material(folder, kinds):
     """Write what the cases begin with to `folder`; in a process of its own, whose threads nobody inherits."""
     import yaml
     from conftest import REPO, copy_upstream
+    from models.quantize import checkpoint
     from PIL import Image
     from utils.qat.errors import run_command
     from zoo import make_demo, program
@@ -72,9 +73,8 @@ def make_material(folder, kinds):
     Output(folder)
     os.chdir(folder)
     demo = make_demo(folder)
-    content = yaml.safe_load(demo.data.read_text())
-    (folder / 'other.yaml').write_text(yaml.safe_dump({**content, 'nc': 2, 'names': ['a', 'b']}))
-    (folder / 'network.yaml').write_bytes((REPO / 'demo/yolov9-demo.yaml').read_bytes())
+    network = checkpoint.load_dual_or_float(demo.single)[1].yaml
+    (folder / 'network.yaml').write_text(yaml.safe_dump(json.loads(json.dumps(network)), sort_keys=False))
     call('export_qat.py', '--weights', demo.quantized, '--imgsz', SIZE)
     small = folder / 'set'
     for part in 'images', 'labels':
@@ -83,11 +83,12 @@ def make_material(folder, kinds):
             for file in sorted((folder / 'data' / part / split).iterdir())[:3]:
                 shutil.copy(file, small / part / split)
     (small / 'data.yaml').write_text(yaml.safe_dump({'path': '.', 'train': 'images/train', 'val': 'images/val', 'nc': 10, 'names': [str(i) for i in range(10)]}))
+    (folder / 'whole.yaml').write_text((small / 'data.yaml').read_text().replace('path: .', f'path: {small}'))
     image = Image.open(sorted((small / 'images/val').iterdir())[0]).resize((SIZE, SIZE))
     (folder / 'pictures').mkdir()
     for suffix in 'jpg', 'png', 'bmp', 'webp', 'tif':
         image.save(folder / 'pictures' / f'x.{suffix}')
-    common = ('--data', small / 'data.yaml', '--weights', demo.single, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
+    common = ('--data', folder / 'whole.yaml', '--weights', demo.single, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
               '--workers', 0, '--project', folder)
     if {'report', 'resume'} & {*kinds}:
         from models.quantize.run import Run
@@ -122,7 +123,7 @@ def prepare(kind, number, chance, material):
                    'sensitivity': 'summary.json', 'manifest': 'tree/.yolov9-qat.manifest', 'checkpoint': 'weights.pt'}.get(kind, 'set/data.yaml')
     given = file
     if kind == 'checkpoint':
-        source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]
+        source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]  # each command gets its own
     elif kind in ('report', 'resume'):
         linked(material / 'run', here / 'exp')
         shutil.copy(material / 'run/log.txt', here / 'log.txt')  # it is written on
@@ -138,10 +139,11 @@ def prepare(kind, number, chance, material):
             picture = chance.choice(sorted((material / 'pictures').iterdir()))
             source, file = picture, here / 'set/images/val' / picture.name
             (here / 'set/labels/val/x.txt').write_text('3 0.5 0.5 0.2 0.2\n')
-    what, content = mutated(kind, (material / source).read_bytes(), chance)
+    whole = (material / source).read_bytes()
+    what, content = mutated(kind, whole, chance) if number >= 0 else ('nothing', whole)
     file.unlink(missing_ok=True)  # it may be a link
     file.write_bytes(content)
-    files = {'FILE': given, 'OTHER': 'other.yaml', 'DATA': 'data/data.yaml', 'ONNX': 'quantized.onnx', 'QUANTIZED': 'quantized.pt', 'SINGLE': 'single.pt',
+    files = {'FILE': given, 'DATA': 'whole.yaml', 'ONNX': 'quantized.onnx', 'QUANTIZED': 'quantized.pt', 'SINGLE': 'single.pt',
              'DUAL': 'dual.pt', 'IMAGE': 'pictures/x.jpg'}
     return what, file, [str(material / files[a]) if a in files else str(a).replace('OUT', str(here / 'out')) for a in call]
 
@@ -258,6 +260,11 @@ class Row:
 def work_through(args, material, root):
     """kind → Row; prints each failure as it comes."""
     rows = {kind: Row(Counter()) for kind in args.kind}
+    for kind in args.kind:
+        for number in range(-len(COMMANDS[kind]), 0):  # a file that is whole has to be fine, or its mutations would show nothing
+            outcome, what, said = attempt(args, material, kind, number, root)
+            if outcome != FINE:
+                sys.exit(f'{kind}, {what}: {outcome}: {said}')
     todo, results = FORK.Queue(), FORK.Queue()
     numbers = range(args.count) if args.only is None else [args.only]
     cases = [(kind, number) for kind in args.kind for number in numbers]

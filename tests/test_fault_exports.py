@@ -78,6 +78,7 @@ def strange():
         'a stride that is text': detector(metadata={'stride': 'many'}), 'a stride of 0': detector(metadata={'stride': '0'}), 'a stride of NaN': detector(metadata={'stride': 'nan'}),
         'text in': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.STRING),
         'numbers of 64 bits': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.DOUBLE),
+        'metadata that are no text': detector(metadata={'names': 'undecoded'}),
         'a shape that does not fit': small(image, {'output0': [1, 48, 256]}, [pool], [numpy_helper.from_array(np.array([1, 7, 7]), 'shape')]),
         'half of the outputs of NMS': small(image, {'num_dets': [1, 3, 64, 64], 'det_boxes': [1, 3, 64, 64]}, [('Relu', ['images'], ['num_dets'], {}), ('Relu', ['images'], ['det_boxes'], {})]),
     }
@@ -89,7 +90,7 @@ def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     reads_any = command in ('scripts/audit_onnx.py', 'benchmark_trt.py', 'scripts/build_engine.py')
     for name, model in strange().items():
-        (tmp_path / 'model.onnx').write_bytes(model.SerializeToString())
+        (tmp_path / 'model.onnx').write_bytes(model.SerializeToString().replace(b'undecoded', b'\xff\xfe\xd4coded'))
         code, line = told(command, tmp_path / 'model.onnx', files, capfd, tmp_path)
         assert code == 2 or reads_any or name.startswith(('names', 'numbers')) or 'infer' in command and name.startswith('a stride'), (name, line)
         assert not (tmp_path / 'sprung').exists()

@@ -171,13 +171,16 @@ class OnnxModel(FileModel):
             if 'MLFloat16' in str(e):  # some versions find this out while they load a file, others while they run it
                 raise cannot_run(path, e) from e
             raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
-        if len(self.session.get_inputs()) != 1:
-            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(i.name for i in self.session.get_inputs()) or 'none'}")
-        image = self.session.get_inputs()[0]
-        self.input_name, self.device = image.name, device
-        batch = (image.shape[0],) * 2 if image.shape and isinstance(image.shape[0], int) else None  # a static graph wants full batches
-        super().__init__(path, image.shape, {o.name: o.shape for o in self.session.get_outputs()}, batch,
-                         self.session.get_modelmeta().custom_metadata_map)
+        try:
+            inputs, outputs = ({v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs()))
+            metadata = self.session.get_modelmeta().custom_metadata_map
+        except UnicodeDecodeError as e:
+            raise QatError(f'--weights {path}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py') from e
+        if len(inputs) != 1:
+            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(inputs) or 'none'}")
+        (self.input_name, image), self.device = *inputs.items(), device
+        batch = (image[0],) * 2 if image and isinstance(image[0], int) else None  # a static graph wants full batches
+        super().__init__(path, image, outputs, batch, metadata)
 
     def run(self, images):
         try:

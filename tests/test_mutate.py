@@ -3,12 +3,11 @@ import os
 import subprocess
 import sys
 
-import pytest
 from conftest import REPO, UPSTREAM
 from mutate import KINDS
 from mutations import FORMATS
 
-COUNT = 10  # of each kind; the large round has 1000
+COUNT = 6  # of each kind; the large round has 1000
 
 
 def run(*arguments):
@@ -20,11 +19,10 @@ def test_every_kind_has_its_changes():
     assert set(FORMATS) == set(KINDS)
 
 
-@pytest.mark.parametrize('kinds', [KINDS[:5], KINDS[5:]], ids=' '.join)
-def test_a_small_round(kinds):
-    done = run('--kind', *kinds, '--count', COUNT)
+def test_a_small_round():
+    done = run('--count', COUNT)
     assert not done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
-    for kind in kinds:
+    for kind in KINDS:
         assert f'| {kind} | {COUNT} |' in done.stdout
 
 

@@ -324,8 +324,10 @@ def openmp_sleeps():
     ready = threading.Event()
 
     def compute_and_sleep():
-        torch.zeros(workers << 16, dtype=torch.uint8, device="cpu").add_(1)  # OpenMP gives a thread 32768 elements or more
-        ready.set()
+        try:
+            torch.zeros(workers << 16, dtype=torch.uint8, device="cpu").add_(1)  # PyTorch gives a thread 32768 elements or more
+        finally:
+            ready.set()
         threading.Event().wait()
 
     threading.Thread(target=compute_and_sleep, name="yolov9-qat: OpenMP sleeps", daemon=True).start()

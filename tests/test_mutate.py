@@ -29,7 +29,7 @@ def test_a_small_round():
 BREAKS = """
 import sys
 sys.path.insert(0, {tests!r})
-sys.argv = ['mutate.py', '--tree', {tree!r}, '--kind', 'label', '--count', '9', '--limit', '6', '--seed', '1']
+sys.argv = ['mutate.py', '--tree', {tree!r}, '--kind', 'label', '--count', '18', '--limit', '10', '--seed', '1']
 import os, pathlib, signal, time
 import conftest, mutate, utils.qat.data
 
@@ -49,5 +49,5 @@ sys.exit(mutate.main())
 def test_it_finds_bugs():
     done = subprocess.run([sys.executable, '-c', BREAKS.format(tests=str(REPO / 'tests'), tree=str(UPSTREAM))], capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
-    for said in 'failures: ', "KeyError: 'a bug'", 'not done after 6.0 s', 'exit code -11', '--kind label --seed 1 --only':
+    for said in 'failures: ', "KeyError: 'a bug'", 'not done after 10.0 s', 'exit code -11', '--kind label --seed 1 --only':
         assert said in done.stdout, done.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from utils.qat.deploy_config import BENCHMARKED, PRECISIONS, BenchmarkConfig
 from utils.qat.errors import Parser, QatError, run_command
+from utils.qat.folders import run_folder
 from utils.qat.following import DATA, command
 from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 
@@ -74,7 +75,6 @@ def main(argv=None):
     from utils.qat.backends import select_device
     from utils.qat.benchmark_cases import cases_of, run_case
     from utils.qat.benchmark_report import result_table, summary, with_short_names, write_benchmark
-    from utils.qat.files import new_folder
     from utils.qat.network import networks_of
     from utils.qat.usage import Usage
 
@@ -90,25 +90,25 @@ def main(argv=None):
     LOGGER.info(f"{report['machine']['device']}: {len(cases)} measurements of {config.duration:g} s")
     for line in left_out:
         LOGGER.info(f'left out: {line}')
-    try:
-        with Usage(device, LOGGER.info) as usage:
-            report['usage'] = usage.samples
-            for number, case in enumerate(bar(cases, 'measuring', unit='measurements'), 1):
-                LOGGER.info(f'\n{number} of {len(cases)}: {case}')
-                try:
-                    result = run_case(case, config, device, load, usage, LOGGER.info).plain()
-                except QatError as e:
-                    left_out.append(str(e))
-                    LOGGER.warning(f'left out: {e}')
-                else:
-                    report['results'].append(result)
-                    LOGGER.info(summary(result))
-    finally:  # what was measured stays, whatever ended it
-        if report['results']:
-            folder = new_folder(config)
-            write_benchmark(folder, report)
-            LOGGER.log(RESULT, f'\n{result_table(with_short_names(report["results"]))}\n')
-            finish(next_command(config.models), results=folder, report=folder / 'benchmark.md')
+    with run_folder(config) as folder:
+        try:
+            with Usage(device, LOGGER.info) as usage:
+                report['usage'] = usage.samples
+                for number, case in enumerate(bar(cases, 'measuring', unit='measurements'), 1):
+                    LOGGER.info(f'\n{number} of {len(cases)}: {case}')
+                    try:
+                        result = run_case(case, config, device, load, usage, LOGGER.info).plain()
+                    except QatError as e:
+                        left_out.append(str(e))
+                        LOGGER.warning(f'left out: {e}')
+                    else:
+                        report['results'].append(result)
+                        LOGGER.info(summary(result))
+        finally:  # what was measured stays, whatever ended it
+            if report['results']:
+                write_benchmark(folder, report)
+                LOGGER.log(RESULT, f'\n{result_table(with_short_names(report["results"]))}\n')
+                finish(next_command(config.models), results=folder, report=folder / 'benchmark.md')
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

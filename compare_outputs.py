@@ -10,6 +10,7 @@ from pathlib import Path
 
 from utils.qat.deploy_config import BACKENDS, CompareConfig
 from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
+from utils.qat.folders import run_folder
 from utils.qat.following import after_scoring
 from utils.qat.log import LOGGER, RESULT, bar, finish
 
@@ -92,12 +93,11 @@ def main(argv=None):
     from models.deploy.load import SUFFIXES, load_model
     from utils.qat.backends import select_device
     from utils.qat.compare_report import write_comparison
-    from utils.qat.files import new_folder
 
     files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]
     device = select_device(config.device)
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
-    with explain_out_of_memory(config.batch_size):
+    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
         models = [load_model(file, device, config.backend) for file in files]
         classify = [getattr(m, 'classifies', False) for m in models]
         if any(classify) != all(classify):
@@ -106,9 +106,8 @@ def main(argv=None):
             raise QatError(f'{config.reference}, {config.other}: one gives masks and the other boxes only')
         size = image_size(config, models)
         found, tables = (compare_classifiers if all(classify) else compare_detectors)(config, models, device, size)
-    folder = new_folder(config)
-    following = after_scoring(config.other, size, config.backend)
-    write_comparison(folder, config, found, tables, size, following)
+        following = after_scoring(config.other, size, config.backend)
+        write_comparison(folder, config, found, tables, size, following)
     LOGGER.log(RESULT, f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n')
     finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 

@@ -10,9 +10,10 @@ import sys
 from dataclasses import asdict
 
 from utils.qat.arguments import parse_args
-from utils.qat.config import EvalConfig, SensitiveConfig
-from utils.qat.distributed import describe, join, leave, on_first, rank, select_device, world_size
+from utils.qat.config import EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.distributed import describe, from_first, join, leave, on_first, rank, select_device, world_size
 from utils.qat.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.folders import run_folder
 from utils.qat.following import command
 from utils.qat.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
 
@@ -110,22 +111,26 @@ def load(config, device):
 
 
 def open_folder(config, device, folder):
-    """The last thing before the work: `folder` gets the log, and all that is random or rounds is set."""
+    """The last thing before the work: `folder` gets the log, and all that is random or rounds is set.
+
+    folder: see folders.run_folder. Returns it, in every process of a torchrun.
+    """
     import torch
     from utils.general import init_seeds
 
     init_seeds(config.seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
+    folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
     LOGGER.info(f'device {describe(device)}, results in {folder}')
     return folder
 
 
-def quantize(config):
+def quantize(config, folder):
     """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk.
 
-    config.resume: the folder of an interrupted run, whose rest is done.
+    folder: see folders.run_folder; if it is config.resume, of an interrupted run, the rest of that is done.
     """
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
@@ -137,7 +142,6 @@ def quantize(config):
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
     from utils.qat.data import load_hyp
-    from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, training_images, val_loader
     from utils.qat.run_report import delivered, export_command, run_table
 
@@ -157,7 +161,7 @@ def quantize(config):
     if training:
         loaders['train'] = training.loader
 
-    folder = open_folder(config, device, config.resume or new_folder(config))
+    folder = open_folder(config, device, folder)
     run = Run(folder, config, model, sha256, data, loaders, LOGGER.info, bar)
 
     if not run.report['ptq']:
@@ -175,7 +179,7 @@ def quantize(config):
     finish(export_command(folder, report), report=folder / 'report.md', weights=final)
 
 
-def sensitive(config):
+def sensitive(config, folder):
     """What the INT8 of each part costs: one calibrated model, each unit alone in INT8, and all but each."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
@@ -185,7 +189,6 @@ def sensitive(config):
     from models.quantize.outputs import require_known_head
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
-    from utils.qat.files import new_folder
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
     from utils.qat.report import versions, write_json
@@ -200,7 +203,7 @@ def sensitive(config):
     calibration = calibration_images(data, config, stride, device, shard)
     loader = val_loader(data, config, stride, square=True, limit=config.num_image or None, shard=shard)
 
-    folder = open_folder(config, device, new_folder(config))
+    folder = open_folder(config, device, folder)
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, bar, times)
@@ -218,7 +221,7 @@ def sensitive(config):
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
-def eval_(config):
+def eval_(config, folder):
     """Metrics of a quantized checkpoint, or of an ONNX file in ONNX Runtime."""
     require_file(config.weights, '--weights', ('.pt', '.pth', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
@@ -236,20 +239,18 @@ def eval_(config):
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
-    score_file(predict, config, device)
+    score_file(predict, config, device, folder)
 
 
 def main(argv=None, needs_masks=False):
     """needs_masks: refuse a model that gives none."""
     config = parse_args(argv, __doc__.splitlines()[0])
     config.needs_masks = needs_masks
-    with explain_out_of_memory(config.batch_size):
-        if isinstance(config, EvalConfig):
-            eval_(config)
-        elif isinstance(config, SensitiveConfig):
-            sensitive(config)
-        else:
-            (dry_run if config.dry_run else quantize)(config)
+    if isinstance(config, QuantizeConfig) and config.dry_run:
+        return dry_run(config)
+    verb = {EvalConfig: eval_, SensitiveConfig: sensitive, QuantizeConfig: quantize}[type(config)]
+    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+        verb(config, folder)
     leave()
 
 

@@ -13,6 +13,7 @@ from utils.qat.arguments import add_mask_options
 from utils.qat.config import EvalConfig
 from utils.qat.deploy_config import BACKENDS
 from utils.qat.errors import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.folders import run_folder
 
 
 def parse_args(argv):
@@ -46,12 +47,12 @@ def main(argv=None):
     from utils.qat.scoring import score_file
 
     device = select_device(config.device)
-    with explain_out_of_memory(config.batch_size):
+    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
         if config.weights.suffix == '.onnx':
             predict = OnnxModel(config.weights, device)
         else:
             predict = EngineModel(config.weights, device, backend)
-        score_file(predict, config, device, backend)
+        score_file(predict, config, device, folder, backend)
 
 
 if __name__ == '__main__':

@@ -33,6 +33,7 @@ def main(argv=None):
         found = onnx_audit.audit(model)
     LOGGER.log(RESULT, f'{args.model}\n{onnx_audit.text(found, None if is_verbose() else SHOWN)}\n')
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, {'file': str(args.model), **onnx_audit.plain(found)})
     finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0

@@ -46,6 +46,7 @@ def main(argv=None):
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
     findings = engine_rules.findings(engine)
     LOGGER.log(RESULT, f'{args.layer}\n{engine_tables.text(engine, findings, None if is_verbose() else SHOWN)}\n')
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     engine_tables.write_csv(csv, engine, findings)
     write_text(dot, engine_graph.dot(engine, findings, args.layer.name))
     LOGGER.info('drawing: Graphviz takes a while for a large engine')

@@ -1,6 +1,7 @@
 """Laws of the sensitivity analysis: units are what they say, what is measured is what a whole model does, estimates rank as
 measuring does, a damaged block is found, and what it says can be followed: kept in float, exported, within a budget."""
 import json
+from dataclasses import asdict
 
 import numpy as np
 import onnx
@@ -19,11 +20,13 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.sensitivity import Estimate, unit_costs
 from models.quantize.units import find_units, left_out
+from utils.qat.config import SensitiveConfig
 from utils.qat.data import load_data
 from utils.qat.errors import QatError, run_command
 from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit
+from utils.qat.report import versions
 from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
 from zoo import build, full, fuse, image, program, same, settings
 
@@ -205,19 +208,24 @@ def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
 def summary_of(demo, **changes):
     model = demo.float_model()
     units = find_units(model, list(find_twins(model)), 'layer')
-    rows = [{'unit': u, 'kind': 'X', 'flops': 10 + i, 'parameters': 1, 'distortion': float((i * 7) % 5), 'twins': paths}
-            for i, (u, paths) in enumerate(units.items())]
-    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': sha256(demo.single), 'flops': 10_000,
-            'units': rows, **changes}
+    rows = [{'unit': u, 'kind': 'X', 'convolutions': 1, 'flops': 10 + i, 'parameters': 1, 'estimated': {'only': 0.1, 'without': 0.2}, 'measured': None,
+             'distortion': float((i * 7) % 5), 'twins': paths, 'ranges': {}} for i, (u, paths) in enumerate(units.items())]
+    figures = {'divergence': 0.1, 'sqnr': {}}
+    settings = json.loads(json.dumps(asdict(SensitiveConfig(demo.single, demo.data)), default=str))
+    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': sha256(demo.single), 'settings': settings,
+            'versions': versions(), 'device': 'CPU', 'images': 1, 'calibration': {'method': 'mse', 'divergence': {}}, 'times': {}, 'float': figures,
+            'int8': figures, 'flops': 10_000, 'units': rows, **changes}
 
 
 @pytest.mark.parametrize('changes, says', [
     ({'kind': 'something'}, 'of another kind'), ({'version': 99}, 'of another kind or version'), ({'units': 3}, 'no summary of a sensitivity'),
     ({'weights_sha256': '0'}, 'of another checkpoint'),
-    ({'units': [{'unit': 'model.99', 'distortion': 1, 'flops': 1, 'twins': ['model.99.conv']}]}, 'no unit model.99 to quantize')])
+    ({'unit': 'model.99', 'twins': ['model.99.conv']}, 'no unit model.99 to quantize')])
 def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
     path = tmp_path / FILE
-    path.write_text(json.dumps(summary_of(demo, **changes)))
+    summary = summary_of(demo)
+    (summary['units'][0] if 'unit' in changes else summary).update(changes)
+    path.write_text(json.dumps(summary))
     with pytest.raises(QatError, match=f'--sensitive .*{says}'):
         read_summary(path, sha256(demo.single), list(find_twins(demo.float_model())))
 

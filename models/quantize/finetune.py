@@ -15,6 +15,7 @@ from models.quantize.losses import label_loss, relative_error
 from models.quantize.step import GraphedStep, NotFinite, Step
 from utils.qat.distributed import take_from_first
 from utils.qat.errors import QatError
+from utils.qat.resume import unfit_state
 
 LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits for it
 
@@ -48,7 +49,7 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     config: epochs, iters, lr, supervision_stride, amp, compile, task_loss, learn_scales (see QuantizeConfig). progress: wraps
     the iterator of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its
     weights in `student`, and the others follow (a loader with an epoch of its own must be set to it). Raises QatError if the
-    loss is not finite, naming the first layer at fault, or if a gradient is not; the step is not taken. Under torchrun each
+    loss is not finite, naming the first layer at fault, or if a gradient is not, and the step is not taken; and if `after` does not fit the student. Under torchrun each
     process has a loader of its own, all equally long, and a step follows the mean of their gradients.
     """
     take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
@@ -62,7 +63,10 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     total = config.epochs * per_epoch
 
     if after:
-        step.load_state_dict(after.state)
+        try:
+            step.load_state_dict(after.state)
+        except ValueError as e:
+            raise unfit_state(config.resume, str(e)) from e
         yield after
     for number in range(after.number + 1 if after else 1, config.epochs + 1):
         start, losses = time.perf_counter(), []

@@ -13,14 +13,17 @@ from models.quantize.finetune import Epoch
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
 from utils.qat.distributed import describe, from_first, on_first
-from utils.qat.errors import QatError, atomic
+from utils.qat.errors import HALF, QatError, atomic
 from utils.qat.evaluate import evaluate
 from utils.qat.files import write_torch
 from utils.qat.log import LOGGER
 from utils.qat.plain_values import read_values
 from utils.qat.report import merit, versions
-from utils.qat.resume import STATE, read_report
+from utils.qat.resume import STATE, interrupted, require_epoch
 from utils.qat.run_report import write_report
+
+
+UNSCORED = '.unscored.pt'  # in weights/: a model on the way to its name
 
 
 def copy(source, path):
@@ -48,22 +51,23 @@ class Run:
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
         images = {name: len(loader.dataset) for name, loader in loaders.items()}
-        on_first(self._clear_up)()
         if config.resume:
-            self.report = read_report(folder)
+            self.report = interrupted(folder)  # again, now that no other process writes it
             self._check_unchanged(images)
             return
         self.report = {'settings': config.plain(), 'versions': versions(), 'device': describe(self.device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
                        'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
+        on_first(self._clear_up)()
         self.write()
         on_first(self.state.unlink)(missing_ok=True)  # of an earlier run in this folder
 
     def _clear_up(self):
-        """Delete what a killed process was writing."""
-        for half in (*self.folder.glob('.*.tmp.*'), *self.weights.glob('.*.pt')):
-            half.unlink()
+        """Delete what a killed process was writing: files, no links and no folders."""
+        for path in (*self.folder.iterdir(), *self.weights.iterdir()):
+            if (path.name == UNSCORED or HALF.fullmatch(path.name)) and path.is_file() and not path.is_symlink():
+                path.unlink()
 
     def _check_unchanged(self, images):
         """The data must be those the run was started with; what may change figures a little is told and noted."""
@@ -117,22 +121,23 @@ class Run:
         from_first()  # the others wait until it is there
         return checkpoint.load_quantized(file, self.device)
 
-    def save_and_score(self, model, what, name, evaluating=True):
+    def save_and_score(self, model, what, stage, evaluating=True):
         """Save, reload and score the reload: what is reported is what is on disk. Returns metrics with the file's name.
 
-        name: file name with {score}; until the score is known the file is hidden.
+        stage: what the name begins with; until the score, which is in it, is known the file is hidden.
         """
-        unscored = self.weights / '.unscored.pt'
+        unscored = self.weights / UNSCORED
         recipe = {**self.report['settings'], 'kept_float': self.report['kept_float']}
         on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
         metrics = self.score(unscored, what) if evaluating else None
-        final = self.weights / name.format(score=f"{metrics['ap']:.4f}" if metrics else 'unknown')
+        score = f"{metrics['ap']:.4f}" if metrics else 'unknown'
+        final = self.weights / f'{stage}_ap_{score}_{self.source.stem}.pt'
         on_first(os.replace)(unscored, final)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
 
     def calibrated(self, model, evaluating):
         """The calibrated `model` is there: save, score and report it."""
-        self.report['ptq'] = self.save_and_score(model, 'PTQ', f'ptq_ap_{{score}}_{self.source.stem}.pt', evaluating)
+        self.report['ptq'] = self.save_and_score(model, 'PTQ', 'ptq', evaluating)
         self.write()
 
     def load_calibrated(self):
@@ -144,15 +149,18 @@ class Run:
         return model
 
     def last_epoch(self):
-        """The Epoch that fine-tuning goes on from, None if there is none."""
-        return Epoch(**read_values(self.state, '--resume')) if self.state.exists() else None
+        """The Epoch that fine-tuning goes on from, None if there is none. Raises QatError if resume.pt is not of this run."""
+        if not self.state.exists():
+            return None
+        return Epoch(**require_epoch(read_values(self.state, '--resume'), self.folder, self.report))
 
     def learned(self, model, epoch):
         """`epoch` is over and left `model` as it is: keep, score and report it, unless that was done before an interruption."""
+        on_first(self._clear_up)()  # not before what is gone on from has turned out to be right
         if epoch.number <= len(self.report['epochs']):
             return
         on_first(write_torch)(self.state, vars(epoch))  # first: nothing learned is lost while it is scored
-        result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}_ap_{{score}}_{self.source.stem}.pt')
+        result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}')
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
         self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)

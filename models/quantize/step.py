@@ -21,11 +21,18 @@ MAX_NORM = 10.0  # of the gradient
 LOSS_SCALE, GROW_AFTER = 2.0 ** 13, 100  # the first, and after how many good steps it doubles
 LABELS, LOG2 = 'labels', 'log2 of the scales'  # the term of the loss and the parameter that belong to no layer
 SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
+MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # what Adam keeps of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
 
 
 class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
+
+
+def _like(given, tensor):
+    """Whether `given`, read from a file, is a plain tensor of the type and shape of `tensor`, with finite values only."""
+    return (type(given) is torch.Tensor and given.layout is torch.strided and given.device.type == 'cpu'
+            and (given.dtype, given.shape) == (tensor.dtype, tensor.shape) and bool(given.isfinite().all()))
 
 
 def _copies(tensors):
@@ -126,11 +133,34 @@ class Step:
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Go on as the Step whose `state_dict` it was, of a student with the same layers and quantizers."""
+        """Go on as the Step whose `state_dict` it was, of a student with the same layers and quantizers.
+
+        Raises ValueError, with nothing changed, if it is of none such.
+        """
+        if wrong := self._unlike(state):
+            raise ValueError(wrong)
         for name, tensor in self._tensors().items():
             tensor.copy_(state['tensors'][name])
         moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
+
+    def _unlike(self, state):
+        """The first tensor of a `state_dict` that is not as this Step has it, None if all are: names, types, shapes, values in range."""
+        mine, given = self._tensors(), state['tensors']
+        if given.keys() != mine.keys():
+            return f'tensors of {len(given)} names, and the model has {len(mine)}, not the same ones'
+        for name, tensor in mine.items():
+            if not _like(given[name], tensor) or name.endswith(('_amax', 'loss_scale')) and not (given[name] > 0).all():
+                return name
+        parameters = dict(enumerate(self.parameters.values()))
+        for i, moments in state['optimizer'].items():
+            if type(i) is not int or i not in parameters or type(moments) is not dict or moments.keys() != set(MOMENTS):
+                return f'optimizer {ascii(i)[:20]}'
+            step, *others = (moments[name] for name in MOMENTS)
+            if not (_like(step, torch.zeros(())) and step >= 1 and all(_like(x, parameters[i]) for x in others) and (others[1] >= 0).all()):
+                return f'optimizer {i}'
+        if not state['optimizer']:
+            return 'optimizer'
 
     def _term(self, outputs, targets):
         """The term of the loss of a layer, of whose parts all count alike."""

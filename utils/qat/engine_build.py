@@ -50,6 +50,8 @@ class EngineFromOnnx:
             warnings.filterwarnings('ignore', 'Use Deprecated in TensorRT-RTX')  # which keeps no timings, but takes the calls
             reused = self._use_timing_cache(settings)
             engine = self._serialize(network, settings)
+            for file in (config.timing_cache, config.engine):
+                file.parent.mkdir(parents=True, exist_ok=True)
             with atomic(config.timing_cache) as tmp:
                 tmp.write_bytes(bytes(settings.get_timing_cache().serialize()))
         with atomic(config.engine) as tmp:

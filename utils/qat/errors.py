@@ -8,16 +8,16 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
+import re
 import signal
 import sys
 import time
 from pathlib import Path
 
+from utils.qat.system import KINDS, OUTPUT, explain
 from utils.qat.text import cut, is_printable, visible
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
-USERS = *FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG  # what of the system is for the user to mend
+HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names of files that are being written, see `atomic`
 FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
 
 
@@ -68,6 +68,7 @@ def run_command(main, argv=None):
     from utils.qat.log import LOGGER, RED, TERMINAL, painted
     TERMINAL.setLevel(logging.INFO)  # until --quiet or --verbose is met
     start = time.perf_counter()
+    open_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors='replace')  # where the locale has no arrows or bars, a question mark is better than a traceback
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
@@ -78,47 +79,65 @@ def run_command(main, argv=None):
     except QatError as e:
         problem = str(e)
         LOGGER.debug('where it was found:', exc_info=True)
-    except OSError as e:
-        if e.filename is None:  # the terminal, or what stands for it: a full disk, `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if e.errno == errno.EPIPE:  # whoever reads has enough
-            return 128 + signal.SIGPIPE
-        if e.errno not in USERS:
+    except KINDS as e:
+        if getattr(e, 'filename', None) == OUTPUT:  # a full disk, `| head`
+            _silence(sys.stdout)
+            if e.errno == errno.EPIPE:  # whoever reads has enough
+                return 128 + signal.SIGPIPE
+        problem = explain(e)
+        if problem is None:
             raise
-        problem = visible(explain(e))
+        problem = visible(problem)
+        LOGGER.debug('where it was found:', exc_info=True)
     except KeyboardInterrupt as e:
         if is_first():
             advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
-            print(f'{name}: interrupted; every file that was finished is whole{advice}', file=sys.stderr)
+            _say(f'{name}: interrupted; every file that was finished is whole{advice}')
         return 130
     if not is_first():
         time.sleep(FIRST_SPEAKS)
-    print(f'{name}: {painted("error:", RED, sys.stderr)} {problem}', file=sys.stderr)
+    _say(f'{name}: {painted("error:", RED, sys.stderr)} {problem}')
     return 2
 
 
-def explain(error):
-    """An OSError that is the user's to mend, in a line: which file, what is the matter, and what to do."""
-    if error.filename is None:
-        return f'output: {error.strerror}'
-    file = Path(os.fsdecode(error.filename))
-    if error.errno not in FULL:
-        return f'{file}: {error.strerror}; choose another folder (--project, --save)'
-    folder = next(p for p in file.absolute().parents if p.is_dir())
-    return f'{file}: {error.strerror}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another folder (--project, --save)'
+def open_streams():
+    """Point standard streams that were closed (`>&-`) at /dev/null.
+
+    Left closed, the next file that is opened would get their number, and whatever prints would write into it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+    sys.stdout, sys.stderr = sys.stdout or open(1, 'w'), sys.stderr or open(2, 'w')
+
+
+def _silence(stream):
+    """Let a stream that cannot be written to swallow the rest, also that which Python writes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(line):
+    """Print to stderr, if anybody listens."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
 
 
 @contextlib.contextmanager
 def resumable(command):
-    """What is interrupted in the block, or ends for want of space, can be gone on with by `command`, and `run_command` says so."""
+    """What is interrupted in the block, or ended by the system, can be gone on with by `command`, and `run_command` says so."""
     try:
         yield
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt(command) from e
-    except OSError as e:
-        if e.errno not in FULL:
+    except KINDS as e:
+        problem = explain(e)
+        if problem is None or getattr(e, 'filename', None) == OUTPUT:
             raise
-        raise QatError(f'{explain(e)}; what was finished is whole, go on with: {command}') from e
+        raise QatError(f'{problem}; what was finished is whole, go on with: {command}') from e
 
 
 @contextlib.contextmanager
@@ -148,12 +167,11 @@ def require_file(path, flag, suffixes=()):
 
 @contextlib.contextmanager
 def atomic(path):
-    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it if not.
+    """Yield a temporary path beside `path`, in a folder that is there; rename it to `path` if the block succeeds, delete it if not.
 
     The suffix is kept, because writers such as matplotlib choose the format by it.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
     try:
         yield tmp

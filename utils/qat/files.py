@@ -1,8 +1,7 @@
-"""What a file is, by its content; YAML and checkpoints, read and written; and where the files of a run go."""
+"""What a file is, by its content; YAML and checkpoints, read and written."""
 import hashlib
 import io
 
-from utils.qat.distributed import from_first, is_first
 from utils.qat.errors import QatError, atomic
 
 LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
@@ -13,15 +12,6 @@ def sha256(path):
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest() if hasattr(hashlib, 'file_digest') \
             else hashlib.sha256(f.read()).hexdigest()
-
-
-def new_folder(config):
-    """Create and return PROJECT/NAME (numbered if it exists and --exist-ok is not given)."""
-    from utils.general import increment_path  # here: it imports torch, and `-h` must not
-    folder = from_first(increment_path(config.project / config.name, exist_ok=config.exist_ok))
-    if is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def read_yaml(file, flag):

@@ -10,6 +10,7 @@ import re
 import sys
 
 from utils.qat.distributed import is_first
+from utils.qat.system import OUTPUT
 from utils.qat.text import visible
 
 RESULT = logging.WARNING + 5
@@ -43,6 +44,13 @@ class Line(logging.Formatter):
         return visible(super().formatException(info), keep='\n\t')
 
 
+def _named(error, file):
+    """`error`, which if the system refused to write tells where: `explain` needs it."""
+    if isinstance(error, OSError):
+        error.filename = file
+    return error
+
+
 class Terminal(logging.StreamHandler):
     """To whatever stdout is now; lines appear above the progress bar, if there is one.
 
@@ -61,17 +69,14 @@ class Terminal(logging.StreamHandler):
             super().emit(record)
 
     def handleError(self, record):
-        raise  # noqa: PLE0704  what is being handled
+        raise _named(sys.exc_info()[1], OUTPUT)
 
 
 class LogFile(logging.FileHandler):
     """Likewise."""
 
     def handleError(self, record):
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            error.filename = self.baseFilename
-        raise error
+        raise _named(sys.exc_info()[1], self.baseFilename)
 
 
 LOGGER = logging.getLogger('yolov9-qat')

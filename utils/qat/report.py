@@ -13,6 +13,7 @@ from urllib.parse import quote
 from utils.qat.errors import atomic
 from utils.qat.text import visible
 
+PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')  # whose versions decide the numbers
 COLUMNS = ('AP', 'AP50', 'P', 'R')
 MASK_COLUMNS = tuple(f'mask {c}' for c in COLUMNS)
 
@@ -65,8 +66,7 @@ def image(text, file):
 
 def versions():
     """Versions of what decides the numbers."""
-    return {'python': platform.python_version(),
-            **{p: metadata.version(p) for p in ('torch', 'torchvision', 'numpy', 'pytorch-quantization')}}
+    return {'python': platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}}
 
 
 def figures(metrics, masks=False):

@@ -3,20 +3,19 @@ from utils.general import check_img_size
 
 from utils.qat.backends import FileModel
 from utils.qat.data import load_data
-from utils.qat.distributed import describe, on_first, rank, world_size
+from utils.qat.distributed import describe, from_first, on_first, rank, world_size
 from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
-from utils.qat.files import new_folder
 from utils.qat.following import after_scoring
 from utils.qat.loaders import val_loader
 from utils.qat.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.score_report import tables, write_scores
 
 
-def score_file(predict, config, device, backend='tensorrt'):
+def score_file(predict, config, device, folder, backend='tensorrt'):
     """Score `predict`, the model in config.weights: log the tables, write the report and predictions.json. Returns Metrics.
 
-    predict: see backends.py. config: an EvalConfig. backend: what runs engines. An exported file sees images letterboxed to its own,
+    predict: see backends.py. config: an EvalConfig. folder: see folders.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
     square, size.
     Raises QatError if file, settings and data do not fit together.
     """
@@ -31,7 +30,7 @@ def score_file(predict, config, device, backend='tensorrt'):
     data = load_data(config.data, predict.nc, segments=predict.segments)
     loader = val_loader(data, config, predict.stride, square=config.square or exported, shard=(rank(), world_size()))
 
-    folder = new_folder(config)
+    folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
     LOGGER.info(f'{config.weights} on {describe(device)}')
     metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,

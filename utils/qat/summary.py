@@ -1,13 +1,29 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
-import json
-
 from utils.qat.config import SensitiveConfig
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import document, escaped, image, markdown_table, merit
+from utils.qat.report import PACKAGES, document, escaped, image, markdown_table, merit
+from utils.qat.schema import CALIBRATION, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json, settings_kind
 from utils.qat.settings import closing
 from utils.qat.text import visible
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
+
+MEASURED = {'divergence': NUMBER, 'sqnr': SQNR, **{f'{name}?': kind for name, kind in FIGURES.items()}, 'mask?': FIGURES}
+UNIT = {'unit': str, 'kind': str, 'convolutions': INDEX, 'flops': INDEX, 'parameters': INDEX, 'estimated': {'only': NUMBER, 'without': NUMBER},
+        'measured': (NONE, {'only': MEASURED, 'without': MEASURED}), 'distortion': NUMBER, 'twins': [str], 'ranges': {str: (NUMBER, [NUMBER])}}
+SUMMARY = {  # see schema.misfit
+    'kind': str, 'version': INDEX, 'weights': str, 'weights_sha256': str, 'settings': settings_kind(SensitiveConfig),
+    'versions': dict.fromkeys(('python', *PACKAGES), str), 'device': str, 'images': COUNT, 'calibration': CALIBRATION, 'times': {str: SECONDS},
+    'float': MEASURED, 'int8': MEASURED, 'flops': COUNT, 'units': [UNIT]}
+
+
+def _contradiction(summary):
+    """The place in a summary of the right kind that contradicts another, None if there is none."""
+    units = summary['units']
+    names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
+    return next((place for place, wrong in (
+        ('units', not units or len(set(names)) < len(names)), ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
+        ('flops', sum(u['flops'] for u in units) > summary['flops'])) if wrong), None)
 
 
 def read_summary(path, source, twins):
@@ -19,19 +35,20 @@ def read_summary(path, source, twins):
     again = 'write it with: python qat.py sensitive'
     require_file(path, '--sensitive', ('.json',))
     try:
-        summary = json.loads(path.read_text(encoding='utf-8'))
-        kind, version, units = (summary[key] for key in ('kind', 'version', 'units'))
-        needed = [(u['unit'], float(u['distortion']), float(u['flops']), list(u['twins'])) for u in units]
-        float(summary['flops'])
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise QatError(f'--sensitive {path}: no summary of a sensitivity analysis; {again}') from e
-    if (kind, version) != (KIND, VERSION):
-        raise QatError(f'--sensitive {path}: a summary of another kind or version ({kind}, {version}); {again}')
-    unknown = [unit for unit, _, _, paths in needed if not paths or set(paths) - set(twins) or visible(unit) != unit]
+        summary = read_json(path)
+        if wrong := misfit(summary, {'kind': str, 'version': INDEX, str: anything}):
+            raise ValueError(wrong)
+        if (summary['kind'], summary['version']) != (KIND, VERSION):
+            raise QatError(f'--sensitive {path}: a summary of another kind or version; {again}')
+        if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
+            raise ValueError(f'{wrong} is not what it writes')
+    except ValueError as e:
+        raise QatError(f"--sensitive {path}: no summary of a sensitivity analysis ({' '.join(str(e).split())[:100]}); {again}") from e
+    unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - set(twins) or visible(u['unit']) != u['unit']]
     if unknown:
         raise QatError(f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}')
-    if summary.get('weights_sha256') != source:
-        raise QatError(f"--sensitive {path}: of another checkpoint ({summary.get('weights')}; its SHA-256 differs); {again}")
+    if summary['weights_sha256'] != source:
+        raise QatError(f"--sensitive {path}: of another checkpoint ({summary['weights']}; its SHA-256 differs); {again}")
     return summary
 
 

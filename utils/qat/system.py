@@ -1,0 +1,68 @@
+"""What the system refuses a command, in one line: which file or which limit, and the way out.
+
+A full disk, memory that is not there, a process that was killed are no bugs. Python, PyTorch and OpenCV have classes of their own
+for some of these; the others are told by their words.
+"""
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
+OUTPUT = '<output>'  # filename of an OSError that standard output gave
+KINDS = OSError, MemoryError, RuntimeError, ImportError  # what can be the system's doing
+SHM = Path('/dev/shm')
+
+
+def explain(error):
+    """An exception that is the system's doing, in a line; None for any other."""
+    number, file = getattr(error, 'errno', None), getattr(error, 'filename', None)
+    if number and file is not None:
+        return f'output: {error.strerror}' if file == OUTPUT else _of_file(number, error.strerror, file)
+    if number in FULL:  # a failed write has the name of its file: what has none are semaphores and the like
+        return _shared_memory()
+    return next((line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None)
+
+
+def _of_file(number, reason, file):
+    file = Path(os.fsdecode(file))
+    if number in FULL:
+        folder = next(p for p in file.absolute().parents if p.is_dir())
+        return (f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
+                'folder (--project, --save)')
+    if number == errno.ENOENT:
+        return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
+    if number in (errno.EMFILE, errno.ENFILE):
+        return _open_files()
+    return f'{file}: {reason}; choose another folder (--project, --save)'
+
+
+def _shared_memory():
+    free = f' ({shutil.disk_usage(SHM).free / 1e6:.0f} MB are free in {SHM})' if SHM.is_dir() else ''
+    return f'out of shared memory{free}, through which data loading processes pass images; use --workers 0, or give a container more: docker run --shm-size=8g'
+
+
+def _killed():
+    return ('a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
+            '--batch-size, and repeat the command')
+
+
+def _memory():
+    import resource
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = f' (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v)' if limit != resource.RLIM_INFINITY else ''
+    return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
+
+
+def _open_files():
+    return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
+
+
+CASES = (  # (class, words of the message, line), the first that fits
+    (MemoryError, '', _memory),
+    (Exception, 'Too many open files|ancdata', _open_files),
+    (Exception, 'Bus error|shared memory|</torch_', _shared_memory),
+    (RuntimeError, r'DataLoader worker \(pid.*(killed by signal|exited unexpectedly)', _killed),
+    (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment|can't start new thread", _memory),
+)

@@ -7,12 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utils.qat.errors import atomic
+from utils.qat.plots import literal
 
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
 
 def label(result):
-    return f"{result['model']}, {result['backend']}, {result['types']}"
+    return literal(f"{result['model']}, {result['backend']}, {result['types']}")
 
 
 def colours(results):

@@ -78,7 +78,7 @@ def run_command(main, argv=None):
         return status
     except QatError as e:
         problem = str(e)
-        LOGGER.debug('where it was found:', exc_info=True)
+        _note(LOGGER)
     except KINDS as e:
         if getattr(e, 'filename', None) == OUTPUT:  # a full disk, `| head`
             _silence(sys.stdout)
@@ -88,7 +88,7 @@ def run_command(main, argv=None):
         if problem is None:
             raise
         problem = visible(problem)
-        LOGGER.debug('where it was found:', exc_info=True)
+        _note(LOGGER)
     except KeyboardInterrupt as e:
         if is_first():
             advice = f'; go on with: {e}' if str(e) else ''  # see `resumable`
@@ -111,6 +111,12 @@ def open_streams():
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
     sys.stdout, sys.stderr = sys.stdout or open(1, 'w'), sys.stderr or open(2, 'w')
+
+
+def _note(logger):
+    """Log where the exception at hand was found, if the log can be written to: it may be on the disk that is full."""
+    with contextlib.suppress(OSError):
+        logger.debug('where it was found:', exc_info=True)
 
 
 def _silence(stream):

@@ -12,7 +12,7 @@ def command(file, *words):
     here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent  # a launcher changes sys.argv
     root = here.parent if here.name in ('scripts', 'segment') else here
     file = root / file if (root / file).is_file() else file
-    return shlex.join(['python', *map(str, (file, *words))])
+    return shlex.join(['python', *(f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words))])
 
 
 def data_yaml(path):

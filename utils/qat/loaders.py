@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.data import open_dataset
@@ -36,8 +36,12 @@ def _in_order(dataset, config, shard):
 
 def _collate(samples):
     """Samples of upstream's dataset → a batch; the masks of each image, where there are any, stay a tensor of their own."""
-    batch = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
-    return (*batch, [sample[4] for sample in samples]) if len(samples[0]) > 4 else batch
+    images, labels, paths, shapes = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
+    masks = [sample[4] for sample in samples] if len(samples[0]) > 4 else []
+    if get_worker_info():  # a worker that finds no shared memory when it sends is not heard: a traceback, and everybody waits
+        for tensor in (images, labels, *masks):
+            tensor.share_memory_()
+    return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
 
 
 def _loader(dataset, config, batches, world=1):

@@ -10,6 +10,12 @@ from utils.qat.errors import atomic
 MOST = 80  # classes in a picture
 
 
+def literal(text):
+    """`text` for Matplotlib, which takes $ for the beginning of a formula, and leaves labels that begin with _ out of a legend."""
+    text = text.replace('$', r'\$')
+    return f' {text}' if text.startswith('_') else text
+
+
 def _save(figure, path):
     with atomic(path) as tmp, warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'Glyph .* missing from')  # of a class name in a script that its font lacks
@@ -54,7 +60,7 @@ def plot_sensitivity(path, summary):
     axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label='all in INT8')
     axes.set_xticks(range(len(units)), [u['unit'].removeprefix('model.') for u in units], rotation=90, fontsize=7)
     axes.set(yscale='log', xlim=(-1, len(units)), xlabel='unit', ylabel='divergence of the detections',
-             title=f"{summary['weights']}: each unit alone in INT8, {summary['images']} images")
+             title=f"{literal(summary['weights'])}: each unit alone in INT8, {summary['images']} images")
     axes.grid(axis='y', alpha=0.3)
     axes.legend(fontsize=8, ncols=2)
     _save(figure, path)
@@ -75,9 +81,9 @@ def plot_classes(path, models):
             rows = {row['name']: ap(row) for row in metrics['per_class']}
             places = [n + (i - (len(models) - 1) / 2) * height for n in range(len(names))]
             mean = (metrics if part == 'boxes' else metrics['mask'])['ap']
-            axes.barh(places, [rows.get(name) or 0 for name in names], height, color=f'C{i}', label=f'{model} {mean:.4f}')
+            axes.barh(places, [rows.get(name) or 0 for name in names], height, color=f'C{i}', label=literal(f'{model} {mean:.4f}'))
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
-        axes.set_yticks(range(len(names)), [name.replace('$', r'\$') for name in names])  # else it begins a formula
+        axes.set_yticks(range(len(names)), [literal(name) for name in names])
         axes.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel=f'AP of {part} (IoU 0.50:0.95); dashed: mean')
         axes.grid(axis='x', alpha=0.3)
         axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=len(models), frameon=False)

@@ -28,7 +28,8 @@ def options(settings, kind):
         if isinstance(value, bool):
             words.append(f"--{'no-' * (not value)}{flag}")
         else:
-            words += [f'--{flag}', *map(str, value if isinstance(value, list) else [value])]
+            values = list(map(str, value if isinstance(value, list) else [value]))
+            words += [f'--{flag}={values[0]}'] if len(values) == 1 and values[0].startswith('-') else [f'--{flag}', *values]
     return words
 
 

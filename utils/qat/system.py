@@ -20,7 +20,7 @@ def explain(error):
     number, file = getattr(error, 'errno', None), getattr(error, 'filename', None)
     if number and file is not None:
         return f'output: {error.strerror}' if file == OUTPUT else _of_file(number, error.strerror, file)
-    if number in FULL:  # a failed write has the name of its file: what has none are semaphores and the like
+    if number in (*FULL, errno.EROFS, errno.EACCES):  # a failed write has the name of its file: what has none is a semaphore
         return _shared_memory()
     return next((line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None)
 
@@ -55,6 +55,10 @@ def _memory():
     return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
 
 
+def _processes():
+    return 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
+
+
 def _open_files():
     return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
@@ -64,5 +68,6 @@ CASES = (  # (class, words of the message, line), the first that fits
     (Exception, 'Too many open files|ancdata', _open_files),
     (Exception, 'Bus error|shared memory|</torch_', _shared_memory),
     (RuntimeError, r'DataLoader worker \(pid.*(killed by signal|exited unexpectedly)', _killed),
-    (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment|can't start new thread", _memory),
+    (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment", _memory),
+    (Exception, "Resource temporarily unavailable|can't start new thread", _processes),
 )

@@ -1,0 +1,430 @@
+"""No run mixes with another: a folder has one writer, a new run a folder of its own; and nothing of a folder that was tampered with is used,
+changed or deleted. docs/faults.md has the table."""
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TREE
+from utils.qat.config import EvalConfig
+from utils.qat.errors import QatError, run_command
+from utils.qat.folders import LOCK, run_folder, writing
+from utils.qat.resume import STATE
+from utils.qat.summary import FILE
+from zoo import program, python
+
+FORK = multiprocessing.get_context('fork')
+COMMON = ('--imgsz', 64, '--batch-size', 4, '--calib-images', 4, '--calib-method', 'mse', '--device', 'cpu')
+
+
+def quantize(demo, project, *more):
+    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, *COMMON, '--lr', '1e-4', '--project', project, *more)]
+
+
+def started(demo, project, *more):
+    """A process that fine-tunes, and its folder, as soon as its first epoch is there."""
+    process = subprocess.Popen([sys.executable, 'qat.py', *quantize(demo, project, '--epochs', 1000, '--no-eval-origin', *more)], cwd=TREE, text=True,
+                               env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not (project / 'exp' / STATE).exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    return process, project / 'exp'
+
+
+def refusal(argv, capfd, command='qat.py'):
+    """The line that a command, called here, is refused with."""
+    capfd.readouterr()
+    code = run_command(program(command).main, [str(a) for a in argv])
+    out, err = capfd.readouterr()
+    assert code == 2 and 'Traceback' not in out + err, err[-2000:]
+    return err.strip().splitlines()[-1]
+
+
+def content(folder):
+    """Everything in a folder, but for its log: bytes, or where a link leads."""
+    return {p: p.readlink() if p.is_symlink() else stat.S_IFMT(p.stat().st_mode) if not p.is_file() else p.read_bytes()
+            for p in folder.rglob('*') if p.name != 'log.txt'}
+
+
+# ---- one writer ---------------------------------------------------------------------------------------------------------
+
+def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
+    """However it ends, and though the workers of a killed process live on for some seconds."""
+    process, folder = started(demo, tmp_path, '--workers', 2)
+    onnx = tmp_path / 'x.onnx'
+    onnx.touch()
+    named = '--project', tmp_path, '--name', 'exp', '--exist-ok'
+    try:
+        for command, argv in (('qat.py', ('quantize', '--resume', folder)), ('qat.py', quantize(demo, tmp_path, '--exist-ok')),
+                              ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
+                              ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
+                              ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
+                              ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
+                              ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named))):
+            line = refusal(argv, capfd, command)
+            assert f'{folder}: process {process.pid} on ' in line and f'kill {process.pid}' in line, line
+        workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL and len(workers) == 2 and (folder / LOCK).exists()
+    with writing(folder, '--resume'):
+        assert (folder / LOCK).read_text().split()[0] == str(os.getpid())
+    assert not (folder / LOCK).exists()
+    process.stderr.close()
+
+
+def test_a_killed_worker_costs_an_epoch(demo, tmp_path):
+    process, folder = started(demo, tmp_path, '--workers', 1)
+    worker = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()[0]
+    os.kill(int(worker), signal.SIGKILL)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and 'Traceback' not in said, said
+    line = said.strip().splitlines()[-1]
+    assert 'data loading process was killed' in line and '--workers' in line, line
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not list(folder.rglob('.*'))
+
+
+def in_line(folder, gate, found):
+    gate.wait()
+    with run_folder(EvalConfig(Path('w.pt'), Path('d.yaml'), project=folder, name='exp')) as mine:
+        (mine / 'file').write_text('')
+        found.put(mine.name)
+
+
+def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
+    gate, found = FORK.Barrier(8), FORK.Queue()
+    several = [FORK.Process(target=in_line, args=(tmp_path / 'new' / 'project', gate, found)) for _ in range(8)]
+    for process in several:
+        process.start()
+    names = sorted(found.get(timeout=30) for _ in several)
+    for process in several:
+        process.join()
+    assert names == ['exp', *(f'exp{n}' for n in range(2, 9))]
+
+
+def test_what_did_not_come_to_write_leaves_nothing(tmp_path):
+    config = EvalConfig(Path('w.pt'), Path('d.yaml'), project=tmp_path / 'new' / 'project')
+    with pytest.raises(KeyboardInterrupt), run_folder(config) as folder:
+        assert (folder / LOCK).is_file()
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_file_that_is_removed_holds_nobody(tmp_path):
+    """The one that is opened before its holder removes it, and locked after that."""
+    with writing(tmp_path, '--resume'):
+        old = os.open(tmp_path / LOCK, os.O_RDWR)
+    with writing(tmp_path, '--resume'):
+        assert not os.path.samestat(os.fstat(old), os.stat(tmp_path / LOCK))
+    os.close(old)
+
+
+def as_nobody(folder, say):
+    os.setgid(65534), os.setuid(65534)
+    try:
+        with writing(folder, '--resume'):
+            say.put('taken')
+    except (QatError, OSError) as e:
+        say.put(f'{type(e).__name__}: {e}')
+
+
+def test_folders_of_another_user(tmp_path):
+    if os.getuid():
+        pytest.skip('only root can be another user')
+
+    def asked():
+        say = FORK.Queue()
+        child = FORK.Process(target=as_nobody, args=(folder, say))
+        child.start()
+        answer = say.get(timeout=30)
+        child.join()
+        return answer
+
+    folder = Path(tempfile.mkdtemp())  # pytest's own is closed to others
+    try:
+        folder.chmod(0o755)
+        assert asked().startswith('PermissionError') and not list(folder.iterdir())
+        folder.chmod(0o777)
+        with writing(folder, '--resume'):
+            assert f'process {os.getpid()} on ' in asked()
+        (folder / LOCK).write_text('1 elsewhere\n')  # of a process that was killed
+        assert asked() == 'taken'
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize('what', ['link', 'folder', 'pipe'])
+def test_a_lock_file_that_is_none(tmp_path, what, capfd, demo):
+    lock, folder = tmp_path / 'exp' / LOCK, tmp_path / 'exp'
+    folder.mkdir()
+    (tmp_path / 'mine').write_text('mine')
+    {'link': lambda: lock.symlink_to(tmp_path / 'mine'), 'folder': lock.mkdir, 'pipe': lambda: os.mkfifo(lock)}[what]()
+    before = content(tmp_path)
+    assert str(lock) in refusal(quantize(demo, tmp_path, '--exist-ok'), capfd) and content(tmp_path) == before
+
+
+def test_torchrun_beside_a_run(interrupted):
+    with writing(interrupted, '--resume'):
+        said = python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, 'qat.py', 'quantize', '--resume', interrupted, code=1)
+    lines = [line for line in said.splitlines() if ': error: ' in line]
+    assert lines[0].startswith(f'qat.py: error: --resume {interrupted}: process {os.getpid()} on ') and 'exitcode  : 2 ' in said
+
+
+# ---- folders that were tampered with ------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def interrupted(demo, tmp_path_factory):
+    """The folder of a run of 3 epochs that was interrupted in the last. Do not write to it."""
+    project, qat = tmp_path_factory.mktemp('interrupted'), program('qat.py')
+
+    def bar(iterable, text, *_, **__):
+        for item in iterable:
+            if text == 'epoch 3/3':
+                raise KeyboardInterrupt
+            yield item
+
+    qat.bar = bar
+    assert run_command(qat.main, quantize(demo, project, '--epochs', 3, '--iters', 1, '--workers', 0)) == 130
+    return project / 'exp'
+
+
+def put(place, value):
+    """A change of report.json: the value at `place`, a list of keys."""
+    def change(folder):
+        report = json.loads((folder / 'report.json').read_text())
+        part = report
+        for key in place[:-1]:
+            part = part[key]
+        if value is DELETED:
+            del part[place[-1]]
+        else:
+            part[place[-1]] = value(part.get(place[-1]) if isinstance(part, dict) else part[place[-1]]) if callable(value) else value
+        (folder / 'report.json').write_text(json.dumps(report))
+    return change
+
+
+DELETED = object()
+REPORTS = {  # name → change
+    **{f'{k} is {v!r:.20}': put(('settings', k), v) for k, v in (
+        ('epochs', '3'), ('epochs', True), ('epochs', 1), ('epochs', -1), ('lr', '1e-4'), ('lr', math.nan), ('lr', 7), ('imgsz', 64.0), ('batch_size', 0),
+        ('seed', 2 ** 40), ('seed', 10 ** 400), ('amp', 'fp8'), ('exclude', 'model'), ('exclude', [1]), ('weights', None), ('weights', ['w.pt']),
+        ('data', 3), ('compile', 1), ('max_drop', 'a'), ('dry_run', True), ('percentile', math.inf), ('val_split', 0.5), ('name', {}))},
+    **{f'time is {v!r:.20}': put(('times', 'calibrate'), v) for v in (-1, '3', math.nan, math.inf, None, 10 ** 400, [1], True)},
+    **{f'epoch without {k}': put(('epochs', 1, k), DELETED) for k in ('ap', 'precision', 'recall', 'file', 'loss', 'sqnr', 'epoch', 'per_class')},
+    **{f'epoch {k} is {v!r:.20}': put(('epochs', 0, k), v) for k, v in (
+        ('epoch', 2), ('epoch', 0), ('epoch', 99), ('ap', 1.5), ('ap', '0.5'), ('ap', math.nan), ('loss', None), ('per_class', [1]), ('mask', {}), ('more', 1))},
+    **{f'{k} file is {v!r:.30}': put((k, 'file'), v) for k in ('ptq', 'best') for v in (
+        3, ['weights/x.pt'], '/etc/passwd', '../x.pt', 'weights/../../x.pt', 'weights/.x.pt', 'report.json', 'weights/a/b.pt', 'weights/x\0.pt')},
+    'too many epochs': put(('epochs',), lambda epochs: epochs * 1000), 'epochs twice': put(('epochs',), lambda epochs: epochs + epochs[-1:]),
+    'an epoch too few': put(('epochs',), lambda epochs: epochs[1:]), 'epochs without PTQ': put(('ptq',), None),
+    'best of no epoch': put(('best', 'epoch'), 3), 'another best': put(('best', 'ap'), 0.9), 'no best': put(('best',), None),
+    'no images': put(('images', 'val'), 0), 'images is text': put(('images', 'val'), '12'), 'other images': put(('images', 'test'), 1),
+    'held out': put(('images', 'held out'), 3), 'chosen on': put(('chosen_on',), 'train'), 'versions': put(('versions',), {}),
+    'classes': put(('classes',), {'0': 'a', '2': 'b'}), 'not known': put(('more',), 1), 'calibration': put(('calibration',), None),
+    'divergence': put(('calibration', 'divergence'), {'mse': 'x'}), 'changed': put(('changed',), {'after epoch 1': 3}),
+    'SQNR': put(('ptq', 'sqnr', 'boxes'), math.nan),
+    'deep': lambda folder: (folder / 'report.json').write_text('{"settings":' + '[' * 99_999),
+    'not UTF-8': lambda folder: (folder / 'report.json').write_bytes(b'\xff\xfe{}'),
+    'long number': lambda folder: (folder / 'report.json').write_text('9' * 10_000),
+    'report is a pipe': lambda folder: ((folder / 'report.json').unlink(), os.mkfifo(folder / 'report.json')),
+    'report is a folder': lambda folder: ((folder / 'report.json').unlink(), (folder / 'report.json').mkdir()),
+}
+
+
+def linked(name):
+    """A change: the file or folder lies elsewhere, and a link is in its place."""
+    def change(folder):
+        [path] = folder.glob(name)
+        elsewhere = folder.parent / f'elsewhere-{path.name}'
+        shutil.move(path, elsewhere)
+        if elsewhere.is_dir():
+            (elsewhere / '.unscored.pt').write_text('mine')
+            (elsewhere / '.x.1.tmp.pt').write_text('mine')
+        path.symlink_to(elsewhere)
+    return change
+
+
+def state(change):
+    """A change of what resume.pt holds."""
+    def changed(folder):
+        content = torch.load(folder / STATE, weights_only=True)
+        torch.save(change(content) or content, folder / STATE)
+    return changed
+
+
+def tensors(change, part='tensors'):
+    """A change of the first tensor that learns: of the weights, or of what the optimizer keeps of it."""
+    def changed(content):
+        of = content['state']['tensors'] if part == 'tensors' else content['state']['optimizer'][0]
+        name = next(k for k in of if of[k].dim()) if part == 'tensors' else part
+        of[name] = change(of[name])
+    return state(changed)
+
+
+STATES = {
+    'weights is a link': linked('weights'), 'resume.pt is a link': linked(STATE), 'PTQ is a link': linked('weights/ptq_*'), 'log is a link': linked('log.txt'),
+    'a number': state(lambda c: 3), 'a list': state(lambda c: [c]), 'empty': state(lambda c: {}), 'one more': state(lambda c: {**c, 'more': 1}),
+    'a key that is a number': state(lambda c: {**c, 3: 1}), **{f'{k} is {v!r:.12}': state(lambda c, k=k, v=v: {**c, k: v}) for k, v in (
+        ('number', 9), ('number', 1), ('number', 0), ('number', '2'), ('number', 2.0), ('loss', math.nan), ('loss', torch.ones(1)), ('steps', -1),
+        ('seconds', math.inf), ('state', None), ('state', {'tensors': {}}), ('state', {'tensors': {}, 'optimizer': {}}), ('state', {'tensors': [], 'optimizer': {}}))},
+    'shape': tensors(lambda t: t[:1]), 'type': tensors(lambda t: t.double()), 'NaN': tensors(lambda t: t * math.nan), 'no tensor': tensors(lambda t: 3),
+    'sparse': tensors(lambda t: t.to_sparse()), 'a tensor gone': state(lambda c: c['state']['tensors'].popitem() and None),
+    'amax': state(lambda c: next(t for k, t in c['state']['tensors'].items() if k.endswith('_amax')).neg_() is None or None),
+    'moment shape': tensors(lambda t: t[:1], 'exp_avg'), 'moment below 0': tensors(lambda t: t - 1, 'exp_avg_sq'), 'moment NaN': tensors(lambda t: t * math.nan, 'exp_avg'),
+    'moment step': tensors(lambda t: t.expand(3), 'step'), 'no moments': state(lambda c: c['state']['optimizer'].clear()),
+    'moments of none': state(lambda c: c['state']['optimizer'].update({99_999: {}})), 'moments that are none': state(lambda c: c['state']['optimizer'].update({0: 1})),
+    'cut short': lambda folder: os.truncate(folder / STATE, 1000), 'no archive': lambda folder: (folder / STATE).write_bytes(b'x' * 100),
+    'nothing': lambda folder: (folder / STATE).write_bytes(b''),
+}
+SUMMARIES = {
+    **{f'{k} is {v!r:.12}': lambda s, k=k, v=v: s['units'][0].update({k: v}) for k, v in (
+        ('distortion', math.nan), ('distortion', '1'), ('distortion', None), ('flops', -1), ('flops', 10 ** 30), ('flops', 1.5), ('twins', []), ('twins', 'model'),
+        ('twins', [1]), ('unit', 3), ('more', 1), ('estimated', {}), ('measured', 3), ('ranges', {'a': 'b'}))},
+    'a unit twice': lambda s: s['units'].append(s['units'][0]), 'no units': lambda s: s.update(units=[]), 'no FLOPs': lambda s: s.update(flops=0),
+    'images': lambda s: s.update(images=0), 'times': lambda s: s.update(times={'all': -1}), 'setting': lambda s: s['settings'].update(seed='x'),
+    'setting gone': lambda s: s['settings'].pop('seed'), 'not known': lambda s: s.update(more=1), 'kind': lambda s: s.update(kind=['x']),
+    'version': lambda s: s.update(version=1.0), 'int8': lambda s: s['int8'].pop('divergence'), 'gone': lambda s: s.pop('device'),
+}
+
+
+def broken(folder, change, tmp_path, capfd):
+    """The line that `--resume` of a copy of `folder`, after `change`, is refused with; nothing is changed."""
+    copy = tmp_path / 'exp'
+    shutil.copytree(folder, copy)
+    (copy / 'weights' / '.unscored.pt').write_text('half')  # what --resume would delete
+    change(copy)
+    before = content(tmp_path)
+    line = refusal(('quantize', '--resume', copy), capfd)
+    assert content(tmp_path) == before and len(line) < 600 + 2 * len(str(copy)), line
+    return line
+
+
+@pytest.mark.parametrize('name', REPORTS)
+def test_a_report_that_no_run_writes(interrupted, tmp_path, capfd, name):
+    assert f'--resume {tmp_path}/exp: ' in broken(interrupted, REPORTS[name], tmp_path, capfd)
+
+
+@pytest.mark.parametrize('name', STATES)
+def test_a_state_that_no_run_writes(interrupted, tmp_path, capfd, name):
+    line = broken(interrupted, STATES[name], tmp_path, capfd)
+    assert f'{tmp_path}/exp' in line and ('link' in line if 'link' in name else STATE in line), line
+
+
+def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_path):
+    folder = tmp_path / 'exp'
+    shutil.copytree(interrupted, folder)
+    (tmp_path / 'mine').write_text('mine')
+    (folder / '.report.12.tmp.json').write_text('half')
+    (folder / 'weights' / '.unscored.pt').write_text('half')
+    (folder / '.notes.tmp.txt').write_text('mine')
+    (folder / '.link.12.tmp.json').symlink_to(tmp_path / 'mine')
+    (folder / '.folder.12.tmp').mkdir()
+    assert run_command(program('qat.py').main, ['quantize', '--resume', str(folder)]) == 0
+    assert sorted(p.name for p in folder.rglob('.*')) == ['.folder.12.tmp', '.link.12.tmp.json', '.notes.tmp.txt']
+    assert (tmp_path / 'mine').read_text() == 'mine'
+
+
+@pytest.fixture(scope='module')
+def summary(demo, tmp_path_factory):
+    """A summary of a sensitivity analysis, as text."""
+    project = tmp_path_factory.mktemp('sensitive')
+    assert run_command(program('qat.py').main, [str(a) for a in ('sensitive', '--weights', demo.single, '--data', demo.data, *COMMON, '--workers', 0,
+                       '--num-image', 2, '--granularity', 'layer', '--project', project)]) == 0
+    return (project / 'exp' / FILE).read_text()
+
+
+def test_summaries_that_no_analysis_writes(demo, summary, tmp_path, capfd):
+    path = tmp_path / 'summary.json'
+    argv = ('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1)
+    for name, change in SUMMARIES.items():
+        spoilt = json.loads(summary)
+        change(spoilt)
+        path.write_text(json.dumps(spoilt))
+        assert f'--sensitive {path}: ' in refusal(argv, capfd), name
+    path.write_text(summary)
+    assert run_command(program('qat.py').main, [str(a) for a in argv]) == 0
+
+
+# ---- what the system refuses --------------------------------------------------------------------------------------------
+
+def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
+    qat, folder = program('qat.py'), tmp_path / 'exp'
+
+    def bar(iterable, text, *_, **__):
+        if text == 'epoch 1/1':
+            shutil.rmtree(folder)
+        return iterable
+
+    monkeypatch.setattr(qat, 'bar', bar)
+    assert run_command(qat.main, quantize(demo, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
+    assert 'No such file or directory; it or its folder was moved or deleted meanwhile' in capfd.readouterr().err.splitlines()[-1]
+    assert not folder.exists()
+
+
+def evaluating(demo, project, *more):
+    return ['qat.py', 'eval', '--weights', demo.quantized, '--data', demo.data, '--imgsz', 64, '--device', 'cpu', '--project', project, *more]
+
+
+@pytest.mark.parametrize('name', ['loop', 'file', 'file/x', 'loop/x'])
+def test_projects_that_are_no_folders(demo, tmp_path, capfd, name):
+    (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+    (tmp_path / 'file').touch()
+    assert f'{tmp_path}/{name.split("/")[0]}' in refusal(evaluating(demo, tmp_path / name)[1:], capfd)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize('closed', ['>&-', '2>&-', '>&- 2>&- <&-'])
+def test_closed_streams(demo, tmp_path, closed):
+    """Nobody listens, and no file takes their place: the work is done, a mistake still is exit code 2."""
+    for more, code in (((), 0), (('--batch-size', 0), 2)):
+        command = shlex.join([sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 1, *more))])
+        done = subprocess.run(['sh', '-c', f'{command} {closed}'], cwd=TREE, capture_output=True, text=True)
+        assert done.returncode == code and 'Traceback' not in done.stdout + done.stderr, done.stderr
+    assert {p.name for p in (tmp_path / 'exp').iterdir()} == {'metrics.json', 'report.md', 'classes.png', 'log.txt', 'predictions.json'}
+    assert json.loads((tmp_path / 'exp/metrics.json').read_text())['ap'] > 0 and 'Computed on' in (tmp_path / 'exp/report.md').read_text()
+
+
+def test_little_address_space(demo, tmp_path):
+    said = python('-c', 'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); sys.argv = sys.argv[1:]; '
+                  'runpy.run_path(sys.argv[0], run_name="__main__")', *evaluating(demo, tmp_path), code=2)
+    assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in said.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_little_shared_memory(demo, tmp_path):
+    """A worker that cannot hand over its images says so: PyTorch's own way would wait for ever."""
+    mounting = ['unshare', '--mount', '--map-root-user', 'sh', '-c', 'mount -t tmpfs -o size=100k tmpfs /dev/shm && "$@"', 'sh']
+    if not shutil.which('unshare') or subprocess.run([*mounting, 'true'], capture_output=True).returncode:
+        pytest.skip('no /dev/shm of another size can be mounted here')
+    done = subprocess.run([*mounting, sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 2))], cwd=TREE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and 'Traceback' not in done.stdout + done.stderr, done.stderr
+    assert 'error: out of shared memory' in done.stderr.splitlines()[-1] and '--workers 0' in done.stderr.splitlines()[-1]
+
+
+# ---- names --------------------------------------------------------------------------------------------------------------
+
+def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
+    """Braces, %, $, quotes, spaces, a dash or an underscore first: in files, folders, pictures, and the commands that follow."""
+    monkeypatch.chdir(tmp_path)
+    names = ['-{x} {score} %d %(a)s $y$.pt', '_{ $z\'" .pt']
+    for name in names:
+        shutil.copy(demo.single, name)
+        where = '--data', demo.data, *COMMON, '--workers', 0, '--project', 'a {b} %s $c$', '--name', 'ü "q" {0}', '--exist-ok'
+        assert run_command(program('qat.py').main, [str(a) for a in ('quantize', '--weights', f'./{name}', *where, '--epochs', 1, '--iters', 1)]) == 0
+        *_, following = capfd.readouterr().out.strip().splitlines()
+        best = Path('a {b} %s $c$/ü "q" {0}/weights') / f'qat_best_{name}'
+        assert shlex.split(following)[:5] == ['next:', 'python', 'export_qat.py', '--weights', str(best)] and best.is_file()
+        assert run_command(program('benchmark_trt.py').main, [f'./{name}', '--imgsz', '64', '--batch', '1', '--duration', '0.01', '--warmup', '0', '--device', 'cpu']) == 0
+        assert f'--weights {shlex.quote(name if name[0] != "-" else f"./{name}")}' in capfd.readouterr().out
+    report = json.loads((best.parents[1] / 'report.json').read_text())
+    assert f"./weights/{Path(report['ptq']['file']).name}" == f"./weights/ptq_ap_{report['ptq']['ap']:.4f}_{names[1]}"

@@ -17,12 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TREE
+from matplotlib.figure import Figure
+from models.quantize.finetune import supervised_layers
+from models.quantize.losses import relative_error
+from models.quantize.step import Step
 from utils.qat.config import EvalConfig
 from utils.qat.errors import QatError, run_command
 from utils.qat.folders import LOCK, run_folder, writing
-from utils.qat.resume import STATE
+from utils.qat.plots import literal
+from utils.qat.resume import STATE, require_epoch
 from utils.qat.summary import FILE
-from zoo import program, python
+from zoo import program, python, same
 
 FORK = multiprocessing.get_context('fork')
 COMMON = ('--imgsz', 64, '--batch-size', 4, '--calib-images', 4, '--calib-method', 'mse', '--device', 'cpu')
@@ -77,7 +82,7 @@ def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
         workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()
     finally:
         process.kill()
-    assert process.wait() == -signal.SIGKILL and len(workers) == 2 and (folder / LOCK).exists()
+    assert process.wait() == -signal.SIGKILL and workers and (folder / LOCK).exists()
     with writing(folder, '--resume'):
         assert (folder / LOCK).read_text().split()[0] == str(os.getpid())
     assert not (folder / LOCK).exists()
@@ -255,37 +260,45 @@ def linked(name):
     return change
 
 
-def state(change):
-    """A change of what resume.pt holds."""
-    def changed(folder):
-        content = torch.load(folder / STATE, weights_only=True)
-        torch.save(change(content) or content, folder / STATE)
-    return changed
-
-
-def tensors(change, part='tensors'):
+def tensor(change, part='tensors'):
     """A change of the first tensor that learns: of the weights, or of what the optimizer keeps of it."""
     def changed(content):
         of = content['state']['tensors'] if part == 'tensors' else content['state']['optimizer'][0]
         name = next(k for k in of if of[k].dim()) if part == 'tensors' else part
         of[name] = change(of[name])
-    return state(changed)
+    return changed
 
 
-STATES = {
-    'weights is a link': linked('weights'), 'resume.pt is a link': linked(STATE), 'PTQ is a link': linked('weights/ptq_*'), 'log is a link': linked('log.txt'),
-    'a number': state(lambda c: 3), 'a list': state(lambda c: [c]), 'empty': state(lambda c: {}), 'one more': state(lambda c: {**c, 'more': 1}),
-    'a key that is a number': state(lambda c: {**c, 3: 1}), **{f'{k} is {v!r:.12}': state(lambda c, k=k, v=v: {**c, k: v}) for k, v in (
+def negative_amax(content):
+    next(t for k, t in content['state']['tensors'].items() if k.endswith('_amax')).neg_()
+
+
+STATES = {  # name → change of what resume.pt holds: in place, or what is returned
+    'a number': lambda c: 3, 'a list': lambda c: [c], 'empty': lambda c: c.clear(), 'one more': lambda c: {**c, 'more': 1},
+    'a key that is a number': lambda c: {**c, 3: 1}, **{f'{k} is {v!r:.12}': lambda c, k=k, v=v: {**c, k: v} for k, v in (
         ('number', 9), ('number', 1), ('number', 0), ('number', '2'), ('number', 2.0), ('loss', math.nan), ('loss', torch.ones(1)), ('steps', -1),
         ('seconds', math.inf), ('state', None), ('state', {'tensors': {}}), ('state', {'tensors': {}, 'optimizer': {}}), ('state', {'tensors': [], 'optimizer': {}}))},
-    'shape': tensors(lambda t: t[:1]), 'type': tensors(lambda t: t.double()), 'NaN': tensors(lambda t: t * math.nan), 'no tensor': tensors(lambda t: 3),
-    'sparse': tensors(lambda t: t.to_sparse()), 'a tensor gone': state(lambda c: c['state']['tensors'].popitem() and None),
-    'amax': state(lambda c: next(t for k, t in c['state']['tensors'].items() if k.endswith('_amax')).neg_() is None or None),
-    'moment shape': tensors(lambda t: t[:1], 'exp_avg'), 'moment below 0': tensors(lambda t: t - 1, 'exp_avg_sq'), 'moment NaN': tensors(lambda t: t * math.nan, 'exp_avg'),
-    'moment step': tensors(lambda t: t.expand(3), 'step'), 'no moments': state(lambda c: c['state']['optimizer'].clear()),
-    'moments of none': state(lambda c: c['state']['optimizer'].update({99_999: {}})), 'moments that are none': state(lambda c: c['state']['optimizer'].update({0: 1})),
+    'shape': tensor(lambda t: t[:1]), 'type': tensor(lambda t: t.double()), 'NaN': tensor(lambda t: t * math.nan), 'no tensor': tensor(lambda t: 3),
+    'sparse': tensor(lambda t: t.to_sparse()), 'a tensor gone': lambda c: c['state']['tensors'].popitem() and None, 'amax': negative_amax,
+    'moment shape': tensor(lambda t: t[:1], 'exp_avg'), 'moment below 0': tensor(lambda t: t - 1, 'exp_avg_sq'), 'moment NaN': tensor(lambda t: t * math.nan, 'exp_avg'),
+    'moment step': tensor(lambda t: t.expand(3), 'step'), 'no moments': lambda c: c['state']['optimizer'].clear(),
+    'moments of none': lambda c: c['state']['optimizer'].update({99_999: {}}), 'moments that are none': lambda c: c['state']['optimizer'].update({0: 1}),
+}
+
+
+def saved(name):
+    """A change of the folder: resume.pt holds what STATES[name] makes of it."""
+    def change(folder):
+        content = torch.load(folder / STATE, weights_only=True)
+        changed = STATES[name](content)
+        torch.save(content if changed is None else changed, folder / STATE)
+    return change
+
+
+FILES = {
+    'weights is a link': linked('weights'), 'resume.pt is a link': linked(STATE), 'PTQ is a link': linked('weights/ptq_*'), 'log is a link': linked('log.txt'),
     'cut short': lambda folder: os.truncate(folder / STATE, 1000), 'no archive': lambda folder: (folder / STATE).write_bytes(b'x' * 100),
-    'nothing': lambda folder: (folder / STATE).write_bytes(b''),
+    'nothing': lambda folder: (folder / STATE).write_bytes(b''), **{name: saved(name) for name in ('empty', 'number is 9', 'NaN', 'moment shape')},
 }
 SUMMARIES = {
     **{f'{k} is {v!r:.12}': lambda s, k=k, v=v: s['units'][0].update({k: v}) for k, v in (
@@ -315,10 +328,28 @@ def test_a_report_that_no_run_writes(interrupted, tmp_path, capfd, name):
     assert f'--resume {tmp_path}/exp: ' in broken(interrupted, REPORTS[name], tmp_path, capfd)
 
 
-@pytest.mark.parametrize('name', STATES)
-def test_a_state_that_no_run_writes(interrupted, tmp_path, capfd, name):
-    line = broken(interrupted, STATES[name], tmp_path, capfd)
+@pytest.mark.parametrize('name', FILES)
+def test_files_that_no_run_writes(interrupted, tmp_path, capfd, name):
+    line = broken(interrupted, FILES[name], tmp_path, capfd)
     assert f'{tmp_path}/exp' in line and ('link' in line if 'link' in name else STATE in line), line
+
+
+@pytest.fixture(scope='module')
+def step(demo):
+    student = demo.quantized_model()
+    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+
+
+@pytest.mark.parametrize('name', STATES)
+def test_a_state_that_no_run_writes(interrupted, step, name):
+    """As `--resume` reads it, without the rest of the command; the command has some of them in FILES."""
+    report = json.loads((interrupted / 'report.json').read_text())
+    content, before = (torch.load(interrupted / STATE, weights_only=True) for _ in range(2))
+    step.load_state_dict(require_epoch(before, interrupted, report)['state'])
+    changed = STATES[name](content)
+    with pytest.raises((QatError, ValueError)):
+        step.load_state_dict(require_epoch(content if changed is None else changed, interrupted, report)['state'])
+    assert same(step.state_dict()['tensors'], before['state']['tensors']), 'refused before anything is taken'
 
 
 def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_path):
@@ -384,10 +415,9 @@ def test_projects_that_are_no_folders(demo, tmp_path, capfd, name):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize('closed', ['>&-', '2>&-', '>&- 2>&- <&-'])
-def test_closed_streams(demo, tmp_path, closed):
+def test_closed_streams(demo, tmp_path):
     """Nobody listens, and no file takes their place: the work is done, a mistake still is exit code 2."""
-    for more, code in (((), 0), (('--batch-size', 0), 2)):
+    for closed, code, *more in (('>&-', 2, '--batch-size', 0), ('2>&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 0)):
         command = shlex.join([sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 1, *more))])
         done = subprocess.run(['sh', '-c', f'{command} {closed}'], cwd=TREE, capture_output=True, text=True)
         assert done.returncode == code and 'Traceback' not in done.stdout + done.stderr, done.stderr
@@ -414,17 +444,27 @@ def test_little_shared_memory(demo, tmp_path):
 # ---- names --------------------------------------------------------------------------------------------------------------
 
 def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
-    """Braces, %, $, quotes, spaces, a dash or an underscore first: in files, folders, pictures, and the commands that follow."""
+    """Braces, %, $, quotes, spaces and a dash first: in files, folders, pictures, and the commands that follow."""
     monkeypatch.chdir(tmp_path)
-    names = ['-{x} {score} %d %(a)s $y$.pt', '_{ $z\'" .pt']
-    for name in names:
-        shutil.copy(demo.single, name)
-        where = '--data', demo.data, *COMMON, '--workers', 0, '--project', 'a {b} %s $c$', '--name', 'ü "q" {0}', '--exist-ok'
-        assert run_command(program('qat.py').main, [str(a) for a in ('quantize', '--weights', f'./{name}', *where, '--epochs', 1, '--iters', 1)]) == 0
-        *_, following = capfd.readouterr().out.strip().splitlines()
-        best = Path('a {b} %s $c$/ü "q" {0}/weights') / f'qat_best_{name}'
-        assert shlex.split(following)[:5] == ['next:', 'python', 'export_qat.py', '--weights', str(best)] and best.is_file()
-        assert run_command(program('benchmark_trt.py').main, [f'./{name}', '--imgsz', '64', '--batch', '1', '--duration', '0.01', '--warmup', '0', '--device', 'cpu']) == 0
-        assert f'--weights {shlex.quote(name if name[0] != "-" else f"./{name}")}' in capfd.readouterr().out
-    report = json.loads((best.parents[1] / 'report.json').read_text())
-    assert f"./weights/{Path(report['ptq']['file']).name}" == f"./weights/ptq_ap_{report['ptq']['ap']:.4f}_{names[1]}"
+    name, project, run = '-{x} {score} %d %(a)s $y$ \'".pt', 'a {b} %s $c$', 'ü "q" {0}'
+    shutil.copy(demo.single, name)
+    assert run_command(program('qat.py').main, [str(a) for a in ('quantize', '--weights', f'./{name}', '--data', demo.data, *COMMON, '--workers', 0,
+                       '--project', project, '--name', run, '--epochs', 1, '--iters', 1)]) == 0
+    folder = Path(project, run)
+    best = folder / 'weights' / f'qat_best_{name}'
+    *_, following = capfd.readouterr().out.strip().splitlines()
+    assert shlex.split(following)[:5] == ['next:', 'python', 'export_qat.py', '--weights', str(best)] and best.is_file()
+    report = json.loads((folder / 'report.json').read_text())
+    assert report['ptq']['file'] == f"weights/ptq_ap_{report['ptq']['ap']:.4f}_{name}" and f'--weights={name}' in (folder / 'report.md').read_text().replace("'\"'\"'", "'")
+    assert run_command(program('benchmark_trt.py').main, [f'./{name}', '--imgsz', '64', '--batch', '1', '--duration', '0.01', '--warmup', '0', '--device', 'cpu']) == 0
+    *_, following = capfd.readouterr().out.strip().splitlines()
+    assert shlex.split(following)[-1] == f'./{name}'
+
+
+def test_names_in_pictures():
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1], label=literal('_a $b$ {c} %d'))
+    figure.canvas.draw()
+    [shown] = axes.legend().get_texts()
+    assert shown.get_text().strip().replace(r'\$', '$') == '_a $b$ {c} %d'

@@ -59,6 +59,11 @@ def _processes():
     return 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
 
 
+def _torchvision():
+    return ('torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
+            'memory')
+
+
 def _open_files():
     return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
@@ -66,7 +71,8 @@ def _open_files():
 CASES = (  # (class, words of the message, line), the first that fits
     (MemoryError, '', _memory),
     (Exception, 'Too many open files|ancdata', _open_files),
-    (Exception, 'Bus error|shared memory|</torch_', _shared_memory),
+    (Exception, r'Bus error|shared memory (object|limit)|shared memory\(shm\)|</torch_', _shared_memory),
+    (RuntimeError, 'operator torchvision::nms does not exist', _torchvision),
     (RuntimeError, r'DataLoader worker \(pid.*(killed by signal|exited unexpectedly)', _killed),
     (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment", _memory),
     (Exception, "Resource temporarily unavailable|can't start new thread", _processes),

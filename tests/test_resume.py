@@ -344,7 +344,7 @@ REFUSED = {  # what was done to the folder, options beside --resume, what the li
     'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
     'no report': (lambda f: (f / 'report.json').unlink(), (), ['no report of a run there']),
     'other JSON': (lambda f: (f / 'report.json').write_text('{}'), (), ['no report of a run there']),
-    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None)), (), ['before the calibrated model', 'without --resume']),
+    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None, epochs=[], best=None)), (), ['before the calibrated model', 'without --resume']),
     'no state': (lambda f: (f / STATE).unlink(), (), [STATE, 'is gone']),
     'other version': (lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')), (), ['another version', 'val_split']),
     'no source': (lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')), (), ['started with none.pt', 'not there']),

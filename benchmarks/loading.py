@@ -13,8 +13,8 @@ import sys
 LOAD = """
 import os, resource, sys, time
 sys.path.insert(0, os.getcwd())
+import models.yolo  # before torch: it says how threads wait
 import torch
-import models.yolo
 from models.quantize.pickled_modules import Modules
 from utils.qat.torch_archive import read_archive
 torch.ones(8).half().float()

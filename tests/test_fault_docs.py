@@ -8,6 +8,7 @@ import test_fault_exports as exports
 import test_fault_names as names
 import test_fault_yaml as any_yaml
 import test_full_disk as disk
+import test_hostile_checkpoints as hostile
 import test_killed as killed
 import test_patch as patched
 import test_runs as runs
@@ -25,7 +26,9 @@ def counts():
     return {
         'killed': len(killed.POINTS), 'no room': len(disk.LIMITS) + len(disk.OTHERS) + 3 + 2,
         'damaged checkpoints': len(checkpoints.DAMAGED) * checkpoints.PER_COMMAND, 'hostile checkpoints': len(checkpoints.HOSTILE) * len(checkpoints.COMMANDS),
-        'foreign checkpoints': len(checkpoints.FOREIGN) * len(checkpoints.COMMANDS), 'rewritten pickles': 2 * checkpoints.REWRITTEN,
+        'programs of pickles': len(hostile.payloads('x')) * len(hostile.routes(b'', b'')) + hostile.RANDOM,
+        'attributes that hide code': len(hostile.attributes('x')) + 2, 'tensors and arrays': len(hostile.TENSORS) + 1,
+        'archives': hostile.ARCHIVES + 1, 'caches of labels as programs': hostile.CACHES, 'foreign checkpoints': len(checkpoints.FOREIGN) * len(checkpoints.COMMANDS), 'rewritten pickles': 2 * checkpoints.REWRITTEN,
         'data YAML': met(data.YAMLS, data.COMMANDS) + len(data.HARMLESS), 'damaged data YAML': data.DAMAGED_YAML,
         'augmentation YAML': len(data.HYPS), 'YAML that costs much': len(any_yaml.DEAR),
         'network YAML': len(data.CFGS) + sum(map(len, (any_yaml.NETWORKS, any_yaml.COMMON, any_yaml.INSIDE, any_yaml.PACKED))) + 5 * len(any_yaml.THINGS),

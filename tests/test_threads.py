@@ -13,7 +13,7 @@ BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks'
 WITHOUT = {  # file → why it is not here
     'scripts/audit_onnx.py': 'loads neither', 'scripts/draw_engine.py': 'loads neither', 'demo/make_data.py': 'loads neither', 'demo/summary.py': 'loads neither',
     'examples/infer_engine.py': 'loads neither', 'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat', 'scripts/infer_onnx.py': 'has its own session, below',
-    'benchmarks/stock.py': 'is imported by others', 'benchmarks/threads.py': 'measures both ways'}
+    'benchmarks/stock.py': 'is imported by others', 'benchmarks/threads.py': 'measures both ways', 'benchmarks/loading.py': 'loads it in processes of their own'}
 DATA = ('--data', 'data.yaml')
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
     'qat.py': ('eval', '--weights', 'w.pt', *DATA), 'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA), 'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),

@@ -63,7 +63,7 @@ def tensor_types(model):
             types.update(onnx.shape_inference.infer_node_outputs(
                 schema, node, {name: types[name] for name in known}, {name: constant[name] for name in known if name in constant},
                 opset_imports=list(model.opset_import), ir_version=model.ir_version))
-        except onnx.shape_inference.InferenceError as e:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as e:
             raise QatError(f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew') from e
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))

@@ -6,16 +6,19 @@ cores that the threads they wait for need: docs/troubleshooting.md#it-is-slow ha
 import os
 import sys
 
+# GCC's library (PyTorch's wheels) looks for work a thousand times, some microseconds, before a thread sleeps. So short a wait costs little
+# beside a busy process, and a passive policy alone makes small networks up to 1.4 times slower on an idle machine: docs/measured.md#threads.
+ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '1000'}
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library for it, of LLVM's and Intel's
 
 too_late = False  # whether OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
 
 def sleep_while_waiting():
-    """Set OMP_WAIT_POLICY for this process and its children, unless one of `CHOSEN` is set. OpenMP reads it once, when torch is loaded."""
+    """Set `ASLEEP` for this process and its children, unless one of `CHOSEN` is set. OpenMP reads it once, when torch is loaded."""
     global too_late
     if not any(name in os.environ for name in CHOSEN):
-        os.environ['OMP_WAIT_POLICY'] = 'passive'
+        os.environ.update(ASLEEP)
         too_late = 'torch' in sys.modules
 
 

@@ -65,7 +65,7 @@ def anything(value):
 
 def settings_kind(cls):
     """The kind of the settings in the dataclass `cls` as they are written to JSON; ranges are checked by `cls` itself."""
-    plain = {Path: str, float: NUMBER, list: [str]}
+    plain = {Path: str, float: between(-1e9, 1e9), int: between(-2 ** 32, 2 ** 32, (int,)), list: [str]}
     kinds = {f.name: plain.get(f.type, f.type) for f in fields(cls)}
     return {f.name: (NONE, kinds[f.name]) if f.default is None and f.default is not MISSING else kinds[f.name] for f in fields(cls)}
 

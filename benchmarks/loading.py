@@ -15,14 +15,14 @@ import os, resource, sys, time
 sys.path.insert(0, os.getcwd())
 import models.yolo  # before torch: it says how threads wait
 import torch
-from models.quantize.pickled_modules import Modules
+from models.quantize.pickled_modules import build
 from utils.qat.torch_archive import read_archive
 torch.ones(8).half().float()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start, cpu = time.perf_counter(), time.process_time()
 if sys.argv[1] == 'ours':
     archive = read_archive(sys.argv[2])
-    content = Modules(archive.members).value(archive.content)
+    content = build(archive)
 else:
     content = torch.load(sys.argv[2], map_location='cpu', weights_only=False)
 model = (content.get('ema') or content['model']).float()

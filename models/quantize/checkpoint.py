@@ -11,7 +11,7 @@ import torch
 from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
-from models.quantize.pickled_modules import TWINS, Modules
+from models.quantize.pickled_modules import TWINS, build
 from models.quantize.scales import shared_scales
 from utils.qat.errors import QatError, require_file
 from utils.qat.files import write_torch
@@ -86,7 +86,7 @@ class CheckpointFile:
         """Build what is in the file. Returns (checkpoint dict, FP32 model in eval mode); prefers the EMA weights."""
         archive, self.archive = self.archive, None  # its bytes are freed as soon as the model needs them no more
         try:
-            ckpt = Modules(archive.members).value(archive.content)
+            ckpt = build(archive)
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
         except Exception as e:  # of damaged attributes, which fail in as many ways as there are layers

@@ -15,7 +15,7 @@ from pathlib import Path
 import models
 import torch
 
-from utils.qat.pickle_records import Call, Name, Refused
+from utils.qat.pickle_records import Call, Name, Refused, without_collector
 from utils.qat.plain_values import Values, TRUST
 
 TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # ours
@@ -28,6 +28,12 @@ TORCH = {f'torch.nn.modules.{module}.{name}' for module, names in {  # layers th
     'upsampling': 'Upsample UpsamplingBilinear2d UpsamplingNearest2d'}.items() for name in names.split()}
 WRAPPERS = {'AutoShape', 'DetectMultiBackend', 'Ensemble', 'ONNX_ORT', 'ONNX_TRT', 'End2End'}  # of the tree: they read files, or wrap whole models
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
+
+
+def build(archive):
+    """Build what is in a torch_archive.Archive. Returns its object, with modules in it. Raises Refused."""
+    with without_collector():
+        return Modules(archive.members).value(archive.content)
 
 
 class Modules(Values):

@@ -91,6 +91,7 @@ class CheckpointFile:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
         except Exception as e:  # of damaged attributes, which fail in as many ways as there are layers
             raise QatError(f"--weights {self.path}: damaged: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+        self.digest.result()  # FP32 weights lie in the very bytes that are hashed: nobody may change them before
         model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')

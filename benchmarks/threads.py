@@ -6,8 +6,8 @@ Run it in a patched tree, on a float checkpoint of one branch, such as .work/dem
     python ../yolov9-qat/benchmarks/threads.py --weights yolov9-demo.pt --imgsz 320 --threads 2
 
 Both ways run in turns, on the same --threads cores: alone, then beside a process that never waits, which this starts on those
-cores. What else ran on them is printed: `alone` is worth something only where that is little. Prints a Markdown table; --json FILE
-writes the same figures.
+cores. Before each turn all threads have time to stop spinning. What else ran on the cores is printed: `alone` is worth something only
+where that is little. Prints a Markdown table; --json FILE writes the same figures.
 """
 import argparse
 import multiprocessing
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
@@ -28,6 +29,8 @@ from utils.qat.threads import CHOSEN  # noqa: E402
 SPIN, SLEEP = 'spinning', 'sleeping'
 ENVIRONMENT = {SPIN: {'GOMP_SPINCOUNT': '300000'},  # what GCC's OpenMP does where nothing is set
                SLEEP: {}}  # what utils/qat/threads.py makes of it
+PAUSE = 0.5  # seconds: ONNX Runtime's threads spin up to 0.4 after their last work
+TURN = 0.3  # seconds of calls in a turn, at least
 
 
 def parse_args(argv):
@@ -75,14 +78,16 @@ def make_work(args, policy, folder):
 
 
 def measured(args, policy, folder, pipe):
-    """The process that is measured: for each name that it gets through `pipe` it answers (seconds of a call, CPU seconds of all)."""
+    """The process that is measured: for each name that it gets through `pipe` it answers (seconds of a call, CPU seconds of the turn)."""
     os.sched_setaffinity(0, args.cores)
     work = make_work(args, policy, folder)
     pipe.send(list(work))
     for name in iter(pipe.recv, None):
-        start, cpu = time.perf_counter(), time.process_time()
-        work[name]()
-        pipe.send((time.perf_counter() - start, time.process_time() - cpu))
+        start, cpu, ends = time.perf_counter(), time.process_time(), []
+        while not ends or ends[-1] - start < TURN:
+            work[name]()
+            ends.append(time.perf_counter())
+        pipe.send((statistics.median(b - a for a, b in pairwise([start, *ends])), time.process_time() - cpu))
 
 
 def never_waits(cores):
@@ -105,6 +110,7 @@ def compare(pipes, names, rounds, cores):
     for i in range(rounds + 1):
         for name in names:
             for policy in list(pipes) if i % 2 else reversed(pipes):
+                time.sleep(PAUSE)
                 pipes[policy].send(name)
                 seconds, cpu = pipes[policy].recv()
                 own += cpu

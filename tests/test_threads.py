@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import onnxruntime
 import pytest
 from conftest import REPO, TREE
 from test_help import FILES
@@ -116,14 +117,48 @@ def test_processes_that_are_started(tmp_path):
     assert run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, tmp_path / 'command.py').count('passive;') == 2
 
 
-@pytest.mark.parametrize('choice, spin', [(None, '0'), ('passive', '0'), ('ACTIVE', '1')])
-def test_threads_of_onnx_runtime(monkeypatch, choice, spin):
+def entry(options, key):
+    """A setting of ONNX Runtime's pool of threads, or None."""
+    try:
+        return options.get_session_config_entry(f'session.intra_op.{key}')
+    except RuntimeError:  # not set
+        return None
+
+
+@pytest.mark.parametrize('version, bounded', [('1.25.1', False), ('1.26.0', True), ('2.0.0', True)])
+@pytest.mark.parametrize('choice, asleep', [(None, True), ('passive', True), ('ACTIVE', False)])
+def test_threads_of_onnx_runtime(monkeypatch, choice, asleep, version, bounded):
+    """They look for work for 0.1 ms, or, where this version knows no bound, not at all."""
+    monkeypatch.setattr(onnxruntime, '__version__', version)
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
     if choice:
         monkeypatch.setenv('OMP_WAIT_POLICY', choice)
     options = onnx_options({'session.disable_quant_qdq': '1'})
-    assert [options.get_session_config_entry(f'session.{pool}_op.allow_spinning') for pool in ('intra', 'inter')] == [spin, spin]
+    assert entry(options, 'spin_duration_us') == ('100' if asleep and bounded else None)
+    assert entry(options, 'allow_spinning') == ('0' if asleep and not bounded else None)
     assert options.get_session_config_entry('session.disable_quant_qdq') == '1'
+
+
+@needs_two
+def test_threads_of_onnx_runtime_sleep():
+    code = """
+        import sys, time, numpy, onnxruntime
+        from onnx import TensorProto, helper
+        from utils.qat.threads import onnx_options
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1 << 20]) for name in 'xy')
+        graph = helper.make_graph([helper.make_node('Erf', ['x'], ['y'])], 'erf', [x], [y])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8)
+        options = onnx_options()
+        options.intra_op_num_threads = 2
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
+        session.run(None, {'x': numpy.zeros(1 << 20, numpy.float32)})
+        time.sleep(0.01)
+        wall, cpu = time.perf_counter(), time.process_time()
+        time.sleep(0.04)
+        print((time.process_time() - cpu) / (time.perf_counter() - wall))
+        """
+    asleep, active = (float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'}))
+    assert asleep < 0.1 < 0.3 < active
 
 
 def test_every_session_has_them():

@@ -6,9 +6,10 @@ cores that the threads they wait for need: docs/troubleshooting.md#it-is-slow ha
 import os
 import sys
 
-# GCC's library (PyTorch's wheels) looks for work a thousand times, some microseconds, before a thread sleeps. So short a wait costs little
-# beside a busy process, and a passive policy alone makes small networks up to 1.4 times slower on an idle machine: docs/measured.md#threads.
-ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '1000'}
+# A thread looks for work for about as long as it takes to wake it, and then sleeps. So it loses little on an idle machine, and holds up
+# little on a busy one: docs/measured.md#threads. GCC's library (PyTorch's wheels) counts its looks, 0.03 to 0.05 us each.
+ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
+ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library for it, of LLVM's and Intel's
 
 too_late = False  # whether OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
@@ -23,11 +24,15 @@ def sleep_while_waiting():
 
 
 def onnx_options(entries=None):
-    """ONNX Runtime's options for any session: errors only, threads that sleep unless OMP_WAIT_POLICY is active, and the dict `entries`."""
+    """Make ONNX Runtime's options for any session: errors only, threads that sleep unless OMP_WAIT_POLICY is active, and the dict `entries`."""
     import onnxruntime as ort
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    spin = str(int(os.environ.get('OMP_WAIT_POLICY', '').strip().lower() == 'active'))
-    for key, value in {'session.intra_op.allow_spinning': spin, 'session.inter_op.allow_spinning': spin, **(entries or {})}.items():
+    waits = {}
+    if os.environ.get('OMP_WAIT_POLICY', '').strip().lower() != 'active':
+        bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (1, 26)  # before, threads spin for 50 ms and more, or not at all
+        waits = {'session.intra_op.spin_duration_us': ONNX_RUNTIME_SPINS} if bounded else {'session.intra_op.allow_spinning': '0'}
+        waits['session.inter_op.allow_spinning'] = '0'
+    for key, value in {**waits, **(entries or {})}.items():
         options.add_session_config_entry(key, value)
     return options

@@ -158,7 +158,7 @@ def test_threads_of_onnx_runtime_sleep():
         print((time.process_time() - cpu) / (time.perf_counter() - wall))
         """
     asleep, active = (float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'}))
-    assert asleep < 0.1 < 0.3 < active
+    assert 10 * asleep < active
 
 
 def test_every_session_has_them():

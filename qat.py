@@ -206,7 +206,7 @@ def sensitive(config, folder):
     folder = open_folder(config, device, folder)
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
-    found = analyse(model, reference, loader, data.names, config, bar, times)
+    found = analyse(model, reference, loader, data.names, config, calibration['biases'] != 'none', bar, times)
     summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256,
                'settings': asdict(config), 'versions': versions(), 'device': describe(device),
                'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}

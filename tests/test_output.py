@@ -295,7 +295,7 @@ def test_reports_show_their_pictures(chain, others):
 def test_the_report_of_quantize(chain):
     folder = chain['folder'] / 'runs/exp'
     text = (folder / 'report.md').read_text()
-    assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse.' in text
+    assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
     config, again = (parse_args(['quantize', *map(str, words)], '') for words in (chain['quantize'][0][1:], made_by))
     again.amp = config.amp  # decided by then
@@ -308,7 +308,7 @@ def test_a_report_before_and_without_any_score(tmp_path):
               'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
     write_report(tmp_path, report)
     assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
-    compared = {'method': 'l3', 'divergence': {'mse': 0.02, 'l3': 0.01}}
+    compared = {'method': 'l3', 'biases': 'none', 'divergence': {'mse': 0.02, 'l3': 0.01}}
     write_report(tmp_path, {**report, 'ptq': {'file': 'weights/ptq.pt'}, 'calibration': compared, 'kept_float': ['model.3']})
     text = (tmp_path / 'report.md').read_text()
     assert links(tmp_path / 'report.md') == ['weights/ptq.pt'] and not list(tmp_path.glob('*.png')) and 'Left in float: model.3.' in text

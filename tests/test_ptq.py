@@ -1,12 +1,13 @@
-"""Laws of what follows calibration: biases are corrected to the float model's means, the calibration that keeps the detections
-best is chosen, and SQNR is what its formula says."""
+"""Laws of what follows calibration: biases take back what rounding moves for certain, the calibration that keeps the
+detections best on images that nothing was fitted to is chosen, and SQNR is what its formula says."""
 import math
 
 import pytest
 import torch
-from models.quantize.bias import correct_biases, watch
+from models.quantize.bias import certain, correct_biases, own_errors
+from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import observe
-from models.quantize.choose import CANDIDATES, choose
+from models.quantize.choose import CANDIDATES, CORRECTED, choose, halves
 from models.quantize.divergence import divergence
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
@@ -17,67 +18,60 @@ from zoo import image, same, settings, state
 BATCHES = [image(96, 2, seed) for seed in range(3)]
 
 
-def means(model, batches):
-    """For each batch {path of a convolution with a bias: mean of each output channel}."""
-    return [found for found, _ in watch(model, batches)]
-
-
+@torch.no_grad()
 def raw_maps(model, batches):
-    return [Raw.of(output) for _, output in watch(model, batches)]
+    return [Raw.of(model.eval()(images)) for images in batches]
 
 
 @torch.no_grad()
-def test_watching_is_looking_at_every_convolution(demo):
-    model = demo.float_model()
-    found = list(watch(model, BATCHES))
-    convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
-    assert all(m.keys() == convs.keys() for m, _ in found) and not any(m._forward_hooks for m in model.modules())
+def test_own_errors_by_hand(demo):
+    """Of the first convolution and of a later one: what it makes of its rounded input and weights less what it makes of them unrounded."""
+    model = demo.quantized_model().eval()
+    convs = {path: m for path, m in model.named_modules() if isinstance(m, QuantConv2d)}
+    found = own_errors(model, BATCHES)
+    assert found.keys() == convs.keys() and not any(m._forward_hooks for m in model.modules())
+    for path in ('model.0.conv', [*convs][-1]):
+        conv, seen, errors = convs[path], [], []
+        hook = conv.register_forward_hook(lambda conv, inputs, output: seen.append((inputs[0].clone(), output.clone())))
+        for images in BATCHES:
+            model(images)
+        hook.remove()
+        for x, y in seen:
+            errors.append((y - torch.nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)).mean((2, 3)))
+        assert torch.allclose(found[path], torch.cat(errors), atol=1e-6) and found[path].shape == (6, conv.out_channels)
+
+
+def test_certain_is_near_the_mean_and_chance_near_zero():
+    noise = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    assert certain(noise).square().mean() < 0.6 * noise.mean(0).square().mean(), 'chance is no shift'
+    assert torch.allclose(certain(5 + noise), (5 + noise).mean(0), rtol=1e-2)
+    assert torch.equal(certain(noise[:1]), noise[0]) and torch.equal(certain(torch.zeros(4, 3)), torch.zeros(3))
+    shift = certain(torch.cat((noise + 0.2, noise - 0.2), 1)) / torch.cat((noise + 0.2, noise - 0.2), 1).mean(0)
+    assert (0 <= shift).all() and (shift <= 1).all(), 'never further than the mean'
+
+
+def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
+    """Where all images are alike. Only biases move, and no hook is left."""
+    model, images = demo.quantized_model(), [BATCHES[0][:1]]
+    before, errors = state(model), own_errors(model, images)
+    shifts = {path: certain(of_images) for path, of_images in errors.items()}
+    means = []
     first = model.model[0].conv
-    for images, (seen, output) in zip(BATCHES, found, strict=True):
-        assert torch.equal(seen['model.0.conv'], first(images).mean((0, 2, 3))) and same(output, model(images))
-
-
-def test_means_become_those_of_the_float_model(demo):
-    model, reference = demo.quantized_model(), demo.float_model()
-    [wanted], [before] = means(reference, BATCHES[:1]), means(model, BATCHES[:1])
-    correct_biases(model, BATCHES[:1], [wanted])
-    [after] = means(model, BATCHES[:1])
-    assert wanted.keys() == after.keys() and len(after) > 50
-    for path, mean in wanted.items():
-        assert torch.allclose(after[path], mean, rtol=1e-4, atol=1e-5), path
-    shift = [(before[path] - mean).norm() / mean.norm() for path, mean in wanted.items()]
-    assert max(shift) > 0.01, 'there was something to correct'
-
-
-def test_several_batches_count_alike(demo):
-    """The first layer sees the same images whatever was corrected, so its step is the mean of those of the batches."""
-    alone, wanted = [], means(demo.float_model(), BATCHES)
-    for images, seen in zip(BATCHES, wanted):
-        model = demo.quantized_model()
-        before = model.model[0].conv.bias.clone()
-        correct_biases(model, [images], [seen])
-        alone.append(model.model[0].conv.bias - before)
-    model = demo.quantized_model()
-    correct_biases(model, BATCHES, wanted)
-    # a later batch sees what the earlier ones have corrected: x1, x1 + (x2 - x1) / 2, ...
-    assert torch.allclose(model.model[0].conv.bias - before, sum(alone) / 3, rtol=1e-3, atol=1e-6)
-
-
-def test_only_biases_move_and_nothing_is_left(demo):
-    model, reference = demo.quantized_model(), demo.float_model()
-    before, float_before = state(model), state(reference)
-    correct_biases(model, BATCHES[:1], means(reference, BATCHES[:1]))
+    hook = first.register_forward_hook(lambda conv, inputs, output: means.append(output.mean((0, 2, 3))))
+    with torch.no_grad():
+        model(images[0])
+        correct_biases(model, shifts)
+        model(images[0])
+    hook.remove()
+    assert torch.allclose(means[0] - means[1], errors['model.0.conv'][0], atol=1e-5) and max(s.abs().max() for s in shifts.values()) > 0.01
     moved = {k for k, v in state(model).items() if not torch.equal(v, before[k])}
-    assert moved and all(k.endswith('.bias') for k in moved) and same(state(reference), float_before)
-    assert not any(m._forward_hooks for net in (model, reference) for m in net.modules())
+    assert moved and moved <= {f'{path}.bias' for path in shifts} and not any(m._forward_hooks for m in model.modules())
 
 
 def test_a_float_model_needs_no_correction(demo):
     model = demo.quantized_model()
-    before = state(model)
     with quantizers_off(model):
-        correct_biases(model, BATCHES[:1], means(demo.float_model(), BATCHES[:1]))
-    assert all(torch.allclose(v, before[k], atol=1e-5) for k, v in state(model).items())
+        assert all(errors.abs().max() < 1e-5 for errors in own_errors(model, BATCHES[:1]).values())
 
 
 # ---- which calibration --------------------------------------------------------------------------------------------------
@@ -101,27 +95,60 @@ def test_divergence_by_hand(demo):
     assert divergence(reference, [images], raw_maps(demo.float_model(), [images])) == pytest.approx(0, abs=1e-12)
 
 
-def calibrated(demo, **changes):
+def calibrated(demo, images=BATCHES, **changes):
     model, reference, config = demo.quantized_model(), demo.float_model(), settings(**changes)
-    found, method, _ = choose(model, reference, observe(model, BATCHES), BATCHES[:1], config)
-    return model, found, method
+    found, method, corrected, _ = choose(model, reference, observe(model, BATCHES), images, config)
+    return model, found, method, corrected
+
+
+def held_out(demo, model, images=BATCHES):
+    _, others = halves(images)
+    return divergence(model, others, raw_maps(demo.float_model(), others))
+
+
+def test_halves_share_no_image():
+    fitting, others = halves(BATCHES)
+    assert torch.equal(torch.cat(fitting), torch.cat(BATCHES)[::2]) and torch.equal(torch.cat(others), torch.cat(BATCHES)[1::2])
+    assert {len(x) for x in (*fitting, *others)} <= {1, 2}
+    one = BATCHES[0][:1]
+    assert all(torch.equal(torch.cat(half), one) for half in halves([one]))
 
 
 @pytest.mark.parametrize('correcting', [True, False])
-def test_the_calibration_that_keeps_the_detections_best_is_kept(demo, correcting):
-    best, found, method = calibrated(demo, calib_method='auto', bias_correction=correcting)
-    assert tuple(found) == CANDIDATES and method == min(found, key=found.get) and len(set(found.values())) == len(CANDIDATES)
-    for name, value in found.items():
-        model, nothing, same_name = calibrated(demo, calib_method=name, bias_correction=correcting)
-        assert nothing == {} and same_name == name
-        assert divergence(model, BATCHES[:1], raw_maps(demo.float_model(), BATCHES[:1])) == pytest.approx(value, rel=1e-9)
-        assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
+def test_no_alternative_is_better_than_the_choice(demo, correcting):
+    """By the divergence on images that nothing was fitted to."""
+    best, found, method, corrected = calibrated(demo, calib_method='auto', bias_correction=correcting)
+    assert tuple(found)[:len(CANDIDATES)] == CANDIDATES and (method + CORRECTED in found) == correcting and len(set(found.values())) == len(found)
+    kept = method + CORRECTED * corrected
+    assert kept == min(found, key=found.get) and held_out(demo, best) == pytest.approx(found[kept], rel=1e-9)
+    for name in CANDIDATES:
+        model, alone, same_name, _ = calibrated(demo, calib_method=name, bias_correction=False)
+        assert same_name == name and alone == {name: pytest.approx(found[name], rel=1e-9)}
+        assert same(state(model), state(best)) == (name == kept), 'what a candidate changed is undone'
+
+
+def biases(model):
+    return {k: v for k, v in state(model).items() if k.endswith('.bias')}
+
+
+def test_a_correction_that_harms_is_not_kept(demo):
+    """It is fitted to images of another kind than those that it is compared on: far brighter ones."""
+    kinds = torch.stack((20 * torch.cat(BATCHES), torch.cat(BATCHES)), 1).flatten(0, 1).split(4)  # the even ones are bright
+    model, found, method, corrected = calibrated(demo, kinds, calib_method='mse')
+    assert found['mse' + CORRECTED] > found['mse'] and method == 'mse' and not corrected
+    assert same(biases(model), biases(demo.float_model())), 'and taken back bit for bit'
+    assert held_out(demo, model, kinds) == pytest.approx(found['mse'], rel=1e-9)
+
+
+def test_a_correction_that_helps_is_kept(demo):
+    """Ranges so small that what they clip is a shift."""
+    model, found, _, corrected = calibrated(demo, calib_method='percentile', percentile=99.0)
+    assert corrected and found['percentile' + CORRECTED] < found['percentile'] and not same(biases(model), biases(demo.float_model()))
 
 
 def test_without_correction_no_bias_moves(demo):
-    model, _, _ = calibrated(demo, calib_method='l3', bias_correction=False)
-    before = state(demo.float_model())
-    assert all(torch.equal(v, before[k]) for k, v in state(model).items() if k.endswith('.bias'))
+    model, _, _, corrected = calibrated(demo, calib_method='l3', bias_correction=False)
+    assert not corrected and same(biases(model), biases(demo.float_model()))
 
 
 # ---- SQNR ---------------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_quantize_reports_masks_at_every_stage(run):
     assert all(set(FIGURES) <= stage['mask'].keys() for stage in stages)
     assert report['ptq']['sqnr'].keys() == {'boxes', 'classes', 'coefficients', 'prototypes'} and min(report['ptq']['sqnr'].values()) > 5
     assert 'mask AP' in (run / 'report.md').read_text() and 'prototypes dB' in (run / 'report.md').read_text() and (run / 'ap.png').stat().st_size > 5000
-    assert len(report['epochs']) == 1 and report['calibration']['method'] in CANDIDATES and tuple(report['calibration']['divergence']) == CANDIDATES
+    assert len(report['epochs']) == 1 and report['calibration']['method'] in CANDIDATES and tuple(report['calibration']['divergence'])[:len(CANDIDATES)] == CANDIDATES
 
 
 def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):

@@ -1,64 +1,52 @@
 """Bias correction: rounding moves the mean of a convolution's outputs, and its bias can take that back, at no cost.
 
-SiLU's small negative values round to zero, large ones are clipped: such errors do not average out over an image, and every
-later layer sees them. So each bias is moved by what its channel's mean differs from the float model's, in the order of the
-network, later layers seeing the corrected outputs of earlier ones.
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2.
+The rounded input and the rounded weights of a convolution make an error that does not average out over an image. Only this error
+of its own is taken back, on the inputs that the quantized model has, and only as far as it is the same on all images. What earlier
+layers did to these inputs is left alone: it differs from image to image, and its mean over a few images is chance
+(docs/calibration.md has the figures).
+Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on
+the correction; James and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
-import contextlib
-
 import torch
 
-
-def _biased_convs(model):
-    return {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
-
-
-@contextlib.contextmanager
-def _hooked(model, hook):
-    """Context: `hook(path)` is a forward hook of every convolution with a bias."""
-    handles = [conv.register_forward_hook(hook(path)) for path, conv in _biased_convs(model).items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+from models.quantize.blocks import QuantConv2d
 
 
 @torch.no_grad()
-def watch(reference, batches):
-    """What the float model `reference` computes: yields for each batch ({path of a convolution with a bias: mean of each output
-    channel, [C]}, the model's output).
+def own_errors(model, batches):
+    """What the roundings of each quantized convolution with a bias move its outputs by: {path: mean over the places of each image, [N, C]}.
 
-    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+    model: calibrated. batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
     """
-    means = {}
+    convs = {path: m for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None}
+    errors = {path: [] for path in convs}
 
     def note(path):
-        return lambda conv, inputs, output: means.__setitem__(path, output.mean((0, 2, 3)))
+        def hook(conv, inputs, output):
+            errors[path].append((output - conv._conv_forward(inputs[0], conv.weight, conv.bias)).mean((2, 3)))
+        return hook
 
-    with _hooked(reference.eval(), note):
+    hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
+    try:
         for images in batches:
-            output = reference(images)
-            yield dict(means), output
+            model.eval()(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: torch.cat(of_images) for path, of_images in errors.items()}
+
+
+def certain(errors):
+    """The mean over images of each channel, nearer to zero the less certain it is. errors: [N, C]; a single image is certain. Returns [C]."""
+    mean = errors.mean(0)
+    if len(errors) == 1:
+        return mean
+    variance = errors.var(0) / len(errors)  # of the mean
+    return mean * (1 - variance / mean.square()).nan_to_num(nan=0).clamp(min=0)
 
 
 @torch.no_grad()
-def correct_biases(model, batches, wanted):
-    """Change the biases of `model` (calibrated), in place, so that the mean of every output channel is as wanted.
-
-    batches: see `watch`; a few dozen images are enough for a mean. wanted: for each batch, the means of the float model that
-    `model` was made of.
-    """
-    means, number = {}, 0
-
-    def correct(path):
-        def hook(conv, inputs, output):
-            step = (means[path] - output.mean((0, 2, 3))) / number  # the mean over all batches so far
-            conv.bias += step
-            return output + step[:, None, None]
-        return hook
-
-    with _hooked(model.eval(), correct):
-        for number, (images, means) in enumerate(zip(batches, wanted), 1):
-            model(images)
+def correct_biases(model, shifts):
+    """Take `shifts` back. shifts: {path of a convolution: what the mean of its outputs moved by, [C]}."""
+    for path, shift in shifts.items():
+        model.get_submodule(path).bias -= shift

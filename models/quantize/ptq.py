@@ -3,7 +3,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from models.quantize.calibrate import observe
-from models.quantize.choose import choose
+from models.quantize.choose import CORRECTED, UNUSABLE, choose
 from models.quantize.convert import find_twins, quantize_model
 from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out
@@ -12,7 +12,7 @@ from utils.qat.loaders import few
 from utils.qat.log import LOGGER
 from utils.qat.summary import dearest, read_summary, share_int8, worst
 
-COMPARED = 32  # calibration images that biases are corrected on, and calibrations compared
+COMPARED = 64  # calibration images: corrections are fitted to half of them, and calibrations compared on the other half
 
 
 def prepare(model, config, keep_float=()):
@@ -35,22 +35,27 @@ def prepare(model, config, keep_float=()):
 
 
 def calibrated(reference, images, config, progress, keep_float=()):
-    """A calibrated copy of the float model `reference`, and plain values: the method, and the divergences that were compared.
+    """A calibrated copy of the float model `reference`, and plain values: the method, which biases were corrected ('all' or 'none'),
+    and the divergences that were compared.
 
     images: see loaders.calibration_images. progress: wraps an iterable, with a text and what it counts, see log.bar.
     """
     model = deepcopy(reference)
     prepare(model, config, keep_float)
     histograms = observe(model, progress(images, 'calibrating'))
-    found, method, raised = choose(model, reference, histograms, list(few(images, COMPARED, config)), config,
+    found, method, corrected, raised = choose(model, reference, histograms, list(few(images, COMPARED, config)), config,
                                    lambda methods: progress(methods, 'choosing ranges', unit='methods'))
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
+    biases = 'biases corrected' if corrected else 'no bias corrected'
     LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}"
-                f"{f' (divergence of the detections: {compared})' if found else ''}, weights {config.weight_calib}"
-                f"{', biases corrected' if config.bias_correction else ''}")
-    return model, {'method': method, 'divergence': found}
+                f"{f' (divergence of the detections: {compared})' if found else ''}, weights {config.weight_calib}, {biases}")
+    divergence = found.get(method + CORRECTED * corrected, 0)
+    if not divergence < UNUSABLE:
+        LOGGER.warning(f'--calib-method {config.calib_method}: the detections are far from those of the float model (divergence {divergence:.2f}, '
+                       f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)')
+    return model, {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
 
 
 @dataclass

@@ -129,10 +129,10 @@ def _ranges(model, twins):
     return found
 
 
-def analyse(model, reference, loader, names, config, progress, times):
+def analyse(model, reference, loader, names, config, corrected, progress, times):
     """What each unit of `model` costs: plain values for summary-sensitive-analysis.json.
 
-    model: calibrated, biases corrected or not as config.bias_correction says. reference: the float model it was made of. loader: see
+    model: calibrated. corrected: whether its biases were. reference: the float model it was made of. loader: see
     loaders.val_loader, of this process of a torchrun. config: see config.SensitiveConfig. progress: wraps an iterable, with a text.
     times: takes the seconds of the parts.
     """
@@ -141,12 +141,12 @@ def analyse(model, reference, loader, names, config, progress, times):
     units = find_units(reference, twins, config.granularity)
     costs = unit_costs(model, units, config.imgsz)
     forms = Forms(model, reference)
-    estimate = Estimate(forms, units, config.bias_correction, config.seed)
+    estimate = Estimate(forms, units, corrected, config.seed)
     device = next(model.parameters()).device
     for number, batch in enumerate(progress(loader, 'estimating')):
         estimate.see(prepared(batch, device)[0], rank() + number * world_size())
     estimated, shifts = estimate.result()
-    forms.learn_alone(shifts if config.bias_correction else {})
+    forms.learn_alone(shifts if corrected else {})
 
     times['estimate'] = time.perf_counter() - start
 

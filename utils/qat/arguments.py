@@ -68,7 +68,7 @@ def _calibration(p, c):
     p.add_argument('--weight-calib', choices=WEIGHT_METHODS, default=c.weight_calib,
                    help="range of a weight's output channel: its largest magnitude, or that of least squared error")
     p.add_argument('--no-bias-correction', dest='bias_correction', action='store_false',
-                   help="leave the biases as they are: do not move them by what quantization moved the mean of a channel's outputs")
+                   help='leave the biases as they are: do not try to take back what rounding moves the mean of a channel by')
     p.add_argument('--scale-policy', choices=SCALE_POLICIES, default=c.scale_policy,
                    help='tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do')
     p.add_argument('--add-policy', choices=ADD_POLICIES, default=c.add_policy,

@@ -51,11 +51,13 @@ def export_command(folder, report):
 def calibration_text(calibration):
     """How the ranges were chosen, in words, and the divergences that were compared as a table."""
     found, method = calibration['divergence'], calibration['method']
+    chosen = f"Ranges of activations by {method}, {'no bias corrected' if calibration['biases'] == 'none' else 'biases corrected'}"
     if not found:
-        return escaped(f'Ranges of activations by {method}.')
-    rows = [(name, f'{value:.5f}', 'chosen' if name == method else '') for name, value in found.items()]
-    return (f"Ranges of activations by {escaped(method)}, of those compared the one whose detections are closest to the float model's "
-            f"(divergence 0: the same):\n\n{markdown_table(('calibration', 'divergence', ''), rows)}")
+        return escaped(f'{chosen}.')
+    kept = min(found, key=found.get)
+    rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in found.items()]
+    return (f"{escaped(chosen)}: of those compared the one whose detections are closest to the float model's (divergence 0: the same), "
+            f"on images that nothing was fitted to:\n\n{markdown_table(('calibration', 'divergence', ''), rows)}")
 
 
 def _pictures(folder, report):

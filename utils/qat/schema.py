@@ -25,7 +25,7 @@ METRICS = {  # evaluate.Metrics.plain
     **FIGURES, 'images': COUNT, 'instances': COUNT, 'mask?': {**FIGURES, 'coco?': COCO}, 'coco?': COCO,
     'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}]}
 SQNR = {str: DECIBELS}
-CALIBRATION = {'method': str, 'divergence': {str: NUMBER}}
+CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
 def misfit(value, kind, place=''):

@@ -4,15 +4,18 @@ import math
 
 import pytest
 import torch
+from models.quantize import ptq
 from models.quantize.bias import certain, correct_biases, own_errors
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import observe
-from models.quantize.choose import CANDIDATES, CORRECTED, choose, halves
+from models.quantize.choose import CANDIDATES, CORRECTED, UNUSABLE, choose, halves
 from models.quantize.divergence import divergence
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
+from utils.qat.data import load_data
+from utils.qat.loaders import calibration_images
 from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]
@@ -60,7 +63,7 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
     hook = first.register_forward_hook(lambda conv, inputs, output: means.append(output.mean((0, 2, 3))))
     with torch.no_grad():
         model(images[0])
-        correct_biases(model, shifts)
+        correct_biases(model, {path: model.get_submodule(path).bias.clone() for path in shifts}, shifts)
         model(images[0])
     hook.remove()
     assert torch.allclose(means[0] - means[1], errors['model.0.conv'][0], atol=1e-5) and max(s.abs().max() for s in shifts.values()) > 0.01
@@ -118,13 +121,13 @@ def test_halves_share_no_image():
 def test_no_alternative_is_better_than_the_choice(demo, correcting):
     """By the divergence on images that nothing was fitted to."""
     best, found, method, corrected = calibrated(demo, calib_method='auto', bias_correction=correcting)
-    assert tuple(found)[:len(CANDIDATES)] == CANDIDATES and (method + CORRECTED in found) == correcting and len(set(found.values())) == len(found)
+    assert [*found] == [name + more for name in CANDIDATES for more in ('', CORRECTED)[:1 + correcting]] and len(set(found.values())) == len(found)
     kept = method + CORRECTED * corrected
     assert kept == min(found, key=found.get) and held_out(demo, best) == pytest.approx(found[kept], rel=1e-9)
     for name in CANDIDATES:
-        model, alone, same_name, _ = calibrated(demo, calib_method=name, bias_correction=False)
-        assert same_name == name and alone == {name: pytest.approx(found[name], rel=1e-9)}
-        assert same(state(model), state(best)) == (name == kept), 'what a candidate changed is undone'
+        model, alone, same_name, _ = calibrated(demo, calib_method=name, bias_correction=correcting)
+        assert same_name == name and alone == {key: pytest.approx(found[key], rel=1e-9) for key in found if key.startswith(name)}
+        assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
 
 
 def biases(model):
@@ -149,6 +152,17 @@ def test_a_correction_that_helps_is_kept(demo):
 def test_without_correction_no_bias_moves(demo):
     model, _, _, corrected = calibrated(demo, calib_method='l3', bias_correction=False)
     assert not corrected and same(biases(model), biases(demo.float_model()))
+
+
+@pytest.mark.parametrize('changes, said', [
+    ({'calib_method': 'percentile', 'percentile': 50.0}, True), ({'calib_method': 'max'}, False), ({'calib_method': 'auto'}, False)])
+def test_an_unusable_calibration_is_said(demo, caplog, changes, said):
+    config = settings(imgsz=96, calib_images=12, **changes)
+    images = calibration_images(load_data(demo.data), config, 32, torch.device('cpu'))
+    with caplog.at_level('INFO'):
+        _, found = ptq.calibrated(demo.float_model(), images, config, lambda them, *_, **__: them)
+    assert said == (min(found['divergence'].values()) >= UNUSABLE) == ('unusable' in caplog.text) == ('--calib-images' in caplog.text)
+    assert found['biases'] in ('all', 'none') and ('no bias corrected' in caplog.text) == (found['biases'] == 'none')
 
 
 # ---- SQNR ---------------------------------------------------------------------------------------------------------------

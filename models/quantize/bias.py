@@ -45,8 +45,8 @@ def certain(errors):
     return mean * (1 - variance / mean.square()).nan_to_num(nan=0).clamp(min=0)
 
 
-@torch.no_grad()
-def correct_biases(model, shifts):
-    """Take `shifts` back. shifts: {path of a convolution: what the mean of its outputs moved by, [C]}."""
-    for path, shift in shifts.items():
-        model.get_submodule(path).bias -= shift
+def correct_biases(model, biases, shifts):
+    """Take `shifts` back. biases: {path of a convolution: its own bias, [C]}. shifts: {path: what the mean of its outputs moved by, [C]};
+    where there is none the bias becomes its own again."""
+    for path, bias in biases.items():
+        model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)

@@ -7,6 +7,7 @@ labels. Nothing is fitted to the images that it is measured on.
 import torch
 
 from models.quantize.bias import certain, correct_biases, own_errors
+from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
 from models.quantize.divergence import divergence
 from models.quantize.fisher import fisher_amax
@@ -25,9 +26,9 @@ def halves(batches):
 
 
 def choose(model, reference, histograms, images, config, progress=iter):
-    """Calibrate `model` by config.calib_method, or where that is 'auto' by the best of CANDIDATES, and correct its biases where that
-    brings the detections closer to those of the float model (with a known head, see outputs.py; any other model is calibrated by the
-    first of CANDIDATES, and its biases are corrected).
+    """Calibrate `model` by config.calib_method, or where that is 'auto' by each of CANDIDATES, with its biases as they are and
+    (config.bias_correction) corrected; the one whose detections are closest to the float model's stays. Without a known head, see
+    outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
     [B, 3, H, W] in 0..1: corrections and 'fisher' are fitted to half of them, and all is compared on the other half. progress: wraps
@@ -44,25 +45,26 @@ def choose(model, reference, histograms, images, config, progress=iter):
     calibrate_weights(model, config.weight_calib)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
-    ranges, found = {}, {}
-    for method in progress(methods):
-        ranges[method] = (fisher_amax(model, histograms, fitting, config) if method == 'fisher' else
-                          dict(zip(histograms, histogram_amax(histograms, method, config))))
-        set_ranges(model, ranges[method])
-        if known:
-            found[method] = divergence(model, others, wanted)
-    best = from_first(min(found, key=found.get)) if known else methods[0]
-    set_ranges(model, ranges[best])
+    biases = {path: m.bias.detach().clone() for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None}
+    tried, found = {}, {}  # name → (method, ranges, shifts), divergence
 
-    corrected = config.bias_correction
-    if corrected:
-        shifts = {path: certain(errors) for path, errors in own_errors(model, fitting).items()}
-        before = {path: model.get_submodule(path).bias.detach().clone() for path in shifts}
-        correct_biases(model, shifts)
+    def attempt(name, method, ranges, shifts):
+        tried[name] = method, ranges, shifts
+        set_ranges(model, ranges)
+        correct_biases(model, biases, shifts)
         if known:
-            found[best + CORRECTED] = divergence(model, others, wanted)
-            corrected = from_first(found[best + CORRECTED] < found[best])
-            if not corrected:
-                for path, bias in before.items():
-                    model.get_submodule(path).bias.data.copy_(bias)
-    return found, best, corrected, raised_ranges(model)
+            found[name] = divergence(model, others, wanted)
+
+    for method in progress(methods):
+        ranges = (fisher_amax(model, histograms, fitting, config) if method == 'fisher' else
+                  dict(zip(histograms, histogram_amax(histograms, method, config))))
+        attempt(method, method, ranges, {})
+        if config.bias_correction:
+            shifts = {path: certain(errors) for path, errors in own_errors(model, fitting).items()}
+            attempt(method + CORRECTED, method, ranges, shifts)
+        correct_biases(model, biases, {})
+    best = from_first(min(found, key=found.get)) if known else [*tried][-1]
+    method, ranges, shifts = tried[best]
+    set_ranges(model, ranges)
+    correct_biases(model, biases, shifts)
+    return found, method, bool(shifts), raised_ranges(model)

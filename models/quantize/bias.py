@@ -1,32 +1,36 @@
 """Bias correction: rounding moves the mean of a convolution's outputs, and its bias can take that back, at no cost.
 
-The rounded input and the rounded weights of a convolution make an error that does not average out over an image. Only this error
-of its own is taken back, on the inputs that the quantized model has, and only as far as it is the same on all images. What earlier
-layers did to these inputs is left alone: it differs from image to image, and its mean over a few images is chance
-(docs/calibration.md has the figures).
-Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on
-the correction; James and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
+The rounded input and the rounded weights of a convolution make an error that does not average out over an image. Only this error of
+its own is taken back, on the inputs that the quantized model has, and only as far as it is the same on all images. The errors of
+earlier layers are left alone: they differ from image to image, and their mean over a few images is chance (docs/calibration.md).
+Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the
+correction; James and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
 import torch
 
 from models.quantize.blocks import QuantConv2d
 
 
+def quantized_convs(model):
+    """List (path, convolution) of those that are quantized and have a bias."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
+
+
 @torch.no_grad()
 def own_errors(model, batches):
-    """What the roundings of each quantized convolution with a bias move its outputs by: {path: mean over the places of each image, [N, C]}.
+    """Measure what its own roundings move the outputs of each quantized convolution by: {path: mean over an image's places, [N, C]}.
 
     model: calibrated. batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
     """
-    convs = {path: m for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None}
-    errors = {path: [] for path in convs}
+    convs = quantized_convs(model)
+    errors = {path: [] for path, _ in convs}
 
     def note(path):
         def hook(conv, inputs, output):
             errors[path].append((output - conv._conv_forward(inputs[0], conv.weight, conv.bias)).mean((2, 3)))
         return hook
 
-    hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
+    hooks = [conv.register_forward_hook(note(path)) for path, conv in convs]
     try:
         for images in batches:
             model.eval()(images)
@@ -37,7 +41,7 @@ def own_errors(model, batches):
 
 
 def certain(errors):
-    """The mean over images of each channel, nearer to zero the less certain it is. errors: [N, C]; a single image is certain. Returns [C]."""
+    """Shrink the mean over images, [C], the nearer to zero the less certain it is. errors: [N, C]; a single image is certain."""
     mean = errors.mean(0)
     if len(errors) == 1:
         return mean
@@ -46,7 +50,9 @@ def certain(errors):
 
 
 def correct_biases(model, biases, shifts):
-    """Take `shifts` back. biases: {path of a convolution: its own bias, [C]}. shifts: {path: what the mean of its outputs moved by, [C]};
-    where there is none the bias becomes its own again."""
+    """Take `shifts` back, or where there is none make a bias its own again.
+
+    biases: {path of a convolution: its own bias, [C]}. shifts: {path: what the mean of its outputs moved by, [C]}.
+    """
     for path, bias in biases.items():
         model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)

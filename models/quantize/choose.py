@@ -6,8 +6,7 @@ labels. Nothing is fitted to the images that it is measured on.
 """
 import torch
 
-from models.quantize.bias import certain, correct_biases, own_errors
-from models.quantize.blocks import QuantConv2d
+from models.quantize.bias import certain, correct_biases, own_errors, quantized_convs
 from models.quantize.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
 from models.quantize.divergence import divergence
 from models.quantize.fisher import fisher_amax
@@ -15,8 +14,8 @@ from models.quantize.outputs import Raw, has_known_head, require_known_head
 from utils.qat.distributed import from_first
 
 CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
-CORRECTED = ', biases corrected'  # behind the name of a method, in the divergences
-UNUSABLE = 1.0  # divergence from which on detections are lost, see docs/calibration.md
+CORRECTED = ' + biases'  # behind the name of a method, in the divergences
+UNUSABLE = 0.5  # divergence from which on detections are lost: docs/calibration.md has what was measured
 
 
 def halves(batches):
@@ -31,8 +30,8 @@ def choose(model, reference, histograms, images, config, progress=iter):
     outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
-    [B, 3, H, W] in 0..1: corrections and 'fisher' are fitted to half of them, and all is compared on the other half. progress: wraps
-    the methods, e.g. tqdm. Returns ({method, and method + CORRECTED: divergence of those that were compared}, method, whether biases
+    [B, 3, H, W] in 0..1: corrections and 'fisher' are fitted to half of them, and all is compared on the other half.
+    progress: wraps the methods, e.g. tqdm. Returns ({method, and method + CORRECTED: divergence of those that were compared}, method, whether biases
     were corrected, raised_ranges). Every process of a torchrun calls it with the same images.
     """
     require_values(histograms)
@@ -45,7 +44,7 @@ def choose(model, reference, histograms, images, config, progress=iter):
     calibrate_weights(model, config.weight_calib)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
-    biases = {path: m.bias.detach().clone() for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None}
+    biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     tried, found = {}, {}  # name → (method, ranges, shifts), divergence
 
     def attempt(name, method, ranges, shifts):

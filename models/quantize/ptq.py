@@ -44,7 +44,7 @@ def calibrated(reference, images, config, progress, keep_float=()):
     prepare(model, config, keep_float)
     histograms = observe(model, progress(images, 'calibrating'))
     found, method, corrected, raised = choose(model, reference, histograms, list(few(images, COMPARED, config)), config,
-                                   lambda methods: progress(methods, 'choosing ranges', unit='methods'))
+                                              lambda methods: progress(methods, 'choosing ranges', unit='methods'))
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())

@@ -14,6 +14,7 @@ from models.quantize.outputs import Raw, has_known_head, require_known_head
 from utils.qat.distributed import from_first
 
 CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
+PROMISING = 3  # methods, those of least divergence, that are tried with corrected biases too
 CORRECTED = ' + biases'  # behind the name of a method, in the divergences
 UNUSABLE = 0.5  # divergence from which on detections are lost: docs/calibration.md has what was measured
 
@@ -25,8 +26,8 @@ def halves(batches):
 
 
 def choose(model, reference, histograms, images, config, progress=iter):
-    """Calibrate `model` by config.calib_method, or where that is 'auto' by each of CANDIDATES, with its biases as they are and
-    (config.bias_correction) corrected; the one whose detections are closest to the float model's stays. Without a known head, see
+    """Calibrate `model` by config.calib_method, or where that is 'auto' by each of CANDIDATES, and (config.bias_correction) the PROMISING
+    ones with corrected biases too; the one whose detections are closest to the float model's stays. Without a known head, see
     outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
@@ -58,10 +59,12 @@ def choose(model, reference, histograms, images, config, progress=iter):
         ranges = (fisher_amax(model, histograms, fitting, config) if method == 'fisher' else
                   dict(zip(histograms, histogram_amax(histograms, method, config))))
         attempt(method, method, ranges, {})
-        if config.bias_correction:
-            shifts = {path: certain(errors) for path, errors in own_errors(model, fitting).items()}
-            attempt(method + CORRECTED, method, ranges, shifts)
+    promising = from_first(sorted(found, key=found.get)[:PROMISING]) if known else methods
+    for method in progress(promising) if config.bias_correction else ():
+        ranges = tried[method][1]
+        set_ranges(model, ranges)
         correct_biases(model, biases, {})
+        attempt(method + CORRECTED, method, ranges, {path: certain(errors) for path, errors in own_errors(model, fitting).items()})
     best = from_first(min(found, key=found.get)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
     set_ranges(model, ranges)

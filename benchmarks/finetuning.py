@@ -1,0 +1,137 @@
+"""Compares ways of fine-tuning that start from one calibration: AP of each after its last epoch, for several seeds.
+
+Run it in a patched tree, on a float checkpoint and a data YAML:
+
+    cd yolov9
+    python ../yolov9-qat/benchmarks/finetuning.py --weights yolov9-t-coco.pt --data coco.yaml --calib-images 128
+
+Each way is a row: AP on val, and on the training images, which are followed without their labels, as rectangles, with its mean over the
+seeds. `averaged` is the mean of the weights over the last three epochs. Teacher's labels are what the float model finds with a score of 0.3
+and more. Prints a Markdown table after each run; --json FILE writes the same figures.
+"""
+import argparse
+import os
+import statistics
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+
+import torch  # noqa: E402
+from models.quantize import checkpoint  # noqa: E402
+from models.quantize.finetune import rate, supervised_layers  # noqa: E402
+from models.quantize.losses import label_loss, relative_error  # noqa: E402
+from models.quantize.ptq import calibrated  # noqa: E402
+from models.quantize.step import GraphedStep, Step  # noqa: E402
+from utils.general import xyxy2xywhn  # noqa: E402
+from utils.qat.backends import TorchModel, select_device  # noqa: E402
+from utils.qat.config import QuantizeConfig  # noqa: E402
+from utils.qat.data import load_data  # noqa: E402
+from utils.qat.detections import detect  # noqa: E402
+from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.evaluate import evaluate  # noqa: E402
+from utils.qat.loaders import calibration_images, val_loader  # noqa: E402
+from utils.qat.log import quiet_upstream  # noqa: E402
+from utils.qat.report import markdown_table, write_json  # noqa: E402
+
+WAYS = {  # name → what differs from the default
+    'default': {}, 'lr 3e-6': {'lr': 3e-6}, 'lr 3e-5': {'lr': 3e-5}, 'batch of 32': {'batch': 32}, 'head only': {'head_only': True},
+    **{f"teacher's labels, {weight}": {'weight': weight, 'labels': 'teacher'} for weight in (0.02, 0.1, 0.5)},
+    'labels, 0.1': {'weight': 0.1, 'labels': 'true'}}
+
+
+def parse_args(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint, of one branch')
+    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--device', default='')
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--calib-images', type=int, default=512)
+    p.add_argument('--epochs', type=int, default=5)
+    p.add_argument('--seeds', type=int, nargs='+', default=[57, 1, 2])
+    p.add_argument('--ways', nargs='+', choices=WAYS, default=list(WAYS))
+    p.add_argument('--workers', type=int, default=8)
+    p.add_argument('--json', type=Path, help='write the figures there')
+    return p.parse_args(argv)
+
+
+def teachers_labels(teacher, images):
+    """What the float model finds in `images`, uint8 [N, 3, H, W]: of each, [n, 5], class and box as centre, width and height in 0..1."""
+    found, (height, width) = [], images.shape[2:]
+    predict = TorchModel(teacher)
+    with torch.inference_mode():
+        for batch in images.split(16):
+            found += [torch.cat((x.rows[:, 5:], xyxy2xywhn(x.rows[:, :4], width, height)), 1) for x in detect(predict(batch.float() / 255), batch.shape[2:], 0.3)]
+    return [rows.clone() for rows in found]  # no longer tensors of the inference mode
+
+
+def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, head_only=False, weight=0.0):
+    """Fine-tune `student` in place; returns it, and a copy with the mean of its weights over the last three epochs.
+
+    images: uint8 [N, 3, H, W]. labels: of each [n, 5], used where `weight` is not 0.
+    """
+    layers = [len(student.model) - 1] if head_only else supervised_layers(student, 1)
+    step = Step(student, teacher, layers, relative_error, lr, 'fp16' if images.is_cuda else 'off', capturable=images.is_cuda and not weight,
+                label_loss=label_loss(student, weight) if weight else None)
+    step = GraphedStep(step) if images.is_cuda and not weight else step
+    batch = min(batch, len(images))
+    order, per_epoch, counted = torch.Generator().manual_seed(seed), len(images) // batch, 0
+    mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in student.named_parameters()}
+    for epoch in range(epochs):
+        chosen = torch.randperm(len(images), generator=order)
+        for i, indices in enumerate(chosen[:per_epoch * batch].split(batch)):
+            step.set_rate(rate(epoch * per_epoch + i, epochs * per_epoch))
+            of_batch = [torch.cat((rows.new_full((len(rows), 1), n), rows), 1) for n, rows in enumerate(labels[j] for j in indices)]
+            step(images[indices].float() / 255, *[torch.cat(of_batch)] * bool(weight))
+            if epoch >= epochs - 3:
+                counted += 1
+                for name, p in student.named_parameters():
+                    mean[name] += (p.detach() - mean[name]) / counted
+        step.check()
+    averaged = deepcopy(student)
+    with torch.no_grad():
+        for name, p in averaged.named_parameters():
+            p.copy_(mean[name])
+    return student, averaged
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    require_file(args.weights, '--weights', ('.pt', '.pth'))
+    require_file(args.data, '--data', ('.yaml', '.yml'))
+    device = select_device(args.device)
+    torch.backends.cudnn.allow_tf32 = False
+    config = QuantizeConfig(weights=args.weights, data=args.data, imgsz=args.imgsz, calib_images=args.calib_images, device=args.device, workers=args.workers)
+    with quiet_upstream():
+        teacher = TorchModel(checkpoint.load_float(args.weights, device))
+        data = load_data(args.data, teacher.nc)
+        scored = {split: list(val_loader(data, config, teacher.stride, split=split)) for split in ('val', 'train')}
+        batches = [batch[:2] for batch in calibration_images(data, QuantizeConfig(**{**vars(config), 'calib_images': 10 ** 9}), teacher.stride, device).loader]
+        ptq, found = calibrated(teacher.model, calibration_images(data, config, teacher.stride, device), config, lambda it, *_, **__: it)
+    images = torch.cat([x for x, _ in batches]).to(device)
+    labels = {'true': [rows[rows[:, 0] == i, 1:].to(device) for x, rows in batches for i in range(len(x))], 'teacher': teachers_labels(teacher.model, images)}
+    rows = {}
+
+    def score(name, model):
+        rows.setdefault(name, []).append([100 * evaluate(TorchModel(model), loader, data.names, device).ap for loader in scored.values()])
+
+    score('float', teacher.model)
+    score(f"PTQ ({found['method']}, biases corrected: {found['biases']})", ptq)
+    for seed in args.seeds:
+        for name in args.ways:
+            way = {**WAYS[name], 'labels': labels[WAYS[name].get('labels', 'true')]}
+            student, averaged = follow(deepcopy(ptq), deepcopy(teacher.model), images, seed=seed, epochs=args.epochs, **way)
+            score(name, student)
+            score(f'{name}, averaged', averaged)
+            columns = {name: [[run[i] for run in runs] for i in range(2)] for name, runs in rows.items()}
+            print(markdown_table(('', *(f'{split}: {what}' for split in scored for what in ('mean', 'runs'))),
+                                 [(name, *(text for of in both for text in (f'{statistics.mean(of):.2f}', ' '.join(f'{x:.2f}' for x in of))))
+                                  for name, both in columns.items()]), flush=True)
+            if args.json:
+                write_json(args.json, {'weights': args.weights.name, 'calibration': found, 'ap': rows})
+
+
+if __name__ == '__main__':
+    raise SystemExit(run_command(main))

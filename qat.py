@@ -58,21 +58,27 @@ def calibrate_run(run, images, config, choice):
     import time
 
     from models.quantize.ptq import calibrated, within_budget
-    from utils.qat.report import points_lost
+    from utils.qat.chance import in_words, parts, points_lost
 
     if config.eval_origin or config.max_drop is not None:
-        run.report['origin'] = run.score_float('float')
+        run.report['origin'] = run.score_float()
     start = time.perf_counter()
 
     def attempt(choice):
         model, found = calibrated(run.model, images, config, bar, choice.paths)
-        lost = 100 * points_lost(run.report['origin'], run.score_now(model, 'trial'))
-        LOGGER.info(f'{lost:.2f} points lost, at most {config.max_drop} allowed')
-        return lost, (model, found)
+        against = run.score_now(model, 'trial')['against_float']
+        chance = 100 * max(part['chance'] for part in parts(against))
+        if chance > config.max_drop and choice is first:
+            LOGGER.warning(f'--max-drop {config.max_drop}: less than chance, which is {chance:.2f} points on these '
+                           f"{run.report['images'][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep so "
+                           'small a budget use more images (val in --data)')
+        LOGGER.info(f'{in_words(against)}; at most {config.max_drop} may be lost')
+        return points_lost(against), (model, found)
 
     if config.max_drop is None:
         model, found = calibrated(run.model, images, config, bar, choice.paths)
     else:
+        first = choice
         choice, (model, found) = within_budget(choice, config.max_drop, attempt)
     run.report['calibration'], run.report['kept_float'] = found, choice.paths
     LOGGER.info(f"calibration took {run.timed('calibrate', start):.1f} s")
@@ -143,7 +149,7 @@ def quantize(config, folder):
     from models.quantize.run import Run
     from utils.qat.data import load_hyp
     from utils.qat.loaders import calibration_images, training_images, val_loader
-    from utils.qat.run_report import delivered, export_command, run_table
+    from utils.qat.run_report import delivered, export_command, run_table, verdicts
 
     device = select_device(config.device)
     choose_precision(config, device)
@@ -173,9 +179,7 @@ def quantize(config, folder):
 
     report = run.report
     final = delivered(folder, report)
-    if report['best'] and not report['best']['epoch']:
-        LOGGER.info(f'note: the calibrated model scores at least as high as every epoch, so {final.name} is a copy of it')
-    LOGGER.log(RESULT, f'\n{run_table(report)}\n')
+    LOGGER.log(RESULT, '\n'.join(('', run_table(report), '', *verdicts(report), '')))
     finish(export_command(folder, report), report=folder / 'report.md', weights=final)
 
 

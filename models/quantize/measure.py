@@ -9,6 +9,7 @@ from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer
 from models.quantize.sqnr import PARTS, decibels, energies
 from utils.qat.backends import TorchModel
+from utils.qat.chance import difference, difference_of_merit
 from utils.qat.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Scorer
@@ -90,20 +91,22 @@ class Tally:
             self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)
 
     def result(self):
-        """Plain values; of all processes of a torchrun."""
+        """Plain values; of all processes of a torchrun. Sets `resampled`, see chance.resampled_ap."""
         total, weight, *sums = all_reduce(self.sums.clone())
         found = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(-1, 2))}
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
-            metrics = from_first(self.scorer.metrics() if is_first() else None).plain()
-            found.update({k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall', 'mask') if k in metrics})
+            metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
+            self.resampled, plain = metrics.resampled, metrics.plain()
+            found.update({k: plain[k] for k in ('ap', 'ap50', 'precision', 'recall', 'mask') if k in plain})
         return found
 
 
 @torch.no_grad()
 def measure(forms, units, loader, names, scoring, progress):
     """{'float', 'int8', (unit, 'only'), (unit, 'without'): figures of a Tally}: of the float model, of all in INT8, of this unit
-    alone in INT8, and of all but this unit in INT8. With `scoring` all but 'only' have metrics, too.
+    alone in INT8, and of all but this unit in INT8. With `scoring` all but 'only' have metrics, too, 'int8' the difference
+    'against_float', and 'without' that of report.merit 'against_int8': see chance.py.
 
     units: {unit: paths of its twins}. loader: see loaders.val_loader. Activations of a batch before each layer are kept, of the
     float and of the INT8 model: a unit costs what comes behind it.
@@ -133,4 +136,10 @@ def measure(forms, units, loader, names, scoring, progress):
             forms.take(ALONE, twins)
             tallies[unit, 'only'].add(run_from(model, layer, *float_states[layer]), wanted, truth)
             forms.take(FLOAT, twins)
-    return {key: tally.result() for key, tally in tallies.items()}
+    found = {key: tally.result() for key, tally in tallies.items()}
+    if scoring:
+        resampled = {key: tally.resampled for key, tally in tallies.items() if tally.scorer}
+        found['int8']['against_float'] = difference(resampled['float'], resampled['int8'])
+        for unit in units:
+            found[unit, 'without']['against_int8'] = difference_of_merit(resampled['int8'], resampled[unit, 'without'])
+    return found

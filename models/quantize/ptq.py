@@ -90,7 +90,8 @@ def within_budget(choice, budget, attempt):
     """The smallest choice that keeps a budget: (Choice, what `attempt` returned for it).
 
     The units of choice.summary are left in float in the order of what they cost per FLOP, as many as it takes: twice as many each
-    time until it is kept, then between the last two. budget: points (0.01) of AP. attempt: Choice → (points lost, result).
+    time until it is kept, then between the last two. budget: points (0.01) of AP. attempt: Choice → (points lost, 0 within
+    chance, and the result).
     Raises QatError if the budget cannot be kept.
     """
     order, lost, kept = dearest(choice.summary), {}, {}  # by number of units: points lost; (choice, result) where the budget is kept

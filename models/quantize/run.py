@@ -1,8 +1,8 @@
 """A run of `quantize`: its folder, its report, and models that are scored as they were saved.
 
 Every file of a run but its log is written here, and each is whole at any moment. After each step of the work the report says
-what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, until the run is complete. Of the processes
-of a torchrun, all call the same and the first one writes.
+what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, and `resume.RESAMPLED` what its score is compared with,
+until the run is complete. Of the processes of a torchrun, all call the same and the first one writes.
 """
 import os
 import shutil
@@ -12,6 +12,7 @@ from models.quantize import checkpoint
 from models.quantize.finetune import Epoch
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
+from utils.qat.chance import in_words
 from utils.qat.distributed import describe, from_first, on_first
 from utils.qat.errors import HALF, QatError, atomic
 from utils.qat.evaluate import evaluate
@@ -19,7 +20,8 @@ from utils.qat.files import write_torch
 from utils.qat.log import LOGGER
 from utils.qat.plain_values import read_values
 from utils.qat.report import merit, versions
-from utils.qat.resume import STATE, interrupted, require_epoch
+from utils.qat.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
+from utils.qat.resume import RESAMPLED, STATE, interrupted, require_epoch
 from utils.qat.run_report import write_report
 
 
@@ -50,18 +52,26 @@ class Run:
         self.device, self.say, self.progress = next(model.parameters()).device, say, progress
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
+        self.resampled = {name: Resampled() for name in loaders}
         images = {name: len(loader.dataset) for name, loader in loaders.items()}
         if config.resume:
             self.report = interrupted(folder)  # again, now that no other process writes it
             self._check_unchanged(images)
+            self.resampled[self.chosen_on] = Resampled.read(folder, self.report)
             return
         self.report = {'settings': config.plain(), 'versions': versions(), 'device': describe(self.device),
                        'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
-                       'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
+                       'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'gain': None, 'last_epochs': None, 'val': None,
+                       'times': {}}
         on_first(self.weights.mkdir)(exist_ok=True)
         on_first(self._clear_up)()
         self.write()
-        on_first(self.state.unlink)(missing_ok=True)  # of an earlier run in this folder
+        self._forget()  # an earlier run in this folder
+
+    def _forget(self):
+        """Delete what a run is gone on from."""
+        for file in (STATE, RESAMPLED):
+            on_first((self.folder / file).unlink)(missing_ok=True)
 
     def _clear_up(self):
         """Delete what a killed process was writing: files, no links and no folders."""
@@ -83,6 +93,8 @@ class Run:
             self.report.setdefault('changed', {})[f"after epoch {len(self.report['epochs'])}"] = changed
 
     def write(self):
+        if self.report['settings']['epochs']:
+            on_first(self.resampled[self.chosen_on].write)(self.folder)
         on_first(write_report)(self.folder, self.report)
 
     def timed(self, what, start):
@@ -90,31 +102,38 @@ class Run:
         self.report['times'][what] = round(time.perf_counter() - start, 2)
         return self.report['times'][what]
 
-    def score_float(self, what, images=None):
+    def score_float(self, images=None):
         """Metrics of the float model on `images`, 'val' or 'held out' (default: `chosen_on`), as plain values."""
-        return self._score(TorchModel(self.model), what, images).plain()
+        return self._score(TorchModel(self.model), FLOAT, images)
 
     def score_now(self, model, what):
         """Metrics of a quantized model as it is, not saved: a trial."""
-        return self._score(TorchModel(model), what, None).plain()
+        return self._score(TorchModel(model), what)
 
     def score(self, file, what, images=None):
         """Metrics of the quantized model in `file`, as `score_float`, and the SQNR of its head's outputs."""
         compared = ComparedModel(self._load(file)[0], self.model)
-        metrics = self._score(compared, what, images).plain()
+        metrics = self._score(compared, what, images)
         metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
         self.say('{:<14} SQNR of the head: '.format('') + ', '.join(f'{k} {v:.2f} dB' for k, v in metrics['sqnr'].items()))
         return metrics
 
-    def _score(self, predict, what, images):
+    def _score(self, predict, what, images=None):
+        """Metrics as plain values, with the difference to the float model if that was scored on these images."""
         images, start = images or self.chosen_on, time.perf_counter()
+        text = what if images == self.chosen_on else f'{what}, {images}'
         metrics = evaluate(predict, self.loaders[images], self.data.names, self.device,
                            annotations=self.data.annotations if images == 'val' else None,
-                           progress=lambda it: self.progress(it, f'evaluating {what}'))
+                           progress=lambda it: self.progress(it, f'evaluating {text}'), resample=True)
         masks = f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
-        self.say(f'{what:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
-                 f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {what}", start):.1f} s)')
-        return metrics
+        self.say(f'{text:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
+                 f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {text}", start):.1f} s)')
+        self.resampled[images][what] = metrics.resampled
+        against = self.resampled[images].against_float(what)
+        if what == FLOAT or not against:
+            return metrics.plain()
+        self.say(f"{'':<14} against float: {in_words(against)}")
+        return {**metrics.plain(), 'against_float': against}
 
     def _load(self, file):
         """checkpoint.load_quantized of a file that the first process wrote."""
@@ -137,7 +156,7 @@ class Run:
 
     def calibrated(self, model, evaluating):
         """The calibrated `model` is there: save, score and report it."""
-        self.report['ptq'] = self.save_and_score(model, 'PTQ', 'ptq', evaluating)
+        self.report['ptq'] = self.save_and_score(model, PTQ, 'ptq', evaluating)
         self.write()
 
     def load_calibrated(self):
@@ -160,13 +179,16 @@ class Run:
         if epoch.number <= len(self.report['epochs']):
             return
         on_first(write_torch)(self.state, vars(epoch))  # first: nothing learned is lost while it is scored
-        result = self.save_and_score(model, f'epoch {epoch.number}', f'qat_ep_{epoch.number}')
+        result = self.save_and_score(model, EPOCH.format(epoch.number), f'qat_ep_{epoch.number}')
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
         self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
         if not self.report['best'] and 'ap' in self.report['ptq']:
             self._keep_best({'epoch': 0, **self.report['ptq']})  # fine-tuning may gain nothing
         self._keep_best(result)
+        resampled, best = self.resampled[self.chosen_on], self.report['best']['epoch']
+        self.report['gain'] = resampled.gain(EPOCH.format(best) if best else PTQ)
+        self.report['last_epochs'] = resampled.last_epochs(epoch.number)
         self.write()
 
     def _keep_best(self, result):
@@ -182,10 +204,10 @@ class Run:
         What was not scored on the held-out images is not scored here.
         """
         if self.chosen_on != 'val':
-            scored = {'origin': self.score_float('float, val', 'val')} if self.report['origin'] else {}
-            for key, what in (('ptq', 'PTQ'), ('best', 'best')):
+            scored = {'origin': self.score_float('val')} if self.report['origin'] else {}
+            for key, what in (('ptq', PTQ), ('best', BEST)):
                 if 'ap' in self.report[key]:
-                    scored[key] = self.score(self.folder / self.report[key]['file'], f'{what}, val', 'val')
-            self.report['val'] = scored
+                    scored[key] = self.score(self.folder / self.report[key]['file'], what, 'val')
+            self.report['val'] = {**scored, 'gain': self.resampled['val'].gain(BEST)}
         self.write()  # whole again, also where the last epoch's was interrupted between one file and the next
-        on_first(self.state.unlink)(missing_ok=True)
+        self._forget()

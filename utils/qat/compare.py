@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from utils.metrics import box_iou
 
+from utils.qat.chance import difference
 from utils.qat.errors import QatError
 from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Metrics, Scorer
@@ -37,6 +38,7 @@ class Comparison:
     matched_mask: float  # mean IoU of the masks of a detection and its match; None without masks
     reference: Metrics  # None if the images have no labels
     other: Metrics
+    against_reference: dict  # AP of `other` less AP of `reference`, and the chance in it, see chance.difference; None without labels
 
     @property
     def ap_difference(self):
@@ -196,9 +198,10 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
         for scorer, found in zip(scorers, detections):
             scorer.update(found, truth)
         images_seen += len(images)
-    metrics = [scorer.metrics() for scorer in scorers] or [None, None]
+    metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None, None]
     return Comparison(images_seen, rtol, atol, top, *(e.figures() for e in elements), **ranking.figures(),
-                      reference=metrics[0], other=metrics[1])
+                      reference=metrics[0], other=metrics[1],
+                      against_reference=difference(*(m.resampled for m in metrics)) if names else None)
 
 
 def _parts(outputs):

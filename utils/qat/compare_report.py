@@ -1,6 +1,7 @@
 """Two models side by side → tables, compare.json, report.md and its picture."""
 from dataclasses import asdict
 
+from utils.qat.chance import RESAMPLES, in_words
 from utils.qat.deploy_config import CompareConfig
 from utils.qat.files import sha256
 from utils.qat.plots import plot_ranks
@@ -27,6 +28,8 @@ def comparison_tables(comparison, names):
         titles, masks = columns(comparison['reference'])
         rows = [(name, *figures(comparison[k], masks)) for name, k in zip(names, ('reference', 'other'))]
         tables.append(markdown_table(('model', *titles), rows))
+        tables.append(f"the second less the first: {in_words(comparison['against_reference'])} (± holds 95 % of what other images of this "
+                      f'kind would give, by {RESAMPLES} resamples of these)')
     iou = f", IoU of their masks {number(comparison['matched_mask'])}" if comparison['matched_mask'] is not None else ''
     tables.append(f"matched regardless of rank: {number(comparison['matched'], '.2%')} of the top {comparison['top']} detections of "
                   f"either model; mean difference {number(comparison['matched_score'])} of score, "

@@ -12,6 +12,7 @@ from utils.general import coco80_to_coco91_class, scale_boxes, xywh2xyxy
 from utils.metrics import ap_per_class, box_iou
 from utils.segment.general import mask_iou
 
+from utils.qat.chance import resampled_ap
 from utils.qat.coco import add_masks, coco_figures, result_rows
 from utils.qat.detections import detect, prepared
 from utils.qat.distributed import from_first, is_first, merged
@@ -35,10 +36,11 @@ class Metrics:
     mask: dict = None  # ap, ap50, precision, recall of masks; and coco as below
     coco: dict = None  # pycocotools' figures, where the data is COCO
     ms_per_image: dict = field(default_factory=dict)  # pre-processing, inference, NMS, of the process that computed it
+    resampled: np.ndarray = None  # AP on resamples of the images, if asked for: see chance.resampled_ap
 
     def plain(self):
-        """As plain values, without the times, which differ from run to run."""
-        return {k: v for k, v in asdict(self).items() if k != 'ms_per_image' and v is not None}
+        """As plain values, without the times, which differ from run to run, and the resamples."""
+        return {k: v for k, v in asdict(self).items() if k not in ('ms_per_image', 'resampled') and v is not None}
 
 
 class Stopwatch:
@@ -65,7 +67,7 @@ class Scorer:
     def __init__(self, names, categories=None):
         """names: class index → name. categories: class index → COCO's category; `rows` then collects COCO's result format."""
         self.names, self.categories = names, categories
-        self.batches = []  # (statistics of each image, rows), in order
+        self.batches = []  # (path and matches of each image, rows), in order
 
     def update(self, detections, truth):
         """detections: of each image, see detections.detect. truth: a detections.Truth."""
@@ -76,7 +78,8 @@ class Scorer:
             correct = [_correct(found, labels, _box_iou(boxes, labels, truth, i))]
             if found.masks is not None:
                 correct.append(_correct(found, labels, _mask_iou(found.masks, labels, truth, i)))
-            stats.append(tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *found.rows[:, 4:].t(), labels[:, 0])))
+            matches = tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *found.rows[:, 4:].t(), labels[:, 0]))
+            stats.append((truth.paths[i], matches))
             if self.categories:
                 of_image = result_rows(torch.cat((boxes, found.rows[:, 4:]), 1), truth.paths[i], self.categories)
                 if found.masks is not None:
@@ -89,10 +92,14 @@ class Scorer:
         """Detections in COCO's result format."""
         return [row for _, rows in self.batches for row in rows]
 
-    def metrics(self):
-        """Metrics of everything so far. Raises QatError if there is no label among the truth."""
-        stats = [image for images, _ in self.batches for image in images]
-        return _score(*(np.concatenate(x) for x in zip(*stats)), self.names, len(stats))
+    def metrics(self, resample=False):
+        """Metrics of everything so far. resample: with AP on resamples of the images, whatever their order. Raises QatError if there is
+        no label among the truth."""
+        images = [image for images, _ in self.batches for image in images]
+        metrics = _score(*(np.concatenate(x) for x in zip(*(matches for _, matches in images))), self.names, len(images))
+        if resample:
+            metrics.resampled = resampled_ap([matches for _, matches in sorted(images, key=lambda image: image[0])])
+        return metrics
 
 
 def _box_iou(boxes, labels, truth, image):
@@ -124,13 +131,13 @@ def _correct(found, labels, iou):
 
 @torch.inference_mode()
 def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, max_det=300, progress=None, annotations=None,
-             predictions_file=None):
+             predictions_file=None, resample=False):
     """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
     predict: images FP32 [B, 3, H, W] in 0..1 → predictions, see backends.py; with NMS inside, conf_thres, iou_thres and max_det are
     the model's own.
     loader: see loaders.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
-    predictions_file: where to write the detections as COCO JSON.
+    predictions_file: where to write the detections as COCO JSON. resample: with Metrics.resampled.
     """
     clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
@@ -148,7 +155,7 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
     seconds = merged([{k: c.total for k, c in clocks.items()}])  # of each process
     metrics = None
     if is_first():
-        metrics = scorer.metrics()
+        metrics = scorer.metrics(resample)
         metrics.ms_per_image = {k: round(sum(s[k] for s in seconds) / metrics.images * 1e3, 2) for k in clocks}
         if predictions_file:
             write_text(predictions_file, json.dumps(scorer.rows))

@@ -86,12 +86,6 @@ def merit(metrics):
     return (metrics['ap'] + metrics['mask']['ap']) / 2 if 'mask' in metrics else metrics['ap']
 
 
-def points_lost(before, after):
-    """AP that plain metrics `after` lack against `before`, in 0..1: of boxes or of masks, whichever is more."""
-    parts = [(before, after), *([(before['mask'], after['mask'])] if 'mask' in before else [])]
-    return max(old['ap'] - new['ap'] for old, new in parts)
-
-
 def width(text):
     """Columns that a terminal gives `text`: Chinese, Japanese and Korean characters take two, accents of their own none."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)

@@ -10,9 +10,10 @@ from utils.qat.config import QuantizeConfig
 from utils.qat.errors import QatError
 from utils.qat.folders import writing
 from utils.qat.report import PACKAGES, merit
-from utils.qat.schema import CALIBRATION, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything, misfit, read_json, settings_kind
+from utils.qat.schema import AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything, misfit, read_json, settings_kind
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
+RESAMPLED = 'weights/resampled.json'  # likewise: AP of each model on the resamples of the images, which later ones are compared with
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 
@@ -22,13 +23,15 @@ def _file(value):
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
-SCORED = {**METRICS, 'sqnr': SQNR, 'file': _file}
+COMPARED = {**METRICS, 'sqnr': SQNR, 'against_float?': AGAINST}
+SCORED = {**COMPARED, 'file': _file}
 REPORT = {  # report.json but for its settings, see schema.misfit
     'settings': {str: anything}, 'versions': dict.fromkeys(('python', *PACKAGES), str), 'device': str, 'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT}, 'chosen_on': str, 'origin': (NONE, METRICS), 'calibration': (NONE, CALIBRATION),
     'kept_float': [str], 'ptq': (NONE, {'file': _file}, SCORED), 'epochs': [{'epoch': COUNT, 'loss': POSITIVE, **SCORED}],
     'best': (NONE, {'epoch': INDEX, 'loss?': POSITIVE, **SCORED}), 'times': {str: SECONDS}, 'changed?': {str: {str: str}},
-    'val': (NONE, {'origin?': METRICS, 'ptq?': {**METRICS, 'sqnr': SQNR}, 'best?': {**METRICS, 'sqnr': SQNR}})}
+    'gain': (NONE, CHANCE), 'last_epochs': (NONE, AGAINST),
+    'val': (NONE, {'origin?': METRICS, 'ptq?': COMPARED, 'best?': COMPARED, 'gain': (NONE, CHANCE)})}
 EPOCH = {  # resume.pt but for its tensors, which step.Step compares with its own
     'number': COUNT, 'loss': POSITIVE, 'steps': COUNT, 'seconds': SECONDS, 'state': {'tensors': dict, 'optimizer': dict}}
 
@@ -120,7 +123,7 @@ def _check_progress(folder, report):
     if not report['ptq']:
         raise QatError(f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
                        'start it again without --resume')
-    links = [c['file'] for c in (report['ptq'], report['best'], *report['epochs'], {'file': STATE}) if c and (folder / c['file']).is_symlink()]
+    links = [c['file'] for c in (report['ptq'], report['best'], *report['epochs'], {'file': STATE}, {'file': RESAMPLED}) if c and (folder / c['file']).is_symlink()]
     if links:
         raise QatError(f'--resume {folder}: {links[0]} is a link, and a run reads and writes only its own files; put the file itself there')
     if (folder / STATE).is_file():
@@ -142,6 +145,6 @@ def require_epoch(content, folder, report):
     return content
 
 
-def unfit_state(folder, wrong):
-    """The error of a resume.pt that cannot be gone on from."""
-    return QatError(f'--resume {folder}: {STATE} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again')
+def unfit_state(folder, wrong, file=STATE):
+    """The error of a resume.pt, or a resampled.json, that cannot be gone on from."""
+    return QatError(f'--resume {folder}: {file} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again')

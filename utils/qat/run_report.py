@@ -1,10 +1,12 @@
 """A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
 from pathlib import Path
 
+from utils.qat.chance import RESAMPLES, in_words, parts as of_boxes_and_masks, points, within_chance
 from utils.qat.config import QuantizeConfig
 from utils.qat.following import command
 from utils.qat.plots import plot_ap, plot_classes
 from utils.qat.report import code, columns, document, escaped, figures, image, link, markdown_table, write_json
+from utils.qat.resampled import LAST
 from utils.qat.settings import closing, options
 
 
@@ -14,28 +16,62 @@ def noise(metrics, parts):
     return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
 
 
+def apart(metrics, masks):
+    """Points of AP between a model and the float one, and as far as chance moves them; '-' where there are none. `masks`: those of masks as well."""
+    found = (metrics or {}).get('against_float')
+    return [points(part) for part in of_boxes_and_masks(found)] if found else ['-'] * (1 + masks)
+
+
+def mean_of(stages):
+    """Plain metrics, each figure the mean of those of `stages`."""
+    return {key: mean_of([stage[key] for stage in stages]) if type(value) is dict else sum(stage[key] for stage in stages) / len(stages)
+            for key, value in stages[0].items() if type(value) in (int, float, dict)}
+
+
 def run_table(report):
-    """One row per stage of a `quantize` run: float, PTQ, every epoch, best. dB: models/quantize/sqnr.py. With --val-split two tables, on
-    which images each."""
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, the mean of the last of them, best. dB: models/quantize/sqnr.py. With
+    --val-split two tables, on which images each."""
     stages = [report['origin'], report['ptq'], *report['epochs']]
     titles, masks = columns(*stages)
     parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what, metrics, *loss):
-        return [what, *loss, *figures(metrics, masks), *noise(metrics, parts)]
+        return [what, *loss, *figures(metrics, masks), *apart(metrics, masks), *noise(metrics, parts)]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
     rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
+    if len(report['epochs']) >= LAST:
+        last = {**mean_of(report['epochs'][-LAST:]), 'against_float': report['last_epochs']}
+        rows.append(row(f'mean of the last {LAST} epochs', last, ''))
     if report['best']:
         which = f"epoch {report['best']['epoch']}" if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
-    titles = (*titles, *(f'{part} dB' for part in parts))
+    titles = (*titles, *('AP - float, points', 'mask AP - float, points')[:1 + masks], *(f'{part} dB' for part in parts))
     table = markdown_table(('model', 'loss', *titles), rows)
     if report['chosen_on'] == 'val':
         return table
     on_val = [row(what, (report['val'] or {}).get(key)) for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
     return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
             f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *titles), on_val)}")
+
+
+def verdicts(report):
+    """Sentences: by how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    best, epochs = report['best'], len(report['epochs'])
+    on_val = (report['val'] or {}).get('best')
+    images = report['images']['val' if on_val else report['chosen_on']]
+    against, gain = ((on_val or best or report['ptq']).get('against_float'), (report['val'] if on_val else report)['gain'])
+    said = [f'INT8 against float: {in_words(against)} on these {images} images.'] if against else []
+    if best and not best['epoch']:
+        said.append(f'Fine-tuning did not help: none of {epochs} epochs scores higher than PTQ, which is delivered.')
+    elif gain:
+        unclear = ': whether it helped is not known' if within_chance(gain) else ''
+        said.append(f'Fine-tuning against PTQ: {in_words(gain)}{unclear}.')
+    if best:
+        others = ' and PTQ' if 'ap' in report['ptq'] else ''
+        said.append(f"Best of {epochs} epochs{others} on the {report['images'][report['chosen_on']]} images of {report['chosen_on']}: the highest "
+                    'of many is higher than it would be on others.')
+    return [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)'] if against or gain else said
 
 
 def delivered(folder, report):
@@ -81,7 +117,8 @@ def write_report(folder, report):
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
     document(folder / 'report.md', f"{Path(settings['weights']).name} in INT8", [
-        escaped(f"Images: {images}. Computed on {report['device']}."), *([run_table(report)] if calibrated else []), *_pictures(folder, report),
+        escaped(f"Images: {images}. Computed on {report['device']}."), *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
+        *_pictures(folder, report),
         *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
         *[escaped(f"Left in float: {', '.join(report['kept_float'])}.")] * bool(report['kept_float']),
         *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),

@@ -21,6 +21,8 @@ INDEX, POSITIVE = between(0, 2 ** 53, (int,)), between(0, 1e30)
 DECIBELS = between(-math.inf, math.inf, (float,))  # infinite where two models give the same
 FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
 COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
+CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
+AGAINST = {**CHANCE, 'mask?': CHANCE}
 METRICS = {  # evaluate.Metrics.plain
     **FIGURES, 'images': COUNT, 'instances': COUNT, 'mask?': {**FIGURES, 'coco?': COCO}, 'coco?': COCO,
     'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}]}

@@ -1,14 +1,16 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
+from utils.qat.chance import RESAMPLES, in_words, points
 from utils.qat.config import SensitiveConfig
 from utils.qat.errors import QatError, require_file
-from utils.qat.report import PACKAGES, document, escaped, image, markdown_table, merit
-from utils.qat.schema import CALIBRATION, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json, settings_kind
+from utils.qat.report import PACKAGES, document, escaped, image, markdown_table
+from utils.qat.schema import AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json, settings_kind
 from utils.qat.settings import closing
 from utils.qat.text import visible
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
-MEASURED = {'divergence': NUMBER, 'sqnr': SQNR, **{f'{name}?': kind for name, kind in FIGURES.items()}, 'mask?': FIGURES}
+MEASURED = {'divergence': NUMBER, 'sqnr': SQNR, **{f'{name}?': kind for name, kind in FIGURES.items()}, 'mask?': FIGURES,
+            'against_float?': AGAINST, 'against_int8?': CHANCE}
 UNIT = {'unit': str, 'kind': str, 'convolutions': INDEX, 'flops': INDEX, 'parameters': INDEX, 'estimated': {'only': NUMBER, 'without': NUMBER},
         'measured': (NONE, {'only': MEASURED, 'without': MEASURED}), 'distortion': NUMBER, 'twins': [str], 'ranges': {str: (NUMBER, [NUMBER])}}
 SUMMARY = {  # see schema.misfit
@@ -69,15 +71,15 @@ def share_int8(summary, kept):
 
 def summary_table(summary, limit=None):
     """The worst units, at most `limit`: Markdown."""
-    def points(unit):
-        without = (unit['measured'] or {}).get('without', {})
-        return f"{100 * (merit(without) - merit(summary['int8'])):+.2f}" if 'ap' in without else '-'
+    def gain(unit):
+        found = (unit['measured'] or {}).get('without', {}).get('against_int8')
+        return points(found) if found else '-'
 
     def number(unit, way):
         return f"{unit['measured'][way]['divergence']:.5f}" if unit['measured'] else '-'
 
     rows = [[u['unit'], u['kind'], f"{u['flops'] / summary['flops']:.1%}", f"{u['estimated']['only']:.5f}", number(u, 'only'), number(u, 'without'),
-             points(u)] for u in worst(summary)[:limit]]
+             gain(u)] for u in worst(summary)[:limit]]
     return markdown_table(('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows)
 
 
@@ -89,8 +91,9 @@ def write_markdown(path, summary, following):
     if 'ap' in summary['int8']:
         masks = 'mask' in summary['int8']
         ap = {model: f"{summary[model]['ap']:.4f}" + (f" (masks {summary[model]['mask']['ap']:.4f})" if masks else '') for model in ('float', 'int8')}
-        lines.append(f"AP: float {ap['float']}, all in INT8 {ap['int8']}; the last column is what leaving the unit in float would add, in "
-                     f"points (0.01){', the mean of boxes and masks' * masks}.")
+        lines.append(f"AP: float {ap['float']}, all in INT8 {ap['int8']}: {in_words(summary['int8']['against_float'])}. The last column is what "
+                     f"leaving the unit in float would add, in points (0.01){', the mean of boxes and masks' * masks}. ± holds 95 % of what other "
+                     f"images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.")
     document(path, f"Sensitivity of {summary['weights']}", [
         '\n'.join(lines), summary_table(summary), image('distortion of each unit', 'sensitivity.png'),
         '## Times', escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items())),

@@ -1,0 +1,166 @@
+"""Laws of chance.py: a resample has the AP that upstream gives its images, and differences of two models say no more than they know."""
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from utils.metrics import ap_per_class
+from utils.qat import chance
+from utils.qat.backends import TorchModel
+from utils.qat.chance import difference, draw, points_lost, resampled_ap, within_chance
+from utils.qat.config import EvalConfig
+from utils.qat.data import load_data
+from utils.qat.errors import run_command
+from utils.qat.evaluate import Scorer, evaluate
+from utils.qat.loaders import val_loader
+from utils.qat.report import merit
+from utils.qat.resampled import LAST, Resampled
+from utils.qat.resume import RESAMPLED
+from zoo import program
+
+LEVELS = np.arange(10)  # of IoU
+
+
+def images_of(number, seed, classes=4, found=(0.8,), wrong=3, parts=1):
+    """Matches of images for a model of each probability in `found` of seeing an object: [models][images]. Objects and how hard they are,
+    and so the detections, are alike for the models; 'classes - 1' is rare, and detections of the class `classes` have no label."""
+    generator, models = np.random.default_rng(seed), [[] for _ in found]
+    share = np.array([*([1.0] * (classes - 1)), 0.03])
+    for _ in range(number):
+        labels = generator.choice(classes, generator.poisson(2), p=share / share.sum())
+        ease, exactness, score = generator.random((3, len(labels)))
+        false = generator.poisson(wrong)
+        others, scores = generator.integers(classes + 1, size=false), generator.random(false) * 0.8
+        for images, skill in zip(models, found):
+            seen = ease < skill
+            correct = np.zeros((seen.sum() + false, parts, 10), bool)
+            for part in range(parts):
+                correct[:seen.sum(), part] = LEVELS < (12 - 2 * part) * exactness[seen, None]
+            noise = generator.random(seen.sum()) * 0.1
+            images.append((correct, np.concatenate((score[seen] * 0.9 + noise, scores)).astype(np.float32),
+                           np.concatenate((labels[seen], others)).astype(np.float32), labels.astype(np.float32)))
+    return models
+
+
+def upstream(images, part=0):
+    """AP by upstream."""
+    correct, score, predicted, true = map(np.concatenate, zip(*images))
+    return ap_per_class(correct[:, part], score, predicted, true, names={})[5].mean()
+
+
+# ---- AP on resamples ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('number, wrong', [(1, 3), (2, 1), (30, 0), (30, 5), (200, 30)])
+def test_as_they_are_images_have_upstreams_ap(number, wrong):
+    [images] = images_of(number, seed=number, wrong=wrong, parts=2)
+    for part in (0, 1):
+        assert resampled_ap(images)[0, part] == pytest.approx(upstream(images, part), abs=1e-12)
+
+
+@pytest.mark.parametrize('number', [2, 5, 40])
+def test_a_resample_has_upstreams_ap_of_the_images_drawn(number):
+    """Also where it has no label of a class, and where an image is drawn again and again."""
+    [images] = images_of(number, seed=3, wrong=2)
+    images[0] = (*images[0][:3], np.array([0, 1, 3], np.float32))
+    counts, found, classes = draw(number), resampled_ap(images), set()
+    assert (counts.sum(0) == number).all() and counts.max() > 1 == counts[:, 0].max()
+    for column in range(60):
+        drawn = [image for image, n in zip(images, counts[:, column]) for _ in range(int(n))]
+        labels = np.concatenate([image[3] for image in drawn])
+        classes.add(len(np.unique(labels)))
+        assert found[column, 0] == pytest.approx(upstream(drawn) if len(labels) else 0, abs=1e-12)
+    assert len(classes) > 1
+
+
+def test_blocks_change_nothing(monkeypatch):
+    [images] = images_of(60, seed=1)
+    whole = resampled_ap(images)
+    monkeypatch.setattr(chance, 'AT_ONCE', 5000)
+    assert np.array_equal(whole, resampled_ap(images))
+
+
+@pytest.mark.parametrize('kept', [0, 1])
+def test_without_detections_ap_is_0(kept):
+    """Of all images, and of all but one."""
+    [images] = images_of(20, seed=2)
+    images = [image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)]
+    found = resampled_ap(images)
+    assert found.shape == (1 + chance.RESAMPLES, 1) and np.isfinite(found).all() and (found.max() > 0) == bool(kept)
+    assert found[0, 0] == pytest.approx(upstream(images) if kept else 0, abs=1e-12)
+
+
+def loader_of(demo):
+    return val_loader(load_data(demo.data), EvalConfig(demo.single, demo.data, batch_size=4, imgsz=128, workers=0), 32)
+
+
+def test_the_order_of_the_images_does_not_matter(demo):
+    names, predict = load_data(demo.data).names, TorchModel(demo.float_model())
+    batches = list(loader_of(demo))
+    first, second = (evaluate(predict, order, names, torch.device('cpu'), resample=True) for order in (batches, batches[::-1]))
+    assert np.array_equal(first.resampled, second.resampled) and first.resampled[0, 0] == pytest.approx(first.ap, abs=1e-9)
+    assert first.resampled[1:].std() > 0.001 and evaluate(predict, batches, names, torch.device('cpu')).resampled is None
+
+
+def test_masks_are_resampled_with_the_boxes(demo_seg):
+    predict = TorchModel(demo_seg.float_model())
+    found = evaluate(predict, list(val_loader(load_data(demo_seg.data, segments=True), EvalConfig(
+        demo_seg.single, demo_seg.data, batch_size=4, imgsz=128, workers=0), 32)), load_data(demo_seg.data).names, torch.device('cpu'), resample=True)
+    assert found.resampled[0] == pytest.approx([found.ap, found.mask['ap']], abs=1e-9)
+
+
+# ---- differences --------------------------------------------------------------------------------------------------------
+
+def compared(*args, **options):
+    return difference(*map(resampled_ap, images_of(*args, **options)))
+
+
+def test_a_model_is_no_better_than_itself():
+    assert compared(50, 0, found=(0.8, 0.8), wrong=0) != {'difference': 0, 'chance': 0}, 'another noise of the scores'
+    [images] = images_of(50, 0)
+    assert difference(resampled_ap(images), resampled_ap(images)) == {'difference': 0, 'chance': 0}
+
+
+def test_swapping_models_swaps_the_sign():
+    one, other = map(resampled_ap, images_of(50, 0, found=(0.9, 0.7), parts=2))
+    forth, back = difference(one, other), difference(other, one)
+    for a, b in ((forth, back), (forth['mask'], back['mask'])):
+        assert a['difference'] == -b['difference'] < 0 and a['chance'] == pytest.approx(b['chance']) > 0
+
+
+def test_a_pair_knows_more_than_two_models_apart():
+    one, other = map(resampled_ap, images_of(100, 0, found=(0.85, 0.8)))
+    apart = chance.CERTAIN * np.hypot(one[1:].std(), other[1:].std())
+    assert difference(one, other)['chance'] < 0.6 * apart
+
+
+def test_more_images_know_more():
+    few, more, many = (compared(n, 5, found=(0.85, 0.8))['chance'] for n in (50, 200, 800))
+    assert few > 1.5 * more > 1.5 * 1.5 * many > 0
+
+
+def test_one_image_tells_nothing():
+    found = compared(1, 3, found=(0.9, 0.2))
+    assert found['chance'] == 1 and within_chance(found) and points_lost(found) == 0
+
+
+def test_the_interval_holds_the_truth_about_95_times_in_100(monkeypatch):
+    """The truth: the difference on very many images."""
+    monkeypatch.setattr(chance, 'RESAMPLES', 150)
+    options = {'classes': 2, 'found': (0.85, 0.78), 'wrong': 2}
+    one, other = images_of(20000, 99, **options)
+    truth = upstream(other) - upstream(one)
+    trials = [compared(60, seed, **options) for seed in range(150)]
+    held = np.mean([abs(found['difference'] - truth) <= found['chance'] for found in trials])
+    spread = np.std([found['difference'] for found in trials])
+    assert 0.89 <= held <= 0.99 and truth < -0.02
+    assert np.mean([found['chance'] for found in trials]) == pytest.approx(1.96 * spread, rel=0.2)
+
+
+@pytest.mark.parametrize('found, lost', [
+    ({'difference': -0.02, 'chance': 0.01}, 2), ({'difference': -0.02, 'chance': 0.03}, 0), ({'difference': 0.02, 'chance': 0.01}, -2),
+    ({'difference': -0.02, 'chance': 0.03, 'mask': {'difference': -0.01, 'chance': 0.005}}, 1)])
+def test_within_chance_nothing_is_lost(found, lost):
+    assert points_lost(found) == pytest.approx(lost)

@@ -58,27 +58,28 @@ def calibrate_run(run, images, config, choice):
     import time
 
     from models.quantize.ptq import calibrated, within_budget
-    from utils.qat.chance import in_words, parts, points_lost
+    from utils.qat.chance import parts, points_lost
 
     if config.eval_origin or config.max_drop is not None:
         run.report['origin'] = run.score_float()
     start = time.perf_counter()
 
+    least = choice
+
     def attempt(choice):
         model, found = calibrated(run.model, images, config, bar, choice.paths)
         against = run.score_now(model, 'trial')['against_float']
         chance = 100 * max(part['chance'] for part in parts(against))
-        if chance > config.max_drop and choice is first:
+        if chance > config.max_drop and choice is least:
             LOGGER.warning(f'--max-drop {config.max_drop}: less than chance, which is {chance:.2f} points on these '
                            f"{run.report['images'][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep so "
                            'small a budget use more images (val in --data)')
-        LOGGER.info(f'{in_words(against)}; at most {config.max_drop} may be lost')
+        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {config.max_drop} allowed')
         return points_lost(against), (model, found)
 
     if config.max_drop is None:
         model, found = calibrated(run.model, images, config, bar, choice.paths)
     else:
-        first = choice
         choice, (model, found) = within_budget(choice, config.max_drop, attempt)
     run.report['calibration'], run.report['kept_float'] = found, choice.paths
     LOGGER.info(f"calibration took {run.timed('calibrate', start):.1f} s")
@@ -193,6 +194,7 @@ def sensitive(config, folder):
     from models.quantize.outputs import require_known_head
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
+    from utils.qat.chance import in_words
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
     from utils.qat.report import versions, write_json
@@ -221,6 +223,8 @@ def sensitive(config, folder):
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
+    if 'against_float' in found['int8']:
+        LOGGER.info(f"all in INT8 against float: {in_words(found['int8']['against_float'])} on these {summary['images']} images")
     LOGGER.log(RESULT, f'\n{summary_table(summary, 10)}\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 

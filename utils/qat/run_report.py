@@ -1,7 +1,7 @@
 """A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
 from pathlib import Path
 
-from utils.qat.chance import RESAMPLES, in_words, parts as of_boxes_and_masks, points, within_chance
+from utils.qat.chance import RESAMPLES, in_words, points, within_chance
 from utils.qat.config import QuantizeConfig
 from utils.qat.following import command
 from utils.qat.plots import plot_ap, plot_classes
@@ -19,7 +19,7 @@ def noise(metrics, parts):
 def apart(metrics, masks):
     """Points of AP between a model and the float one, and as far as chance moves them; '-' where there are none. `masks`: those of masks as well."""
     found = (metrics or {}).get('against_float')
-    return [points(part) for part in of_boxes_and_masks(found)] if found else ['-'] * (1 + masks)
+    return [points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
 
 
 def mean_of(stages):
@@ -69,7 +69,7 @@ def verdicts(report):
         said.append(f'Fine-tuning against PTQ: {in_words(gain)}{unclear}.')
     if best:
         others = ' and PTQ' if 'ap' in report['ptq'] else ''
-        said.append(f"Best of {epochs} epochs{others} on the {report['images'][report['chosen_on']]} images of {report['chosen_on']}: the highest "
+        said.append(f"Best of {epochs} epochs{others} on the {report['images'][report['chosen_on']]} images ({report['chosen_on']}): the highest "
                     'of many is higher than it would be on others.')
     return [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)'] if against or gain else said
 

@@ -202,13 +202,13 @@ def test_a_run_says_what_chance_is_good_for(finished):
     assert report['last_epochs']['mask']['difference'] == pytest.approx(mean['mask'] - float_['mask']['ap'], abs=1e-9)
     [row] = [line for line in text.splitlines() if 'mean of the last 3 epochs' in line]
     assert f"{mean['ap']:.4f}" in row and f"{mean['mask']:.4f}" in row and rounded(report['last_epochs']) in row
-    assert 'Best of 4 epochs and PTQ on the 12 images (val)' in text and 'INT8 against float: ' in text
-    assert ('Fine-tuning did not help: none of 4 epochs' if not best['epoch'] else 'Fine-tuning against PTQ: ') in text
+    assert 'The best is the highest of 5 on the 12 images (val)' in text and 'INT8 against float: ' in text
+    assert ('Fine-tuning did not help' if not best['epoch'] else 'Fine-tuning against PTQ: ') in text
     assert (finished / 'log.txt').read_text().count('against float: ') == 6 and not (finished / RESAMPLED).exists()
 
 
 @pytest.mark.parametrize('best, gain, says', [
-    (0, (0, 0), 'Fine-tuning did not help: none of 4 epochs scores higher than PTQ, which is delivered.'),
+    (0, (0, 0), 'Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.'),
     (2, (0.001, 0.002), 'Fine-tuning against PTQ: +0.10 ± 0.20 points of AP, within chance: whether it helped is not known.'),
     (2, (0.003, 0.002), 'Fine-tuning against PTQ: +0.30 ± 0.20 points of AP, beyond chance.')])
 def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):

@@ -87,7 +87,7 @@ def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
     assert report['epochs'][0]['ap'] < report['ptq']['ap'] - 0.01, 'the rate is meant to harm'
     assert report['best'] == {**report['ptq'], 'epoch': 0, 'file': 'weights/qat_best_single.pt'}
     assert (folder / report['ptq']['file']).read_bytes() == (folder / report['best']['file']).read_bytes()
-    assert 'best (PTQ)' in out and 'is a copy of it' in out
+    assert 'best (PTQ)' in out and 'Fine-tuning did not help: no epoch' in out
 
 
 def test_same_seed_same_report(job):

@@ -165,7 +165,7 @@ def test_without_labels_there_is_closeness_only(setup):
     loader, names, *models = setup
     with_labels, without = compare(*models, loader, CPU, names).plain(), compare(*models, loader, CPU).plain()
     assert without['reference'] is without['other'] is without['ap_difference'] is None
-    assert {**with_labels, **{k: None for k in ('reference', 'other', 'ap_difference')}} == without
+    assert {**with_labels, **{k: None for k in ('reference', 'other', 'ap_difference', 'against_reference')}} == without
 
 
 def with_boxes(change):

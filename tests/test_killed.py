@@ -16,7 +16,7 @@ import torch
 from models.quantize import checkpoint
 from PIL import Image
 from utils.qat.errors import run_command
-from utils.qat.resume import STATE
+from utils.qat.resume import RESAMPLED, STATE
 from zoo import program, same
 
 RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'  # what --resume does, or says
@@ -27,13 +27,13 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'searching amax': ('models.quantize.choose.histogram_amax', 1, 'before', START),
     'saving the calibrated model': ('pathlib.Path.write_bytes', 1, 'half', START),
     'scoring the calibrated model': ('utils.qat.evaluate.Scorer.update', 3, 'before', START),
-    'reporting the calibrated model': ('pathlib.Path.write_text', 3, 'half', START),
+    'reporting the calibrated model': ('pathlib.Path.write_text', 5, 'half', START),
     'in epoch 1': ('models.quantize.step.Step.__call__', 2, 'after', RESUME),
     'saving the state of epoch 1': ('pathlib.Path.write_bytes', 2, 'half', RESUME),
     'scoring epoch 1': ('utils.qat.evaluate.Scorer.metrics', 3, 'before', RESUME),
     'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
     'in epoch 2': ('models.quantize.step.Step.__call__', 3, 'after', RESUME),
-    'reporting epoch 2': ('pathlib.Path.write_text', 8, 'half', RESUME),
+    'reporting epoch 2': ('pathlib.Path.write_text', 12, 'half', RESUME),
     'drawing epoch 2': ('utils.qat.run_report.plot_ap', 2, 'before', RESUME),
     'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
 }
@@ -105,6 +105,8 @@ def require_whole(folder):
             assert torch.load(file, weights_only=True)['number']
         elif file.suffix == '.pt':
             assert checkpoint.load_quantized(file)[1]['format'] == checkpoint.FORMAT
+        elif file.name == Path(RESAMPLED).name:
+            assert isinstance(json.loads(file.read_text()), dict)
         elif file.suffix == '.json':
             assert json.loads(file.read_text())['settings']
         elif file.suffix == '.png':

@@ -305,7 +305,8 @@ def test_the_report_of_quantize(chain):
 
 def test_a_report_before_and_without_any_score(tmp_path):
     report = {'settings': settings(epochs=0).plain(), 'versions': {'torch': '2'}, 'device': 'CPU', 'images': {'val': 8}, 'chosen_on': 'val', 'origin': None,
-              'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'val': None, 'times': {}}
+              'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'gain': None, 'last_epochs': None, 'val': None,
+              'times': {}}
     write_report(tmp_path, report)
     assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
     compared = {'method': 'l3', 'biases': 'none', 'divergence': {'mse': 0.02, 'l3': 0.01}}

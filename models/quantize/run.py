@@ -208,6 +208,6 @@ class Run:
             for key, what in (('ptq', PTQ), ('best', BEST)):
                 if 'ap' in self.report[key]:
                     scored[key] = self.score(self.folder / self.report[key]['file'], what, 'val')
-            self.report['val'] = {**scored, 'gain': self.resampled['val'].gain(BEST)}
+            self.report['val'], self.report['gain'] = scored, self.resampled['val'].gain(BEST)
         self.write()  # whole again, also where the last epoch's was interrupted between one file and the next
         self._forget()

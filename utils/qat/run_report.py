@@ -57,20 +57,20 @@ def run_table(report):
 
 def verdicts(report):
     """Sentences: by how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
-    best, epochs = report['best'], len(report['epochs'])
+    best = report['best']
     on_val = (report['val'] or {}).get('best')
+    against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
     images = report['images']['val' if on_val else report['chosen_on']]
-    against, gain = ((on_val or best or report['ptq']).get('against_float'), (report['val'] if on_val else report)['gain'])
     said = [f'INT8 against float: {in_words(against)} on these {images} images.'] if against else []
     if best and not best['epoch']:
-        said.append(f'Fine-tuning did not help: none of {epochs} epochs scores higher than PTQ, which is delivered.')
+        said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:
         unclear = ': whether it helped is not known' if within_chance(gain) else ''
         said.append(f'Fine-tuning against PTQ: {in_words(gain)}{unclear}.')
     if best:
-        others = ' and PTQ' if 'ap' in report['ptq'] else ''
-        said.append(f"Best of {epochs} epochs{others} on the {report['images'][report['chosen_on']]} images ({report['chosen_on']}): the highest "
-                    'of many is higher than it would be on others.')
+        models = [*report['epochs'], *([report['ptq']] if 'ap' in report['ptq'] else [])]
+        said.append(f"The best is the highest of {len(models)} on the {report['images'][report['chosen_on']]} images ({report['chosen_on']}), so it "
+                    'is higher there than on others.')
     return [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)'] if against or gain else said
 
 

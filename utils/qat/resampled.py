@@ -27,7 +27,7 @@ class Resampled(dict):
         return difference_of_merit(self[PTQ], self[best]) if PTQ in self else None
 
     def last_epochs(self, number):
-        """The same of the mean of the LAST epochs up to `number` to the float model; None if there are fewer, or that was not scored."""
+        """The same of the mean of the LAST epochs, up to `number`, to the float model; None if there are fewer or it was not scored."""
         if FLOAT not in self or number < LAST:
             return None
         return difference(self[FLOAT], sum(self[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)) / LAST)
@@ -47,7 +47,7 @@ class Resampled(dict):
             wrong = misfit(content, {**dict.fromkeys(needed, [[SHARE]]), str: [[SHARE]]})
         except (ValueError, OSError) as e:
             raise unfit_state(folder, 'not JSON' if isinstance(e, ValueError) else 'not there', RESAMPLED) from e
-        wrong = wrong or next((ascii(what)[1:61] for what, values in content.items() if [len(row) for row in values] != [parts] * rows), None)
+        wrong = wrong or next((ascii(what)[1:61] for what, values in content.items() if [*map(len, values)] != [parts] * rows), None)
         if wrong:
             raise unfit_state(folder, wrong, RESAMPLED)
         return cls({what: np.array(values, float) for what, values in content.items()})

@@ -10,7 +10,8 @@ from utils.qat.config import QuantizeConfig
 from utils.qat.errors import QatError
 from utils.qat.folders import writing
 from utils.qat.report import PACKAGES, merit
-from utils.qat.schema import AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything, misfit, read_json, settings_kind
+from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything, misfit, read_json,
+                              settings_kind)
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
 RESAMPLED = 'weights/resampled.json'  # likewise: AP of each model on the resamples of the images, which later ones are compared with
@@ -123,7 +124,8 @@ def _check_progress(folder, report):
     if not report['ptq']:
         raise QatError(f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
                        'start it again without --resume')
-    links = [c['file'] for c in (report['ptq'], report['best'], *report['epochs'], {'file': STATE}, {'file': RESAMPLED}) if c and (folder / c['file']).is_symlink()]
+    files = [*(c['file'] for c in (report['ptq'], report['best'], *report['epochs']) if c), STATE, RESAMPLED]
+    links = [file for file in files if (folder / file).is_symlink()]
     if links:
         raise QatError(f'--resume {folder}: {links[0]} is a link, and a run reads and writes only its own files; put the file itself there')
     if (folder / STATE).is_file():

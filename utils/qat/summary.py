@@ -3,7 +3,8 @@ from utils.qat.chance import RESAMPLES, in_words, points
 from utils.qat.config import SensitiveConfig
 from utils.qat.errors import QatError, require_file
 from utils.qat.report import PACKAGES, document, escaped, image, markdown_table
-from utils.qat.schema import AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json, settings_kind
+from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json,
+                              settings_kind)
 from utils.qat.settings import closing
 from utils.qat.text import visible
 

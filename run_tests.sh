@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The tests, set-up included. Arguments go to pytest:
 #
-#   ./run_tests.sh                     all of them, in two processes
-#   ./run_tests.sh -n 0 -k reparam     some of them, in one process
+#   ./run_tests.sh                     every law and every command, in two processes; the last line counts what is left for --faults
+#   ./run_tests.sh --faults            kills, full disks, damaged and hostile files, odd places, and only these
+#   ./run_tests.sh -n 0 -k reparam     some of the first, in one process
 #   ./run_tests.sh --slow              those that take more than half a minute too
 #   ./run_tests.sh --gpu               those that need an NVIDIA GPU, and only these
 #   ./run_tests.sh --latest ...        in a .venv which, where there is none, gets the newest of every package, not the tested set

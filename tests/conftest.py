@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+LEFT = "left for --faults"  # tests that were not asked for
 UPSTREAM = Path(os.environ.get("YOLOV9_DIR") or REPO / ".work" / "yolov9").resolve()
 
 
@@ -69,6 +70,7 @@ def graphviz():
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and only these")
+    parser.addoption("--faults", action="store_true", help="run the tests marked faults, and only these")
 
 
 def pytest_configure(config):
@@ -76,12 +78,22 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are the same on every machine; some fork, after which CUDA fails
 
 
+def keep(items, mark, wanted=True):
+    """Leave those of `items` that have this mark, or those that have not; returns the others."""
+    others = [item for item in items if bool(item.get_closest_marker(mark)) != wanted]
+    items[:] = [item for item in items if bool(item.get_closest_marker(mark)) == wanted]
+    return others
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     import torch
     gpu = torch.cuda.is_available()
-    if config.getoption("--gpu"):
-        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if item.get_closest_marker("gpu")]
+    for only in ("gpu", "faults"):
+        if config.getoption(f"--{only}"):
+            config.hook.pytest_deselected(items=keep(items, only))
+    if not config.getoption("--faults") and not config.getoption("--gpu"):
+        getattr(config, "workeroutput", vars(config))[LEFT] = len(keep(items, "faults", wanted=False))
     for item in items:
         if item.get_closest_marker("full_tree") and not FULL_TREE:
             item.add_marker(pytest.mark.skip(reason=f"{UPSTREAM} lacks ELAN1 or its configs: it is the sdist, not a clone"))
@@ -89,6 +101,18 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and --gpu"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Of a process of pytest-xdist: all of them collect the same."""
+    vars(node.config).setdefault(LEFT, getattr(node, "workeroutput", {}).get(LEFT, 0))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The last line counts them, as it does those that passed."""
+    if vars(config).get(LEFT):
+        terminalreporter.stats[LEFT] = [None] * vars(config)[LEFT]
 
 
 from zoo import demo, demo_seg  # noqa: E402, F401  fixtures; they need the tree on sys.path

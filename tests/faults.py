@@ -7,6 +7,7 @@ import os
 import random
 import zipfile
 
+import pytest
 from zoo import program
 
 TIMES = int(os.environ.get('FAULTS', 1))  # a larger round, for a release: FAULTS=10
@@ -35,6 +36,15 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
         assert ': error: ' in line, f'{command} {argv}\n{err[-2000:]}'
         assert not left, f'{command} {argv} failed and left {left}'
     return code, line
+
+
+def sampled(cases, every, first=0):
+    """These cases as pytest parameters: `first` and each that is `every` behind it in all rounds, the others in that of --faults."""
+    def later(case):
+        values, marks = (case.values, case.marks) if hasattr(case, 'marks') else (case if isinstance(case, tuple) else [case], ())
+        return pytest.param(*values, marks=[*marks, pytest.mark.faults])
+
+    return [case if i % every == first else later(case) for i, case in enumerate(cases)]
 
 
 def damaged(whole, n, seed=0):

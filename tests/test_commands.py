@@ -1,15 +1,9 @@
 """The commands as a user types them: the whole job end to end, what it leaves on disk, and what bad input is answered with."""
 import hashlib
-import importlib.util
 import json
-import os
 import pickle
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import zipfile
 
 import pytest
@@ -17,38 +11,22 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from models.deploy.end2end import export_end2end
-from models.quantize.checkpoint import FORMAT
 from utils.qat.export_config import Nms
+from zoo import command, program, python
 
 SIZE = '128'
 
 
-def run(*command, cwd=TREE, code=0):
-    """Run `python COMMAND...` in the patched tree; returns its output. Fails unless it exits with `code`."""
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, env=environment,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    assert done.returncode == code, f'{command}: exit code {done.returncode}\n{done.stdout[-3000:]}'
-    return done.stdout
-
-
-def command(name):
-    """`main` of one of our command files, to call in this process (a launcher in the tree would run on import)."""
-    spec = importlib.util.spec_from_file_location(f'command_{name}', REPO / f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
 @pytest.fixture(scope='session')
 def job(tmp_path_factory):
-    """A folder in which the whole job was done once: data/, dual.pt, single.pt, runs/exp, qat_best_single.onnx."""
+    """A folder in which the whole job was done once, each command in a process of its own: data/, dual.pt, single.pt, runs/exp,
+    qat_best_single.onnx."""
     folder = tmp_path_factory.mktemp('job')
-    run(REPO / 'demo/make_data.py', '--out', folder / 'data', '--train', 16, '--val', 8)
-    run(REPO / 'demo/weights.py', 'build', REPO / 'demo/demo-weights.pt', folder / 'dual.pt')
-    run('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
-    run(*quantize(folder, '--epochs', 2))
-    run('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
+    python(REPO / 'demo/make_data.py', '--out', folder / 'data', '--train', 16, '--val', 8)
+    python(REPO / 'demo/weights.py', 'build', REPO / 'demo/demo-weights.pt', folder / 'dual.pt')
+    python('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
+    python(*quantize(folder, '--epochs', 2))
+    python('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
     return folder
 
 
@@ -82,7 +60,7 @@ def test_files_of_quantize(job):
 
 
 def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
-    out, folder = run(*quantize(job, '--epochs', 1, '--lr', 0.01, '--name', 'harmed')), job / 'runs/harmed'
+    out, folder = command(*quantize(job, '--epochs', 1, '--lr', 0.01, '--calib-method', 'mse', '--name', 'harmed')), job / 'runs/harmed'
     report = report_of(folder)
     assert report['epochs'][0]['ap'] < report['ptq']['ap'] - 0.01, 'the rate is meant to harm'
     assert report['best'] == {**report['ptq'], 'epoch': 0, 'file': 'weights/qat_best_single.pt'}
@@ -91,7 +69,7 @@ def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
 
 
 def test_same_seed_same_report(job):
-    run(*quantize(job, '--epochs', 2, '--name', 'again', '--exist-ok'))
+    command(*quantize(job, '--epochs', 2, '--name', 'again', '--exist-ok'))
     first, second = report_of(job / 'runs/exp'), report_of(job / 'runs/again')
     for report in (first, second):
         report['settings'].pop('name'), report['settings'].pop('exist_ok')
@@ -99,7 +77,7 @@ def test_same_seed_same_report(job):
 
 
 def test_calibration_only(job):
-    run(*quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--exist-ok', '--calib-method', 'percentile'))
+    command(*quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--exist-ok', '--calib-method', 'percentile'))
     report = report_of(job / 'runs/ptq')
     assert report['origin'] is None and report['epochs'] == [] and report['best'] is None and report['ptq']['ap'] > 0.2
     assert [p.name for p in (job / 'runs/ptq/weights').iterdir()] == [f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt"]
@@ -107,8 +85,8 @@ def test_calibration_only(job):
 
 def test_eval_repeats_the_reported_figures(job):
     best = report_of(job / 'runs/exp')['best']
-    out = run('qat.py', 'eval', '--weights', job / 'runs/exp' / best['file'], '--data', job / 'data/data.yaml', '--imgsz', SIZE,
-              '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'pt', '--exist-ok')
+    out = command('qat.py', 'eval', '--weights', job / 'runs/exp' / best['file'], '--data', job / 'data/data.yaml', '--imgsz', SIZE,
+                  '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'pt', '--exist-ok')
     metrics = json.loads((job / 'eval/pt/metrics.json').read_text())
     assert {k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall')} == {k: best[k] for k in ('ap', 'ap50', 'precision', 'recall')}
     assert f"{best['ap']:.4f}" in out
@@ -119,13 +97,13 @@ def test_eval_repeats_the_reported_figures(job):
 def test_val_trt_gives_the_figures_of_eval_on_the_same_file(job):
     options = ('--weights', job / 'runs/exp/weights/qat_best_single.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--batch-size', 4,
                '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--exist-ok')
-    run('qat.py', 'eval', *options, '--name', 'onnx')
-    out = run('val_trt.py', *options, '--name', 'trt')
+    command('qat.py', 'eval', *options, '--name', 'onnx')
+    out = command('val_trt.py', *options, '--name', 'trt')
     first, second = (json.loads((job / 'eval' / name / 'metrics.json').read_text()) for name in ('onnx', 'trt'))
     assert {k: v for k, v in first.items() if k not in ('settings', 'times')} == {k: v for k, v in second.items() if k not in ('settings', 'times')}
     assert f"{second['ap']:.4f}" in out and set(second['times']['ms_per_image']) == {'pre', 'inference', 'nms'}
     assert not (job / 'eval/trt/predictions.json').exists()
-    run('val_trt.py', *options, '--name', 'trt', '--save-json')
+    command('val_trt.py', *options, '--name', 'trt', '--save-json')
     assert (job / 'eval/trt/predictions.json').read_text() == (job / 'eval/onnx/predictions.json').read_text()
 
 
@@ -148,8 +126,8 @@ def test_coco_data_gets_pycocotools_figures(job):
         {'info': {}, 'images': images, 'annotations': boxes, 'categories': [{'id': i, 'name': str(i)} for i in categories[:10]]}))
     (data / 'val2017.txt').write_text(''.join(f'./images/val/{i["id"]:05d}.jpg\n' for i in images))
     (data / 'coco.yaml').write_text((data / 'data.yaml').read_text().replace('val: images/val', 'val: val2017.txt'))
-    out = run('qat.py', 'eval', '--weights', job / 'runs/exp/weights/qat_best_single.pt', '--data', data / 'coco.yaml', '--imgsz', SIZE,
-              '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'coco', '--exist-ok')
+    out = command('qat.py', 'eval', '--weights', job / 'runs/exp/weights/qat_best_single.pt', '--data', data / 'coco.yaml', '--imgsz', SIZE,
+                  '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'coco', '--exist-ok')
     metrics = json.loads((job / 'eval/coco/metrics.json').read_text())
     assert metrics['coco']['ap'] == pytest.approx(metrics['ap'], abs=0.03), out  # they interpolate precision differently
     assert 'pycocotools' in out
@@ -159,8 +137,8 @@ def test_onnx_scores_like_pytorch(job):
     weights = job / 'runs/exp/weights/qat_best_single'
     figures = {}
     for suffix, more in (('.onnx', ()), ('.pt', ('--square',))):
-        run('qat.py', 'eval', '--weights', weights.with_suffix(suffix), '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
-            '--device', 'cpu', '--project', job / 'eval', '--name', 'sq' + suffix, '--exist-ok', *more)
+        command('qat.py', 'eval', '--weights', weights.with_suffix(suffix), '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
+                '--device', 'cpu', '--project', job / 'eval', '--name', 'sq' + suffix, '--exist-ok', *more)
         figures[suffix] = json.loads((job / f'eval/sq{suffix}/metrics.json').read_text())
     # 8 images: one box that changes sides moves AP; on a real set the figures agree to 0.1 points (README)
     assert abs(figures['.onnx']['ap'] - figures['.pt']['ap']) < 0.03
@@ -169,14 +147,14 @@ def test_onnx_scores_like_pytorch(job):
 
 def test_verify_writes_the_comparison_beside_the_file(job):
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'verified.pt')
-    out = run('export_qat.py', '--weights', job / 'verified.pt', '--imgsz', SIZE, '--batch-size', 3, '--verify', job / 'data/data.yaml',
-              '--max-ap-diff', 0.03, '--rtol', 0.01)  # the limit: as in the test above
+    out = command('export_qat.py', '--weights', job / 'verified.pt', '--imgsz', SIZE, '--batch-size', 3, '--verify', job / 'data/data.yaml',
+                  '--max-ap-diff', 0.03, '--rtol', 0.01)  # the limit: as in the test above
     result = json.loads((job / 'verified.verify.json').read_text())
     assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
     assert result['onnx']['sha256'] == hashlib.sha256((job / 'verified.onnx').read_bytes()).hexdigest()
     assert f"{result['reference']['ap']:.4f}" in out and f"{result['matched']:.2%}" in out and 'within rtol 0.01, atol 0.001' in out
-    run('qat.py', 'eval', '--weights', job / 'verified.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
-        '--device', 'cpu', '--project', job / 'eval', '--name', 'verified', '--exist-ok')
+    command('qat.py', 'eval', '--weights', job / 'verified.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
+            '--device', 'cpu', '--project', job / 'eval', '--name', 'verified', '--exist-ok')
     alone = json.loads((job / 'eval/verified/metrics.json').read_text())
     assert {k: alone[k] for k in result['other']} == result['other'], 'the figures of the file, as eval finds them'
 
@@ -185,8 +163,8 @@ def test_end2end_files(job):
     """One that is verified and evaluated; one for TensorRT alone, with its deprecation said; and no plain file beside them."""
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'inside.pt')
     data = job / 'data/data.yaml'
-    out = run('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard', '--simplify',
-              '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
+    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard', '--simplify',
+                  '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
     assert 'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
     assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json', 'inside-end2end.pbtxt'}
     served = (job / 'inside-end2end.pbtxt').read_text()
@@ -194,11 +172,11 @@ def test_end2end_files(job):
     result = json.loads((job / 'inside-end2end.verify.json').read_text())
     assert result['above_limits'] == [] and result['boxes'] is None and result['settings']['topk_all'] == 300
     for file in (job / 'inside-end2end.onnx', job / 'runs/exp/weights/qat_best_single.onnx'):
-        run('val_trt.py', '--weights', file, '--data', data, '--imgsz', SIZE, '--workers', 0, '--device', 'cpu', '--project', job / 'nms', '--name', file.stem)
+        command('val_trt.py', '--weights', file, '--data', data, '--imgsz', SIZE, '--workers', 0, '--device', 'cpu', '--project', job / 'nms', '--name', file.stem)
     inside, outside = (json.loads((job / 'nms' / name / 'metrics.json').read_text()) for name in ('inside-end2end', 'qat_best_single'))
     assert abs(inside['ap'] - outside['ap']) < 1e-3 and inside['ap'] == result['other']['ap']
 
-    out = run('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', 'onnx', '--nms', 'plugin', '--trt', 11)
+    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', 'onnx', '--nms', 'plugin', '--trt', 11)
     assert 'warning: EfficientNMS_TRT is deprecated since TensorRT 10.12' in out and '--nms standard' in out
     assert (job / 'inside.onnx').exists() and 'eval --weights ' + str(job / 'inside.onnx') in out and out.count('next:') == 1
 
@@ -209,7 +187,7 @@ def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
     for branch in checkpoint['model'].model[-1].cv3:
         branch[-1].bias.data.fill_(-30)
     torch.save(checkpoint, job / 'blind.pt')
-    out = run('export_qat.py', '--weights', job / 'blind.pt', '--imgsz', SIZE, '--verify', job / 'data/data.yaml', '--verify-images', 2, code=1)
+    out = command('export_qat.py', '--weights', job / 'blind.pt', '--imgsz', SIZE, '--verify', job / 'data/data.yaml', '--verify-images', 2, code=1)
     assert 'neither model detects anything' in out and 'The file stays' in out and 'Traceback' not in out
     result = json.loads((job / 'blind.verify.json').read_text())
     assert (job / 'blind.onnx').exists() and result['images'] == 2 and result['above_limits'] and result['matched'] is None
@@ -218,49 +196,26 @@ def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
 def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     best = report_of(job / 'runs/exp')['best']
     weights = job / 'runs/exp' / best['file']
-    out = run('val.py', '--weights', weights, '--data', job / 'data/data.yaml', '--img', SIZE, '--batch', 4, '--device', 'cpu',
+    out = python('val.py', '--weights', weights, '--data', job / 'data/data.yaml', '--img', SIZE, '--batch', 4, '--device', 'cpu',
               '--workers', 0, '--project', job / 'val')
     p, r, ap50, ap = map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', out).groups())
     ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
     assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
-    run('detect.py', '--weights', weights, '--source', job / 'data/images/val', '--img', SIZE, '--device', 'cpu',
+    python('detect.py', '--weights', weights, '--source', job / 'data/images/val', '--img', SIZE, '--device', 'cpu',
         '--project', job / 'detect')
     assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
 
 
 def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
-    out = run('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml', '--project', tmp_path / 'runs')
+    out = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml', '--project', tmp_path / 'runs')
     stored = torch.load(job / 'runs/exp' / report_of(job / 'runs/exp')['best']['file'], weights_only=False)['quant']
     shared = [line.split(': ', 1)[1].split() for line in out.splitlines() if line.startswith('  scale ')]
     assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
     assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] == 'both'
     assert re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out) and 'nothing was written' in out
     assert out.count('output of the head') == 6 and not list(tmp_path.iterdir())
-    free = run('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
+    free = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
     assert '  none' in free and '  scale ' not in free
-
-
-# ---- interruptions ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize('how', [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_in_an_epoch_keeps_what_was_finished(job, how):
-    name = f'stopped{how}'
-    process = subprocess.Popen([sys.executable, *map(str, quantize(job, '--epochs', 50, '--no-eval-origin', '--name', name))],
-                               cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               # a shell's background job, and so a CI job, may ignore SIGINT, and children inherit that
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    weights, deadline = job / 'runs' / name / 'weights', time.time() + 240
-    while not list(weights.glob('qat_ep_2_*')) and process.poll() is None and time.time() < deadline:
-        time.sleep(0.05)
-    process.send_signal(how)
-    out = process.communicate(timeout=60)[0]
-    if how == signal.SIGINT:
-        assert process.returncode == 130 and 'interrupted' in out and 'Traceback' not in out, out[-2000:]
-        assert f"python qat.py quantize --resume {job / 'runs' / name}" in out
-    report = report_of(job / 'runs' / name)
-    assert report['epochs'] and report['best']
-    for e in (*report['epochs'], report['ptq'], report['best']):
-        assert torch.load(job / 'runs' / name / e['file'], weights_only=False)['quant']['format'] == FORMAT
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
@@ -392,7 +347,7 @@ def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, mon
         argv += ['--project', str(tmp_path / 'runs')]
     before = {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'}
     capsys.readouterr()
-    assert run_command(command(base[0]), argv) == 2
+    assert run_command(program(f'{base[0]}.py').main, argv) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     line = lines[-1]
     assert ': error: ' in line and all(text in line for text in says), line

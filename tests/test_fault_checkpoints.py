@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO
-from faults import TIMES, answer, damaged, pickle_in, with_pickle
+from faults import TIMES, answer, damaged, pickle_in, sampled, with_pickle
 from models.common import Conv, DetectMultiBackend
 from models.quantize import checkpoint
 from models.yolo import DetectionModel
@@ -103,7 +103,7 @@ PER_COMMAND, REWRITTEN = 10, 60  # times TIMES
 DAMAGED = [(kind, command) for kind, commands in KINDS.items() for command in commands]
 
 
-@pytest.mark.parametrize('kind, command', DAMAGED)
+@pytest.mark.parametrize('kind, command', sampled(DAMAGED, 6, 5))
 def test_damaged(files, tmp_path, monkeypatch, capfd, kind, command):
     """What is not refused is a file in which a date or another thing that nobody reads is damaged."""
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ HOSTILE, FOREIGN = list(hostile(Path('x'))), ['nothing', 'a number', 'a list', '
                                               'no head', 'no names', 'a layer without weights']
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@pytest.mark.parametrize('command', sampled(COMMANDS, 8))
 def test_hostile(demo, files, tmp_path, monkeypatch, capfd, command):
     """Beside a model that is fine, and first, so that it would run; and the kind of file says float."""
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_hostile(demo, files, tmp_path, monkeypatch, capfd, command):
         assert code == 2 and 'weights.pt' in line and not sprung.exists(), name
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@pytest.mark.parametrize('command', sampled(COMMANDS, 8, 2))
 def test_foreign(demo, files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     cases = foreign(demo)
@@ -145,6 +145,7 @@ def test_foreign(demo, files, tmp_path, monkeypatch, capfd, command):
         assert code == 2 and 'weights.pt' in line, (name, line)
 
 
+@pytest.mark.faults
 def test_rewritten_pickles(files, tmp_path):
     """Whatever a pickle says, its checksums right: a model that computes, or a QatError."""
     file, loaded = tmp_path / 'weights.pt', 0

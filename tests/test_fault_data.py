@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 from conftest import REPO
-from faults import TIMES, answer, damaged
+from faults import TIMES, answer, damaged, sampled
 from PIL import Image
 from zoo import program
 
@@ -96,7 +96,7 @@ def share(cases, command):
     return {name: cases[name] for i, name in enumerate(cases) if which == 0 or i % (len(COMMANDS) - 1) == which - 1}
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@pytest.mark.parametrize('command', sampled(COMMANDS, 6, 2))
 def test_yaml(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     for name, text in share(YAMLS, command).items():
@@ -105,12 +105,13 @@ def test_yaml(files, tmp_path, monkeypatch, capfd, command):
     assert not (tmp_path / 'sprung').exists()
 
 
-@pytest.mark.parametrize('name', HARMLESS)
+@pytest.mark.parametrize('name', sampled(HARMLESS, 3))
 def test_yaml_that_is_fine(files, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     assert told('val_trt.py', written(tmp_path, HARMLESS[name], files), files, capfd, tmp_path)[0] == 0
 
 
+@pytest.mark.faults
 def test_yaml_damaged(files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     refused = 0
@@ -137,7 +138,7 @@ CFGS = {**{name: YAMLS[name] for name in ('empty', 'a number', 'a list', 'text',
         'a layer without arguments': CFG.replace('ADown, [', 'ADown, [[]], [', 1) , 'channels that are text': CFG.replace('Conv, [', 'Conv, [nearest, ', 1)}
 
 
-@pytest.mark.parametrize('name', HYPS)
+@pytest.mark.parametrize('name', sampled(HYPS, 5))
 def test_hyp(files, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'hyp.yaml').write_text(HYPS[name])
@@ -179,7 +180,7 @@ def labelled(files, folder, content, name='data'):
     return {**files, 'data': folder / name}
 
 
-@pytest.mark.parametrize('command', COMMANDS)
+@pytest.mark.parametrize('command', sampled(COMMANDS, 6, 3))
 def test_labels(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     for i, (name, content) in enumerate(share(LABELS, command).items()):
@@ -195,7 +196,7 @@ def test_labels_that_are_no_text(files, tmp_path, monkeypatch, capfd):
     assert code == 2 and '00000.txt:1' in line
 
 
-@pytest.mark.parametrize('name', FINE_LABELS)
+@pytest.mark.parametrize('name', sampled(FINE_LABELS, 4))
 def test_labels_that_are_fine(files, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     fine = labelled(files, tmp_path, FINE_LABELS[name])
@@ -282,7 +283,7 @@ def with_image(files, folder, name, content):
 EVERY_IMAGE = [(name, 'val_trt.py') for name in (*UNREAD, *READ)] + [(name, list(COMMANDS)[1 + i % 5]) for i, name in enumerate((*UNREAD, *READ))]
 
 
-@pytest.mark.parametrize('name, command', EVERY_IMAGE)
+@pytest.mark.parametrize('name, command', sampled(EVERY_IMAGE, 8, 4))
 def test_images(files, tmp_path, monkeypatch, capfd, name, command):
     monkeypatch.chdir(tmp_path)
     data = with_image(files, tmp_path, *{**UNREAD, **READ}[name])
@@ -292,6 +293,7 @@ def test_images(files, tmp_path, monkeypatch, capfd, name, command):
     assert {f: f.read_bytes() for f in (tmp_path / 'data').rglob('*.*') if f.suffix != '.cache'} == before, 'the data are as they were'
 
 
+@pytest.mark.faults
 def test_an_image_whose_name_is_no_text(files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS:
@@ -301,6 +303,7 @@ def test_an_image_whose_name_is_no_text(files, tmp_path, monkeypatch, capfd):
         assert code == 2 and 'is not UTF-8' in line
 
 
+@pytest.mark.faults
 def test_folders_and_links_among_images(files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     made = labelled(files, tmp_path, BOX)
@@ -333,6 +336,7 @@ def test_an_image_that_pillow_takes_and_opencv_does_not(files, tmp_path, monkeyp
     assert code == 2 and '00001.jpg: cannot be read' in line
 
 
+@pytest.mark.faults
 def test_images_damaged(files, tmp_path, monkeypatch, capfd):
     """Many in one set: each is used, or left out, or named."""
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from faults import TIMES, answer, damaged
+from faults import TIMES, answer, damaged, sampled
 from onnx import TensorProto, helper, numpy_helper
 from zoo import program
 
@@ -23,7 +23,7 @@ COMMANDS = {
 }
 NO_RTX = pytest.mark.skipif(not importlib.util.find_spec('tensorrt_rtx_bindings'),
                             reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
-each_command = pytest.mark.parametrize('command', [pytest.param(name, marks=[NO_RTX] * ('rtx' in argv)) for name, argv in COMMANDS.items()])
+EACH = [pytest.param(name, marks=[NO_RTX] * ('rtx' in argv)) for name, argv in COMMANDS.items()]
 DAMAGED = 20  # for each command, times TIMES
 
 
@@ -84,7 +84,7 @@ def strange():
     }
 
 
-@each_command
+@pytest.mark.parametrize('command', sampled(EACH, 7, 1))
 def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
     """Some of them a benchmark may measure, an audit may read and a builder may build."""
     monkeypatch.chdir(tmp_path)
@@ -96,7 +96,7 @@ def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
         assert not (tmp_path / 'sprung').exists()
 
 
-@each_command
+@pytest.mark.parametrize('command', sampled(EACH, 7, 4))
 def test_damaged(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     refused, file = 0, tmp_path / 'model.onnx'
@@ -109,7 +109,7 @@ def test_damaged(files, tmp_path, monkeypatch, capfd, command):
 ELSEWHERE = 'cut short', 'gone', 'outside the folder'
 
 
-@each_command
+@pytest.mark.parametrize('command', sampled(EACH, 7))
 def test_weights_in_another_file(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / 'model.onnx'
@@ -159,6 +159,7 @@ def run(demo, tmp_path_factory):
     return folder
 
 
+@pytest.mark.faults
 def test_report_of_a_run(run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run / 'quantize', tmp_path / 'exp')
@@ -170,6 +171,7 @@ def test_report_of_a_run(run, tmp_path, monkeypatch, capfd):
         assert code == 0 or f'--resume {tmp_path}/exp' in line, (name, line)
 
 
+@pytest.mark.faults
 def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     content = json.loads((run / 'sensitive/summary-sensitive-analysis.json').read_text())
@@ -180,6 +182,7 @@ def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, cap
         assert code == 0 or 'summary.json' in line, (name, line)
 
 
+@pytest.mark.faults
 def test_layers_of_an_engine(tmp_path, monkeypatch, capfd, graphviz):
     """As layers and as their times. What is left of them is drawn where pygraphviz is installed."""
     monkeypatch.chdir(tmp_path)

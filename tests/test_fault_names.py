@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import TREE
-from faults import answer, pickle_in, with_pickle
+from faults import answer, pickle_in, sampled, with_pickle
 from onnx import TensorProto, helper
 from utils.qat.deepstream import deepstream_config
 from utils.qat.errors import QatError, run_command
@@ -109,7 +109,7 @@ CHECKPOINTS = {'qat.py eval': ('eval', '--weights', 'QUANTIZED', '--data', 'DATA
 FOUR = ['clears the screen', 'a next command', 'turns the writing', 'a line of Unicode']
 
 
-@pytest.mark.parametrize('command', CHECKPOINTS)
+@pytest.mark.parametrize('command', sampled(CHECKPOINTS, 3))
 def test_of_a_checkpoint(demo, files, tmp_path, monkeypatch, capfd, command):
     """Refused when it is loaded: nothing is written, labels.txt and the configuration of DeepStream among it."""
     monkeypatch.chdir(tmp_path)
@@ -193,7 +193,7 @@ OF_LAYERS = ['\x1b[31mred', 'a\nnext: rm', '\u202ecod', 'x' * 300]
 OF_FILES = ['a\x1b[2J', 'a\nnext: rm', 'a\u202etp', 'a\r']
 
 
-@pytest.mark.parametrize('name', OF_LAYERS)
+@pytest.mark.parametrize('name', sampled(OF_LAYERS, 4))
 def test_layers_of_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
     """Paths of modules are in tables, warnings and reports."""
     monkeypatch.chdir(tmp_path)
@@ -355,6 +355,7 @@ def test_configurations_quote_names():
     assert deepstream_config('a.onnx', 3).count('\n') == deepstream_config('b c.onnx', 3).count('\n')
 
 
+@pytest.mark.faults
 def test_a_terminal_as_a_user_sees_it(demo, tmp_path):
     """In a process of its own: what stands on stderr for a checkpoint whose name of a class would clear the screen."""
     made = with_names(demo.single, ten(REFUSED['clears the screen']), tmp_path / 'w.pt')

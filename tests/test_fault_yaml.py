@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
-from faults import answer
+from faults import answer, sampled
 from models.common import Conv
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
@@ -190,7 +190,7 @@ COMMON = {'merges': '--cfg', 'a call of open': '--cfg', 'a call of DetectionMode
           'lists within each other': '--model', 'a call of exit': '--model', 'a call of eval': '--model'}  # a case → the flag that names the file
 
 
-@pytest.mark.parametrize('name', COMMON)
+@pytest.mark.parametrize('name', sampled(COMMON, 5, 1))
 def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     cfg = tmp_path / ('models/detect/gelan-t.yaml' if COMMON[name] == '--model' else 'cfg.yaml')
@@ -205,7 +205,7 @@ INSIDE = {'a call of open', 'a call of DetectionModel', 'a call', 'a call for an
           'hours of pooling', 'many repeats', 'no backbone', 'nothing', "activation 'exit()'", 'a branch of its own'}
 
 
-@pytest.mark.parametrize('name', sorted(INSIDE))
+@pytest.mark.parametrize('name', sampled(sorted(INSIDE), 6))
 def test_from_inside_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
     """The network itself is fine, so that it is loaded; what is built anew of it comes from its YAML."""
     monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_from_inside_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
 PACKED = ['a call of open', 'a call', "activation 'exit()'", 'terabytes of weights', 'a list', 'nothing']
 
 
-@pytest.mark.parametrize('name', PACKED)
+@pytest.mark.parametrize('name', sampled(PACKED, 3))
 def test_from_a_packed_file(tmp_path, monkeypatch, name):
     """demo/weights.py builds a network of the YAML in a file of tensors."""
     import models.yolo as upstream
@@ -239,7 +239,7 @@ NO_NETWORKS = {'anchors'}  # in models/hub
 UPSTREAM = [f for f in sorted((TREE / 'models').rglob('*.yaml')) if f.stem not in NO_NETWORKS]
 
 
-@pytest.mark.parametrize('file', [*UPSTREAM, *(REPO / f'demo/yolov9-{name}.yaml' for name in ('demo', 'demo-seg'))], ids=lambda f: f.name)
+@pytest.mark.parametrize('file', sampled([*(REPO / f'demo/yolov9-{name}.yaml' for name in ('demo', 'demo-seg')), *UPSTREAM], 6), ids=lambda f: f.name)
 def test_networks_of_upstream_and_of_the_demo(file):
     content = read_yaml(file, '--cfg')
     require_network(content, file)

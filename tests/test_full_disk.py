@@ -18,6 +18,8 @@ from utils.qat.errors import run_command
 from utils.qat.log import LOGGER
 from zoo import program, same
 
+pytestmark = pytest.mark.faults
+
 KB = 1000
 
 

@@ -1,37 +1,24 @@
-"""Laws of the source tree, read from its syntax: imports go one way, nothing prints, nothing is swallowed or patched."""
+"""Laws of the source tree, read from its syntax: imports go one way and in no circle, nothing prints, nothing is swallowed or patched.
+
+Each law is one test over all files, and fails with a list of the places that break it.
+"""
 import ast
 
-import pytest
 from conftest import REPO
 
 COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
 DEPLOY, QUANTIZE, QAT = (sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat'))
-OURS = [*COMMANDS, *DEPLOY, *QUANTIZE, *QAT]
-COMMAND_NAMES = {file.stem for file in COMMANDS}
 CLIENTS = [REPO / 'scripts/infer_onnx.py', *REPO.glob('examples/*.py')]  # to be copied out of this tree: they stand alone
+TREES = {file: ast.parse(file.read_text(encoding='utf-8')) for file in (*COMMANDS, *DEPLOY, *QUANTIZE, *QAT, *CLIENTS)}
+OURS = [*COMMANDS, *DEPLOY, *QUANTIZE, *QAT]
 
 
 def name_of(file):
     return file.relative_to(REPO).as_posix()
 
 
-each_file = pytest.mark.parametrize('file', OURS, ids=name_of)
-
-
-def tree_of(file):
-    return ast.parse(file.read_text(encoding='utf-8'))
-
-
-def imported(nodes):
-    """Dotted names that the import statements among `nodes` bring in; `from a import b` gives both a and a.b."""
-    names = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f'line {node.lineno}: relative import'
-            names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
-    return names
+def module_of(file):
+    return name_of(file).removesuffix('.py').removesuffix('/__init__').replace('/', '.')
 
 
 def at_module_level(tree):
@@ -44,84 +31,135 @@ def at_module_level(tree):
                     if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
 
 
+def imported(nodes):
+    """Dotted names that the import statements among `nodes` bring in; `from a import b` gives both a and a.b, a relative one '.'."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)} if not node.level else {'.'}
+    return names
+
+
+IMPORTS = {file: imported(ast.walk(tree)) for file, tree in TREES.items()}  # in functions too
+AT_ONCE = {file: imported(at_module_level(tree)) for file, tree in TREES.items()}
+
+
 def within(names, *packages):
     return sorted(n for n in names if any(n == p or n.startswith(p + '.') for p in packages))
 
 
+def importing(files, *packages, names=IMPORTS):
+    """'file: name' for each of `files` that imports something of `packages`."""
+    return [f'{name_of(file)}: {name}' for file in files for name in within(names[file], *packages)]
+
+
+def but(files, names):
+    """`files` without those with these names."""
+    names = set(names)
+    return [file for file in files if name_of(file) not in names]
+
+
+def lines(files, breaks):
+    """'file:line' for each node of `files` for which `breaks` is true."""
+    return [f'{name_of(file)}:{node.lineno}' for file in files for node in ast.walk(TREES[file]) if breaks(node)]
+
+
 def test_the_walk_finds_the_files():
-    assert COMMANDS and DEPLOY and QUANTIZE and QAT
-    assert {'qat', 'reparameterization', 'export_qat'} <= COMMAND_NAMES
+    assert {'qat', 'reparameterization', 'export_qat'} <= {file.stem for file in COMMANDS}
+    assert DEPLOY and QUANTIZE and QAT and len(CLIENTS) > 1
+    assert not [p for p in ('models/__init__.py', 'utils/__init__.py') if (REPO / p).exists()], 'they would replace those of upstream'
 
 
-def test_no_package_file_of_upstreams():
-    assert not [p for p in ('models/__init__.py', 'utils/__init__.py') if (REPO / p).exists()]
+# ---- imports ------------------------------------------------------------------------------------------------------------
+
+def test_imports_go_one_way():
+    """Commands → models.deploy → models.quantize → utils.qat; what is loaded late is named where it is used, and only there."""
+    assert not importing(OURS, '.'), 'relative'
+    assert not importing(OURS, *(file.stem for file in COMMANDS)), 'nothing imports a command file'
+    assert not importing(QUANTIZE, 'models.deploy')
+    assert not importing(QAT, 'models.deploy', 'models.quantize')
+    assert not importing(QAT, 'models', names=AT_ONCE)
+    assert not importing(but(OURS, ['models/quantize/quantizers.py']), 'pytorch_quantization'), 'one file knows that library'
 
 
-@each_file
-def test_imports_go_one_way(file):
-    names = imported(ast.walk(tree_of(file)))
-    assert not within(names, *COMMAND_NAMES), 'nothing imports a command file'
-    if file in QUANTIZE:
-        assert not within(names, 'models.deploy')
-    if file in QAT:
-        assert not within(names, 'models.deploy', 'models.quantize')
-        assert not within(imported(at_module_level(tree_of(file))), 'models')
+def test_what_loads_nothing_heavy():
+    """Commands show their help before they load anything, and where it is not installed; clients need neither this toolkit nor torch."""
+    assert not importing(but(COMMANDS, map(name_of, CLIENTS)), 'torch', 'models', 'onnx', 'onnxruntime', 'numpy', names=AT_ONCE)
+    assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
 
 
-@each_file
-def test_one_file_knows_the_quantization_library(file):
-    if name_of(file) != 'models/quantize/quantizers.py':
-        assert not within(imported(ast.walk(tree_of(file))), 'pytorch_quantization')
+CIRCLES = {('utils.qat.distributed', 'utils.qat.errors'), ('utils.qat.distributed', 'utils.qat.backends')}  # imports that close one: empty it
 
 
-def test_commands_show_their_help_without_torch():
-    """`-h` must not pay for heavy imports, and works where they are not installed yet."""
-    for file in set(COMMANDS) - set(CLIENTS):
-        assert not within(imported(at_module_level(tree_of(file))), 'torch', 'models', 'onnx', 'onnxruntime', 'numpy'), name_of(file)
+def circles(graph):
+    """Lists of modules of {module: modules that it imports} that import each other, directly or not. In: every module is a key."""
+    def reached(start):
+        seen, waiting = set(), [*graph[start]]
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += graph[module]
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    found = {tuple(sorted(other for other in reach[module] if module in reach[other])) for module in graph if module in reach[module]}
+    return sorted(map(list, found))
 
 
-@pytest.mark.parametrize('file', CLIENTS, ids=name_of)
-def test_clients_need_neither_this_toolkit_nor_torch(file):
-    assert not within(imported(ast.walk(tree_of(file))), 'torch', 'torchvision', 'models', 'utils')
+def our_imports():
+    """{module: modules of ours that it imports, in functions too}; those of a package are those of its __init__.py."""
+    modules = {module_of(file): file for file in (*DEPLOY, *QUANTIZE, *QAT)}
+    return {module: {name for name in IMPORTS[file] if name in modules} - {module} for module, file in modules.items()}
 
+
+def test_no_circle():
+    assert circles({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == [['b', 'c']], 'circles are seen'
+    graph = our_imports()
+    without = {module: {name for name in names if (module, name) not in CIRCLES} for module, names in graph.items()}
+    assert not circles(without)
+    for module, name in CIRCLES:
+        assert name in graph.get(module, ()) and circles({**without, module: without[module] | {name}}), f'take {module} → {name} out of CIRCLES'
+
+
+# ---- what is not done ---------------------------------------------------------------------------------------------------
 
 PRINTS = {'utils/qat/errors.py': 'the one line on stderr that a mistake is answered with',
           'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print"}
-
-
-@each_file
-def test_no_print(file):
-    if file in COMMANDS or name_of(file) in PRINTS:
-        return
-    assert not [node.lineno for node in ast.walk(tree_of(file))
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print']
-
-
 SWALLOWS = {'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class'}  # file → reason
-
-
-@each_file
-def test_nothing_is_swallowed(file):
-    """A handler of everything raises again, at its end."""
-    if name_of(file) in SWALLOWS:
-        return
-    broad = [handler for handler in ast.walk(tree_of(file)) if isinstance(handler, ast.ExceptHandler)
-             and (handler.type is None or within({n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)},
-                                                 'Exception', 'BaseException'))]
-    assert not [handler.lineno for handler in broad if not isinstance(handler.body[-1], ast.Raise)]
-    suppressed = [node.lineno for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)
-                  and isinstance(node.func, ast.Attribute) and node.func.attr == 'suppress'
-                  and within({a.id for a in node.args if isinstance(a, ast.Name)}, 'Exception', 'BaseException')]
-    assert not suppressed
-
-
 FORWARD_SET = {'models/quantize/checkpoint.py': 'on an instance, as upstream fuse() does, for trees whose fuse() does not'}
 
 
-@each_file
-def test_no_forward_is_replaced(file):
-    if name_of(file) in FORWARD_SET:
-        return
-    targets = [t for node in ast.walk(tree_of(file)) if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
-               for t in (node.targets if isinstance(node, ast.Assign) else [node.target])]
-    assert not [t.lineno for t in targets if isinstance(t, ast.Attribute) and t.attr == 'forward']
+def test_no_print():
+    """Commands print; everything else returns, or logs."""
+    assert not lines(but((*DEPLOY, *QUANTIZE, *QAT), PRINTS), lambda node: isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print')
+
+
+def of_everything(node):
+    """Whether the names in an expression are those of exceptions that every error is one of."""
+    return bool(within({n.id for n in ast.walk(node) if isinstance(n, ast.Name)}, 'Exception', 'BaseException'))
+
+
+def swallows(node):
+    """A handler of everything that does not raise again, at its end; or contextlib.suppress of everything."""
+    if isinstance(node, ast.ExceptHandler):
+        return (node.type is None or of_everything(node.type)) and not isinstance(node.body[-1], ast.Raise)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == 'suppress' and any(map(of_everything, node.args))
+
+
+def sets_forward(node):
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+    return any(isinstance(target, ast.Attribute) and target.attr == 'forward' for target in targets)
+
+
+def test_nothing_is_swallowed_or_patched():
+    assert not lines(but(OURS, SWALLOWS), swallows)
+    assert not lines(but(OURS, FORWARD_SET), sets_forward)
+
+
+def test_each_exception_is_needed():
+    """A file that is excused has what it is excused for."""
+    excused = [(PRINTS, lambda node: isinstance(node, ast.Name) and node.id == 'print'), (SWALLOWS, swallows), (FORWARD_SET, sets_forward)]
+    assert not [name for names, breaks in excused for name in names if not lines([REPO / name], breaks)]

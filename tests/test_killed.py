@@ -19,6 +19,8 @@ from utils.qat.errors import run_command
 from utils.qat.resume import RESAMPLED, STATE
 from zoo import program, same
 
+pytestmark = pytest.mark.faults
+
 RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'  # what --resume does, or says
 FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)

@@ -226,6 +226,7 @@ def everything(folder):
     return contents(folder), {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir()}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("verb, flags", [("patch", ("--link",)), ("revert", ())], ids=["patch", "revert"])
 def test_killed_at_every_point(upgrade, writers, tmp_path, verb, flags):
     """Then --revert gives the tree of before, and a second patch the whole patch, as if nothing had happened."""
@@ -435,6 +436,7 @@ def small_disk(folder, options):
         pytest.skip(f"no file system of our own: {done.stderr.strip()}")
 
 
+@pytest.mark.faults
 def test_a_tree_that_cannot_be_written_to(upgrade, tmp_path):
     _, new, tree = upgrade
     small_disk(tmp_path / "disk", "size=1M")
@@ -453,6 +455,7 @@ def test_a_tree_that_cannot_be_written_to(upgrade, tmp_path):
         subprocess.run(["umount", tmp_path / "disk"], check=True)
 
 
+@pytest.mark.faults
 def test_a_full_disk(upgrade, tmp_path):
     """Of 8 pages more and more: the tree is as it was, or wholly patched."""
     _, new, tree = upgrade

@@ -23,6 +23,8 @@ WATCH = '''
 import os
 import sys
 
+pytestmark = pytest.mark.faults
+
 LOCAL = None, '', 'localhost', '127.0.0.1', '::1', b'localhost', b'127.0.0.1'
 
 

@@ -4,7 +4,6 @@ The engines here are written by hand after the documented fields: TensorRT's dev
 "Bindings", "Format/Datatype"), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" ("I/O Tensors") and what the compiler of
 TensorRT-RTX lists (11: "Datatype", "Format", "Constants"), which one test reads for real. No engine was built for them on a GPU.
 """
-import ast
 import csv
 import importlib.util
 import json
@@ -15,7 +14,7 @@ import sys
 import pytest
 from conftest import REPO
 from graphs import INT8_BLOCK, copy
-from test_imports import imported, tree_of, within
+from test_imports import IMPORTS, within
 from utils.qat import engine_graph, engine_tables
 from utils.qat.engine_rules import findings, is_qdq, is_reformat, tensor_cores
 from utils.qat.errors import QatError, run_command
@@ -475,4 +474,4 @@ def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
 
 @pytest.mark.parametrize('module', ['profile', 'engine_rules', 'engine_tables', 'engine_graph'])
 def test_reading_an_engine_needs_neither_torch_nor_tensorrt(module):
-    assert not within(imported(ast.walk(tree_of(REPO / f'utils/qat/{module}.py'))), 'torch', 'tensorrt', 'models')
+    assert not within(IMPORTS[REPO / f'utils/qat/{module}.py'], 'torch', 'tensorrt', 'models')

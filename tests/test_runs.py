@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TREE
+from faults import sampled
 from matplotlib.figure import Figure
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
@@ -64,21 +65,45 @@ def content(folder):
 
 # ---- one writer ---------------------------------------------------------------------------------------------------------
 
+def refused_beside(pid, demo, folder, capfd):
+    """Each command that writes to a run's folder is refused there, beside that of process `pid`."""
+    onnx = folder.parent / 'x.onnx'
+    onnx.touch()
+    named = '--project', folder.parent, '--name', folder.name, '--exist-ok'
+    for command, argv in (('qat.py', ('quantize', '--resume', folder)), ('qat.py', quantize(demo, folder.parent, '--exist-ok')),
+                          ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
+                          ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
+                          ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
+                          ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
+                          ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named))):
+        line = refusal(argv, capfd, command)
+        assert f'{folder}: process {pid} on ' in line and f'kill {pid}' in line, line
+
+
+def hold(folder, begun, ended):
+    with writing(folder, '--resume'):
+        begun.set()
+        ended.wait()
+
+
+def test_a_folder_has_one_writer(demo, interrupted, tmp_path, capfd):
+    folder, begun, ended = shutil.copytree(interrupted, tmp_path / 'exp'), FORK.Event(), FORK.Event()
+    writer = FORK.Process(target=hold, args=(folder, begun, ended))
+    writer.start()
+    begun.wait()
+    try:
+        refused_beside(writer.pid, demo, folder, capfd)
+    finally:
+        ended.set()
+        writer.join()
+
+
+@pytest.mark.faults
 def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
     """However it ends, and though the workers of a killed process live on for some seconds."""
     process, folder = started(demo, tmp_path, '--workers', 2)
-    onnx = tmp_path / 'x.onnx'
-    onnx.touch()
-    named = '--project', tmp_path, '--name', 'exp', '--exist-ok'
     try:
-        for command, argv in (('qat.py', ('quantize', '--resume', folder)), ('qat.py', quantize(demo, tmp_path, '--exist-ok')),
-                              ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
-                              ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
-                              ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
-                              ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
-                              ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named))):
-            line = refusal(argv, capfd, command)
-            assert f'{folder}: process {process.pid} on ' in line and f'kill {process.pid}' in line, line
+        refused_beside(process.pid, demo, folder, capfd)
         workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()
     finally:
         process.kill()
@@ -89,6 +114,7 @@ def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
     process.stderr.close()
 
 
+@pytest.mark.faults
 def test_a_killed_worker_costs_an_epoch(demo, tmp_path):
     process, folder = started(demo, tmp_path, '--workers', 1)
     worker = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()[0]
@@ -179,6 +205,7 @@ def test_a_lock_file_that_is_none(tmp_path, what, capfd, demo):
     assert str(lock) in refusal(quantize(demo, tmp_path, '--exist-ok'), capfd) and content(tmp_path) == before
 
 
+@pytest.mark.faults
 def test_torchrun_beside_a_run(interrupted):
     with writing(interrupted, '--resume'):
         said = python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, 'qat.py', 'quantize', '--resume', interrupted, code=1)
@@ -323,12 +350,12 @@ def broken(folder, change, tmp_path, capfd):
     return line
 
 
-@pytest.mark.parametrize('name', REPORTS)
+@pytest.mark.parametrize('name', sampled(REPORTS, 8))
 def test_a_report_that_no_run_writes(interrupted, tmp_path, capfd, name):
     assert f'--resume {tmp_path}/exp: ' in broken(interrupted, REPORTS[name], tmp_path, capfd)
 
 
-@pytest.mark.parametrize('name', FILES)
+@pytest.mark.parametrize('name', sampled(FILES, 4))
 def test_files_that_no_run_writes(interrupted, tmp_path, capfd, name):
     line = broken(interrupted, FILES[name], tmp_path, capfd)
     assert f'{tmp_path}/exp' in line and ('link' in line if 'link' in name else STATE in line), line
@@ -340,7 +367,7 @@ def step(demo):
     return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
 
 
-@pytest.mark.parametrize('name', STATES)
+@pytest.mark.parametrize('name', sampled(STATES, 6))
 def test_a_state_that_no_run_writes(interrupted, step, name):
     """As `--resume` reads it, without the rest of the command; the command has some of them in FILES."""
     report = json.loads((interrupted / 'report.json').read_text())
@@ -352,6 +379,7 @@ def test_a_state_that_no_run_writes(interrupted, step, name):
     assert same(step.state_dict()['tensors'], before['state']['tensors']), 'refused before anything is taken'
 
 
+@pytest.mark.faults
 def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_path):
     folder = tmp_path / 'exp'
     shutil.copytree(interrupted, folder)
@@ -375,20 +403,18 @@ def summary(demo, tmp_path_factory):
     return (project / 'exp' / FILE).read_text()
 
 
-def test_summaries_that_no_analysis_writes(demo, summary, tmp_path, capfd):
+@pytest.mark.parametrize('name', sampled(SUMMARIES, 6))
+def test_a_summary_that_no_analysis_writes(demo, summary, tmp_path, capfd, name):
     path = tmp_path / 'summary.json'
-    argv = ('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1)
-    for name, change in SUMMARIES.items():
-        spoilt = json.loads(summary)
-        change(spoilt)
-        path.write_text(json.dumps(spoilt))
-        assert f'--sensitive {path}: ' in refusal(argv, capfd), name
-    path.write_text(summary)
-    assert run_command(program('qat.py').main, [str(a) for a in argv]) == 0
+    spoilt = json.loads(summary)
+    SUMMARIES[name](spoilt)
+    path.write_text(json.dumps(spoilt))
+    assert f'--sensitive {path}: ' in refusal(('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1), capfd)
 
 
 # ---- what the system refuses --------------------------------------------------------------------------------------------
 
+@pytest.mark.faults
 def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
     qat, folder = program('qat.py'), tmp_path / 'exp'
 
@@ -415,6 +441,7 @@ def test_projects_that_are_no_folders(demo, tmp_path, capfd, name):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.faults
 def test_closed_streams(demo, tmp_path):
     """Nobody listens, and no file takes their place: the work is done, a mistake still is exit code 2."""
     for closed, code, *more in (('>&-', 2, '--batch-size', 0), ('2>&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 0)):
@@ -425,12 +452,14 @@ def test_closed_streams(demo, tmp_path):
     assert json.loads((tmp_path / 'exp/metrics.json').read_text())['ap'] > 0 and 'Computed on' in (tmp_path / 'exp/report.md').read_text()
 
 
+@pytest.mark.faults
 def test_little_address_space(demo, tmp_path):
     said = python('-c', 'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); sys.argv = sys.argv[1:]; '
                   'runpy.run_path(sys.argv[0], run_name="__main__")', *evaluating(demo, tmp_path), code=2)
     assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in said.splitlines()[-1] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.faults
 def test_little_shared_memory(demo, tmp_path):
     """A worker that cannot hand over its images says so: PyTorch's own way would wait for ever."""
     mounting = ['unshare', '--mount', '--map-root-user', 'sh', '-c', 'mount -t tmpfs -o size=100k tmpfs /dev/shm && "$@"', 'sh']
@@ -443,6 +472,7 @@ def test_little_shared_memory(demo, tmp_path):
 
 # ---- names --------------------------------------------------------------------------------------------------------------
 
+@pytest.mark.faults
 def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
     """Braces, %, $, quotes, spaces and a dash first: in files, folders, pictures, and the commands that follow."""
     monkeypatch.chdir(tmp_path)

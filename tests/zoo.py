@@ -3,7 +3,9 @@
 In: the patched tree, which conftest.py puts on sys.path before it imports this file. Out: functions that build models,
 the configs as pytest parameters, and session fixtures for what is dear (per pytest-xdist worker, so keep them cheap).
 """
+import contextlib
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -23,9 +25,10 @@ from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config import QuantizeConfig
 from utils.qat.data import load_data
+from utils.qat.errors import run_command
 from utils.qat.files import sha256
 from utils.qat.loaders import calibration_images
-from utils.qat.log import quiet_upstream
+from utils.qat.log import LOGGER, quiet_upstream
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
@@ -132,6 +135,25 @@ def program(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def command(file, *arguments, code=0):
+    """Run one of our commands as `python FILE ARGUMENTS...` in the patched tree, but in this process, which has the libraries loaded (seconds);
+    returns stdout + stderr. Fails unless it exits with `code`."""
+    said, before, argv = io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True), os.getcwd(), [str(a) for a in arguments]
+    os.chdir(TREE)
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, 'argv', [file, *argv])
+            met = run_command(program(file).main, argv)
+    finally:
+        os.chdir(before)
+        for handler in LOGGER.handlers[1:]:  # its log file
+            LOGGER.removeHandler(handler)
+            handler.close()
+    text = said.buffer.getvalue().decode()
+    assert met == code, f'{file} {argv}: exit code {met}\n{text[-3000:]}'
+    return text
 
 
 def python(*arguments, code=0, **options):

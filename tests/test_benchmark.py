@@ -30,7 +30,7 @@ from utils.qat.errors import QatError, run_command
 from utils.qat.network import BATCHES, networks_of, shapes_of
 from utils.qat.runners import OnnxRuntimeRunner, TorchRunner
 from utils.qat.usage import PERIOD, Usage
-from zoo import program, python
+from zoo import program
 
 CPU = torch.device('cpu')
 SIZE = 64  # pixels
@@ -306,9 +306,10 @@ def test_warmup_takes_a_unit(text, ms):
 
 # ---- the command ------------------------------------------------------------------------------------------------------------
 
-def test_a_sweep_writes_its_files(files, tmp_path):
-    out = python('benchmark_trt.py', files / 'demo.onnx', files / 'int8.onnx', files / 'net.onnx', '--imgsz', SIZE, '--batch', '1,2', '--duration', 0.3,
-                 '--warmup', '10ms', '--device', 'cpu', '--project', tmp_path, '--name', 'all')
+def test_a_sweep_writes_its_files(files, tmp_path, capsys):
+    assert command(files / 'demo.onnx', files / 'int8.onnx', files / 'net.onnx', '--imgsz', SIZE, '--batch', '1,2', '--duration', 0.1,
+                   '--warmup', '10ms', '--device', 'cpu', '--project', tmp_path, '--name', 'all') == 0
+    out = capsys.readouterr().out
     folder = tmp_path / 'all'
     assert sorted(p.name for p in folder.iterdir()) == ['benchmark.json', 'benchmark.md', 'latency.png', 'throughput.png', 'usage.png']
     report = json.loads((folder / 'benchmark.json').read_text())
@@ -336,6 +337,7 @@ def test_files_of_one_name_are_told_apart(files, tmp_path):
     assert f'| {files / "net.onnx"} ' in text and f'| {tmp_path / "b" / "net.onnx"} ' in text
 
 
+@pytest.mark.faults
 def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
     arguments = [files / 'demo.onnx', '--backend', 'onnxruntime', '--batch', '1,2,4', '--duration', 5, '--device', 'cpu', '--project', tmp_path]
     running = subprocess.Popen([sys.executable, 'benchmark_trt.py', *map(str, arguments)], cwd=TREE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'},

@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from conftest import REPO
+from faults import sampled
 from graphs import dims, node, run_onnx
 from models.deploy.end2end import MASK_TOLERANCE, _check, export_end2end, outside, test_predictions as made_predictions, torch_masks, torch_nms
 from models.deploy.onnx_export import export_onnx, test_images as made_images
@@ -205,7 +206,7 @@ def exported(tmp_path_factory):
     return export
 
 
-@pytest.mark.parametrize('name', EXPORTS)
+@pytest.mark.parametrize('name', sampled(EXPORTS, 4))
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_what_was_there_is_there_node_for_node(exported, tmp_path, head, name):
     plain = onnx.load(exported(head, name))
@@ -231,8 +232,8 @@ def test_what_was_there_is_there_node_for_node(exported, tmp_path, head, name):
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: ' in triton_config(model, 'm', 4)
 
 
-@pytest.mark.parametrize('settings', [{}, {'class_agnostic': True}, {'topk_all': 3}], ids=str)
-@pytest.mark.parametrize('name, sizes', [('float open', [1, 4]), ('int8 of 4', [4]), ('typed', [1, 4])])
+@pytest.mark.parametrize('settings', sampled([{}, {'class_agnostic': True}, {'topk_all': 3}], 2), ids=str)
+@pytest.mark.parametrize('name, sizes', sampled([('int8 of 4', [4]), ('float open', [1, 4]), ('typed', [1, 4])], 3))
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_detections_and_masks_are_those_outside(exported, tmp_path, head, name, sizes, settings):
     """Two files, two runs. Outside, the prototypes are cut out one by one."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from faults import pickle_in
+from faults import pickle_in, sampled
 from models.quantize import checkpoint
 from utils.qat.errors import QatError
 from utils.qat.labels import check_cache
@@ -177,10 +177,10 @@ def demo_class():
     return DetectionModel
 
 
-def test_attributes_that_hide_code(demo, tmp_path):
-    for name, change in attributes(tmp_path / 'sprung').items():
-        torch.save(spoilt(demo, change), tmp_path / 'weights.pt')
-        refused(tmp_path / 'weights.pt', LOADERS[:1])
+@pytest.mark.parametrize('name', sampled(attributes(''), 4))
+def test_attributes_that_hide_code(demo, tmp_path, name):
+    torch.save(spoilt(demo, attributes(tmp_path / 'sprung')[name]), tmp_path / 'weights.pt')
+    refused(tmp_path / 'weights.pt', LOADERS[:1])
 
 
 def test_modules_of_the_tree_that_read_files_are_no_layers(demo, tmp_path):

@@ -49,13 +49,18 @@ def say(file, *argv):
 
 
 def in_terminal(*words, **environment):
-    """What a terminal of 140 columns gets from `python WORDS...`, in the patched tree."""
+    """What a terminal of 140 columns gets from `python WORDS...`, in the patched tree; in a child that has the libraries loaded."""
     process, terminal = pty.fork()
     if not process:
-        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 140, 0, 0))
-        os.chdir(TREE)
-        variables = {k: v for k, v in os.environ.items() if k != 'NO_COLOR'}
-        os.execve(sys.executable, [sys.executable, *map(str, words)], {**variables, 'TERM': 'xterm', 'OMP_NUM_THREADS': '1', **environment})
+        try:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 140, 0, 0))
+            os.chdir(TREE)
+            os.environ.pop('NO_COLOR', None)
+            os.environ.update({'TERM': 'xterm', **environment})
+            sys.argv, sys.stdout, sys.stderr = list(map(str, words)), open(1, 'w', buffering=1), open(2, 'w', buffering=1)
+            run_command(program(words[0]).main, sys.argv[1:])
+        finally:
+            os._exit(0)
     got = b''
     with contextlib.suppress(OSError):  # how Linux says that the other end is closed
         while part := os.read(terminal, 1 << 16):

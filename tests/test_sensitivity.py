@@ -193,7 +193,7 @@ def test_the_others_keep_their_groups(demo, partly):
 def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
     model, kept, _ = partly
     path = tmp_path / 'model.onnx'
-    export_onnx(model, path, (96, 96), simplify=True, opset=19, half=trt == 11, kept_float=kept)
+    export_onnx(model, path, (96, 96), opset=19, half=trt == 11, kept_float=kept)
     graph = onnx.load(path)
     found = audit(graph)
     assert not found.findings

@@ -41,8 +41,9 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
 def sampled(cases, every, first=0):
     """These cases as pytest parameters: `first` and each that is `every` behind it in all rounds, the others in that of --faults."""
     def later(case):
-        values, marks = (case.values, case.marks) if hasattr(case, 'marks') else (case if isinstance(case, tuple) else [case], ())
-        return pytest.param(*values, marks=[*marks, pytest.mark.faults])
+        if not hasattr(case, 'marks'):
+            case = pytest.param(*(case if isinstance(case, tuple) else [case]))
+        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.faults], id=case.id)
 
     return [case if i % every == first else later(case) for i, case in enumerate(cases)]
 

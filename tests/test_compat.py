@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import TREE
+from faults import sampled
 
 HIDE = """
 import importlib.machinery, os
@@ -74,7 +75,7 @@ ORDERS = [("import utils", "import torch, numpy", "import models.common"), ("imp
           ("import utils.qat.config, models.quantize", "import torch", "import utils.torch_utils"), ("import utils.loggers",)]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="; ".join)
+@pytest.mark.parametrize("order", sampled(map(pytest.param, ORDERS), 3), ids="; ".join)
 def test_shims_are_there_in_every_order_of_imports(fresh, order):
     """The last import is the first of a module inside upstream."""
     fresh(f"""
@@ -160,7 +161,7 @@ def test_pkg_resources_that_does_not_import(fresh, tmp_path):
     fresh("import utils.general as general; assert general.check_version('2.0', '1.0')")
 
 
-@pytest.mark.parametrize("hide", ["", "pkg_resources"])
+@pytest.mark.parametrize("hide", sampled(["", "pkg_resources"], 2, 1))
 def test_missing_packages_are_reported_and_pip_is_not_run(fresh, tmp_path, hide):
     pip = tmp_path / "bin" / "pip"
     pip.parent.mkdir()
@@ -218,7 +219,7 @@ def test_pillow_getsize(fresh):
     """)
 
 
-@pytest.mark.parametrize("name", ["Arial.ttf", "Arial.Unicode.ttf"])
+@pytest.mark.parametrize("name", sampled(["Arial.ttf", "Arial.Unicode.ttf"], 2))
 def test_font_without_network(fresh, tmp_path, name):
     fresh(NO_NETWORK + textwrap.dedent(f"""
         from PIL import ImageFont
@@ -327,7 +328,7 @@ def test_onnx_export_of_upstream_uses_torchscript(fresh, upstream_caller, tmp_pa
 
 # ---- upstream's own commands --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("script", ["train_dual.py", "val.py", "detect.py", "export.py"])
+@pytest.mark.parametrize("script", sampled(["train_dual.py", "val.py", "detect.py", "export.py"], 4))
 def test_upstream_commands_start_offline(fresh, script):
     assert "--weights" in fresh([script, "-h"], hide="IPython pkg_resources")
 

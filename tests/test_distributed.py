@@ -32,7 +32,7 @@ def torchrun(*arguments, code=0):
 
 def quantize(demo, folder, *more):
     return ('qat.py', 'quantize', '--weights', demo.single, '--data', demo.data, '--hyp', HYP, '--imgsz', 128, '--batch-size', BATCH,
-            '--device', 'cpu', '--workers', 0, '--no-eval-origin', '--project', folder, *more)
+            '--device', 'cpu', '--workers', 0, '--no-eval-origin', '--calib-method', 'mse', '--project', folder, *more)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -55,9 +55,10 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     assert written == sorted([Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt'])
 
 
+@pytest.mark.faults
 def test_sensitive_finds_what_one_process_finds(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
-    argv = ['sensitive', *quantize(demo, tmp_path, '--granularity', 'layer', '--calib-method', 'mse')[2:]]
+    argv = ['sensitive', *quantize(demo, tmp_path, '--granularity', 'layer')[2:]]
     argv.remove('--no-eval-origin')
     program('qat.py').main([str(a) for a in (*argv, '--name', 'alone')])
     said = torchrun('qat.py', *argv, '--name', 'pair')
@@ -96,6 +97,7 @@ sys.exit(run_command(main))
 """
 
 
+@pytest.mark.faults
 def test_who_fails_alone_speaks_and_nobody_waits(tmp_path):
     (tmp_path / 'alone.py').write_text(ALONE)
     said = torchrun(tmp_path / 'alone.py', code=1)

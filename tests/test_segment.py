@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
+from faults import sampled
 from models.quantize.divergence import divergence, mask_logits, strongest
 from models.quantize.fisher import backward, probe_masks
 from models.quantize.losses import label_loss
@@ -313,7 +314,7 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
         loader_of(tmp_path / 'data' / 'data.yaml')
 
 
-@pytest.mark.parametrize('verb', ['quantize', 'sensitive', 'eval', 'dry run'])
+@pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'dry run'], 4, 2))
 def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path):
     verb, *extra = ('quantize', '--dry-run') if verb == 'dry run' else (verb,)
     said = python('segment/qat_seg.py', verb, '--weights', demo.quantized if verb == 'eval' else demo.single, '--data', demo.data, '--device', 'cpu',

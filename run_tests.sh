@@ -2,7 +2,7 @@
 # The tests, set-up included. Arguments go to pytest:
 #
 #   ./run_tests.sh                     every law and every command, in two processes; the last line counts what is left for --faults
-#   ./run_tests.sh --faults            kills, full disks, damaged and hostile files, odd places, and only these
+#   ./run_tests.sh --faults            kills, full disks, damaged and hostile files, more models, and only these
 #   ./run_tests.sh -n 0 -k reparam     some of the first, in one process
 #   ./run_tests.sh --slow              those that take more than half a minute too
 #   ./run_tests.sh --gpu               those that need an NVIDIA GPU, and only these

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,15 +20,17 @@ import torch
 from conftest import TREE
 from faults import sampled
 from matplotlib.figure import Figure
+from models.quantize.convert import find_twins
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
 from utils.qat.config import EvalConfig
 from utils.qat.errors import QatError, run_command
+from utils.qat.files import sha256
 from utils.qat.folders import LOCK, run_folder, writing
 from utils.qat.plots import literal
 from utils.qat.resume import STATE, require_epoch
-from utils.qat.summary import FILE
+from utils.qat.summary import FILE, read_summary
 from zoo import program, python, same
 
 FORK = multiprocessing.get_context('fork')
@@ -350,7 +353,7 @@ def broken(folder, change, tmp_path, capfd):
     return line
 
 
-@pytest.mark.parametrize('name', sampled(REPORTS, 8))
+@pytest.mark.parametrize('name', REPORTS)
 def test_a_report_that_no_run_writes(interrupted, tmp_path, capfd, name):
     assert f'--resume {tmp_path}/exp: ' in broken(interrupted, REPORTS[name], tmp_path, capfd)
 
@@ -403,12 +406,26 @@ def summary(demo, tmp_path_factory):
     return (project / 'exp' / FILE).read_text()
 
 
-@pytest.mark.parametrize('name', sampled(SUMMARIES, 6))
-def test_a_summary_that_no_analysis_writes(demo, summary, tmp_path, capfd, name):
-    path = tmp_path / 'summary.json'
-    spoilt = json.loads(summary)
+@pytest.fixture(scope='module')
+def twins(demo):
+    return list(find_twins(demo.float_model()))
+
+
+@pytest.mark.parametrize('name', SUMMARIES)
+def test_a_summary_that_no_analysis_writes(demo, twins, summary, tmp_path, name):
+    """As `--sensitive` reads it, without the rest of the command."""
+    path, spoilt = tmp_path / 'summary.json', json.loads(summary)
+    path.write_text(summary)
+    assert read_summary(path, sha256(demo.single), twins) == spoilt
     SUMMARIES[name](spoilt)
     path.write_text(json.dumps(spoilt))
+    with pytest.raises(QatError, match=re.escape(f'--sensitive {path}: ')):
+        read_summary(path, sha256(demo.single), twins)
+
+
+def test_a_summary_that_the_command_refuses(demo, summary, tmp_path, capfd):
+    path = tmp_path / 'summary.json'
+    path.write_text(json.dumps({**json.loads(summary), 'units': []}))
     assert f'--sensitive {path}: ' in refusal(('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1), capfd)
 
 

@@ -319,16 +319,20 @@ def test_operators_of_others_are_float():
 IMGSZ = (96, 96)
 
 
+def free_scales(demo):
+    model = demo.float_model()
+    quantize_model(model)
+    calibrate(model, [image(batch=4)], settings())
+    return model
+
+
 @pytest.fixture(scope='module')
 def exports(demo, tmp_path_factory):
-    """{name: file} of the demo: float; INT8 with free scales, as traced and simplified (batch open); INT8 with tied scales,
-    as traced and in FP16."""
+    """{name: file} of the demo: float; INT8 with free scales; INT8 with tied scales, as traced and in FP16."""
     folder = tmp_path_factory.mktemp('exports')
-    free, tied = demo.float_model(), demo.quantized_model()
-    quantize_model(free)
-    calibrate(free, [image(batch=4)], settings())
+    free, tied = free_scales(demo), demo.quantized_model()
     for name, model, options in (('float', demo.float_model(), {}), ('free', free, {}), ('tied', tied, {}),
-                                 ('half', tied, {'half': True, 'opset': 19}), ('simplified', free, {'dynamic': True, 'simplify': True})):
+                                 ('half', tied, {'half': True, 'opset': 19})):
         export_onnx(model, folder / f'{name}.onnx', IMGSZ, **options)
     return {file.stem: file for file in folder.iterdir()}
 
@@ -371,9 +375,11 @@ def test_typing_is_what_is_in_the_file(audits):
     assert typed.cost['float parts in FP16'].bytes < half.cost['as typed'].bytes < 1.2 * typed.cost['float parts in FP16'].bytes
 
 
-def test_simplified_or_not_open_batch_or_not_the_same_audit(audits):
+@pytest.mark.faults
+def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_path):
     """But for names, for nodes that slice, and for a few of the box decoding."""
-    free, simplified = audits['free'], audits['simplified']
+    export_onnx(free_scales(demo), tmp_path / 'simplified.onnx', IMGSZ, dynamic=True, simplify=True)
+    free, simplified = audits['free'], onnx_audit.audit(onnx_audit.load(tmp_path / 'simplified.onnx'))
     assert sorted(free.convs, key=str) == sorted(simplified.convs, key=str)
     for ours, theirs in zip(free.cost.values(), simplified.cost.values(), strict=True):
         assert abs(ours.kernels - theirs.kernels) <= 2 and ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
@@ -390,7 +396,7 @@ def test_the_baseline_is_the_float_export(audits):
 
 def test_shapes_are_those_that_onnx_infers(exports):
     """Where onnx.shape_inference knows a shape, so do we, and the same."""
-    for name in ('free', 'simplified'):
+    for name in ('free', 'tied'):
         model = onnx.load(exports[name])
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
         del model.graph.output[0].type.tensor_type.shape.dim[:]

@@ -190,7 +190,7 @@ COMMON = {'merges': '--cfg', 'a call of open': '--cfg', 'a call of DetectionMode
           'lists within each other': '--model', 'a call of exit': '--model', 'a call of eval': '--model'}  # a case → the flag that names the file
 
 
-@pytest.mark.parametrize('name', sampled(COMMON, 5, 1))
+@pytest.mark.parametrize('name', sampled(COMMON, 9, 1))
 def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     cfg = tmp_path / ('models/detect/gelan-t.yaml' if COMMON[name] == '--model' else 'cfg.yaml')
@@ -248,7 +248,7 @@ def test_networks_of_upstream_and_of_the_demo(file):
             assert parameter_shapes(content, file)
 
 
-@pytest.mark.parametrize('name', ['demo', 'demo-seg', *full('gelan-c-dseg')])
+@pytest.mark.parametrize('name', sampled(['demo', 'demo-seg', *full('gelan-c-dseg')], 3))
 def test_the_shapes_are_those_of_the_model(name):
     before = Conv.default_act
     changes = {'activation': 'nn.PReLU()', **({} if name == 'demo' else {'width_multiple': 0.25})}  # CBLinear does not follow it

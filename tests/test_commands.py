@@ -12,6 +12,7 @@ import yaml
 from conftest import REPO, TREE
 from models.deploy.end2end import export_end2end
 from utils.qat.export_config import Nms
+from utils.qat.log import quiet_upstream
 from zoo import command, program, python
 
 SIZE = '128'
@@ -19,12 +20,14 @@ SIZE = '128'
 
 @pytest.fixture(scope='session')
 def job(tmp_path_factory):
-    """A folder in which the whole job was done once, each command in a process of its own: data/, dual.pt, single.pt, runs/exp,
+    """A folder in which the whole job was done once, quantize and export in processes of their own: data/, dual.pt, single.pt, runs/exp,
     qat_best_single.onnx."""
     folder = tmp_path_factory.mktemp('job')
-    python(REPO / 'demo/make_data.py', '--out', folder / 'data', '--train', 16, '--val', 8)
-    python(REPO / 'demo/weights.py', 'build', REPO / 'demo/demo-weights.pt', folder / 'dual.pt')
-    python('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
+    program('demo/make_data.py').make_data(folder / 'data', train=16, val=8)
+    with quiet_upstream():
+        import models.yolo as upstream
+        program('demo/weights.py').build(REPO / 'demo/demo-weights.pt', folder / 'dual.pt', upstream)
+    command('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
     python(*quantize(folder, '--epochs', 2))
     python('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
     return folder
@@ -163,7 +166,7 @@ def test_end2end_files(job):
     """One that is verified and evaluated; one for TensorRT alone, with its deprecation said; and no plain file beside them."""
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'inside.pt')
     data = job / 'data/data.yaml'
-    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard', '--simplify',
+    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard',
                   '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
     assert 'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
     assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json', 'inside-end2end.pbtxt'}
@@ -202,7 +205,7 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
     assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
     python('detect.py', '--weights', weights, '--source', job / 'data/images/val', '--img', SIZE, '--device', 'cpu',
-        '--project', job / 'detect')
+           '--project', job / 'detect')
     assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
 
 

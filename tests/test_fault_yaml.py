@@ -12,7 +12,7 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from faults import answer, sampled
-from models.common import Conv
+from models.common import Conv, RepConvN
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
 from models.quantize.weightless import parameter_shapes
@@ -249,17 +249,16 @@ def test_networks_of_upstream_and_of_the_demo(file):
 
 
 @pytest.mark.parametrize('name', sampled(['demo', 'demo-seg', *full('gelan-c-dseg')], 3))
-def test_the_shapes_are_those_of_the_model(name):
+def test_the_shapes_are_those_of_the_model(name, monkeypatch):
     before = Conv.default_act
+    for kind in (Conv, RepConvN):
+        monkeypatch.setattr(kind, 'default_act', kind.default_act)  # upstream keeps that of the last model
     changes = {'activation': 'nn.PReLU()', **({} if name == 'demo' else {'width_multiple': 0.25})}  # CBLinear does not follow it
     content = config(name, **changes)
     with quiet_upstream():
         shapes = parameter_shapes(content, name)
     assert Conv.default_act is before and content == config(name, **changes)
-    try:
-        assert shapes == {k: tuple(v.shape) for k, v in build(name, **changes).state_dict().items()}
-    finally:
-        Conv.default_act = before
+    assert shapes == {k: tuple(v.shape) for k, v in build(name, **changes).state_dict().items()}
 
 
 @pytest.mark.parametrize('text', [None, 'nn.SiLU()', 'nn.ReLU()', 'nn.LeakyReLU(0.1)', 'nn.ReLU(inplace=True)', 'nn.Hardswish()', 'nn.LeakyReLU(negative_slope=0.1, inplace=True)'])

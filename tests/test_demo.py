@@ -232,8 +232,8 @@ def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
     from models.experimental import attempt_load
     built = attempt_load(str(tmp_path / 'built.pt'), device='cpu', fuse=False)
     expected = {key: value.half().float() if value.is_floating_point() else value for key, value in model.state_dict().items()}
-    assert built.state_dict().keys() == expected.keys()
-    assert all(torch.equal(built.state_dict()[key], value) for key, value in expected.items())
+    found = built.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
     assert type(built) is type(model) and built.names == model.names and built.nc == 10 and built.yaml['nc'] == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ['built.pt', 'packed.pt', 'trained.pt']  # no left-overs
 

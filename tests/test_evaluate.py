@@ -10,8 +10,9 @@ from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config import EvalConfig
 from utils.qat.data import load_data
 from utils.qat.loaders import val_loader
+from utils.qat.detections import Detections
 from utils.qat.errors import QatError
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluate import _correct, evaluate
 from zoo import python
 
 CPU = torch.device('cpu')
@@ -130,6 +131,13 @@ def test_figures_by_hand(demo, change, ap, ap50, recall):
     assert metrics.ap == pytest.approx(ap * ALL_RIGHT, abs=1e-3) and metrics.ap50 == pytest.approx(ap50 * ALL_RIGHT, abs=1e-3)
     assert metrics.recall == pytest.approx(recall, abs=0.01) and metrics.precision == pytest.approx(recall, abs=0.01)
     assert metrics.images == 12 and metrics.instances > 30
+
+
+def test_a_label_is_found_once():
+    """At each threshold by the first of its class that overlaps enough: here from 0.75 on by the second. Another class finds nothing."""
+    found = Detections(torch.tensor([[0, 0, 9, 9, score, c] for score, c in ((0.9, 1), (0.8, 1), (0.7, 1), (0.6, 2))]))
+    correct = _correct(found, torch.tensor([[1.0, 5, 5, 9, 9]]), torch.tensor([[0.72, 0.96, 0.97, 0.99]]))
+    assert correct.tolist() == [[True] * 5 + [False] * 5, [False] * 5 + [True] * 5, [False] * 10, [False] * 10]
 
 
 def test_thresholds_are_used(demo):

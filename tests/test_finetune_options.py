@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import REPO
+from faults import sampled
 from models.quantize.finetune import Epoch, finetune, supervised_layers
 from models.quantize.learned_scales import LearnedScales, _Quantize, rounded_scales
 from models.quantize.losses import LabelLoss, relative_error
@@ -18,7 +19,7 @@ from utils.qat.loaders import training_images
 from zoo import image, same, settings, state, tensors
 
 LOADER = [image(64, 2, seed) for seed in range(3)]
-EACH_AMP = pytest.mark.parametrize('amp', ['off', 'bf16'])
+EACH_AMP = pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
 CPU = torch.device('cpu')
 
 

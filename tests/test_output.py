@@ -115,8 +115,8 @@ def test_each_command_ends_with_the_next(chain):
 def other_commands(chain, demo):
     """(file, options) of the rest of what runs without a GPU."""
     folder, model = chain['folder'], onnx_of(chain)
-    yield 'qat.py', ['sensitive', '--weights', demo.single, '--data', demo.data, *SMALL, '--granularity', 'layer', '--metric', 'distortion',
-                     '--num-image', 4, '--calib-images', 4, '--calib-method', 'mse', '--project', folder / 'sensitive']
+    yield 'qat.py', ['sensitive', '--weights', demo.single, '--data', demo.data, *SMALL, '--imgsz', 64, '--granularity', 'layer', '--metric', 'distortion',
+                     '--num-image', 2, '--calib-images', 2, '--calib-method', 'mse', '--project', folder / 'sensitive']
     yield 'qat.py', ['quantize', '--dry-run', '--weights', demo.single, '--data', demo.data, '--exclude', r'model\.2', 'model.14', '--no-eval-ptq']
     yield 'qat.py', ['eval', '--weights', demo.quantized, '--data', demo.data, *SMALL, '--project', folder / 'checkpoint']
     yield 'val_trt.py', ['--weights', model, '--data', demo.data, *SMALL, '--project', folder / 'val']

@@ -23,6 +23,7 @@ from utils.qat.errors import QatError, run_command
 from utils.qat.evaluate import IOUS, _correct, evaluate
 from utils.qat.loaders import training_images, val_loader
 from utils.qat.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
+from utils.qat.report import merit, points_lost
 from zoo import build, fuse, image, program, python, settings
 
 CPU = torch.device('cpu')
@@ -312,6 +313,13 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
     (tmp_path / 'data' / 'data.yaml').write_text(data.read_text().replace(str(data.parent), str(tmp_path / 'data')))
     with pytest.raises(QatError, match=f'{file.name}: has boxes'):
         loader_of(tmp_path / 'data' / 'data.yaml')
+
+
+def test_boxes_and_masks_count_alike():
+    """In the choice of the best epoch, and in the budget of points that may be lost."""
+    better, worse = {'ap': 0.5, 'mask': {'ap': 0.3}}, {'ap': 0.45, 'mask': {'ap': 0.2}}
+    assert merit(better) == 0.4 and merit({'ap': 0.5}) == 0.5
+    assert points_lost(better, worse) == pytest.approx(0.1) == points_lost({'ap': 0.5}, {'ap': 0.4})
 
 
 @pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'dry run'], 4, 2))

@@ -8,6 +8,8 @@ from conftest import REPO, UPSTREAM
 from mutate import KINDS
 from mutations import FORMATS
 
+pytestmark = pytest.mark.faults
+
 COUNT = 6  # of each kind; the large round has 1000
 
 
@@ -33,8 +35,6 @@ sys.path.insert(0, {tests!r})
 sys.argv = ['mutate.py', '--tree', {tree!r}, '--kind', 'label', '--count', '18', '--limit', '10', '--seed', '1']
 import os, pathlib, signal, time
 import conftest, mutate, utils.qat.data
-
-pytestmark = pytest.mark.faults
 
 def check_dropped(files, data):
     '''A traceback, a hang or a crash, where labels are refused.'''

@@ -14,6 +14,8 @@ import pytest
 from conftest import REPO, copy_upstream
 from zoo import program, quiet_upstream
 
+pytestmark = pytest.mark.faults
+
 NOBODY = 65534
 NAMES = [f'Größe {i} 数' for i in range(10)]
 SETTINGS = ('--imgsz', 128, '--batch-size', 4, '--workers', 1, '--device', 'cpu')
@@ -22,8 +24,6 @@ SETTINGS = ('--imgsz', 128, '--batch-size', 4, '--workers', 1, '--device', 'cpu'
 WATCH = '''
 import os
 import sys
-
-pytestmark = pytest.mark.faults
 
 LOCAL = None, '', 'localhost', '127.0.0.1', '::1', b'localhost', b'127.0.0.1'
 

@@ -171,6 +171,13 @@ def test_they_would_have():
         del upstream.sprung
 
 
+@pytest.mark.parametrize('name', ['BaseModel', 'DetectionModel', 'SegmentationModel', 'ClassificationModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble'])
+def test_a_whole_model_is_no_layer(name):
+    """Whatever it calls: upstream's may call something else tomorrow. Ensemble is in a file of which parse_model knows nothing."""
+    with pytest.raises(QatError, match=f'{name} is a whole model' if hasattr(sys.modules['models.yolo'], name) else f'no layer {name}'):
+        require_network(with_row([-1, 1, name, []]), 'x')
+
+
 class Layer(torch.nn.Module):
     """Not in the tree."""
 

@@ -10,7 +10,7 @@ from models.deploy.onnx_export import export_onnx
 from PIL import Image
 from utils.qat.compare_classes import compare_classes
 from utils.qat.errors import run_command
-from zoo import program, python
+from zoo import command as run, program
 
 SIZE = 64
 
@@ -57,7 +57,7 @@ def command(folder, *more):
 
 def test_classifiers_on_a_folder_of_classes(folder):
     """b doubles blue: what has 60 of it and 100 of green becomes blue, as has 150 and 200 of red."""
-    out = python(*command(folder, folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data'))
+    out = run(*command(folder, folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data'))
     found = results_of(folder)
     assert found['images'] == 5 and found['reference']['top1'] == 4 / 5 and found['other']['top1'] == 2 / 5
     assert found['reference']['top5'] == found['other']['top5'] == 1 and found['ranks'][0]['disagreement'] == 2 / 5
@@ -65,22 +65,22 @@ def test_classifiers_on_a_folder_of_classes(folder):
 
 
 def test_classifiers_on_noise(folder):
-    python(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
+    run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
     found = results_of(folder)
     assert (found['images'], found['scores']['max'], found['disagreement'], found['reference']) == (5, 0, 0, None)
-    python(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--data', folder / 'data', '--mean', 0.5, 0.5, 0.5, '--images', 2))
+    run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--data', folder / 'data', '--mean', 0.5, 0.5, 0.5, '--images', 2))
     assert results_of(folder)['images'] == 2 and results_of(folder)['ranks'][0]['score'] < 0.5, 'normalised'
 
 
 def test_a_checkpoint_and_its_export(demo, tmp_path):
     export_onnx(demo.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
-    python(*command(tmp_path, demo.quantized, tmp_path / 'int8.onnx', '--data', demo.data))
+    run(*command(tmp_path, demo.quantized, tmp_path / 'int8.onnx', '--data', demo.data))
     near = results_of(tmp_path)
-    python(*command(tmp_path, demo.single, tmp_path / 'int8.onnx', '--data', demo.data, '--images', 4, '--top', 3))
+    run(*command(tmp_path, demo.single, tmp_path / 'int8.onnx', '--data', demo.data, '--images', 4, '--top', 3))
     far = results_of(tmp_path)
     assert near['images'] == 12 and far['images'] == 4 and len(far['ranks']) == 3
     assert near['scores']['mean'] < far['scores']['mean'] and near['reference']['ap'] > 0 and far['other']['ap'] > 0
-    python(*command(tmp_path, demo.single, demo.single, '--random', 3, '--imgsz', SIZE))
+    run(*command(tmp_path, demo.single, demo.single, '--random', 3, '--imgsz', SIZE))
     noise = results_of(tmp_path)
     assert noise['images'] == 3 and noise['boxes']['max'] == 0 and noise['reference'] is None
 

@@ -42,12 +42,12 @@ def test_nothing_is_left_to_improve(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'))
 
 
-@pytest.mark.parametrize('name', SEGMENT)
+@pytest.mark.parametrize('name', sampled(SEGMENT, 4))
 def test_nor_in_what_masks_are_made_of(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'), ends=9)
 
 
-@pytest.mark.parametrize('options', [{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], ids=str)
+@pytest.mark.parametrize('options', sampled([{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], 3, 1), ids=str)
 def test_other_activations_and_policies(options, tmp_path):
     done, graph = exported('demo', tmp_path / 'model.onnx', **options)
     assert_all_int8(done, graph)

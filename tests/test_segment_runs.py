@@ -4,6 +4,7 @@ import json
 import onnx
 import pytest
 import torch
+from faults import sampled
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibrate import calibrate
@@ -55,7 +56,7 @@ json.dump([float(f) for f in figures], open(Path(sys.argv[5]) / 'theirs.json', '
 
 
 @pytest.mark.full_tree
-@pytest.mark.parametrize('options', [{}, {'overlap': True, 'mask_ratio': 4}], ids=['defaults', 'as segment/train.py'])
+@pytest.mark.parametrize('options', sampled([{}, {'overlap': True, 'mask_ratio': 4}], 2, 1), ids=['defaults', 'as segment/train.py'])
 def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
     theirs = {'overlap': options.get('overlap', False), 'mask_downsample_ratio': options.get('mask_ratio', 1)}
     python('-c', UPSTREAM, demo_seg.data, demo_seg.single, BATCH, SIZE, tmp_path, json.dumps(theirs))
@@ -96,7 +97,7 @@ def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path)
     assert same_in_a_fresh_process(demo_seg.quantized_model(), demo_seg.quantized, image(SIZE), tmp_path)
 
 
-@pytest.mark.parametrize('name', full('gelan-c-dseg', 'yolov9-c-dseg'))
+@pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))
 def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
     """DSegment, and DualDSegment, which reparameterization makes one."""
     model = build(name)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from faults import sampled
 from models.quantize import ptq
 from models.quantize.bias import certain, correct_biases, own_errors
 from models.quantize.blocks import QuantConv2d
@@ -117,7 +118,7 @@ def test_halves_share_no_image():
     assert all(torch.equal(torch.cat(half), one) for half in halves([one]))
 
 
-@pytest.mark.parametrize('correcting', [True, False])
+@pytest.mark.parametrize('correcting', sampled([True, False], 2))
 def test_no_alternative_is_better_than_the_choice(demo, correcting):
     """By the divergence on images that nothing was fitted to."""
     best, found, method, corrected = calibrated(demo, calib_method='auto', bias_correction=correcting)

@@ -1,5 +1,5 @@
 """README and docs against the code: every option and command that they show exists, every message is one that the code has, every link leads
-somewhere, every page can be reached, and the README's commands do what it says."""
+somewhere, every page can be reached, and the commands of docs/walkthrough.md run."""
 import ast
 import re
 import shlex
@@ -233,33 +233,33 @@ def test_the_picture_is_that_of_its_script(tmp_path, graphviz):
     assert named and all((REPO / name).is_file() for name in named)
 
 
-# ---- the README's commands, run ------------------------------------------------------------------------------------------
+# ---- the walkthrough's commands, run -------------------------------------------------------------------------------------
 
-def path_of_the_readme():
-    """The commands of its block on the demo, each as a list of words."""
-    text = re.sub(r'\\\n\s*', ' ', section(REPO / 'README.md', 'Every main command, with its output'))
+def walkthrough():
+    """The commands of docs/walkthrough.md, each as a list of words."""
+    text = re.sub(r'\\\n\s*', ' ', section(REPO / 'docs' / 'walkthrough.md', 'Every main command, with its output'))
     return [shlex.split(line) for line in typed(text)]
 
 
-def test_the_readme_shows_what_the_quickstart_runs():
+def test_the_walkthrough_shows_the_commands_of_the_quickstart():
     """From the data to the first evaluation: each command is one of the quickstart's, with the options and numbers that it has there."""
     script = re.sub(r'\\\n\s*', ' ', text_of(REPO / 'quickstart.sh')).replace('"${DATA[@]}"', '--data $OUT/data/data.yaml --imgsz 320')
     runs = [set(line.split()) for line in re.findall(r' python (.*)$', script, re.MULTILINE)]
-    for words in path_of_the_readme()[:6]:
+    for words in walkthrough()[:6]:
         if '--dry-run' not in words:
             fixed = {words[1], *(w for w in words[2:] if w.startswith('--') or re.fullmatch(r'[\d.]+', w))}
             assert any(fixed <= run for run in runs), f"quickstart.sh runs no {' '.join(words)}"
 
 
 @pytest.mark.slow
-def test_the_readme_is_run(tmp_path):
-    """Each command of the README's block, in its order, in a tree of its own; on fewer images, for fewer steps."""
+def test_the_walkthrough_is_run(tmp_path):
+    """Each command of the walkthrough, in its order, in a tree of its own; on fewer images, for fewer steps."""
     from conftest import copy_upstream
     tree = copy_upstream(tmp_path / 'yolov9')
     subprocess.run([REPO / 'patch_yolov9.sh', tree, '--link'], check=True, stdout=subprocess.DEVNULL)
     small = {'--train': '12', '--val': '6', '--iters': '2', '--epochs': '1', '--calib-images': '8', '--duration': '0.2', '--num-image': '4'}
     ran = []
-    for words in path_of_the_readme():
+    for words in walkthrough():
         assert words[0] == 'python', words
         words = [small.get(before, word) for before, word in zip(['', *words], words)]
         words = [word.replace('../../demo/', f'{REPO}/demo/') for word in words]

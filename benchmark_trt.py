@@ -1,4 +1,4 @@
-"""Latency, throughput, memory and size of networks over batches and precisions: TensorRT, TensorRT-RTX, ONNX Runtime, PyTorch.
+"""Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime and PyTorch.
 
     python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
 """
@@ -15,20 +15,20 @@ from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 def parse_args(argv):
     c = BenchmarkConfig
     parser = Parser(description=__doc__.splitlines()[0], epilog='PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and '
-                    'precision beside MODEL.onnx; a quantized one in simulation, whose time says nothing about INT8. ONNX Runtime and engines compute in the precision of the file; TensorRT before 11 builds '
-                    'FP32 and FP16 of a float file.')
+                    'precision beside MODEL.onnx. It simulates INT8, and this time says nothing about INT8 speed. ONNX Runtime and engines '
+                    'compute in the precision of the file; TensorRT before 11 builds FP32 and FP16 engines of a float file.')
     parser.add_argument('models', nargs='+', type=Path, metavar='MODEL', help='.onnx (any network), .engine, or .pt (YOLOv9)')
-    parser.add_argument('--batch', help='images per query, each measured: 1,4,8,12; default: the batches that a file is made for, or these '
-                                        'four where it takes any')
-    parser.add_argument('--precision', help=f"of {','.join(PRECISIONS[1:])}; default: all that a file and a backend have")
-    parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, where a file leaves them open; '
-                                                                                  'of a .pt: 640 by default')
+    parser.add_argument('--batch', help='images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these '
+                                        'four if it takes any batch')
+    parser.add_argument('--precision', help=f"one or more of {','.join(PRECISIONS[1:])}; default: all that the file and the backend have")
+    parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, for a file '
+                        'with open height and width and for a .pt; default for a .pt: 640')
     parser.add_argument('--duration', type=float, default=c.duration, help='seconds of each measurement')
-    parser.add_argument('--warmup', default='500ms', help='time before it, such as 500ms or 0.5s')
-    parser.add_argument('--backend', help=f"of {','.join(BENCHMARKED)}; default: all that can run here")
+    parser.add_argument('--warmup', default='500ms', help='time before each measurement, such as 500ms or 0.5s')
+    parser.add_argument('--backend', help=f"one or more of {','.join(BENCHMARKED)}; default: all that can run here")
     parser.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
     parser.add_argument('--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one')
-    parser.add_argument('--workspace', type=int, default=c.workspace, help='MiB that the kernels of an engine may work in, when it is built')
+    parser.add_argument('--workspace', type=int, default=c.workspace, help='memory for the kernels when an engine is built, in MiB')
     parser.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME, engines to PROJECT/engines')
     parser.add_argument('--name', default=c.name)
     parser.add_argument('--exist-ok', action='store_true', help='write into an existing PROJECT/NAME')
@@ -36,7 +36,7 @@ def parse_args(argv):
 
 
 def describe_machine(device):
-    """What the figures depend on besides the files."""
+    """Describe the machine: the figures depend on it."""
     import platform
     from importlib import metadata
 
@@ -53,7 +53,7 @@ def describe_machine(device):
 
 
 def next_command(models):
-    """What explains a time: which parts of an ONNX file can run in INT8. Of engines what they score, of checkpoints the file to measure."""
+    """Return the next command: for an ONNX file its audit, for an engine its AP, for a checkpoint its export."""
     from utils.qat.sidecar import read_sidecar
     onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
     if onnx:

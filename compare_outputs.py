@@ -1,4 +1,4 @@
-"""Two models of any kind side by side: how close their outputs are, rank by rank, and their AP, or top-1 and top-5 accuracy.
+"""Compare two models of any kind: their outputs, rank by rank, and their AP, or top-1 and top-5 accuracy.
 
     python compare_outputs.py yolov9-c-converted.pt yolov9-c-qat.engine --data data/coco.yaml
     python compare_outputs.py resnet50.onnx resnet50-int8.onnx --random 100
@@ -16,24 +16,24 @@ from utils.qat.log import LOGGER, RESULT, bar, finish
 
 
 def parse_args(argv):
-    """Command line → CompareConfig."""
+    """Read the command line into a CompareConfig."""
     c, p = CompareConfig, Parser(description=__doc__.splitlines()[0])
     for name, which in (('reference', 'A'), ('other', 'B')):
         p.add_argument(name, type=Path, metavar=which, help='checkpoint (.pt), .onnx or .engine')
-    p.add_argument('--data', type=Path, help='data YAML, whose val images are used; for classifiers a folder with one folder of images for each class')
-    p.add_argument('--random', type=int, metavar='N', help='N images of noise instead')
-    p.add_argument('--images', type=int, default=c.images, help='of the data, at most, evenly spread; 0 = all')
-    p.add_argument('--imgsz', '--img', '--img-size', type=int, help='image size in pixels; default: that of the files, or 640')
+    p.add_argument('--data', type=Path, help='data YAML; its val images are used. For classifiers: a folder with one folder of images for each class')
+    p.add_argument('--random', type=int, metavar='N', help='use N images of noise instead of --data')
+    p.add_argument('--images', type=int, default=c.images, help='number of images of the data, at most, evenly spread; 0 = all')
+    p.add_argument('--imgsz', '--img', '--img-size', type=int, help='image size in pixels; default: the size of the files, or 640')
     p.add_argument('--batch-size', type=int, default=c.batch_size, help='images at once')
-    p.add_argument('--rtol', type=float, default=c.rtol, help='of what counts as equal, as in numpy.isclose')
-    p.add_argument('--atol', type=float, default=c.atol, help='the same, absolute: pixels for boxes')
+    p.add_argument('--rtol', type=float, default=c.rtol, help='relative tolerance, as in numpy.isclose')
+    p.add_argument('--atol', type=float, default=c.atol, help='absolute tolerance; for boxes in pixels')
     p.add_argument('--top', type=int, default=c.top, help='ranks to compare')
-    p.add_argument('--mean', type=float, nargs='+', default=c.mean, help="of a classifier's images, in 0..1, such as 0.485 0.456 0.406")
-    p.add_argument('--std', type=float, nargs='+', default=c.std, help='likewise, such as 0.229 0.224 0.225')
+    p.add_argument('--mean', type=float, nargs='+', default=c.mean, help="mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406")
+    p.add_argument('--std', type=float, nargs='+', default=c.std, help='their standard deviation, such as 0.229 0.224 0.225')
     p.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='what runs an engine: TensorRT, or TensorRT-RTX')
+    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX')
     p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
-    p.add_argument('--seed', type=int, default=c.seed, help='of --random')
+    p.add_argument('--seed', type=int, default=c.seed, help='seed of --random')
     p.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME')
     p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
     p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
@@ -41,7 +41,7 @@ def parse_args(argv):
 
 
 def image_size(config, models):
-    """Side of the square images that both models take. Raises QatError if there is none."""
+    """Return the side of the square images that both models take. Raises QatError if there is none."""
     from utils.qat.backends import FileModel
 
     sizes = {tuple(m.imgsz) for m in models if isinstance(m, FileModel)} or {(config.imgsz or 640,) * 2}

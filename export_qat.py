@@ -1,9 +1,9 @@
-"""Checkpoint → ONNX, with Q/DQ where the checkpoint is quantized, and with NMS inside on request.
+"""Export a checkpoint to ONNX. A quantized checkpoint gets Q/DQ nodes; NMS goes inside the file on request.
 
     python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
 
-onnx writes MODEL.onnx, predictions; onnx_end2end writes MODEL-end2end.onnx, detections, of a segmentation model with masks
-(docs/end2end.md).
+`onnx` writes MODEL.onnx, which returns predictions. `onnx_end2end` writes MODEL-end2end.onnx, which returns detections, and masks for a
+segmentation model (docs/end2end.md).
 """
 import sys
 from dataclasses import asdict
@@ -20,41 +20,41 @@ from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='quantized or float checkpoint (.pt)')
-    parser.add_argument('--include', nargs='+', default=['onnx'], help=f"what to write: {', '.join(INCLUDE)}")
+    parser.add_argument('--include', nargs='+', default=['onnx'], help=f"files to write: {', '.join(INCLUDE)}")
     parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, default=[640, 640], help='height and width in pixels')
     parser.add_argument('--batch-size', type=int, default=1, help='images per run of a graph with a fixed batch')
     parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
     parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
     parser.add_argument('--inplace', action='store_true', help="set the head's inplace flag, as upstream's export does")
-    parser.add_argument('--trt', type=int, default=ExportConfig.trt, help='TensorRT the file is for: 8 (8.6) or 10: FP32 with Q/DQ, the '
-                        'builder chooses FP16; 11: strongly typed, FP16 outside Q/DQ')
+    parser.add_argument('--trt', type=int, default=ExportConfig.trt, help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
+                        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ')
     parser.add_argument('--half', action='store_true', help='with --trt 11: FP16 for a float checkpoint too (INT8 always has it)')
-    parser.add_argument('--fp32-scales', action='store_true', help='with --trt 11 and an INT8 checkpoint: scales in FP32, which takes '
+    parser.add_argument('--fp32-scales', action='store_true', help='with --trt 11 and an INT8 checkpoint: scales in FP32. Sets '
                         'opset 23 (leave out --opset). ONNX Runtime cannot run the file (leave out --verify)')
     parser.add_argument('--opset', type=int, help='ONNX opset; default: ' + ', '.join(f'{d} for {v}' for v, (*_, d) in OPSETS.items()))
-    parser.add_argument('--device', default='cpu', help="where to trace: 'cpu' or a GPU number")
-    parser.add_argument('--verify', type=Path, metavar='DATA.yaml', help='compare the file, in ONNX Runtime, with PyTorch on the '
-                        'val: images of this data; exit code 1 if they differ by more than the limits')
-    parser.add_argument('--verify-images', type=int, default=ExportConfig.verify_images, help='images to compare on, at most, '
+    parser.add_argument('--device', default='cpu', help="device for tracing: 'cpu' or a GPU number")
+    parser.add_argument('--verify', type=Path, metavar='DATA.yaml', help='compare the file in ONNX Runtime with PyTorch, on the '
+                        'val: images of this data; exit code 1 if a difference is above its limit')
+    parser.add_argument('--verify-images', type=int, default=ExportConfig.verify_images, help='number of images for --verify, at most, '
                         'evenly spread over val:; 0 = all')
     parser.add_argument('--rtol', type=float, default=ExportConfig.rtol,
-                        help='of what counts as within tolerance, as in numpy.isclose')
-    parser.add_argument('--atol', type=float, default=ExportConfig.atol, help='the same, absolute: pixels for boxes')
+                        help='relative tolerance of --verify, as in numpy.isclose')
+    parser.add_argument('--atol', type=float, default=ExportConfig.atol, help='absolute tolerance; for boxes in pixels')
     parser.add_argument('--max-ap-diff', type=float, help=f'largest difference of AP, in 0..1; default: '
                         f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8')
     end2end = parser.add_argument_group('NMS inside the file (--include onnx_end2end)')
-    end2end.add_argument('--nms', help=f'plugin: {PLUGIN}, which only TensorRT has; standard: operators of ONNX, which run in ONNX Runtime too. '
-                         'Default: plugin; with --trt 11, and of a segmentation model, standard')
+    end2end.add_argument('--nms', help=f'plugin: {PLUGIN}, only for TensorRT. standard: operators of ONNX, for ONNX Runtime too. '
+                         'Default: plugin; with --trt 11 and for a segmentation model: standard')
     end2end.add_argument('--topk-all', type=int, default=ExportConfig.topk_all, help='detections per image, at most')
     end2end.add_argument('--iou-thres', type=float, default=ExportConfig.iou_thres, help='IoU above which a box is dropped')
-    end2end.add_argument('--conf-thres', type=float, default=ExportConfig.conf_thres, help='scores up to this do not count')
+    end2end.add_argument('--conf-thres', type=float, default=ExportConfig.conf_thres, help='boxes with this score or less are dropped')
     end2end.add_argument('--class-agnostic', action='store_true', help='boxes of different classes drop each other too')
-    masks = parser.add_argument_group('masks inside the file (--include onnx_end2end of a segmentation model)')
-    masks.add_argument('--mask-resolution', type=int, default=ExportConfig.mask_resolution, help='R: a mask has R x R values over the box of '
-                       'its detection')
+    masks = parser.add_argument_group('masks inside the file (--include onnx_end2end, segmentation models)')
+    masks.add_argument('--mask-resolution', type=int, default=ExportConfig.mask_resolution, help='R: a mask has R x R values, which cover the '
+                       'box of its detection')
     masks.add_argument('--pooler-scale', type=float, default=ExportConfig.pooler_scale, help='side of the prototypes / side of the image')
-    masks.add_argument('--sampling-ratio', type=int, default=ExportConfig.sampling_ratio, help='RoiAlign: points per value and axis, of which '
-                       'it is the mean; 0: as many as there are prototype cells to a value')
+    masks.add_argument('--sampling-ratio', type=int, default=ExportConfig.sampling_ratio, help='RoiAlign: points per value and axis; a '
+                       'value is their mean. 0: one point for each prototype cell under a value')
     return ExportConfig(**vars(parser.parse_args(argv)))
 
 
@@ -67,7 +67,7 @@ def require_multiples(imgsz, stride):
 
 
 def build_command(path, config, int8, half):
-    """How trtexec builds an engine of the file, and the precision that it will have."""
+    """Return the trtexec command for the file, and the precision of the engine."""
     if config.trt == 11:
         return f"trtexec --onnx={path}  (TensorRT 11; {'INT8 and ' * int8}{'FP16' if half else 'FP32: --half exports FP16'})"
     return f"trtexec --onnx={path} --fp16{' --int8' * int8}  (TensorRT {'8.6' if config.trt == 8 else 10})"

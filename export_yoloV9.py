@@ -1,8 +1,9 @@
-"""Checkpoint → ONNX for DeepStream-Yolo (NvDsInferParseYolo), with labels.txt and config_infer_primary_yoloV9.txt.
+"""Export a checkpoint to ONNX for DeepStream-Yolo, with labels.txt and config_infer_primary_yoloV9.txt.
 
     python export_yoloV9.py -w runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --dynamic
 
-Takes what the script of that name in DeepStream-Yolo takes, and quantized checkpoints besides. docs/deepstream.md says what goes where.
+Takes the options of the script of that name in DeepStream-Yolo (parser: NvDsInferParseYolo), and also quantized checkpoints. See
+docs/deepstream.md.
 """
 import shlex
 import sys
@@ -16,16 +17,15 @@ from utils.qat.log import LOGGER, bar, finish, quiet_upstream
 def parse_args(argv):
     c = DeepStreamConfig
     parser = Parser(description=__doc__.splitlines()[0], epilog='Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and '
-                    'config_infer_primary_yoloV9.txt to the current folder; files of these names are replaced.')
-    parser.add_argument('-w', '--weights', type=Path, required=True, help='quantized or float checkpoint (.pt); of one with auxiliary branches '
-                                                                          'the main branch is exported')
+                    'config_infer_primary_yoloV9.txt to the current folder. Files with these names are replaced.')
+    parser.add_argument('-w', '--weights', type=Path, required=True, help='quantized or float checkpoint (.pt); auxiliary branches are left out')
     parser.add_argument('-s', '--size', nargs='+', type=int, default=[640], help='size of the images in pixels: one number, or height and width')
-    parser.add_argument('--opset', type=int, help='ONNX opset; default: 17, with --trt 11 19')
+    parser.add_argument('--opset', type=int, help='ONNX opset; default: 17; 19 with --trt 11')
     parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
     parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
     parser.add_argument('--batch', type=int, default=c.batch, help='images per run of a graph with a fixed batch')
-    parser.add_argument('--trt', type=int, default=c.trt, help='TensorRT the file is for: 8 (8.6) or 10: FP32 with Q/DQ, the builder chooses '
-                                                               'FP16; 11: strongly typed, FP16 outside Q/DQ')
+    parser.add_argument('--trt', type=int, default=c.trt, help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
+                        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ')
     return DeepStreamConfig(**vars(parser.parse_args(argv)))
 
 

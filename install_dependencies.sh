@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Install what requirements.txt lists into the environment of $PYTHON (default python3). No root needed.
 #
-# Made for the NVIDIA PyTorch container as well as for a bare venv: what is installed and recent enough stays; the torch,
-# torchvision, TensorRT, NumPy and OpenCV that are there are handed to pip as constraints, so that it fails rather than
-# replaces them. Where there is no torch, torch and torchvision are installed. What is installed gets the versions of constraints.txt,
-# which the tests ran with, unless packages that must stay have other versions: the set holds as a whole.
+# It works in the NVIDIA PyTorch container and in a bare venv. Installed packages that are recent enough stay. pip gets the installed torch,
+# torchvision, TensorRT, NumPy and OpenCV as constraints, so it fails rather than replaces them. Without torch, torch and torchvision are
+# installed. New packages get the versions of constraints.txt, which the tests ran with, unless packages that must stay have other versions:
+# the set holds as a whole.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,12 +14,12 @@ usage() {
     cat <<EOF
 Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex | --no-trex] [--tensorrt 10|11|rtx] [--latest] [--dry-run]
   --defaults  ask nothing (it never does; old command lines keep working)
-  --tests     also install what the tests need (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
-  --trex      also install what drawing engines needs (scripts/draw_engine.py): pygraphviz, with Graphviz in it
-  --no-trex   do not (the default)
-  --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), where none is installed
+  --tests     also install the packages of the tests (run_tests.sh does): pytest, and TensorRT-RTX (96 MB)
+  --trex      also install pygraphviz, with Graphviz in it, for pictures of engines (scripts/draw_engine.py)
+  --no-trex   do not install it (the default)
+  --tensorrt  also install TensorRT 10 or 11 (about 4 GB), or TensorRT-RTX (96 MB, rtx), if none is installed
   --latest    install the newest versions, not those of constraints.txt, which the tests ran with
-  --dry-run   print what would be installed and change nothing
+  --dry-run   print the packages to install, and change nothing
 EOF
 }
 fail() { # reason, next step

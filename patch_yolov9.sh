@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lay yolov9-qat over a clone of YOLOv9 (WongKinYiu/yolov9), say what is there, or take it away again.
+# Lay yolov9-qat over a clone of YOLOv9 (WongKinYiu/yolov9), check it, or remove it.
 #
 #   in:  a YOLOv9 tree
 #   out: the same tree plus our files, one marked block at the top of its utils/__init__.py and models/__init__.py
@@ -30,12 +30,12 @@ END='# <<< yolov9-qat <<<'
 usage() {
     cat <<EOF
 Usage: patch_yolov9.sh YOLOV9_DIR [--check | --revert | --link | --force]
-  (nothing)  copy the toolkit into YOLOV9_DIR; running it again updates what is older
+  (nothing)  copy the toolkit into YOLOV9_DIR; a second run updates older files
   --link     symlink (commands: a launcher) instead of copying, for work on the toolkit itself
   --check    write nothing; exit 0 if the tree is patched and up to date, 1 if not, with the difference
   --revert   restore the tree byte for byte
-  --force    go on where it refuses: foreign files are moved to $BACKUP (--revert brings them back), edited files of
-             ours are overwritten, or removed with --revert
+  --force    continue where it would refuse: move foreign files to $BACKUP (--revert brings them back), and
+             overwrite our edited files, or remove them with --revert
 EOF
 }
 

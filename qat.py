@@ -4,7 +4,7 @@
     python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
     python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
 
-`torchrun --nproc_per_node N qat.py ...` does the same on N GPUs: the first process writes and talks, all compute.
+`torchrun --nproc_per_node N qat.py ...` does the same on N GPUs. All processes compute; the first one writes and prints.
 """
 import sys
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from utils.qat.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
 
 
 def choose_precision(config, device):
-    """Decide what --amp leaves open; refuse the ways to fine-tune that only CUDA has."""
+    """Choose the default of --amp; refuse --compile and FP16 without CUDA."""
     cuda = device.type == 'cuda'
     config.amp = config.amp or ('fp16' if cuda else 'off')
     again = 'leave out' if not config.resume else 'start another run without'
@@ -185,7 +185,7 @@ def quantize(config, folder):
 
 
 def sensitive(config, folder):
-    """What the INT8 of each part costs: one calibrated model, each unit alone in INT8, and all but each."""
+    """Measure the cost of INT8 in each part: each unit alone in INT8, and all units but one, from one calibration."""
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
@@ -230,7 +230,7 @@ def sensitive(config, folder):
 
 
 def eval_(config, folder):
-    """Metrics of a quantized checkpoint, or of an ONNX file in ONNX Runtime."""
+    """Evaluate a quantized checkpoint, or an ONNX file in ONNX Runtime."""
     require_file(config.weights, '--weights', ('.pt', '.pth', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
 

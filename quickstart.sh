@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole job on a small example, set-up included: a trained YOLOv9 (digits on textured canvases, demo/) becomes a quantized
-# checkpoint and an INT8 ONNX file, scored at every stage. It needs neither a GPU nor GitHub.
+# Do the whole job on a small example, set-up included. A trained YOLOv9 (digits on textured canvases, demo/) becomes a quantized
+# checkpoint and an INT8 ONNX file. Every stage is scored. It needs neither a GPU nor GitHub.
 #
 #   --task detect   a dual-branch detector
 #   --task segment  a segmentation model, of one branch
@@ -9,7 +9,7 @@
 #   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/ or .work/demo-seg/
 #        (data, checkpoints, ONNX files, metrics)
 #
-# Each command is printed before it runs, as one would type it. A second run skips what is done.
+# Each command is printed before it runs. A second run skips finished steps.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -27,11 +27,11 @@ while (($#)); do
         -h | --help)
             cat <<USAGE
 Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment] [--fresh] [--latest]
-  (nothing)  set up, then run the whole job on the demo detector; what an earlier run finished is skipped
+  (nothing)  set up, then run the whole job on the demo detector; skip the steps that an earlier run finished
   --task segment
              the same on the demo segmentation model
   --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo or .work/demo-seg); .venv stays
-  --latest   set up .venv, where there is none, with the newest of every package, not with the tested set (constraints.txt)
+  --latest   if there is no .venv, make it with the newest packages, not with the tested set (constraints.txt)
 Downloads several GB (torch with CUDA), once, into .venv. YOLOV9_DIR names a YOLOv9 tree to copy instead of fetching one.
 USAGE
             exit 0 ;;

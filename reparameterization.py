@@ -1,4 +1,4 @@
-"""Dual-branch YOLOv9 checkpoint → single-branch checkpoint, the form that is quantized and deployed.
+"""Convert a dual-branch YOLOv9 checkpoint to a single-branch checkpoint, for quantization and deployment.
 
     python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
 """
@@ -31,7 +31,7 @@ def parse_args(argv):
 
 
 def check_against(args, model, single):
-    """Compare what the command line claims with what the checkpoint holds; a mismatch is an error naming both."""
+    """Compare --cfg, --model and --classes_num with the checkpoint; a mismatch is an error that names both."""
     from models.quantize.weightless import parameter_shapes
     from utils.qat.files import read_yaml
     nc = model.model[-1].nc

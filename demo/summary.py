@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The quickstart's closing table: the float model and its INT8 forms, each scored from its file.
+"""Print the quickstart's closing table: the float model and its INT8 forms, each scored from its file.
 
     python demo/summary.py .work/demo    (or .work/demo-seg)
 """
@@ -41,7 +41,7 @@ def megabytes(file):
 
 def main(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument('folder', type=Path, help='what quickstart.sh filled: .work/demo or .work/demo-seg')
+    parser.add_argument('folder', type=Path, help='folder that quickstart.sh filled: .work/demo or .work/demo-seg')
     folder = parser.parse_args(argv).folder
     if not (folder / 'qat' / 'report.json').is_file():
         raise QatError(f'{folder}: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')

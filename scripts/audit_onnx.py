@@ -1,4 +1,4 @@
-"""What of an ONNX graph TensorRT can run in INT8, and which Q/DQ cost more than they must. Reads the file, builds nothing.
+"""Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much. Builds nothing.
 
     python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """
@@ -16,7 +16,7 @@ SHOWN = 10  # lines of a list without --verbose
 def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('model', type=Path, metavar='MODEL.onnx', help='exported graph')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything to FILE')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the whole audit to FILE')
     parser.add_argument('--strict', action='store_true', help='exit with 1 if there is any finding')
     return parser.parse_args(argv)
 

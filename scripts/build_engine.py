@@ -1,9 +1,9 @@
-"""Build a TensorRT engine of an ONNX file: by trtexec where it is found, else by the builder of the Python package.
+"""Build a TensorRT engine from an ONNX file, by trtexec if it is found, else by the Python package.
 
     python scripts/build_engine.py yolov9-c-qat.onnx --batch 1,8,16 --generate-graph
 
-Writes MODEL.engine and MODEL.engine.json, which says what it was built of, by and for. With --generate-graph, which needs the GPU, also
-MODEL.layer.json and MODEL.profile.json, and the picture that draw_engine.py makes of them.
+Writes MODEL.engine and MODEL.engine.json, a description of the build. --generate-graph needs the GPU; it also writes MODEL.layer.json,
+MODEL.profile.json, and the picture of draw_engine.py.
 """
 import json
 import sys
@@ -21,19 +21,19 @@ def parse_args(argv):
     c, p = BuildConfig, Parser(description=__doc__.splitlines()[0])
     p.add_argument('onnx', type=Path, metavar='MODEL.onnx', nargs='?', help='file of export_qat.py, or any other')
     p.add_argument('--engine', type=Path, help='where to write; default: MODEL.engine beside the ONNX file')
-    p.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, where the file leaves them open; else '
-                   'what it must take')
-    p.add_argument('--batch', help='MIN,OPT,MAX of a file with an open batch axis: smallest, the one to be fast at, largest; or one number. Default 1')
-    p.add_argument('--precision', choices=PRECISIONS, default=c.precision, help='auto: INT8 with FP16 where the file has Q/DQ, else FP16; '
+    p.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels. If they are fixed in the file, they '
+                   'must be equal')
+    p.add_argument('--batch', help='for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1')
+    p.add_argument('--precision', choices=PRECISIONS, default=c.precision, help='auto: INT8 with FP16 if the file has Q/DQ, else FP16; '
                    'TensorRT 11 computes in the types of the file')
-    p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory that kernels may use to work in')
-    p.add_argument('--timing-cache', type=Path, help='file of timings that the build goes on from and adds to; default: beside the engine')
+    p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory for kernels')
+    p.add_argument('--timing-cache', type=Path, help='file of kernel timings, read and extended by the build; default: beside the engine')
     p.add_argument('--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own")
-    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='TensorRT, or TensorRT-RTX, whose builder needs no GPU')
-    p.add_argument('--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even where trtexec is found')
+    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU')
+    p.add_argument('--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even if trtexec is found')
     p.add_argument('--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU')
-    p.add_argument('--which', action='store_true', help='print the major version of the TensorRT that would build, as export_qat.py --trt '
-                                                        'takes it, and stop')
+    p.add_argument('--which', action='store_true', help='print the major version of TensorRT here, for export_qat.py --trt, '
+                                                        'and stop')
     args = vars(p.parse_args(argv))
     graph, which = args.pop('generate_graph'), args.pop('which')
     if not which and args['onnx'] is None:

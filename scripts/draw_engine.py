@@ -1,4 +1,4 @@
-"""Draws a TensorRT engine, layer by layer, and names what costs more than it must. Reads what trtexec exports, needs no GPU.
+"""Draw a TensorRT engine, layer by layer, and name the layers that cost too much. Reads files of trtexec, needs no GPU.
 
     trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInfo=layers.json --exportProfile=profile.json
     python scripts/draw_engine.py --layer layers.json --profile profile.json
@@ -18,7 +18,7 @@ def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('--layer', type=Path, required=True, metavar='L.json', help='layer information of an engine built with '
                         '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json')
-    parser.add_argument('--profile', type=Path, metavar='P.json', help='times of its layers: trtexec --exportProfile=P.json')
+    parser.add_argument('--profile', type=Path, metavar='P.json', help='times of the layers: trtexec --exportProfile=P.json')
     parser.add_argument('--output', type=Path, metavar='PREFIX', help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: '
                         'FOLDER/L)')
     return parser.parse_args(argv)

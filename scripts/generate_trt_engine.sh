@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ONNX → TensorRT engine of the image size that was asked for, by trtexec where it is found, else by the Python package.
+# Build a TensorRT engine from an ONNX file, by trtexec if it is found, else by the Python package.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -9,10 +9,10 @@ usage() {
     cat <<EOF
 Usage: [PYTHON=python3] generate_trt_engine.sh MODEL.onnx IMGSZ [--generate-graph] [--batch MIN,OPT,MAX] [OPTION...]
   MODEL.onnx        file of export_qat.py; the engine is written beside it
-  IMGSZ             image size in pixels, that of the file
+  IMGSZ             image size in pixels; it must be the size of the file
   --generate-graph  also measure every layer and draw the engine: MODEL.layer.json, MODEL.profile.json, MODEL.svg, MODEL.png, MODEL.csv
-  --batch           of a file exported with --dynamic
-  OPTION...         those of scripts/build_engine.py -h
+  --batch           for a file exported with --dynamic
+  OPTION...         any option of scripts/build_engine.py
 EOF
 }
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }

@@ -9,10 +9,10 @@ usage() {
     cat <<EOF
 Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA.yaml IMGSZ [--generate-graph]
   WEIGHTS.pt        checkpoint, quantized by qat.py or float
-  DATA.yaml         val: is what the engine is evaluated on
+  DATA.yaml         data YAML; the engine is evaluated on its val: images
   IMGSZ             image size in pixels: of the file, the engine and the evaluation
   --generate-graph  also measure every layer and draw the engine
-The ONNX file, the engine and what belongs to them are written beside WEIGHTS.
+The ONNX file, the engine and their other files are written beside WEIGHTS.
 EOF
 }
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }

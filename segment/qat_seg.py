@@ -1,4 +1,4 @@
-"""`qat.py` for segmentation models only: the same verbs and options, and a detection model is refused.
+"""Run `qat.py` for segmentation models only: the same verbs and options; a detection model is refused.
 
     python segment/qat_seg.py quantize --weights gelan-c-seg.pt --data data/coco.yaml --name gelan_c_seg_qat
 """

@@ -8,11 +8,11 @@ A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The s
 import sys
 from pathlib import Path
 
+from utils.qat.core.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
+from utils.qat.core.log import LOGGER, RESULT, bar, finish
+from utils.qat.core.next_command import after_scoring
+from utils.qat.core.run_folder import run_folder
 from utils.qat.deploy_config import BACKENDS, CompareConfig
-from utils.qat.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
-from utils.qat.folders import run_folder
-from utils.qat.following import after_scoring
-from utils.qat.log import LOGGER, RESULT, bar, finish
 
 
 def parse_args(argv):

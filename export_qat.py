@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from utils.qat.config import EvalConfig
-from utils.qat.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.core.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
+from utils.qat.core.next_command import after_scoring, command, data_yaml
 from utils.qat.export_config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
-from utils.qat.following import after_scoring, command, data_yaml
-from utils.qat.log import LOGGER, RESULT, bar, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -79,8 +79,8 @@ def verify(config, reference, device, limits, path, data, loader):
     from utils.qat.backends import OnnxModel
     from utils.qat.compare import compare
     from utils.qat.compare_report import comparison_tables
-    from utils.qat.files import sha256
-    from utils.qat.report import versions, write_json
+    from utils.qat.core.files import sha256
+    from utils.qat.core.markdown import versions, write_json
 
     result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))
@@ -111,10 +111,10 @@ def main(argv=None):
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
     from utils.qat.backends import TorchModel, select_device
+    from utils.qat.core.markdown import write_text
     from utils.qat.data import load_data
     from utils.qat.loaders import val_loader
     from utils.qat.onnx_half import require_opset
-    from utils.qat.report import write_text
     from utils.qat.triton import triton_config
 
     if config.fp32_scales:

@@ -9,9 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from utils.qat.core.errors import Parser, QatError, require_file, run_command
+from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
 from utils.qat.deploy_config import DeepStreamConfig
-from utils.qat.errors import Parser, QatError, require_file, run_command
-from utils.qat.log import LOGGER, bar, finish, quiet_upstream
 
 
 def parse_args(argv):
@@ -35,8 +35,8 @@ def main(argv=None):
 
     from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
+    from utils.qat.core.markdown import write_text
     from utils.qat.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
-    from utils.qat.report import write_text
 
     with quiet_upstream():
         model, quant, head = load_main_branch(config.weights)

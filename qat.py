@@ -11,11 +11,11 @@ from dataclasses import asdict
 
 from utils.qat.arguments import parse_args
 from utils.qat.config import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.distributed import describe, from_first, join, leave, on_first, rank, select_device, world_size
-from utils.qat.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
-from utils.qat.folders import run_folder
-from utils.qat.following import command
-from utils.qat.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
+from utils.qat.core.distributed import describe, from_first, join, leave, on_first, rank, select_device, world_size
+from utils.qat.core.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
+from utils.qat.core.next_command import command
+from utils.qat.core.run_folder import run_folder
 
 
 def choose_precision(config, device):
@@ -120,7 +120,7 @@ def load(config, device):
 def open_folder(config, device, folder):
     """The last thing before the work: `folder` gets the log, and all that is random or rounds is set.
 
-    folder: see folders.run_folder. Returns it, in every process of a torchrun.
+    folder: see run_folder.run_folder. Returns it, in every process of a torchrun.
     """
     import torch
     from utils.general import init_seeds
@@ -137,7 +137,7 @@ def open_folder(config, device, folder):
 def quantize(config, folder):
     """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk.
 
-    folder: see folders.run_folder; if it is config.resume, of an interrupted run, the rest of that is done.
+    folder: see run_folder.run_folder; if it is config.resume, of an interrupted run, the rest of that is done.
     """
     require_file(config.weights, '--weights', ('.pt', '.pth'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
@@ -195,9 +195,9 @@ def sensitive(config, folder):
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
     from utils.qat.chance import in_words
+    from utils.qat.core.markdown import versions, write_json
     from utils.qat.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
-    from utils.qat.report import versions, write_json
     from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
 
     start = time.perf_counter()

@@ -5,9 +5,9 @@
 import sys
 from pathlib import Path
 
-from utils.qat.errors import Parser, QatError, require_file, run_command
-from utils.qat.following import command, data_yaml
-from utils.qat.log import LOGGER, finish, quiet_upstream
+from utils.qat.core.errors import Parser, QatError, require_file, run_command
+from utils.qat.core.log import LOGGER, finish, quiet_upstream
+from utils.qat.core.next_command import command, data_yaml
 
 
 def parse_args(argv):
@@ -33,7 +33,7 @@ def parse_args(argv):
 def check_against(args, model, single):
     """Compare --cfg, --model and --classes_num with the checkpoint; a mismatch is an error that names both."""
     from models.quantize.weightless import parameter_shapes
-    from utils.qat.files import read_yaml
+    from utils.qat.core.files import read_yaml
     nc = model.model[-1].nc
     if args.classes_num is not None and args.classes_num != nc:
         raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')
@@ -58,7 +58,7 @@ def main(argv=None):
     args = parse_args(argv)
     from models.quantize.checkpoint import load_dual_or_float
     from models.quantize.reparameterize import HEADS, largest_difference, reparameterize
-    from utils.qat.files import write_torch
+    from utils.qat.core.files import write_torch
 
     with quiet_upstream():
         ckpt, model = load_dual_or_float(args.weights)

@@ -25,12 +25,12 @@ from models.quantize.scales import tie_scales  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.backends import TorchModel, describe, select_device  # noqa: E402
 from utils.qat.config import QuantizeConfig  # noqa: E402
+from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.log import quiet_upstream  # noqa: E402
+from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
 from utils.qat.data import load_data  # noqa: E402
-from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.evaluate import evaluate  # noqa: E402
 from utils.qat.loaders import calibration_images, val_loader  # noqa: E402
-from utils.qat.log import quiet_upstream  # noqa: E402
-from utils.qat.report import markdown_table, write_json  # noqa: E402
 
 PARTS = ('pre', 'inference', 'nms')
 

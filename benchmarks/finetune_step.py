@@ -32,7 +32,7 @@ from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps 
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.backends import describe, select_device  # noqa: E402
 from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
-from utils.qat.log import quiet_upstream  # noqa: E402
+from utils.qat.core.log import quiet_upstream  # noqa: E402
 
 
 def float_step(student, teacher, amp):

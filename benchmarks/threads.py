@@ -22,13 +22,13 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from utils.qat.errors import Parser, QatError, require_file, run_command  # noqa: E402
-from utils.qat.report import markdown_table, write_json  # noqa: E402
-from utils.qat.threads import CHOSEN  # noqa: E402
+from utils.qat.core.errors import Parser, QatError, require_file, run_command  # noqa: E402
+from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
+from utils.qat.core.threads import CHOSEN  # noqa: E402
 
 SPIN, SLEEP = 'spinning', 'sleeping'
 ENVIRONMENT = {SPIN: {'GOMP_SPINCOUNT': '300000'},  # what GCC's OpenMP does where nothing is set
-               SLEEP: {}}  # what utils/qat/threads.py makes of it
+               SLEEP: {}}  # what utils/qat/core/threads.py makes of it
 PAUSE = 0.5  # seconds: ONNX Runtime's threads spin up to 0.4 after their last work
 TURN = 0.3  # seconds of calls in a turn, at least
 

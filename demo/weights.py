@@ -100,7 +100,7 @@ def build(packed, out, upstream):
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:
         raise Mistake(f'{packed}: not a packed file (no {", ".join(sorted(missing))})')
-    from utils.qat.errors import QatError
+    from utils.qat.core.errors import QatError
     try:
         model = model_from(state, upstream)
     except (Mistake, QatError, TypeError, AttributeError) as error:  # the last: of content of other types
@@ -127,7 +127,7 @@ def main():
         upstream = import_upstream(args.yolov9)
     except Mistake as error:
         parser.error(str(error))
-    from utils.qat.errors import QatError
+    from utils.qat.core.errors import QatError
     try:
         if args.verb == 'pack':
             pack(args.source, args.out)

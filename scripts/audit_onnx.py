@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.errors import Parser, require_file, run_command  # noqa: E402
-from utils.qat.following import command  # noqa: E402
-from utils.qat.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
+from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
+from utils.qat.core.next_command import command  # noqa: E402
 
 SHOWN = 10  # lines of a list without --verbose
 
@@ -26,7 +26,7 @@ def main(argv=None):
     require_file(args.model, 'MODEL', ('.onnx',))
 
     from utils.qat import onnx_audit
-    from utils.qat.report import write_json
+    from utils.qat.core.markdown import write_json
 
     model = onnx_audit.load(args.model)
     with onnx_audit.naming(args.model):

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
+from utils.qat.core.errors import Parser, QatError, require_file, run_command  # noqa: E402
+from utils.qat.core.log import LOGGER, bar, finish  # noqa: E402
+from utils.qat.core.next_command import DATA, command  # noqa: E402
 from utils.qat.deploy_config import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
-from utils.qat.errors import Parser, QatError, require_file, run_command  # noqa: E402
-from utils.qat.following import DATA, command  # noqa: E402
-from utils.qat.log import LOGGER, bar, finish  # noqa: E402
 
 
 def parse_args(argv):
@@ -44,8 +44,8 @@ def parse_args(argv):
 def measure_layers(config, layer, profile):
     """Write the layers of config.engine and their times, on random images of the best batch."""
     import torch
+    from utils.qat.core.markdown import write_json
     from utils.qat.engine import EngineRunner
-    from utils.qat.report import write_json
 
     if not torch.cuda.is_available():
         raise QatError(f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built')

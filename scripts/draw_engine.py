@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.errors import Parser, QatError, run_command  # noqa: E402
-from utils.qat.following import command  # noqa: E402
-from utils.qat.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
+from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402
+from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
+from utils.qat.core.next_command import command  # noqa: E402
 
 SHOWN = 10  # lines of a list without --verbose
 
@@ -37,8 +37,8 @@ def main(argv=None):
     args = parse_args(argv)
 
     from utils.qat import engine_graph, engine_rules, engine_tables
+    from utils.qat.core.markdown import write_text
     from utils.qat.profile import read_engine
-    from utils.qat.report import write_text
 
     engine = read_engine(args.layer, args.profile)
     prefix = args.output or args.layer.with_suffix('')

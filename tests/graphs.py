@@ -3,8 +3,8 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+from utils.qat.core.threads import onnx_options
 from utils.qat.onnx_rounding import rounding
-from utils.qat.threads import onnx_options
 
 FLOAT = TensorProto.FLOAT
 

@@ -9,7 +9,7 @@ from models.quantize.blocks import TWINS
 from models.quantize.checkpoint import fuse
 from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, Quantizer, collecting, named_quantizers, quantizers_off
 from models.yolo import BaseModel
-from utils.qat.log import quiet_upstream
+from utils.qat.core.log import quiet_upstream
 from zoo import same
 
 SAMPLES = {  # upstream class → a block with the operation its twin is for

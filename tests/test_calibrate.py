@@ -11,7 +11,7 @@ from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calib
 from pytorch_quantization.nn import QuantConv2d
 from torch.utils._python_dispatch import TorchDispatchMode
 from utils.qat.config import CALIB_METHODS, WEIGHT_METHODS
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from zoo import image, same, settings, state
 
 

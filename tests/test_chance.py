@@ -10,11 +10,11 @@ from utils.qat import chance
 from utils.qat.backends import TorchModel
 from utils.qat.chance import difference, draw, points_lost, resampled_ap, within_chance
 from utils.qat.config import EvalConfig
+from utils.qat.core.errors import run_command
+from utils.qat.core.markdown import merit
 from utils.qat.data import load_data
-from utils.qat.errors import run_command
 from utils.qat.evaluate import evaluate
 from utils.qat.loaders import val_loader
-from utils.qat.report import merit
 from utils.qat.resampled import LAST, Resampled
 from utils.qat.resume import RESAMPLED
 from zoo import program

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from models.quantize import blocks
-from models.quantize.checkpoint import (kind_of, load_any, load_dual_or_float, load_float, load_quantized,
-                                        save_quantized)
+from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
 from models.quantize.convert import is_quantized
 from models.quantize.quantizers import Quantizer
-from utils.qat.errors import QatError
-from utils.qat.files import sha256
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import sha256
 from utils.qat.torch_archive import read_archive
 from zoo import image, output, python, same, state
 

@@ -12,7 +12,7 @@ from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
 from models.quantize.blocks import TWINS, QuantConv2d, QuantResidual, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 
 

@@ -12,8 +12,8 @@ from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
 from utils.qat import onnx_graph
 from utils.qat.backends import OnnxModel
+from utils.qat.core.errors import QatError, run_command
 from utils.qat.deepstream import deepstream_config, deepstream_layout
-from utils.qat.errors import QatError, run_command
 from zoo import build, full, program
 
 export_yolov9 = program('export_yoloV9.py').main

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import torch
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 DEMO = Path(__file__).resolve().parents[1] / 'demo'
 

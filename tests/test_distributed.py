@@ -9,14 +9,14 @@ from models.quantize.calibrate import Histogram
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
-from utils.qat import distributed
 from utils.qat.backends import TorchModel
 from utils.qat.config import EvalConfig
+from utils.qat.core import distributed
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 from utils.qat.data import load_data, load_hyp
-from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
 from utils.qat.loaders import calibration_images, training_images, val_loader
-from utils.qat.log import LOGGER
 from utils.qat.summary import FILE
 from zoo import image, program, python, same, settings, state
 
@@ -84,8 +84,8 @@ ALONE = """
 import sys
 sys.path.insert(0, '.')
 import torch
-from utils.qat import distributed
-from utils.qat.errors import QatError, run_command
+from utils.qat.core import distributed
+from utils.qat.core.errors import QatError, run_command
 
 def main(argv):
     distributed.join(torch.device('cpu'))
@@ -117,7 +117,7 @@ from models.quantize.calibrate import Histogram, merge
 from models.quantize.finetune import finetune, supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import NotFinite, Step
-from utils.qat import distributed
+from utils.qat.core import distributed
 from utils.qat.backends import TorchModel
 from utils.qat.config import EvalConfig, QuantizeConfig
 from utils.qat.data import load_data, load_hyp

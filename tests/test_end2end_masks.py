@@ -10,15 +10,16 @@ import torch
 from conftest import REPO
 from faults import sampled
 from graphs import dims, node, run_onnx
-from models.deploy.end2end import MASK_TOLERANCE, _check, export_end2end, outside, test_predictions as made_predictions, torch_masks, torch_nms
+from models.deploy.end2end import (MASK_TOLERANCE, _check, export_end2end, outside, test_predictions as made_predictions,
+                                   torch_masks, torch_nms)
 from models.deploy.onnx_export import export_onnx, test_images as made_images
 from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from utils.qat.backends import OnnxModel
-from utils.qat.errors import QatError, run_command
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.log import quiet_upstream
 from utils.qat.export_config import NMS_LIMITS, ExportConfig, Nms, Pooling
-from utils.qat.log import quiet_upstream
 from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import add_nms
 from utils.qat.triton import triton_config

@@ -11,13 +11,13 @@ import pytest
 from conftest import REPO, TREE
 from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import sha256
+from utils.qat.core.log import LOGGER
 from utils.qat.deploy_config import BuildConfig
 from utils.qat.engine import require_within
 from utils.qat.engine_build import EngineFromOnnx
 from utils.qat.engine_plan import Source, plan
-from utils.qat.errors import QatError
-from utils.qat.files import sha256
-from utils.qat.log import LOGGER
 from utils.qat.onnx_half import to_half
 from utils.qat.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.tensorrt_api import VERSIONS

@@ -8,11 +8,11 @@ from conftest import TREE
 from models.deploy.onnx_export import export_onnx
 from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config import EvalConfig
+from utils.qat.core.errors import QatError
 from utils.qat.data import load_data
-from utils.qat.loaders import val_loader
 from utils.qat.detections import Detections
-from utils.qat.errors import QatError
 from utils.qat.evaluate import _correct, evaluate
+from utils.qat.loaders import val_loader
 from zoo import python
 
 CPU = torch.device('cpu')

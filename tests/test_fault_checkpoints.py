@@ -14,8 +14,8 @@ from faults import TIMES, answer, damaged, pickle_in, sampled, with_pickle
 from models.common import Conv, DetectMultiBackend
 from models.quantize import checkpoint
 from models.yolo import DetectionModel
-from utils.qat.errors import QatError
-from utils.qat.files import sha256
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import sha256
 from utils.qat.pickle_records import read_pickle
 from utils.qat.plain_values import Values
 from zoo import build, full, image, output, same

@@ -18,13 +18,13 @@ import yaml
 from conftest import TREE
 from faults import answer, pickle_in, sampled, with_pickle
 from onnx import TensorProto, helper
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.log import LOGGER, log_to
+from utils.qat.core.markdown import class_table, code, document, escaped, link, markdown_table
+from utils.qat.core.printable import cut, visible
 from utils.qat.deepstream import deepstream_config
-from utils.qat.errors import QatError, run_command
-from utils.qat.log import LOGGER, log_to
 from utils.qat.names import LONGEST, class_names
-from utils.qat.report import class_table, code, document, escaped, link, markdown_table
 from utils.qat.run_report import write_report
-from utils.qat.text import cut, visible
 from utils.qat.triton import triton_config
 from zoo import program, settings
 

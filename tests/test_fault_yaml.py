@@ -16,9 +16,9 @@ from models.common import Conv, RepConvN
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
 from models.quantize.weightless import parameter_shapes
-from utils.qat.errors import QatError
-from utils.qat.files import read_yaml
-from utils.qat.log import quiet_upstream
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import read_yaml
+from utils.qat.core.log import quiet_upstream
 from utils.qat.model_yaml import LAYERS, require_network
 from zoo import build, config, full, program, python
 
@@ -96,7 +96,7 @@ def test_yaml_of_upstream_and_of_the_demo_is_read(file):
 def test_all_yaml_is_read_in_one_place():
     ours = [f for folder in ('models', 'utils', 'scripts', 'demo', 'segment', 'benchmarks', 'examples') for f in (REPO / folder).rglob('*.py')] + [*REPO.glob('*.py')]
     loading = {f.relative_to(REPO).as_posix() for f in ours if 'import yaml' in f.read_text() or 'yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20]}
-    assert loading <= {'utils/qat/bounded_yaml.py', 'utils/qat/files.py'}
+    assert loading <= {'utils/qat/bounded_yaml.py', 'utils/qat/core/files.py'}
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------

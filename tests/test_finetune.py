@@ -9,7 +9,7 @@ from models.quantize.finetune import finetune, rate, supervised_layers
 from models.quantize.losses import TINY, relative_error
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from zoo import build, image, output, program, same, settings, state, tensors
 
 LOADER = [image(96, 2, seed) for seed in range(4)]

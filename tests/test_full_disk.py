@@ -14,8 +14,8 @@ import pytest
 from conftest import TREE
 from onnx import TensorProto, helper
 from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
-from utils.qat.errors import run_command
-from utils.qat.log import LOGGER
+from utils.qat.core.errors import run_command
+from utils.qat.core.log import LOGGER
 from zoo import program, same
 
 pytestmark = pytest.mark.faults

@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from utils.qat import onnx_graph
 from utils.qat.backends import OnnxModel
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_audit import audit
 from utils.qat.onnx_half import fp32_scales, to_half
 from utils.qat.onnx_passes import store_int8_weights

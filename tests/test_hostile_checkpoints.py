@@ -14,7 +14,7 @@ import pytest
 import torch
 from faults import pickle_in, sampled
 from models.quantize import checkpoint
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.labels import check_cache
 from utils.qat.plain_values import read_values
 
@@ -70,7 +70,7 @@ def payloads(sprung):
             'torch.jit': (named('torch.jit.load'), text(str(sprung))), 'numpy.load': (named('numpy.load'), text(str(sprung))),
             'a model that evals': (named('models.yolo.DetectionModel'), mapping(activation=code)),
             'a model that loads': (named('models.common.DetectMultiBackend'), text(str(sprung))),
-            'a function of ours': (named('utils.qat.files.sha256'), text(str(sprung)))}
+            'a function of ours': (named('utils.qat.core.files.sha256'), text(str(sprung)))}
 
 
 def routes(function, argument):

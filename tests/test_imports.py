@@ -90,7 +90,7 @@ def test_what_loads_nothing_heavy():
     assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
 
 
-CIRCLES = {('utils.qat.distributed', 'utils.qat.errors'), ('utils.qat.distributed', 'utils.qat.backends')}  # imports that close one: empty it
+CIRCLES = {('utils.qat.core.distributed', 'utils.qat.core.errors'), ('utils.qat.core.distributed', 'utils.qat.backends')}  # imports that close one: empty it
 
 
 def circles(graph):
@@ -126,7 +126,7 @@ def test_no_circle():
 
 # ---- what is not done ---------------------------------------------------------------------------------------------------
 
-PRINTS = {'utils/qat/errors.py': 'the one line on stderr that a mistake is answered with',
+PRINTS = {'utils/qat/core/errors.py': 'the one line on stderr that a mistake is answered with',
           'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print"}
 SWALLOWS = {'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class'}  # file → reason
 FORWARD_SET = {'models/quantize/checkpoint.py': 'on an instance, as upstream fuse() does, for trees whose fuse() does not'}

@@ -16,7 +16,7 @@ from models.quantize.quantizers import named_quantizers, quantizers_off
 from onnx import TensorProto, helper, numpy_helper
 from segmenters import CLASSES, NM, SEGMENTERS, segmenter
 from utils.qat import onnx_graph, onnx_passes
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_audit import audit
 from zoo import image, output, same, state
 

@@ -16,8 +16,8 @@ from conftest import REPO
 from graphs import INT8_BLOCK, copy
 from test_imports import IMPORTS, within
 from utils.qat import engine_graph, engine_tables
+from utils.qat.core.errors import QatError, run_command
 from utils.qat.engine_rules import findings, is_qdq, is_reformat, tensor_cores
-from utils.qat.errors import QatError, run_command
 from utils.qat.profile import Layer, Tensor, dtype, read_engine
 from zoo import program, python
 

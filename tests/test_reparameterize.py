@@ -10,9 +10,9 @@ from conftest import FULL_TREE, TREE
 from faults import sampled
 from models.quantize.checkpoint import load_float
 from models.quantize.reparameterize import largest_difference, reparameterize
-from utils.qat.errors import QatError, run_command
-from utils.qat.files import sha256
-from utils.qat.log import quiet_upstream
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.files import sha256
+from utils.qat.core.log import quiet_upstream
 from zoo import build, command, config, config_file, full, image, output, program, python, same, state
 
 TWIN_OF = {**{f'yolov9-{size}': f'gelan-{size}' for size in 'tsmce'}, 'yolov9-cf': 'gelan-c'}

@@ -21,10 +21,10 @@ from conftest import REPO, TREE
 from faults import sampled
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch, finetune
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.markdown import versions
 from utils.qat.data import load_data, load_hyp
-from utils.qat.errors import QatError, run_command
 from utils.qat.loaders import calibration_images, training_images, val_loader
-from utils.qat.report import versions
 from utils.qat.resume import STATE
 from zoo import image, program, same, settings, state
 

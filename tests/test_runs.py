@@ -25,9 +25,9 @@ from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
 from utils.qat.config import EvalConfig
-from utils.qat.errors import QatError, run_command
-from utils.qat.files import sha256
-from utils.qat.folders import LOCK, run_folder, writing
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.files import sha256
+from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.plots import literal
 from utils.qat.resume import STATE, require_epoch
 from utils.qat.summary import FILE, read_summary

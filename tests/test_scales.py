@@ -10,7 +10,7 @@ from models.quantize.checkpoint import load_quantized, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
-from utils.qat.files import sha256
+from utils.qat.core.files import sha256
 from utils.qat.onnx_graph import constants
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 

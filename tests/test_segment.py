@@ -17,13 +17,13 @@ from models.quantize.outputs import Raw, parts
 from models.quantize.step import head_emits_raw_maps
 from torchvision.ops import roi_align
 from utils.qat.config import EvalConfig
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.markdown import merit, points_lost
 from utils.qat.data import load_data
 from utils.qat.detections import Detections
-from utils.qat.errors import QatError, run_command
 from utils.qat.evaluate import IOUS, _correct, evaluate
 from utils.qat.loaders import training_images, val_loader
 from utils.qat.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
-from utils.qat.report import merit, points_lost
 from zoo import build, fuse, image, program, python, settings
 
 CPU = torch.device('cpu')

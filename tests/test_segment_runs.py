@@ -15,10 +15,10 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config import EvalConfig
+from utils.qat.core.errors import run_command
+from utils.qat.core.files import sha256
 from utils.qat.data import load_data
-from utils.qat.errors import run_command
 from utils.qat.evaluate import evaluate
-from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_graph import constants
 from zoo import build, full, fuse, image, output, program, python, same, settings

@@ -11,8 +11,8 @@ from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.blocks import Twin
 from models.quantize.calibrate import calibrate
-from models.quantize.divergence import divergence
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
+from models.quantize.divergence import divergence
 from models.quantize.measure import ALONE, FLOAT, INT8, Forms, measure
 from models.quantize.outputs import Raw
 from models.quantize.ptq import Choice, within_budget
@@ -21,12 +21,12 @@ from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.sensitivity import Estimate, unit_costs
 from models.quantize.units import find_units, left_out
 from utils.qat.config import SensitiveConfig
+from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.files import sha256
+from utils.qat.core.markdown import versions
 from utils.qat.data import load_data
-from utils.qat.errors import QatError, run_command
-from utils.qat.files import sha256
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit
-from utils.qat.report import versions
 from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
 from zoo import build, full, fuse, image, program, same, settings
 

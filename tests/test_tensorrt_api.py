@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import REPO
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.tensorrt_api import OPTIONAL, VERSIONS, capabilities, load_tensorrt
 
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())

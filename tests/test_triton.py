@@ -3,7 +3,7 @@ import re
 
 import pytest
 from onnx import TensorProto, helper
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.triton import triton_config
 
 FLOAT, INT32, INT64, HALF = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT16

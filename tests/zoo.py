@@ -24,11 +24,11 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config import QuantizeConfig
+from utils.qat.core.errors import run_command
+from utils.qat.core.files import sha256
+from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data import load_data
-from utils.qat.errors import run_command
-from utils.qat.files import sha256
 from utils.qat.loaders import calibration_images
-from utils.qat.log import LOGGER, quiet_upstream
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 

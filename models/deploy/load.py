@@ -2,7 +2,7 @@
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
 from utils.qat.backends import EngineModel, OnnxModel, TorchModel
-from utils.qat.log import quiet_upstream
+from utils.qat.core.log import quiet_upstream
 
 SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from models.quantize.quantizers import named_quantizers
 from utils.qat import onnx_graph, onnx_half, onnx_passes
 from utils.qat.backends import OnnxModel
-from utils.qat.errors import QatError, atomic
+from utils.qat.core.errors import QatError, atomic
 
 OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
 

@@ -8,8 +8,8 @@ import torch
 
 from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
 from models.quantize.search import SEARCH, amax_mse
-from utils.qat.distributed import all_reduce
-from utils.qat.errors import QatError
+from utils.qat.core.distributed import all_reduce
+from utils.qat.core.errors import QatError
 
 BITS = 12
 BINS = 1 << BITS

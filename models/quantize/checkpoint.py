@@ -13,11 +13,11 @@ from models.common import RepConvN
 from models.quantize.convert import is_quantized
 from models.quantize.pickled_modules import TWINS, build
 from models.quantize.scales import shared_scales
-from utils.qat.errors import QatError, require_file
-from utils.qat.files import write_torch
+from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.files import write_torch
+from utils.qat.core.markdown import versions
 from utils.qat.names import require_names
 from utils.qat.pickle_records import Refused
-from utils.qat.report import versions
 from utils.qat.torch_archive import read_archive
 
 FORMAT = 2  # 2: every scale is an FP16 number

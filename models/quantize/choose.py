@@ -11,7 +11,7 @@ from models.quantize.calibrate import calibrate_weights, histogram_amax, raised_
 from models.quantize.divergence import divergence
 from models.quantize.fisher import fisher_amax
 from models.quantize.outputs import Raw, has_known_head, require_known_head
-from utils.qat.distributed import from_first
+from utils.qat.core.distributed import from_first
 
 CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
 PROMISING = 3  # methods, those of least divergence, that are tried with corrected biases too

@@ -5,7 +5,7 @@ import torch.nn as nn
 from models.common import DFL
 
 from models.quantize.blocks import TWINS, QuantResidual, Twin
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 # Upstream's modules whose every operation has been looked at: what must be INT8 in them is, by a twin or by the
 # quantized convolutions around it.

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 

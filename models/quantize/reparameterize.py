@@ -13,7 +13,7 @@ from models import yolo
 from models.common import Silence
 
 from models.quantize.weightless import parameter_shapes
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.model_yaml import require_network
 
 # Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first

@@ -13,13 +13,13 @@ from models.quantize.finetune import Epoch
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
 from utils.qat.chance import in_words
-from utils.qat.distributed import describe, from_first, on_first
-from utils.qat.errors import HALF, QatError, atomic
+from utils.qat.core.distributed import describe, from_first, on_first
+from utils.qat.core.errors import HALF, QatError, atomic
+from utils.qat.core.files import write_torch
+from utils.qat.core.log import LOGGER
+from utils.qat.core.markdown import merit, versions
 from utils.qat.evaluate import evaluate
-from utils.qat.files import write_torch
-from utils.qat.log import LOGGER
 from utils.qat.plain_values import read_values
-from utils.qat.report import merit, versions
 from utils.qat.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.resume import RESAMPLED, STATE, interrupted, require_epoch
 from utils.qat.run_report import write_report
@@ -192,7 +192,7 @@ class Run:
         self.write()
 
     def _keep_best(self, result):
-        """Where `result` is the best so far (report.merit), its model becomes qat_best_*.pt."""
+        """Where `result` is the best so far (markdown.merit), its model becomes qat_best_*.pt."""
         if not self.report['best'] or merit(result) > merit(self.report['best']):
             best = self.weights / f'qat_best_{self.source.stem}.pt'
             on_first(copy)(self.folder / result['file'], best)

@@ -15,7 +15,7 @@ from models.quantize.fisher import AT_ONCE, backward
 from models.quantize.measure import Forms, measure
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
-from utils.qat.distributed import all_reduce, rank, world_size
+from utils.qat.core.distributed import all_reduce, rank, world_size
 from utils.qat.detections import prepared
 
 MEASURED = 10  # units, the worst by the estimate

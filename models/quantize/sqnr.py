@@ -11,7 +11,7 @@ import torch
 
 from models.quantize.outputs import Raw
 from utils.qat.backends import TorchModel
-from utils.qat.distributed import all_reduce
+from utils.qat.core.distributed import all_reduce
 
 PARTS = ('boxes', 'classes', 'coefficients', 'prototypes')
 

@@ -13,7 +13,7 @@ from models.quantize.learned_scales import LearnedScales
 from models.quantize.outputs import parts
 from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import FixedScales
-from utils.qat.distributed import all_reduce, world_size
+from utils.qat.core.distributed import all_reduce, world_size
 
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient

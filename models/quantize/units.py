@@ -6,7 +6,7 @@ import re
 
 import torch.nn as nn
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 

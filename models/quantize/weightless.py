@@ -11,7 +11,7 @@ from models.yolo import parse_model
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.model_yaml import require_network
 
 LAYERS = 8000  # modules within modules; the largest of upstream's has 1800

@@ -2,9 +2,9 @@
 from argparse import BooleanOptionalAction
 from pathlib import Path
 
-from utils.qat.config import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS, EvalConfig,
-                              QuantizeConfig, SensitiveConfig)
-from utils.qat.errors import Parser
+from utils.qat.config import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS,
+                              EvalConfig, QuantizeConfig, SensitiveConfig)
+from utils.qat.core.errors import Parser
 from utils.qat.resume import resumed
 
 

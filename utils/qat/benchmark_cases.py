@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from utils.qat.benchmark import Result, measure
+from utils.qat.core.errors import QatError
 from utils.qat.engine_cache import engine_for
-from utils.qat.errors import QatError
 from utils.qat.network import Network, shapes_of
 from utils.qat.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
 from utils.qat.tensorrt_api import load_tensorrt

@@ -2,7 +2,7 @@
 from pathlib import Path
 
 from utils.qat.benchmark_plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.report import code, escaped, markdown_table, write_json, write_text
+from utils.qat.core.markdown import code, escaped, markdown_table, write_json, write_text
 
 
 def with_short_names(results):

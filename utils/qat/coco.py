@@ -8,7 +8,7 @@ import torch
 from utils.general import xyxy2xywh
 from utils.segment.general import scale_image
 
-from utils.qat.log import LOGGER
+from utils.qat.core.log import LOGGER
 
 AT_ONCE = 32  # masks in the size of the image
 

@@ -11,7 +11,7 @@ import torch
 from utils.metrics import box_iou
 
 from utils.qat.chance import difference
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Metrics, Scorer
 from utils.qat.masks import same_place_iou

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from utils.qat.compare import Elements
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 
 @dataclass

@@ -316,7 +316,7 @@ def openmp_sleeps():
     those it got. Delete when upstream imports torch after utils."""
     import torch
 
-    from utils.qat import threads
+    from utils.qat.core import threads
 
     workers = torch.get_num_threads()
     if not threads.too_late or workers == 1:

@@ -2,7 +2,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 CALIB_METHODS = ('auto', 'mse', 'l1.5', 'l2.4', 'l3', 'fisher', 'entropy', 'percentile', 'max')  # auto: the best of the next five
 WEIGHT_METHODS = ('max', 'mse')

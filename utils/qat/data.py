@@ -11,11 +11,11 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
-from utils.qat.distributed import first_goes_ahead
-from utils.qat.errors import QatError, require_file
-from utils.qat.files import read_yaml
+from utils.qat.core.distributed import first_goes_ahead
+from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.files import read_yaml
+from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.labels import check_cache, check_dropped, check_labels, check_names
-from utils.qat.log import LOGGER, quiet_upstream
 from utils.qat.names import class_names
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.qat.config import check
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.export_config import OPSETS
 from utils.qat.tensorrt_api import BACKENDS
 

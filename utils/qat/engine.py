@@ -9,8 +9,8 @@ import json
 
 import torch
 
-from utils.qat.errors import QatError
-from utils.qat.log import LOGGER
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 from utils.qat.sidecar import read_sidecar, require_fit, this_gpu
 from utils.qat.tensorrt_api import capabilities, load_tensorrt, logger, product
 

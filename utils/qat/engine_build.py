@@ -8,9 +8,9 @@ TensorRT-RTX builds without a GPU.
 import time
 import warnings
 
+from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.log import LOGGER
 from utils.qat.engine_plan import Source, plan
-from utils.qat.errors import QatError, atomic
-from utils.qat.log import LOGGER
 from utils.qat.sidecar import write_sidecar
 from utils.qat.tensorrt_api import capabilities, load_tensorrt, logger, product, progress_monitor
 

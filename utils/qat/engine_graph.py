@@ -12,10 +12,10 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.printable import visible
 from utils.qat.engine_rules import is_qdq, is_reformat
 from utils.qat.engine_tables import shape_text, short_name
-from utils.qat.errors import QatError, atomic
-from utils.qat.text import visible
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}

@@ -5,8 +5,8 @@ inside is strongly typed, and is built in its own types; TensorRT 11 and TensorR
 """
 from dataclasses import dataclass
 
-from utils.qat.errors import QatError
-from utils.qat.log import LOGGER
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 from utils.qat.onnx_audit import load
 from utils.qat.onnx_graph import count_qdq, given, is_half, name_of
 

@@ -4,10 +4,10 @@ import re
 from collections import Counter
 from os.path import commonprefix
 
+from utils.qat.core.errors import atomic
+from utils.qat.core.markdown import markdown_table
 from utils.qat.engine_rules import FINDINGS, is_convolution, is_qdq, is_reformat, tensor_cores
-from utils.qat.errors import atomic
 from utils.qat.onnx_graph import module_path
-from utils.qat.report import markdown_table
 
 COLUMNS = ('index', 'name', 'short name', 'kind', 'type in', 'type out', 'weights', 'shapes in', 'shapes out', 'formats in', 'formats out',
            'ms', 'share', 'tensor cores', 'kernel', 'onnx nodes', 'findings')

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from utils.dataloaders import img2label_paths
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.names import is_printable_text
 from utils.qat.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.plain_values import ARRAYS, MULTIARRAY, Values, array_state

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
+from utils.qat.core.errors import QatError
 from utils.qat.data import open_dataset
-from utils.qat.errors import QatError
 from utils.qat.masks import COARSE
 
 

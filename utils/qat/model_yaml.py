@@ -6,7 +6,7 @@ import ast
 import math
 from types import CodeType
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 # What upstream's parse_model knows, and what else its files have
 LAYERS = frozenset("""

@@ -1,8 +1,8 @@
 """Names of classes and of modules, which files bring along: of printable characters, so that they can be repeated in a line of their own."""
 import datetime
 
-from utils.qat.errors import QatError
-from utils.qat.text import is_printable
+from utils.qat.core.errors import QatError
+from utils.qat.core.printable import is_printable
 
 LONGEST = 200  # characters of a name
 SCALARS = str, int, float, bool, datetime.date, datetime.datetime, type(None)  # what YAML makes of `yes`, 7 and 2020-01-01

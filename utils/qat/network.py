@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from onnx import TensorProto
 
-from utils.qat.errors import QatError, require_file
+from utils.qat.core.errors import QatError, require_file
 from utils.qat.onnx_audit import load, naming
 from utils.qat.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 from utils.qat.sidecar import read_sidecar

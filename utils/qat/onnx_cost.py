@@ -20,7 +20,7 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}

@@ -5,7 +5,7 @@ from functools import cached_property, wraps
 import onnx
 from onnx import numpy_helper
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 ACTIVATIONS = {'Clip', 'Elu', 'HardSigmoid', 'HardSwish', 'LeakyRelu', 'Mish', 'PRelu', 'Relu', 'Sigmoid', 'Softplus', 'Swish', 'Tanh'}
 ELEMENTWISE = {'Abs', 'Add', 'BatchNormalization', 'Div', 'Exp', 'Max', 'Min', 'Mul', 'Neg', 'Pow', 'Sqrt', 'Sub', 'Sum', *ACTIVATIONS}

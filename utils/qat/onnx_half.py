@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
 from utils.qat.onnx_passes import constants_to_initializers, store_int8_weights
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
 
 

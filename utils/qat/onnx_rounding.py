@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from utils.qat.core.threads import onnx_options
 from utils.qat.onnx_graph import constants, is_half
-from utils.qat.threads import onnx_options
 
 
 @cache

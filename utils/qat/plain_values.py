@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.pickle_records import Call, Name, Refused, Stored
 from utils.qat.torch_archive import read_archive
 

@@ -4,7 +4,7 @@ import warnings
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from utils.qat.errors import atomic
+from utils.qat.core.errors import atomic
 
 
 MOST = 80  # classes in a picture

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from utils.qat.chance import RESAMPLES, difference, difference_of_merit
-from utils.qat.report import write_text
+from utils.qat.core.markdown import write_text
 from utils.qat.resume import RESAMPLED, unfit_state
 from utils.qat.schema import SHARE, misfit, read_json
 
@@ -23,7 +23,7 @@ class Resampled(dict):
         return difference(self[FLOAT], self[what]) if FLOAT in self else None
 
     def gain(self, best):
-        """The same of `best` to PTQ, of report.merit; None if PTQ was not scored."""
+        """The same of `best` to PTQ, of markdown.merit; None if PTQ was not scored."""
         return difference_of_merit(self[PTQ], self[best]) if PTQ in self else None
 
     def last_epochs(self, number):

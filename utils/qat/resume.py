@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from utils.qat.config import QuantizeConfig
-from utils.qat.errors import QatError
-from utils.qat.folders import writing
-from utils.qat.report import PACKAGES, merit
-from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything, misfit, read_json,
-                              settings_kind)
+from utils.qat.core.errors import QatError
+from utils.qat.core.markdown import PACKAGES, merit
+from utils.qat.core.run_folder import writing
+from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything,
+                              misfit, read_json, settings_kind)
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
 RESAMPLED = 'weights/resampled.json'  # likewise: AP of each model on the resamples of the images, which later ones are compared with

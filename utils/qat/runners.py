@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from utils.qat.core.errors import QatError
+from utils.qat.core.threads import onnx_options
 from utils.qat.engine import EngineRunner
-from utils.qat.errors import QatError
-from utils.qat.threads import onnx_options
 
 BACKENDS = {'tensorrt': 'TensorRT', 'rtx': 'TensorRT-RTX', 'onnxruntime': 'ONNX Runtime', 'pytorch': 'PyTorch'}
 

@@ -2,8 +2,8 @@
 from dataclasses import asdict
 
 from utils.qat.config import EvalConfig
+from utils.qat.core.markdown import class_table, document, escaped, image, markdown_table, versions, write_json
 from utils.qat.plots import plot_classes
-from utils.qat.report import class_table, document, escaped, image, markdown_table, versions, write_json
 from utils.qat.settings import closing
 
 

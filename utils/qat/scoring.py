@@ -2,20 +2,20 @@
 from utils.general import check_img_size
 
 from utils.qat.backends import FileModel
+from utils.qat.core.distributed import describe, from_first, on_first, rank, world_size
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
+from utils.qat.core.next_command import after_scoring
 from utils.qat.data import load_data
-from utils.qat.distributed import describe, from_first, on_first, rank, world_size
-from utils.qat.errors import QatError
 from utils.qat.evaluate import evaluate
-from utils.qat.following import after_scoring
 from utils.qat.loaders import val_loader
-from utils.qat.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.score_report import tables, write_scores
 
 
 def score_file(predict, config, device, folder, backend='tensorrt'):
     """Score `predict`, the model in config.weights: log the tables, write the report and predictions.json. Returns Metrics.
 
-    predict: see backends.py. config: an EvalConfig. folder: see folders.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
+    predict: see backends.py. config: an EvalConfig. folder: see run_folder.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
     square, size.
     Raises QatError if file, settings and data do not fit together.
     """

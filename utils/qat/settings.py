@@ -2,7 +2,7 @@
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from utils.qat.report import Markdown, code, escaped, markdown_table
+from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
 
 UNNAMED = 'needs_masks', 'resume', 'exist_ok', 'dry_run'  # no settings of a result
 

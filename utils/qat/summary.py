@@ -1,12 +1,12 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
 from utils.qat.chance import RESAMPLES, in_words, points
 from utils.qat.config import SensitiveConfig
-from utils.qat.errors import QatError, require_file
-from utils.qat.report import PACKAGES, document, escaped, image, markdown_table
-from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit, read_json,
-                              settings_kind)
+from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.markdown import PACKAGES, document, escaped, image, markdown_table
+from utils.qat.core.printable import visible
+from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit,
+                              read_json, settings_kind)
 from utils.qat.settings import closing
-from utils.qat.text import visible
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 

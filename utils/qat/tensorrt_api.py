@@ -6,8 +6,8 @@ of the version's number. Nothing here or in `engine` and `engine_build` imports 
 import importlib
 from dataclasses import dataclass
 
-from utils.qat.errors import QatError
-from utils.qat.log import LOGGER
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 
 # --backend → what to import, the first that is there. The wheels of TensorRT-RTX alone bring the second name.
 BACKENDS = {'tensorrt': ('tensorrt',), 'rtx': ('tensorrt_rtx', 'tensorrt_rtx_bindings')}

@@ -9,7 +9,7 @@ import json
 
 from onnx import TensorProto
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 from utils.qat.onnx_graph import given
 
 TYPES = {TensorProto.FLOAT: 'TYPE_FP32', TensorProto.FLOAT16: 'TYPE_FP16', TensorProto.INT32: 'TYPE_INT32', TensorProto.INT64: 'TYPE_INT64',

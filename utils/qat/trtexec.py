@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from utils.qat.errors import QatError, atomic
+from utils.qat.core.errors import QatError, atomic
 from utils.qat.sidecar import write_sidecar
 from utils.qat.tensorrt_api import VERSIONS
 

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 PERIOD = 0.1  # seconds between samples
 MIB = 1 << 20

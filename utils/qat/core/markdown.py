@@ -10,8 +10,8 @@ import unicodedata
 from importlib import metadata
 from urllib.parse import quote
 
-from utils.qat.errors import atomic
-from utils.qat.text import visible
+from utils.qat.core.errors import atomic
+from utils.qat.core.printable import visible
 
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')  # whose versions decide the numbers
 COLUMNS = ('AP', 'AP50', 'P', 'R')

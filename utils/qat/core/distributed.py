@@ -8,7 +8,7 @@ import datetime
 import os
 from itertools import chain, zip_longest
 
-from utils.qat.errors import QatError
+from utils.qat.core.errors import QatError
 
 # How long one process waits for another: the first may have the labels of a large data set to read. If one dies nobody waits:
 # torchrun ends the others.

@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from utils.qat.system import KINDS, OUTPUT, explain
-from utils.qat.text import cut, is_printable, visible
+from utils.qat.core.printable import cut, is_printable, visible
+from utils.qat.core.system_errors import KINDS, OUTPUT, explain
 
 HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names of files that are being written, see `atomic`
 FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
@@ -39,7 +39,7 @@ class _Speak(argparse.Action):
         self.level = level
 
     def __call__(self, *_):
-        from utils.qat.log import TERMINAL  # here: what it needs imports QatError
+        from utils.qat.core.log import TERMINAL  # here: what it needs imports QatError
         TERMINAL.setLevel(self.level)
 
 
@@ -64,8 +64,8 @@ def run_command(main, argv=None):
     Under torchrun most mistakes are met by all processes. The first says so and ends, and torchrun ends the others; only one
     that is alone with its mistake is still there to speak.
     """
-    from utils.qat.distributed import is_first, rank, world_size  # here: they import QatError
-    from utils.qat.log import LOGGER, RED, TERMINAL, painted
+    from utils.qat.core.distributed import is_first, rank, world_size  # here: they import QatError
+    from utils.qat.core.log import LOGGER, RED, TERMINAL, painted
     TERMINAL.setLevel(logging.INFO)  # until --quiet or --verbose is met
     start = time.perf_counter()
     open_streams()

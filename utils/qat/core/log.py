@@ -9,9 +9,9 @@ import os
 import re
 import sys
 
-from utils.qat.distributed import is_first
-from utils.qat.system import OUTPUT
-from utils.qat.text import visible
+from utils.qat.core.distributed import is_first
+from utils.qat.core.printable import visible
+from utils.qat.core.system_errors import OUTPUT
 
 RESULT = logging.WARNING + 5
 BOLD, RED, YELLOW = 1, 31, 33  # ANSI

@@ -2,7 +2,7 @@
 import hashlib
 import io
 
-from utils.qat.errors import QatError, atomic
+from utils.qat.core.errors import QatError, atomic
 
 LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
 

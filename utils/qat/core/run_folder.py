@@ -9,8 +9,8 @@ import socket
 import stat
 from pathlib import Path
 
-from utils.qat.distributed import is_first
-from utils.qat.errors import QatError
+from utils.qat.core.distributed import is_first
+from utils.qat.core.errors import QatError
 
 LOCK = '.lock'  # in the folder of a run while a process works there: names it, and carries its lock
 OURS = 'weights', 'log.txt'  # what a run opens by name, and a link would lead out of its folder

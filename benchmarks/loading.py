@@ -16,7 +16,7 @@ sys.path.insert(0, os.getcwd())
 import models.yolo  # before torch: it says how threads wait
 import torch
 from models.quantize.pickled_modules import build
-from utils.qat.torch_archive import read_archive
+from utils.qat.untrusted.torch_archive import read_archive
 torch.ones(8).half().float()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start, cpu = time.perf_counter(), time.process_time()

@@ -95,7 +95,7 @@ def pack(checkpoint, out):
 
 def build(packed, out, upstream):
     """Packed file -> upstream checkpoint, as upstream's training leaves it when it has finished (epoch -1, no optimizer)."""
-    from utils.qat.plain_values import read_values  # of the patched tree
+    from utils.qat.untrusted.plain_values import read_values  # of the patched tree
     state = read_values(packed, 'STATE.pt')
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:

@@ -13,7 +13,7 @@ from models.quantize.convert import is_quantized
 from models.quantize.quantizers import Quantizer
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.torch_archive import read_archive
+from utils.qat.untrusted.torch_archive import read_archive
 from zoo import image, output, python, same, state
 
 EVERY = load_float, load_quantized, load_any, load_dual_or_float

@@ -16,8 +16,8 @@ from models.quantize import checkpoint
 from models.yolo import DetectionModel
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.pickle_records import read_pickle
-from utils.qat.plain_values import Values
+from utils.qat.untrusted.pickle_records import read_pickle
+from utils.qat.untrusted.plain_values import Values
 from zoo import build, full, image, output, same
 
 COMMANDS = {  # each takes FILE; OTHER is data of another number of classes, so that what does load does not go on for long

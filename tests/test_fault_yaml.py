@@ -19,7 +19,7 @@ from models.quantize.weightless import parameter_shapes
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import read_yaml
 from utils.qat.core.log import quiet_upstream
-from utils.qat.model_yaml import LAYERS, require_network
+from utils.qat.untrusted.model_yaml import LAYERS, require_network
 from zoo import build, config, full, program, python
 
 CFG = yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text())
@@ -63,7 +63,7 @@ def test_they_take_no_memory(tmp_path):
         import resource, sys
         from pathlib import Path
         sys.path.insert(0, {str(TREE)!r})
-        from utils.qat.bounded_yaml import load
+        from utils.qat.untrusted.bounded_yaml import load
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for file in sorted(Path({str(tmp_path)!r}).glob('*.yaml')):
             try:
@@ -96,7 +96,7 @@ def test_yaml_of_upstream_and_of_the_demo_is_read(file):
 def test_all_yaml_is_read_in_one_place():
     ours = [f for folder in ('models', 'utils', 'scripts', 'demo', 'segment', 'benchmarks', 'examples') for f in (REPO / folder).rglob('*.py')] + [*REPO.glob('*.py')]
     loading = {f.relative_to(REPO).as_posix() for f in ours if 'import yaml' in f.read_text() or 'yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20]}
-    assert loading <= {'utils/qat/bounded_yaml.py', 'utils/qat/core/files.py'}
+    assert loading <= {'utils/qat/untrusted/bounded_yaml.py', 'utils/qat/core/files.py'}
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from faults import pickle_in, sampled
 from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
 from utils.qat.labels import check_cache
-from utils.qat.plain_values import read_values
+from utils.qat.untrusted.plain_values import read_values
 
 RANDOM, ARCHIVES, CACHES = 1500, 24, 325  # cases; the two others are asserted where they are made
 LOADERS = checkpoint.load_float, checkpoint.load_quantized, checkpoint.load_dual_or_float, checkpoint.load_any
@@ -404,5 +404,5 @@ def test_a_layer_of_ones_own_loads_without_a_call(demo, tmp_path, monkeypatch):
 
 
 def test_the_pickle_of_a_real_checkpoint_has_room_below_every_limit(demo):
-    from utils.qat import plain_values, torch_archive
+    from utils.qat.untrusted import plain_values, torch_archive
     assert 20 * len(pickle_in(demo.dual.read_bytes())) < torch_archive.MOST_PICKLE and plain_values.DEEPEST == 100

@@ -16,9 +16,9 @@ from models.quantize.scales import shared_scales
 from utils.qat.core.errors import QatError, require_file
 from utils.qat.core.files import write_torch
 from utils.qat.core.markdown import versions
-from utils.qat.names import require_names
-from utils.qat.pickle_records import Refused
-from utils.qat.torch_archive import read_archive
+from utils.qat.untrusted.names import require_names
+from utils.qat.untrusted.pickle_records import Refused
+from utils.qat.untrusted.torch_archive import read_archive
 
 FORMAT = 2  # 2: every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9's is 64

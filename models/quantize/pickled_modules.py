@@ -15,8 +15,8 @@ from pathlib import Path
 import models
 import torch
 
-from utils.qat.pickle_records import Call, Name, Refused, without_collector
-from utils.qat.plain_values import Values, TRUST
+from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
+from utils.qat.untrusted.plain_values import Values, TRUST
 
 TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # ours
 TORCH = {f'torch.nn.modules.{module}.{name}' for module, names in {  # layers that YOLOv9's networks are made of

@@ -14,7 +14,7 @@ from models.common import Silence
 
 from models.quantize.weightless import parameter_shapes
 from utils.qat.core.errors import QatError
-from utils.qat.model_yaml import require_network
+from utils.qat.untrusted.model_yaml import require_network
 
 # Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first
 # half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head

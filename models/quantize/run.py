@@ -19,10 +19,10 @@ from utils.qat.core.files import write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.markdown import merit, versions
 from utils.qat.evaluate import evaluate
-from utils.qat.plain_values import read_values
 from utils.qat.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.resume import RESAMPLED, STATE, interrupted, require_epoch
 from utils.qat.run_report import write_report
+from utils.qat.untrusted.plain_values import read_values
 
 
 UNSCORED = '.unscored.pt'  # in weights/: a model on the way to its name

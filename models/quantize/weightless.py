@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from utils.qat.core.errors import QatError
-from utils.qat.model_yaml import require_network
+from utils.qat.untrusted.model_yaml import require_network
 
 LAYERS = 8000  # modules within modules; the largest of upstream's has 1800
 SIDE = 256  # pixels of the image that upstream runs a new model on

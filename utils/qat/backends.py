@@ -14,8 +14,8 @@ from utils.qat.core.threads import onnx_options
 from utils.qat.detections import Detections
 from utils.qat.export_config import END2END, MASKS, PLUGIN
 from utils.qat.masks import BoxMasks
-from utils.qat.names import class_names
 from utils.qat.onnx_rounding import rounding
+from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 

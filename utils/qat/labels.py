@@ -6,9 +6,9 @@ from pathlib import Path
 from utils.dataloaders import img2label_paths
 
 from utils.qat.core.errors import QatError
-from utils.qat.names import is_printable_text
-from utils.qat.pickle_records import Call, Refused, read_pickle, without_collector
-from utils.qat.plain_values import ARRAYS, MULTIARRAY, Values, array_state
+from utils.qat.untrusted.names import is_printable_text
+from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, without_collector
+from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 from utils.qat import onnx_cost
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.names import is_printable_text
 from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
 from utils.qat.onnx_graph import CONVS, ELEMENTWISE, MOVES, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
 from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.untrusted.names import is_printable_text
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
 READS = {**dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1), **dict.fromkeys((*QDQ, *WEIGHTED), 2)}  # inputs, at least

@@ -9,7 +9,7 @@ import numpy as np
 from utils.qat.chance import RESAMPLES, difference, difference_of_merit
 from utils.qat.core.markdown import write_text
 from utils.qat.resume import RESAMPLED, unfit_state
-from utils.qat.schema import SHARE, misfit, read_json
+from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # models that are scored
 LAST = 3  # epochs, of whose AP the mean is told: it is not the highest of many

@@ -10,8 +10,8 @@ from utils.qat.config import QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import PACKAGES, merit
 from utils.qat.core.run_folder import writing
-from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR, anything,
-                              misfit, read_json, settings_kind)
+from utils.qat.untrusted.json_schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR,
+                                             anything, misfit, read_json, settings_kind)
 
 STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
 RESAMPLED = 'weights/resampled.json'  # likewise: AP of each model on the resamples of the images, which later ones are compared with
@@ -26,7 +26,7 @@ def _file(value):
 
 COMPARED = {**METRICS, 'sqnr': SQNR, 'against_float?': AGAINST}
 SCORED = {**COMPARED, 'file': _file}
-REPORT = {  # report.json but for its settings, see schema.misfit
+REPORT = {  # report.json but for its settings, see json_schema.misfit
     'settings': {str: anything}, 'versions': dict.fromkeys(('python', *PACKAGES), str), 'device': str, 'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT}, 'chosen_on': str, 'origin': (NONE, METRICS), 'calibration': (NONE, CALIBRATION),
     'kept_float': [str], 'ptq': (NONE, {'file': _file}, SCORED), 'epochs': [{'epoch': COUNT, 'loss': POSITIVE, **SCORED}],

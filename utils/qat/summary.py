@@ -4,9 +4,9 @@ from utils.qat.config import SensitiveConfig
 from utils.qat.core.errors import QatError, require_file
 from utils.qat.core.markdown import PACKAGES, document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
-from utils.qat.schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR, anything, misfit,
-                              read_json, settings_kind)
 from utils.qat.settings import closing
+from utils.qat.untrusted.json_schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR,
+                                             anything, misfit, read_json, settings_kind)
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
@@ -14,7 +14,7 @@ MEASURED = {'divergence': NUMBER, 'sqnr': SQNR, **{f'{name}?': kind for name, ki
             'against_float?': AGAINST, 'against_int8?': CHANCE}
 UNIT = {'unit': str, 'kind': str, 'convolutions': INDEX, 'flops': INDEX, 'parameters': INDEX, 'estimated': {'only': NUMBER, 'without': NUMBER},
         'measured': (NONE, {'only': MEASURED, 'without': MEASURED}), 'distortion': NUMBER, 'twins': [str], 'ranges': {str: (NUMBER, [NUMBER])}}
-SUMMARY = {  # see schema.misfit
+SUMMARY = {  # see json_schema.misfit
     'kind': str, 'version': INDEX, 'weights': str, 'weights_sha256': str, 'settings': settings_kind(SensitiveConfig),
     'versions': dict.fromkeys(('python', *PACKAGES), str), 'device': str, 'images': COUNT, 'calibration': CALIBRATION, 'times': {str: SECONDS},
     'float': MEASURED, 'int8': MEASURED, 'flops': COUNT, 'units': [UNIT]}

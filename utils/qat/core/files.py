@@ -18,7 +18,7 @@ def read_yaml(file, flag):
     """Content of a YAML file given with `flag`. Raises QatError if it is none, or beyond what anybody writes."""
     import yaml  # here, so that `-h` does not need it
 
-    from utils.qat.bounded_yaml import TooMuch, load
+    from utils.qat.untrusted.bounded_yaml import TooMuch, load
     if file.stat().st_size > LARGEST_YAML:
         raise QatError(f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?')
     try:

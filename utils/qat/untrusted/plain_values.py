@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from utils.qat.core.errors import QatError
-from utils.qat.pickle_records import Call, Name, Refused, Stored
-from utils.qat.torch_archive import read_archive
+from utils.qat.untrusted.pickle_records import Call, Name, Refused, Stored
+from utils.qat.untrusted.torch_archive import read_archive
 
 DEEPEST = 100  # levels of nesting
 MOST_VALUES = 4_000_000  # everything counted as often as it is referred to: lists of lists of lists grow without growing the file

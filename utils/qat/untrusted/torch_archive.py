@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from utils.qat.core.errors import QatError, require_file
-from utils.qat.pickle_records import Refused, read_pickle
+from utils.qat.untrusted.pickle_records import Refused, read_pickle
 
 MOST_PICKLE = 8_000_000  # bytes; that of the largest YOLOv9, with its optimizer, has 2 MB. Each can become 70 bytes of objects
 MEMBERS = re.compile(r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+)')

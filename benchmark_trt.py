@@ -5,11 +5,11 @@
 import sys
 from pathlib import Path
 
+from utils.qat.config.engine import BENCHMARKED, PRECISIONS, BenchmarkConfig
 from utils.qat.core.errors import Parser, QatError, run_command
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
 from utils.qat.core.run_folder import run_folder
-from utils.qat.deploy_config import BENCHMARKED, PRECISIONS, BenchmarkConfig
 
 
 def parse_args(argv):

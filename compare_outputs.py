@@ -8,11 +8,11 @@ A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The s
 import sys
 from pathlib import Path
 
+from utils.qat.config.engine import BACKENDS, CompareConfig
 from utils.qat.core.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.next_command import after_scoring
 from utils.qat.core.run_folder import run_folder
-from utils.qat.deploy_config import BACKENDS, CompareConfig
 
 
 def parse_args(argv):
@@ -58,7 +58,7 @@ def compare_detectors(config, models, device, size):
     """(plain Comparison, its tables)."""
     from utils.qat.compare import compare
     from utils.qat.compare_report import comparison_tables
-    from utils.qat.config import EvalConfig
+    from utils.qat.config.qat import EvalConfig
     from utils.qat.data import load_data
     from utils.qat.loaders import random_images, val_loader
 

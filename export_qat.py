@@ -10,11 +10,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from utils.qat.config import EvalConfig
+from utils.qat.config.export import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import after_scoring, command, data_yaml
-from utils.qat.export_config import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
 
 
 def parse_args(argv):

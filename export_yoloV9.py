@@ -9,9 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from utils.qat.config.engine import DeepStreamConfig
 from utils.qat.core.errors import Parser, QatError, require_file, run_command
 from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
-from utils.qat.deploy_config import DeepStreamConfig
 
 
 def parse_args(argv):

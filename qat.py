@@ -9,8 +9,8 @@
 import sys
 from dataclasses import asdict
 
-from utils.qat.arguments import parse_args
-from utils.qat.config import EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.options import parse_args
+from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.core.distributed import describe, from_first, join, leave, on_first, rank, select_device, world_size
 from utils.qat.core.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
@@ -36,8 +36,8 @@ def dry_run(config):
     from models.quantize import checkpoint
     from models.quantize.ptq import Choice, prepare
     from utils.qat.backends import TorchModel
+    from utils.qat.config.defaults import options
     from utils.qat.run_report import plan
-    from utils.qat.settings import options
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)

@@ -9,11 +9,11 @@ in one go.
 import sys
 from pathlib import Path
 
-from utils.qat.arguments import add_mask_options
-from utils.qat.config import EvalConfig
+from utils.qat.config.engine import BACKENDS
+from utils.qat.config.options import add_mask_options
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import Parser, explain_out_of_memory, require_file, run_command
 from utils.qat.core.run_folder import run_folder
-from utils.qat.deploy_config import BACKENDS
 
 
 def parse_args(argv):

@@ -29,7 +29,7 @@ from models.quantize.quantizers import named_quantizers, quantizers_off  # noqa:
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.search import SEARCH  # noqa: E402
 from utils.qat.backends import describe, select_device  # noqa: E402
-from utils.qat.config import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
+from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import write_json  # noqa: E402

@@ -24,7 +24,7 @@ from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.backends import TorchModel, describe, select_device  # noqa: E402
-from utils.qat.config import QuantizeConfig  # noqa: E402
+from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402

@@ -31,7 +31,7 @@ from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.backends import describe, select_device  # noqa: E402
-from utils.qat.config import AMP, QuantizeConfig  # noqa: E402
+from utils.qat.config.qat import AMP, QuantizeConfig  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 
 

@@ -27,7 +27,7 @@ from models.quantize.ptq import calibrated  # noqa: E402
 from models.quantize.step import GraphedStep, Step  # noqa: E402
 from utils.general import xyxy2xywhn  # noqa: E402
 from utils.qat.backends import TorchModel, select_device  # noqa: E402
-from utils.qat.config import QuantizeConfig  # noqa: E402
+from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
+from utils.qat.config.engine import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
 from utils.qat.core.errors import Parser, QatError, require_file, run_command  # noqa: E402
 from utils.qat.core.log import LOGGER, bar, finish  # noqa: E402
 from utils.qat.core.next_command import DATA, command  # noqa: E402
-from utils.qat.deploy_config import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
 
 
 def parse_args(argv):

@@ -24,8 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 from utils.qat.benchmark import LEAST, HostClock, in_line, measure, statistics
 from utils.qat.benchmark_cases import cases_of
 from utils.qat.benchmark_report import summary
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError, run_command
-from utils.qat.deploy_config import BenchmarkConfig
 from utils.qat.engine_cache import engine_for
 from utils.qat.network import BATCHES, networks_of, shapes_of
 from utils.qat.runners import OnnxRuntimeRunner, TorchRunner

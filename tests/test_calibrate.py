@@ -10,7 +10,7 @@ from models.quantize.search import SEARCH
 from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
 from pytorch_quantization.nn import QuantConv2d
 from torch.utils._python_dispatch import TorchDispatchMode
-from utils.qat.config import CALIB_METHODS, WEIGHT_METHODS
+from utils.qat.config.qat import CALIB_METHODS, WEIGHT_METHODS
 from utils.qat.core.errors import QatError
 from zoo import image, same, settings, state
 

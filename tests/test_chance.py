@@ -9,7 +9,7 @@ from utils.metrics import ap_per_class
 from utils.qat import chance
 from utils.qat.backends import TorchModel
 from utils.qat.chance import difference, draw, points_lost, resampled_ap, within_chance
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.markdown import merit
 from utils.qat.data import load_data

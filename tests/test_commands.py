@@ -11,8 +11,8 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from models.deploy.end2end import export_end2end
+from utils.qat.config.export import Nms
 from utils.qat.core.log import quiet_upstream
-from utils.qat.export_config import Nms
 from zoo import command, program, python
 
 SIZE = '128'

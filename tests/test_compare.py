@@ -7,11 +7,11 @@ import torch
 from utils.qat.backends import TorchModel
 from utils.qat.compare import Elements, compare
 from utils.qat.compare_report import comparison_tables
-from utils.qat.config import EvalConfig
+from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data import load_data
 from utils.qat.evaluate import evaluate
-from utils.qat.export_config import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.loaders import val_loader
 
 CPU = torch.device('cpu')

@@ -72,7 +72,7 @@ def test_apply_once_is_enough(fresh):
 
 ORDERS = [("import utils", "import torch, numpy", "import models.common"), ("import models", "import torch", "import utils.general"),
           ("import torch, numpy", "import utils", "import utils.general"), ("import torch", "import models.experimental"),
-          ("import utils.qat.config, models.quantize", "import torch", "import utils.torch_utils"), ("import utils.loggers",)]
+          ("import utils.qat.config.qat, models.quantize", "import torch", "import utils.torch_utils"), ("import utils.loggers",)]
 
 
 @pytest.mark.parametrize("order", sampled(map(pytest.param, ORDERS), 3), ids="; ".join)

@@ -10,7 +10,7 @@ from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
 from utils.qat.backends import TorchModel
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
@@ -119,7 +119,7 @@ from models.quantize.losses import relative_error
 from models.quantize.step import NotFinite, Step
 from utils.qat.core import distributed
 from utils.qat.backends import TorchModel
-from utils.qat.config import EvalConfig, QuantizeConfig
+from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data import load_data, load_hyp
 from utils.qat.evaluate import evaluate
 from utils.qat.loaders import training_images, val_loader

@@ -12,12 +12,12 @@ from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
 from utils.qat.backends import OnnxModel
-from utils.qat.config import EvalConfig
+from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data import load_data
 from utils.qat.detections import prepared
 from utils.qat.evaluate import evaluate
-from utils.qat.export_config import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit, coverage
 from utils.qat.onnx_graph import count_qdq, opset

@@ -17,9 +17,9 @@ from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from utils.qat.backends import OnnxModel
+from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.log import quiet_upstream
-from utils.qat.export_config import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import add_nms
 from utils.qat.triton import triton_config

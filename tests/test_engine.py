@@ -11,10 +11,10 @@ import pytest
 from conftest import REPO, TREE
 from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
+from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER
-from utils.qat.deploy_config import BuildConfig
 from utils.qat.engine import require_within
 from utils.qat.engine_build import EngineFromOnnx
 from utils.qat.engine_plan import Source, plan

@@ -7,7 +7,7 @@ import torch
 from conftest import TREE
 from models.deploy.onnx_export import export_onnx
 from utils.qat.backends import OnnxModel, TorchModel
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data import load_data
 from utils.qat.detections import Detections

@@ -21,11 +21,11 @@ from segmenters import segmenter
 from torchvision.ops import batched_nms
 from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
 from utils.qat import backends
-from utils.qat.config import EvalConfig
+from utils.qat.config.export import Nms, Pooling
+from utils.qat.config.qat import EvalConfig
 from utils.qat.data import load_data
 from utils.qat.deepstream import deepstream_layout
 from utils.qat.detections import detect
-from utils.qat.export_config import Nms, Pooling
 from utils.qat.loaders import val_loader
 from utils.qat.masks import BoxMasks, PrototypeMasks
 from zoo import program
@@ -421,7 +421,7 @@ def test_names_of_cuda_python():
 def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
     pytest.importorskip('tensorrt')
     pytest.importorskip('cuda.bindings.runtime')
-    from utils.qat.deploy_config import BuildConfig
+    from utils.qat.config.engine import BuildConfig
     from utils.qat.engine_build import EngineFromOnnx
     engine = program('examples/infer_engine.py')
     for name in ('plain', 'deepstream'):

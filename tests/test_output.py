@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 from conftest import REPO, TREE
 from PIL import Image
-from utils.qat.arguments import parse_args
-from utils.qat.config import QuantizeConfig, SensitiveConfig
+from utils.qat.config.defaults import options
+from utils.qat.config.options import parse_args
+from utils.qat.config.qat import QuantizeConfig, SensitiveConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.markdown import markdown_table, width
 from utils.qat.core.next_command import DATA, command
 from utils.qat.plots import MOST, plot_classes
 from utils.qat.run_report import write_report
-from utils.qat.settings import options
 from zoo import program, settings
 
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'

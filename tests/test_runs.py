@@ -24,7 +24,7 @@ from models.quantize.convert import find_twins
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.run_folder import LOCK, run_folder, writing

@@ -16,7 +16,7 @@ from models.quantize.losses import label_loss
 from models.quantize.outputs import Raw, parts
 from models.quantize.step import head_emits_raw_maps
 from torchvision.ops import roi_align
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.markdown import merit, points_lost
 from utils.qat.data import load_data

@@ -14,7 +14,7 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.backends import OnnxModel, TorchModel
-from utils.qat.config import EvalConfig
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.files import sha256
 from utils.qat.data import load_data

@@ -20,7 +20,7 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.sensitivity import Estimate, unit_costs
 from models.quantize.units import find_units, left_out
-from utils.qat.config import SensitiveConfig
+from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.markdown import versions

@@ -15,9 +15,9 @@ from utils.general import xywh2xyxy
 from models.deploy.onnx_export import test_images
 from utils.qat import onnx_graph, onnx_passes
 from utils.qat.backends import onnx_session
+from utils.qat.config.export import Pooling
 from utils.qat.core.errors import QatError, atomic
 from utils.qat.detections import Detections
-from utils.qat.export_config import Pooling
 from utils.qat.masks import BoxMasks
 from utils.qat.onnx_nms import add_nms
 

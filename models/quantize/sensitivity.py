@@ -133,7 +133,7 @@ def analyse(model, reference, loader, names, config, corrected, progress, times)
     """What each unit of `model` costs: plain values for summary-sensitive-analysis.json.
 
     model: calibrated. corrected: whether its biases were. reference: the float model it was made of. loader: see
-    loaders.val_loader, of this process of a torchrun. config: see config.SensitiveConfig. progress: wraps an iterable, with a text.
+    loaders.val_loader, of this process of a torchrun. config: see config.qat.SensitiveConfig. progress: wraps an iterable, with a text.
     times: takes the seconds of the parts.
     """
     start = time.perf_counter()

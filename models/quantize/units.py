@@ -32,7 +32,7 @@ def _block(model, path):
 
 def find_units(model, twins, granularity):
     """{unit: paths of its twins}, in the order of the network. model: quantized or float. twins: paths, as in
-    Conversion.swapped. granularity: see config.GRANULARITIES."""
+    Conversion.swapped. granularity: see config.qat.GRANULARITIES."""
     of_twin = {'layer': lambda path: '.'.join(path.split('.')[:2]), 'block': lambda path: _block(model, path), 'conv': str}[granularity]
     units = {}
     for path, _ in model.named_modules():

@@ -2,11 +2,11 @@
 from dataclasses import asdict
 
 from utils.qat.chance import RESAMPLES, in_words
+from utils.qat.config.defaults import closing
+from utils.qat.config.engine import CompareConfig
 from utils.qat.core.files import sha256
 from utils.qat.core.markdown import columns, document, figures, image, markdown_table, versions, write_json
-from utils.qat.deploy_config import CompareConfig
 from utils.qat.plots import plot_ranks
-from utils.qat.settings import closing
 
 
 def comparison_tables(comparison, names):

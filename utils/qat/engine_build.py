@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class EngineFromOnnx:
-    """Builds an engine of config.onnx; see deploy_config.BuildConfig. Raises QatError where file and settings do not fit."""
+    """Builds an engine of config.onnx; see config.engine.BuildConfig. Raises QatError where file and settings do not fit."""
 
     def __init__(self, config, progress=None):
         """progress: function that returns a tqdm to show how far the build is; None = silent."""

@@ -3,9 +3,9 @@
 One engine per batch, as sweeps with trtexec have it: the builder chooses kernels for one shape, and an engine for 1 to 12 images
 would be measured at 11 shapes that it was not made for.
 """
+from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.deploy_config import BuildConfig
 from utils.qat.engine_build import EngineFromOnnx
 from utils.qat.network import fixed_batch
 from utils.qat.sidecar import read_sidecar, require_fit, this_gpu

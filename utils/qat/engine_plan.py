@@ -12,7 +12,7 @@ from utils.qat.onnx_graph import count_qdq, given, is_half, name_of
 
 
 class Source:
-    """What of config.onnx matters for the build; config: see deploy_config.BuildConfig.
+    """What of config.onnx matters for the build; config: see config.engine.BuildConfig.
 
     int8: it has Q/DQ. half: it has FP16 inside. shapes: {input: (smallest, best, largest shape)}. dynamic: an axis of an input is
     open. metadata: of the export. nodes: names, in order.

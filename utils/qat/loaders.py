@@ -181,7 +181,7 @@ def class_images(config, imgsz):
     """Batches of (images FP32 [B, 3, imgsz, imgsz], labels [B]) of a folder with one folder for each class, in the order of their names.
 
     The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out; values are in 0..1, then
-    normalised with config.mean and config.std. config: a deploy_config.CompareConfig. Raises QatError if there is no such folder.
+    normalised with config.mean and config.std. config: a config.engine.CompareConfig. Raises QatError if there is no such folder.
     """
     from torchvision import datasets, transforms  # here: upstream needs no more of it than NMS
     steps = transforms.Compose([transforms.Resize(round(imgsz / 0.875)), transforms.CenterCrop(imgsz), transforms.ToTensor(),

@@ -16,8 +16,8 @@ docs/end2end.md has what differs between the two, and the sources. Imports no to
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
+from utils.qat.config.export import END2END, MASKS, PLUGIN, Pooling
 from utils.qat.core.errors import QatError
-from utils.qat.export_config import END2END, MASKS, PLUGIN, Pooling
 
 DOMAIN = 'TRT'  # for ONNX's checker, which knows no operator of a foreign domain; TensorRT's parser goes by the name of the node
 SCOPE = 'end2end'  # of the names of what is made here

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 
-from utils.qat.config import QuantizeConfig
+from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import PACKAGES, merit
 from utils.qat.core.run_folder import writing

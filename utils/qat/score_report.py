@@ -1,10 +1,10 @@
 """Metrics of one model → metrics.json, report.md and its picture."""
 from dataclasses import asdict
 
-from utils.qat.config import EvalConfig
+from utils.qat.config.defaults import closing
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.markdown import class_table, document, escaped, image, markdown_table, versions, write_json
 from utils.qat.plots import plot_classes
-from utils.qat.settings import closing
 
 
 def coco_table(metrics):

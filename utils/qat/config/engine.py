@@ -1,10 +1,10 @@
-"""Settings of the commands that build and run engines, as config.py has those of the others."""
+"""Settings of the commands that build and run engines, as qat.py has those of the others."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.qat.config import check
+from utils.qat.config.export import OPSETS
+from utils.qat.config.qat import check
 from utils.qat.core.errors import QatError
-from utils.qat.export_config import OPSETS
 from utils.qat.tensorrt_api import BACKENDS
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')

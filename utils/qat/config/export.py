@@ -2,7 +2,7 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from utils.qat.config import check
+from utils.qat.config.qat import check
 
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
 END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as that plugin has them

@@ -2,8 +2,8 @@
 from argparse import BooleanOptionalAction
 from pathlib import Path
 
-from utils.qat.config import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS,
-                              EvalConfig, QuantizeConfig, SensitiveConfig)
+from utils.qat.config.qat import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS,
+                                  EvalConfig, QuantizeConfig, SensitiveConfig)
 from utils.qat.core.errors import Parser
 from utils.qat.resume import resumed
 
@@ -49,7 +49,7 @@ def _verb(verbs, name, config, help):
 
 
 def add_mask_options(p, c):
-    """The options of config.MaskConfig."""
+    """The options of qat.MaskConfig."""
     masks = p.add_argument_group('segmentation models')
     masks.add_argument('--overlap', action=BooleanOptionalAction, default=c.overlap,
                        help='true masks as one map, in which the smaller of two objects is on top, as segment/train.py scores; default: one by '

@@ -59,8 +59,8 @@ def compare_detectors(config, models, device, size):
     from utils.qat.compare import compare
     from utils.qat.compare_report import comparison_tables
     from utils.qat.config.qat import EvalConfig
-    from utils.qat.data import load_data
-    from utils.qat.loaders import random_images, val_loader
+    from utils.qat.data.dataset import load_data
+    from utils.qat.data.loaders import random_images, val_loader
 
     if config.data:
         data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments)
@@ -76,7 +76,7 @@ def compare_classifiers(config, models, device, size):
     """(plain ClassComparison, its tables)."""
     from utils.qat.compare_classes import compare_classes
     from utils.qat.compare_report import class_comparison_tables
-    from utils.qat.loaders import class_images, random_images
+    from utils.qat.data.loaders import class_images, random_images
 
     if config.data:
         batches = class_images(config, size)

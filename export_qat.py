@@ -112,8 +112,8 @@ def main(argv=None):
     from models.quantize.checkpoint import load_any
     from utils.qat.backends import TorchModel, select_device
     from utils.qat.core.markdown import write_text
-    from utils.qat.data import load_data
-    from utils.qat.loaders import val_loader
+    from utils.qat.data.dataset import load_data
+    from utils.qat.data.loaders import val_loader
     from utils.qat.onnx_half import require_opset
     from utils.qat.triton import triton_config
 

@@ -107,7 +107,7 @@ def load(config, device):
     from models.quantize import checkpoint
     from utils.general import check_img_size
     from utils.qat.backends import TorchModel
-    from utils.qat.data import load_data
+    from utils.qat.data.dataset import load_data
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
@@ -148,8 +148,8 @@ def quantize(config, folder):
 
     from models.quantize.ptq import Choice
     from models.quantize.run import Run
-    from utils.qat.data import load_hyp
-    from utils.qat.loaders import calibration_images, training_images, val_loader
+    from utils.qat.data.dataset import load_hyp
+    from utils.qat.data.loaders import calibration_images, training_images, val_loader
     from utils.qat.run_report import delivered, export_command, run_table, verdicts
 
     device = select_device(config.device)
@@ -196,7 +196,7 @@ def sensitive(config, folder):
     from models.quantize.sensitivity import analyse
     from utils.qat.chance import in_words
     from utils.qat.core.markdown import versions, write_json
-    from utils.qat.loaders import calibration_images, val_loader
+    from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.plots import plot_sensitivity
     from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
 

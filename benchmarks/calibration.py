@@ -33,8 +33,8 @@ from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig 
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import write_json  # noqa: E402
-from utils.qat.data import load_data  # noqa: E402
-from utils.qat.loaders import calibration_images  # noqa: E402
+from utils.qat.data.dataset import load_data  # noqa: E402
+from utils.qat.data.loaders import calibration_images  # noqa: E402
 
 STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
 

@@ -28,9 +28,9 @@ from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
-from utils.qat.data import load_data  # noqa: E402
+from utils.qat.data.dataset import load_data  # noqa: E402
+from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
 from utils.qat.evaluate import evaluate  # noqa: E402
-from utils.qat.loaders import calibration_images, val_loader  # noqa: E402
 
 PARTS = ('pre', 'inference', 'nms')
 

@@ -31,10 +31,10 @@ from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
-from utils.qat.data import load_data  # noqa: E402
+from utils.qat.data.dataset import load_data  # noqa: E402
+from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
 from utils.qat.detections import detect  # noqa: E402
 from utils.qat.evaluate import evaluate  # noqa: E402
-from utils.qat.loaders import calibration_images, val_loader  # noqa: E402
 
 WAYS = {  # name → what differs from the default
     'default': {}, 'lr 3e-6': {'lr': 3e-6}, 'lr 3e-5': {'lr': 3e-5}, 'batch of 32': {'batch': 32}, 'head only': {'head_only': True},

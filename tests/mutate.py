@@ -305,7 +305,7 @@ def main(argv=None):
     import models.quantize.run
     import mutations  # noqa: F401
     import onnxruntime  # noqa: F401
-    import utils.qat.loaders  # noqa: F401
+    import utils.qat.data.loaders  # noqa: F401
 
     cv2.setNumThreads(0)
     start = time.perf_counter()

@@ -12,9 +12,9 @@ from utils.qat.chance import difference, draw, points_lost, resampled_ap, within
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.markdown import merit
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import val_loader
 from utils.qat.resampled import LAST, Resampled
 from utils.qat.resume import RESAMPLED
 from zoo import program

@@ -10,9 +10,9 @@ from utils.qat.compare_report import comparison_tables
 from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import val_loader
 
 CPU = torch.device('cpu')
 SIZE, CLASSES = 320, 3

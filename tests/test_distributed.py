@@ -14,9 +14,9 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.data import load_data, load_hyp
+from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import calibration_images, training_images, val_loader
 from utils.qat.summary import FILE
 from zoo import image, program, python, same, settings, state
 
@@ -120,9 +120,9 @@ from models.quantize.step import NotFinite, Step
 from utils.qat.core import distributed
 from utils.qat.backends import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
-from utils.qat.data import load_data, load_hyp
+from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import training_images, val_loader
+from utils.qat.data.loaders import training_images, val_loader
 
 job = torch.load(sys.argv[1], weights_only=False)
 cpu = distributed.select_device('cpu')

@@ -15,10 +15,10 @@ from utils.qat.backends import OnnxModel
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.detections import prepared
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import val_loader
 from utils.qat.onnx_audit import audit, coverage
 from utils.qat.onnx_graph import count_qdq, opset
 from utils.qat.onnx_nms import DOMAIN, Appended, add_nms, standard

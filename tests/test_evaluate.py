@@ -9,10 +9,10 @@ from models.deploy.onnx_export import export_onnx
 from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.detections import Detections
 from utils.qat.evaluate import _correct, evaluate
-from utils.qat.loaders import val_loader
 from zoo import python
 
 CPU = torch.device('cpu')

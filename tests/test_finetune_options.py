@@ -14,8 +14,8 @@ from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
 from models.quantize.step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
 from utils.qat.core.errors import QatError
-from utils.qat.data import load_data, load_hyp
-from utils.qat.loaders import training_images
+from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.loaders import training_images
 from zoo import image, same, settings, state, tensors
 
 LOADER = [image(64, 2, seed) for seed in range(3)]

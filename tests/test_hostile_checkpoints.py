@@ -15,7 +15,7 @@ import torch
 from faults import pickle_in, sampled
 from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
-from utils.qat.labels import check_cache
+from utils.qat.data.labels import check_cache
 from utils.qat.untrusted.plain_values import read_values
 
 RANDOM, ARCHIVES, CACHES = 1500, 24, 325  # cases; the two others are asserted where they are made

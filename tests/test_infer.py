@@ -23,11 +23,11 @@ from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
 from utils.qat import backends
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.config.qat import EvalConfig
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
+from utils.qat.data.masks import BoxMasks, PrototypeMasks
 from utils.qat.deepstream import deepstream_layout
 from utils.qat.detections import detect
-from utils.qat.loaders import val_loader
-from utils.qat.masks import BoxMasks, PrototypeMasks
 from zoo import program
 
 client = program('scripts/infer_onnx.py')

@@ -34,7 +34,7 @@ import sys
 sys.path.insert(0, {tests!r})
 sys.argv = ['mutate.py', '--tree', {tree!r}, '--kind', 'label', '--count', '18', '--limit', '10', '--seed', '1']
 import os, pathlib, signal, time
-import conftest, mutate, utils.qat.data
+import conftest, mutate, utils.qat.data.dataset
 
 def check_dropped(files, data):
     '''A traceback, a hang or a crash, where labels are refused.'''
@@ -44,7 +44,7 @@ def check_dropped(files, data):
             raise KeyError('a bug')
         time.sleep(60) if number % 3 == 1 else os.kill(os.getpid(), signal.SIGSEGV)
 
-utils.qat.data.check_dropped = check_dropped
+utils.qat.data.dataset.check_dropped = check_dropped
 sys.exit(mutate.main())
 """
 

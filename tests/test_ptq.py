@@ -15,8 +15,8 @@ from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
 from utils.qat.backends import TorchModel
-from utils.qat.data import load_data
-from utils.qat.loaders import calibration_images
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images
 from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]

@@ -23,8 +23,8 @@ from models.quantize import checkpoint
 from models.quantize.finetune import Epoch, finetune
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.markdown import versions
-from utils.qat.data import load_data, load_hyp
-from utils.qat.loaders import calibration_images, training_images, val_loader
+from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.resume import STATE
 from zoo import image, program, same, settings, state
 

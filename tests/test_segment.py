@@ -19,11 +19,11 @@ from torchvision.ops import roi_align
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.markdown import merit, points_lost
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import training_images, val_loader
+from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
 from utils.qat.detections import Detections
 from utils.qat.evaluate import IOUS, _correct, evaluate
-from utils.qat.loaders import training_images, val_loader
-from utils.qat.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
 from zoo import build, fuse, image, program, python, settings
 
 CPU = torch.device('cpu')

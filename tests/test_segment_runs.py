@@ -17,9 +17,9 @@ from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.files import sha256
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import val_loader
 from utils.qat.onnx_graph import constants
 from zoo import build, full, fuse, image, output, program, python, same, settings
 

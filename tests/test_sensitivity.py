@@ -24,8 +24,8 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.markdown import versions
-from utils.qat.data import load_data
-from utils.qat.loaders import val_loader
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.onnx_audit import audit
 from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
 from zoo import build, full, fuse, image, program, same, settings

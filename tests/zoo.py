@@ -27,8 +27,8 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER, quiet_upstream
-from utils.qat.data import load_data
-from utils.qat.loaders import calibration_images
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 

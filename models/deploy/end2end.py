@@ -17,8 +17,8 @@ from utils.qat import onnx_graph, onnx_passes
 from utils.qat.backends import onnx_session
 from utils.qat.config.export import Pooling
 from utils.qat.core.errors import QatError, atomic
+from utils.qat.data.masks import BoxMasks
 from utils.qat.detections import Detections
-from utils.qat.masks import BoxMasks
 from utils.qat.onnx_nms import add_nms
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products comes in another order

@@ -10,7 +10,7 @@ from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
 from models.quantize.outputs import Raw
-from utils.qat.masks import COARSE
+from utils.qat.data.masks import COARSE
 
 OBJECTS = 100  # places of an image whose masks count: those of the highest scores, as many as COCO scores
 

@@ -42,7 +42,7 @@ class Run:
     """
 
     def __init__(self, folder, config, model, sha256, data, loaders, say, progress):
-        """model: the float one. sha256: hex digest of its file, as it was read. data: see data.Data. loaders: 'val', 'held out' if some are, and 'train' if there is
+        """model: the float one. sha256: hex digest of its file, as it was read. data: see data.dataset.Data. loaders: 'val', 'held out' if some are, and 'train' if there is
         fine-tuning → a loader.
 
         say: takes a line about what was done. progress: wraps an iterator, with a text, such as log.bar. Raises QatError if

@@ -12,8 +12,8 @@ import torch
 from utils.qat.config.export import END2END, MASKS, PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
+from utils.qat.data.masks import BoxMasks
 from utils.qat.detections import Detections
-from utils.qat.masks import BoxMasks
 from utils.qat.onnx_rounding import rounding
 from utils.qat.untrusted.names import class_names
 

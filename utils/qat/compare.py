@@ -12,9 +12,9 @@ from utils.metrics import box_iou
 
 from utils.qat.chance import difference
 from utils.qat.core.errors import QatError
+from utils.qat.data.masks import same_place_iou
 from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Metrics, Scorer
-from utils.qat.masks import same_place_iou
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
 

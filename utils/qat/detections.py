@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 from utils.general import non_max_suppression
 
-from utils.qat.masks import Masks, PrototypeMasks, true_masks
+from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
 
 @dataclass

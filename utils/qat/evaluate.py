@@ -17,8 +17,8 @@ from utils.qat.coco import add_masks, coco_figures, result_rows
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import write_text
+from utils.qat.data.masks import resized
 from utils.qat.detections import detect, prepared
-from utils.qat.masks import resized
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
 

@@ -6,9 +6,9 @@ from utils.qat.core.distributed import describe, from_first, on_first, rank, wor
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring
-from utils.qat.data import load_data
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.loaders import val_loader
 from utils.qat.score_report import tables, write_scores
 
 

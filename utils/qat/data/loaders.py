@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.core.errors import QatError
-from utils.qat.data import open_dataset
-from utils.qat.masks import COARSE
+from utils.qat.data.dataset import open_dataset
+from utils.qat.data.masks import COARSE
 
 
 class Shard:
@@ -63,7 +63,7 @@ def val_loader(data, config, stride, square=False, limit=None, split='val', shar
 
     square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
     limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
-    batch that they have in the whole set. split: see data.open_dataset. shard: see `_in_order`.
+    batch that they have in the whole set. split: see dataset.open_dataset. shard: see `_in_order`.
     """
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
     dataset = open_dataset(data, split, config, stride, masks, rect=not square, pad=0.5)
@@ -161,7 +161,7 @@ def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
     """Training images in random order, for fine-tuning; with their labels if config.task_loss counts them. These must exist in
     any case.
 
-    hyp: how they are augmented, see data.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
+    hyp: how they are augmented, see dataset.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
     config.seed and its number, whatever the number of workers and the epochs before. shard: (rank, ranks), see EpochBatches.
     """
     masks = {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None  # as segment/train.py

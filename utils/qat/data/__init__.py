@@ -1,0 +1,1 @@
+"""Data YAML → images, labels and masks, in batches."""

@@ -114,8 +114,8 @@ def main(argv=None):
     from utils.qat.core.markdown import write_text
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import val_loader
-    from utils.qat.onnx_half import require_opset
-    from utils.qat.triton import triton_config
+    from utils.qat.graph.half import require_opset
+    from utils.qat.graph.triton_config import triton_config
 
     if config.fp32_scales:
         require_opset()

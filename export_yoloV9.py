@@ -36,7 +36,7 @@ def main(argv=None):
     from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
     from utils.qat.core.markdown import write_text
-    from utils.qat.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
+    from utils.qat.graph.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
 
     with quiet_upstream():
         model, quant, head = load_main_branch(config.weights)

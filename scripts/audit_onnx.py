@@ -25,16 +25,16 @@ def main(argv=None):
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 
-    from utils.qat import onnx_audit
     from utils.qat.core.markdown import write_json
+    from utils.qat.graph import audit
 
-    model = onnx_audit.load(args.model)
-    with onnx_audit.naming(args.model):
-        found = onnx_audit.audit(model)
-    LOGGER.log(RESULT, f'{args.model}\n{onnx_audit.text(found, None if is_verbose() else SHOWN)}\n')
+    model = audit.load(args.model)
+    with audit.naming(args.model):
+        found = audit.audit(model)
+    LOGGER.log(RESULT, f'{args.model}\n{audit.text(found, None if is_verbose() else SHOWN)}\n')
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.json, {'file': str(args.model), **onnx_audit.plain(found)})
+        write_json(args.json, {'file': str(args.model), **audit.plain(found)})
     finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 

@@ -14,10 +14,10 @@ from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from onnx import TensorProto, helper, numpy_helper
 from torch.utils.flop_counter import FlopCounterMode
-from utils.qat import onnx_audit
-from utils.qat.onnx_cost import Cost, kernels, tensor_types
-from utils.qat.onnx_graph import Graph
-from utils.qat.onnx_rules import DFL, FINDINGS, HEAD
+from utils.qat.graph import audit
+from utils.qat.graph.audit_cost import Cost, kernels, tensor_types
+from utils.qat.graph.audit_rules import DFL, FINDINGS, HEAD
+from utils.qat.graph.onnx_graph import Graph
 from zoo import image, program, python, settings
 
 C, SIZE = 16, 8  # every activation is [1, C, SIZE, SIZE] unless a graph says otherwise
@@ -190,7 +190,7 @@ GRAPHS = {  # name → nodes, findings as (kind, where), and what graph_of needs
 
 def audit_of(name):
     nodes, _, *more = GRAPHS[name]
-    return onnx_audit.audit(graph_of(nodes, **(more[0] if more else {})))
+    return audit.audit(graph_of(nodes, **(more[0] if more else {})))
 
 
 @pytest.mark.parametrize('name', GRAPHS)
@@ -209,7 +209,7 @@ FP16_SCALES = {2.0 ** -14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 
 def test_fp16_scales(value):
     half = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
     model = graph_of([*START, *end('c', 'v')], values={**half, 'v': np.float16(value)}, opset=19, dtype=TensorProto.FLOAT16)
-    found = onnx_audit.audit(model)
+    found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == ([('scale', 'y1')] if FP16_SCALES[value] else [])
     assert found.typing == {'FP16': 2} and found.opset == 19
     assert found.cost['as typed'] == found.cost['float parts in FP16']
@@ -235,7 +235,7 @@ def test_channels_are_counted_per_group():
     for i, (name, group) in enumerate(zip(weights, (1, 2, 1))):
         nodes += [*pair(name, f'{name} dq', 's'), node('Conv', [given, f'{name} dq'], f'c{i}', group=group), *pair(f'c{i}', f'd{i}')]
         given = f'd{i}'
-    found = onnx_audit.audit(graph_of([*nodes, node('Conv', [given, 'last'], 'y')], values={
+    found = audit.audit(graph_of([*nodes, node('Conv', [given, 'last'], 'y')], values={
         **{k: np.ones((*v, 1, 1), np.float32) for k, v in weights.items()}, 'last': np.ones((1, 48, 1, 1), np.float32)}))
     assert [c.channels for c in found.convs] == [(16, 24), (12, 8), (16, 48), (48, 1)]
     assert [c.name for c in found.misaligned] == ['c1'], 'c0 reads the image, the last is float'
@@ -292,16 +292,16 @@ def test_the_baseline_by_hand():
 
 
 def test_an_open_batch_counts_as_one():
-    assert onnx_audit.audit(graph_of(GRAPHS['clean'][0], batch='batch')).cost == audit_of('clean').cost
+    assert audit.audit(graph_of(GRAPHS['clean'][0], batch='batch')).cost == audit_of('clean').cost
 
 
 def test_open_image_axes_give_no_estimate_but_findings():
     model = graph_of(GRAPHS['two scales'][0], ('y', 'y2'))
     for dim in model.graph.input[0].type.tensor_type.shape.dim[2:]:
         dim.dim_param = 'any'
-    found = onnx_audit.audit(model)
-    assert found.cost == {} and onnx_audit.coverage(found)['flops'] == {'int8': None, 'all': None, 'ratio': None}
-    assert [f.kind for f in found.findings] == ['two scales'] and 'No estimate' in onnx_audit.text(found)
+    found = audit.audit(model)
+    assert found.cost == {} and audit.coverage(found)['flops'] == {'int8': None, 'all': None, 'ratio': None}
+    assert [f.kind for f in found.findings] == ['two scales'] and 'No estimate' in audit.text(found)
 
 
 def test_operators_of_others_are_float():
@@ -310,7 +310,7 @@ def test_operators_of_others_are_float():
     model.graph.node.append(plugin)
     model.graph.output.append(helper.make_tensor_value_info('y', TensorProto.FLOAT, [None]))
     model.opset_import.append(helper.make_opsetid('somebody', 1))
-    found = onnx_audit.audit(model)
+    found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == [('mixed', 'c')] and found.cost
 
 
@@ -339,12 +339,12 @@ def exports(demo, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def audits(exports):
-    return {name: onnx_audit.audit(onnx_audit.load(file)) for name, file in exports.items()}
+    return {name: audit.audit(audit.load(file)) for name, file in exports.items()}
 
 
 def test_coverage_is_what_was_quantized(demo, audits):
     found = audits['free']
-    share = onnx_audit.coverage(found)
+    share = audit.coverage(found)
     assert share['convs']['int8'] == sum(isinstance(m, QuantConv2d) for m in demo.quantized_model().modules())
     assert [c.reason for c in found.convs if not c.int8] == [HEAD] * 6 + [DFL]
     assert 0.9 < share['flops']['ratio'] < 1
@@ -360,9 +360,9 @@ def test_flops_and_parameters_are_those_of_the_model(demo, audits):
 
 
 def test_free_scales_conflict_and_tied_do_not(audits):
-    free, tied = (onnx_audit.counts(audits[name]) for name in ('free', 'tied'))
+    free, tied = (audit.counts(audits[name]) for name in ('free', 'tied'))
     assert free['two scales'] > 20
-    assert set(tied.values()) == set(onnx_audit.counts(audits['half']).values()) == {0}
+    assert set(tied.values()) == set(audit.counts(audits['half']).values()) == {0}
     assert audits['tied'].cost['as typed'].kernels < audits['free'].cost['as typed'].kernels
 
 
@@ -379,18 +379,18 @@ def test_typing_is_what_is_in_the_file(audits):
 def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_path):
     """But for names, for nodes that slice, and for a few of the box decoding."""
     export_onnx(free_scales(demo), tmp_path / 'simplified.onnx', IMGSZ, dynamic=True, simplify=True)
-    free, simplified = audits['free'], onnx_audit.audit(onnx_audit.load(tmp_path / 'simplified.onnx'))
+    free, simplified = audits['free'], audit.audit(audit.load(tmp_path / 'simplified.onnx'))
     assert sorted(free.convs, key=str) == sorted(simplified.convs, key=str)
     for ours, theirs in zip(free.cost.values(), simplified.cost.values(), strict=True):
         assert abs(ours.kernels - theirs.kernels) <= 2 and ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
-    assert {**onnx_audit.counts(free), 'unequal move': 0} == {**onnx_audit.counts(simplified), 'unequal move': 0}
+    assert {**audit.counts(free), 'unequal move': 0} == {**audit.counts(simplified), 'unequal move': 0}
 
 
 def test_the_baseline_is_the_float_export(audits):
     """Taking Q and DQ away gives what the float model exports to."""
     assert audits['free'].cost['FP16, no Q/DQ'] == audits['float'].cost['FP16, no Q/DQ'] == audits['float'].cost['float parts in FP16']
     assert audits['float'].cost['as typed'].bytes == 2 * audits['float'].cost['FP16, no Q/DQ'].bytes
-    counts = onnx_audit.counts(audits['float'])
+    counts = audit.counts(audits['float'])
     assert counts['not quantized'] == 1 and sum(counts.values()) == 1 + counts['float conv']
 
 
@@ -413,7 +413,7 @@ def test_shapes_are_those_that_onnx_infers(exports):
 def test_the_command(exports, tmp_path):
     out = python('scripts/audit_onnx.py', exports['free'], '--json', tmp_path / 'audit.json')
     content = json.loads((tmp_path / 'audit.json').read_text())
-    assert content['counts'] == onnx_audit.counts(onnx_audit.audit(onnx.load(exports['free'])))
+    assert content['counts'] == audit.counts(audit.audit(onnx.load(exports['free'])))
     assert len(content['findings']) == sum(content['counts'].values()) and f"{len(content['findings'])} findings" in out
     assert 'not measured' in out and '... and' in out and content['findings'][-1]['where'] not in out.split('... and')[0]
     whole = python('scripts/audit_onnx.py', exports['free'], '--verbose')

@@ -8,7 +8,7 @@ from faults import sampled
 from graphs import dq, node, pair
 from onnx import TensorProto, helper, numpy_helper
 from utils.qat.core.errors import run_command
-from utils.qat.onnx_graph import Graph
+from utils.qat.graph.onnx_graph import Graph
 from zoo import program
 
 MANY = 10_000

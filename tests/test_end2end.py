@@ -19,9 +19,9 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.detections import prepared
 from utils.qat.evaluate import evaluate
-from utils.qat.onnx_audit import audit, coverage
-from utils.qat.onnx_graph import count_qdq, opset
-from utils.qat.onnx_nms import DOMAIN, Appended, add_nms, standard
+from utils.qat.graph.audit import audit, coverage
+from utils.qat.graph.nms import DOMAIN, Appended, add_nms, standard
+from utils.qat.graph.onnx_graph import count_qdq, opset
 
 CPU = torch.device('cpu')
 SIZE = 320  # of the demo's images

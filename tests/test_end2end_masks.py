@@ -20,9 +20,9 @@ from utils.qat.backends import OnnxModel
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.log import quiet_upstream
-from utils.qat.onnx_graph import count_qdq, opset
-from utils.qat.onnx_nms import add_nms
-from utils.qat.triton import triton_config
+from utils.qat.graph.nms import add_nms
+from utils.qat.graph.onnx_graph import count_qdq, opset
+from utils.qat.graph.triton_config import triton_config
 from zoo import program
 
 export_qat = program('export_qat.py').main

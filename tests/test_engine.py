@@ -18,7 +18,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.engine import require_within
 from utils.qat.engine_build import EngineFromOnnx
 from utils.qat.engine_plan import Source, plan
-from utils.qat.onnx_half import to_half
+from utils.qat.graph.half import to_half
 from utils.qat.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.tensorrt_api import VERSIONS
 from utils.qat.trtexec import arguments, build_with_trtexec, version_in, version_of

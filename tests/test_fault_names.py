@@ -22,9 +22,9 @@ from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.log import LOGGER, log_to
 from utils.qat.core.markdown import class_table, code, document, escaped, link, markdown_table
 from utils.qat.core.printable import cut, visible
-from utils.qat.deepstream import deepstream_config
+from utils.qat.graph.deepstream import deepstream_config
+from utils.qat.graph.triton_config import triton_config
 from utils.qat.run_report import write_report
-from utils.qat.triton import triton_config
 from utils.qat.untrusted.names import LONGEST, class_names
 from zoo import program, settings
 

@@ -26,8 +26,8 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks
-from utils.qat.deepstream import deepstream_layout
 from utils.qat.detections import detect
+from utils.qat.graph.deepstream import deepstream_layout
 from zoo import program
 
 client = program('scripts/infer_onnx.py')

@@ -15,9 +15,9 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from onnx import TensorProto, helper, numpy_helper
 from segmenters import CLASSES, NM, SEGMENTERS, segmenter
-from utils.qat import onnx_graph, onnx_passes
 from utils.qat.core.errors import QatError
-from utils.qat.onnx_audit import audit
+from utils.qat.graph import onnx_graph, passes
+from utils.qat.graph.audit import audit
 from zoo import image, output, same, state
 
 
@@ -190,7 +190,7 @@ def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypat
         bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + np.float32(0.1), bias.name))
         return graph
 
-    monkeypatch.setattr(onnx_passes, 'write_axis', other)
+    monkeypatch.setattr(passes, 'write_axis', other)
     with pytest.raises(QatError, match=r'0.00% \(coefficients\), \d+\.\d+% \(prototypes\), more than 0.1%; no file was written'):
         export_onnx(segmenter(), tmp_path / 'model.onnx', (96, 96))
     assert not list(tmp_path.iterdir())
@@ -270,8 +270,8 @@ def x_of(model):
     return {'x': np.random.default_rng(0).normal(size=dims(model.graph.input[0])).astype(np.float32)}
 
 
-PASSES = [onnx_passes.merge_duplicates, onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
-          onnx_passes.quantize_moves]
+PASSES = [passes.merge_duplicates, passes.remove_identities, passes.constants_to_initializers, passes.write_axis,
+          passes.quantize_moves]
 
 
 @pytest.mark.parametrize('merge', PASSES)
@@ -288,8 +288,8 @@ def test_passes_change_no_output_and_are_idempotent(name, merge):
 @pytest.mark.parametrize('name', GRAPHS)
 def test_merging_leaves_one_pair_per_tensor_and_scale(name):
     model, left = GRAPHS[name]
-    assert onnx_graph.count_qdq(onnx_passes.merge_duplicates(copy(model))) == left
-    assert onnx_graph.count_qdq(onnx_passes.remove_identities(copy(model))) == onnx_graph.count_qdq(model)
+    assert onnx_graph.count_qdq(passes.merge_duplicates(copy(model))) == left
+    assert onnx_graph.count_qdq(passes.remove_identities(copy(model))) == onnx_graph.count_qdq(model)
 
 
 def moved(made, asked, shape=(1, 2, 4, 4), returns=None, opset=17):
@@ -329,16 +329,16 @@ MOVED = {  # name → graph, and the pairs before and after
 def test_moves_are_quantized_where_one_scale_is_asked_for(name):
     model, before, after = MOVED[name]
     assert onnx_graph.count_qdq(model) == (before, before)
-    once = onnx_passes.quantize_moves(copy(model))
+    once = passes.quantize_moves(copy(model))
     onnx.checker.check_model(once, full_check=True)
     assert onnx_graph.count_qdq(once) == (after, after)
     assert all(np.array_equal(a, b) for a, b in zip(run_onnx(once, x_of(model)), run_onnx(model, x_of(model)), strict=True))
-    assert onnx_passes.quantize_moves(copy(once)) == once
+    assert passes.quantize_moves(copy(once)) == once
 
 
 def test_no_constant_node_is_left():
     model, _ = GRAPHS['constants as nodes']
-    left = onnx_passes.constants_to_initializers(copy(model))
+    left = passes.constants_to_initializers(copy(model))
     assert {n.op_type for n in left.graph.node}.isdisjoint({'Constant'}) and {i.name for i in left.graph.initializer} >= {'s1', 's2'}
 
 
@@ -346,30 +346,30 @@ def test_the_axis_is_written_where_it_was_the_default():
     weights = graph_of([helper.make_node('QuantizeLinear', ['weight', 'scales', 'zeros'], ['q']),
                         helper.make_node('DequantizeLinear', ['q', 'scales', 'zeros'], ['d']), node('MatMul', 'x', 'd', 'y')],
                        initializers={'scales': np.float32([0.1, 0.2, 0.3]), 'zeros': np.zeros(3, np.int8)})
-    written = onnx_passes.write_axis(copy(weights))
+    written = passes.write_axis(copy(weights))
     assert [onnx_graph.attribute(n, 'axis') for n in written.graph.node[:2]] == [1, 1]
     assert np.array_equal(run_onnx(written, x_of(weights))[0], run_onnx(weights, x_of(weights))[0])
     per_tensor = GRAPHS['twice'][0]
-    assert onnx_passes.write_axis(copy(per_tensor)) == per_tensor
+    assert passes.write_axis(copy(per_tensor)) == per_tensor
 
 
 @pytest.mark.parametrize('name, op', [('pooled twice', 'AveragePool'), ('split twice', 'Split')])
 def test_other_duplicates_go_too(name, op):
-    left = onnx_passes.merge_duplicates(copy(GRAPHS[name][0]))
+    left = passes.merge_duplicates(copy(GRAPHS[name][0]))
     assert [n.op_type for n in left.graph.node].count(op) == 1
 
 
 def test_identities_go_but_for_the_output():
     model, _ = GRAPHS['identities']
-    left = onnx_passes.remove_identities(copy(model))
+    left = passes.remove_identities(copy(model))
     assert [n.output[0] for n in left.graph.node if n.op_type == 'Identity'] == ['y']
-    assert onnx_graph.count_qdq(onnx_passes.merge_duplicates(left)) == (1, 1), 'now both read x'
+    assert onnx_graph.count_qdq(passes.merge_duplicates(left)) == (1, 1), 'now both read x'
 
 
 def test_two_outputs_of_equal_pairs_both_stay():
     """Merging must not take away a tensor that the graph returns."""
     model = graph_of([*pair('x', 'y'), *pair('x', 'z')], outputs=('y', 'z'))
-    merged = onnx_passes.merge_duplicates(copy(model))
+    merged = passes.merge_duplicates(copy(model))
     onnx.checker.check_model(merged, full_check=True)
     assert all(np.array_equal(a, b) for a, b in zip(run_onnx(merged, x_of(model)), run_onnx(model, x_of(model)), strict=True))
 
@@ -377,37 +377,37 @@ def test_two_outputs_of_equal_pairs_both_stay():
 def test_check_scales_is_exact():
     model, _ = GRAPHS['two scales']
     good = [np.float32(0.2), np.float32(0.1), np.float32(0.1)]
-    onnx_passes.check_scales(model, good)
+    passes.check_scales(model, good)
     for bad in ([np.float32(0.1)], [*good, np.float32(0.3)], [np.float32(0.2), np.nextafter(np.float32(0.1), np.float32(1))], []):
         with pytest.raises(QatError, match='scales'):
-            onnx_passes.check_scales(model, bad)
+            passes.check_scales(model, bad)
 
 
 def test_check_scales_of_a_model(demo, tmp_path):
     model = demo.quantized_model()
     export_onnx(model, tmp_path / 'model.onnx', (96, 96))
     graph, scales = onnx.load(tmp_path / 'model.onnx'), [q.scale.numpy() for _, q in named_quantizers(model)]
-    onnx_passes.check_scales(graph, scales)
+    passes.check_scales(graph, scales)
     with pytest.raises(QatError):
-        onnx_passes.check_scales(graph, [*scales[:-1], np.nextafter(scales[-1], np.float32(9))])
+        passes.check_scales(graph, [*scales[:-1], np.nextafter(scales[-1], np.float32(9))])
 
 
 def test_simplify_keeps_pairs_and_outputs():
     model, _ = GRAPHS['two axes']
-    slim = onnx_passes.simplify(copy(model))
+    slim = passes.simplify(copy(model))
     assert onnx_graph.count_qdq(slim) == (2, 2) and np.array_equal(run_onnx(slim, x_of(model))[0], run_onnx(model, x_of(model))[0])
 
 
 def test_simplify_that_would_drop_a_pair_is_refused():
     model = graph_of([*pair('x', 'unused'), *pair('x', 'a', scale='other scale'), node('Relu', 'a', 'y')])
     with pytest.raises(QatError, match=r'--simplify: .*from \(2, 2\) to \(1, 1\); export without --simplify'):
-        onnx_passes.simplify(model)
+        passes.simplify(model)
 
 
 def test_metadata_and_shapes_are_written():
-    model = onnx_passes.set_metadata(copy(GRAPHS['none'][0]), stride=32, names={0: 'a "b"'})
-    onnx_passes.set_metadata(model, stride=16)
+    model = passes.set_metadata(copy(GRAPHS['none'][0]), stride=32, names={0: 'a "b"'})
+    passes.set_metadata(model, stride=16)
     assert {p.key: p.value for p in model.metadata_props} == {'stride': '16', 'names': str({0: 'a "b"'})}
     two = graph_of([node('Relu', 'x', 'y'), node('Neg', 'x', 'z')], outputs=('y', 'z'))
-    onnx_passes.set_output_shapes(two, ('batch', 3), (2, 3))
+    passes.set_output_shapes(two, ('batch', 3), (2, 3))
     assert [dims(o) for o in two.graph.output] == [['batch', 3], [2, 3]]

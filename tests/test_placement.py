@@ -10,8 +10,8 @@ from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.onnx_audit import audit, counts
-from utils.qat.onnx_rules import DFL, HEAD
+from utils.qat.graph.audit import audit, counts
+from utils.qat.graph.audit_rules import DFL, HEAD
 from zoo import DUAL, SEGMENT, SINGLE, build, full, fuse, image, settings
 
 

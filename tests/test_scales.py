@@ -11,7 +11,7 @@ from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.files import sha256
-from utils.qat.onnx_graph import constants
+from utils.qat.graph.onnx_graph import constants
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 
 MOVES = {'Concat', 'MaxPool', 'Resize', 'Split', 'Slice', 'Reshape', 'Transpose', 'Unsqueeze', 'Gather'}  # Q commutes with these

@@ -20,7 +20,7 @@ from utils.qat.core.files import sha256
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
-from utils.qat.onnx_graph import constants
+from utils.qat.graph.onnx_graph import constants
 from zoo import build, full, fuse, image, output, program, python, same, settings
 
 CPU = torch.device('cpu')

@@ -16,11 +16,11 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from segmenters import CLASSES, NM, segmenter
-from utils.qat import onnx_graph
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
-from utils.qat.deepstream import deepstream_layout
-from utils.qat.onnx_half import fp32_scales, to_half
-from utils.qat.onnx_nms import add_nms
+from utils.qat.graph import onnx_graph
+from utils.qat.graph.deepstream import deepstream_layout
+from utils.qat.graph.half import fp32_scales, to_half
+from utils.qat.graph.nms import add_nms
 from zoo import build, fuse, image, settings
 
 trt = pytest.importorskip('tensorrt_rtx_bindings',

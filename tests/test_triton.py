@@ -4,7 +4,7 @@ import re
 import pytest
 from onnx import TensorProto, helper
 from utils.qat.core.errors import QatError
-from utils.qat.triton import triton_config
+from utils.qat.graph.triton_config import triton_config
 
 FLOAT, INT32, INT64, HALF = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64, TensorProto.FLOAT16
 

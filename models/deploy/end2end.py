@@ -13,13 +13,13 @@ from torchvision.ops import roi_align
 from utils.general import xywh2xyxy
 
 from models.deploy.onnx_export import test_images
-from utils.qat import onnx_graph, onnx_passes
 from utils.qat.backends import onnx_session
 from utils.qat.config.export import Pooling
 from utils.qat.core.errors import QatError, atomic
 from utils.qat.data.masks import BoxMasks
 from utils.qat.detections import Detections
-from utils.qat.onnx_nms import add_nms
+from utils.qat.graph import onnx_graph, passes
+from utils.qat.graph.nms import add_nms
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products comes in another order
 RUNS = 21  # the last opset whose RoiAlign ONNX Runtime (1.31) has; 22 and 23 change nothing but add types
@@ -82,8 +82,8 @@ def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
     model = onnx.load(source)
     [given], outputs = model.graph.input, list(model.graph.output)
     add_nms(model, nms, pooling)
-    onnx_passes.set_metadata(model, nms=nms.kind, topk_all=nms.topk_all, iou_thres=nms.iou_thres, conf_thres=nms.conf_thres,
-                             class_agnostic=nms.class_agnostic, **asdict(pooling) if outputs[1:] else {})
+    passes.set_metadata(model, nms=nms.kind, topk_all=nms.topk_all, iou_thres=nms.iou_thres, conf_thres=nms.conf_thres,
+                        class_agnostic=nms.class_agnostic, **asdict(pooling) if outputs[1:] else {})
     onnx.checker.check_model(model, full_check=True)
     if nms.kind == 'standard':
         part = onnx.utils.Extractor(model).extract_model([o.name for o in outputs], [o.name for o in model.graph.output])

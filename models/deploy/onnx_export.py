@@ -2,7 +2,7 @@
 
 Targets. TensorRT 8.6 and 10: FP32 graph with Q/DQ, opset 13 to 17, the builder chooses FP16 (--int8 --fp16). TensorRT 11 has
 no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16 or, on request,
-in FP32 (opset 23); see utils/qat/onnx_half.py.
+in FP32 (opset 23); see utils/qat/graph/half.py.
 """
 import inspect
 import logging
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
-from utils.qat import onnx_graph, onnx_half, onnx_passes
 from utils.qat.backends import OnnxModel
 from utils.qat.core.errors import QatError, atomic
+from utils.qat.graph import half as onnx_half, onnx_graph, passes as onnx_passes
 
 OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
 

@@ -14,7 +14,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
 from utils.qat.data.masks import BoxMasks
 from utils.qat.detections import Detections
-from utils.qat.onnx_rounding import rounding
+from utils.qat.graph.ort_rounding import rounding
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export

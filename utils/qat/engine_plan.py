@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.onnx_audit import load
-from utils.qat.onnx_graph import count_qdq, given, is_half, name_of
+from utils.qat.graph.audit import load
+from utils.qat.graph.onnx_graph import count_qdq, given, is_half, name_of
 
 
 class Source:

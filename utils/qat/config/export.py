@@ -39,7 +39,7 @@ OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
 
 @dataclass(frozen=True)
 class Nms:
-    """NMS inside an exported file, see onnx_nms.py."""
+    """NMS inside an exported file, see nms.py."""
     kind: str  # of NMS_LIMITS
     topk_all: int = 100  # detections per image, at most
     iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
@@ -49,7 +49,7 @@ class Nms:
 
 @dataclass(frozen=True)
 class Pooling:
-    """How an exported file cuts out the masks of its detections, see onnx_nms.py."""
+    """How an exported file cuts out the masks of its detections, see nms.py."""
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
     pooler_scale: float = 0.25  # side of the prototypes / side of the image
     sampling_ratio: int = 0  # points per value and axis, of which it is the mean; 0 = as many as there are prototype cells to it

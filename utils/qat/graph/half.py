@@ -11,8 +11,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from utils.qat.core.errors import QatError
-from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
-from utils.qat.onnx_passes import constants_to_initializers, store_int8_weights
+from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
+from utils.qat.graph.passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 SUFFIX = {FLOAT: '_fp32', HALF: '_fp16'}  # of the names of tensors that are made here

@@ -21,7 +21,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from utils.qat.core.errors import QatError
-from utils.qat.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
+from utils.qat.graph.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 LARGEST, MOST_EVALUATED = 100, 10_000  # values of a tensor, nodes: what shape arithmetic takes

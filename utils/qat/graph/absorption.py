@@ -1,11 +1,11 @@
 """Which Q and DQ disappear into the kernels beside them, and which cost a kernel of their own.
 
-Sources as in onnx_rules.py. Reduce operators are taken as float: nothing read says that TensorRT has them in INT8.
+Sources as in audit_rules.py. Reduce operators are taken as float: nothing read says that TensorRT has them in INT8.
 """
-from utils.qat.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, moved_inputs, name_of
+from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, moved_inputs, name_of
 
 QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if what they read and what they make is quantized
-IN_THE_WAY = {'Cast', 'Identity'}  # a rule of its own, see onnx_rules.py
+IN_THE_WAY = {'Cast', 'Identity'}  # a rule of its own, see audit_rules.py
 
 
 def unabsorbed(graph):

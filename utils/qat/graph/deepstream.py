@@ -9,7 +9,7 @@ Which boxes stay is decided behind the graph, where DeepStream clusters them (NM
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.qat.onnx_passes import set_output_shapes
+from utils.qat.graph.passes import set_output_shapes
 
 INPUT, OUTPUT = 'input', 'output'  # the names that DeepStream-Yolo's library asks for
 LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'

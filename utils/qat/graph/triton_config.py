@@ -10,7 +10,7 @@ import json
 from onnx import TensorProto
 
 from utils.qat.core.errors import QatError
-from utils.qat.onnx_graph import given
+from utils.qat.graph.onnx_graph import given
 
 TYPES = {TensorProto.FLOAT: 'TYPE_FP32', TensorProto.FLOAT16: 'TYPE_FP16', TensorProto.INT32: 'TYPE_INT32', TensorProto.INT64: 'TYPE_INT64',
          TensorProto.INT8: 'TYPE_INT8', TensorProto.UINT8: 'TYPE_UINT8', TensorProto.BOOL: 'TYPE_BOOL'}

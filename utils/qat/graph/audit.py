@@ -1,6 +1,6 @@
 """What a Q/DQ graph lets TensorRT run in INT8, and where it costs more than it must: a ModelProto in, an `Audit` out.
 
-Findings (see onnx_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
+Findings (see audit_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
 end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: information, no findings.
 """
 import contextlib
@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 import onnx
 from google.protobuf.message import DecodeError
 
-from utils.qat import onnx_cost
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.onnx_graph import CONVS, ELEMENTWISE, MOVES, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of, opset
-from utils.qat.onnx_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.graph import audit_cost
+from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
+from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.graph.onnx_graph import (CONVS, ELEMENTWISE, MOVES, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of,
+                                        opset)
 from utils.qat.untrusted.names import is_printable_text
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
@@ -43,7 +44,7 @@ class Audit:
     parameters: int  # in weights and biases
     convs: list  # Convolution
     findings: list  # Finding
-    cost: dict  # what was estimated → onnx_cost.Cost; empty if the shapes of a convolution are unknown
+    cost: dict  # what was estimated → audit_cost.Cost; empty if the shapes of a convolution are unknown
 
     @property
     def misaligned(self):
@@ -85,12 +86,12 @@ def _convolution(graph, types, node):
         group = attribute(node, 'group', 1)
         channels = (weight.shape[1], weight.shape[0] // group) if node.op_type == 'Conv' else (weight.shape[0] // group, weight.shape[1])
     return Convolution(name_of(node), int8, '' if int8 else float_reason(graph, node), channels,
-                       graph.unquantized(node.input[0]) in graph.inputs, onnx_cost.flops(graph, types, node))
+                       graph.unquantized(node.input[0]) in graph.inputs, audit_cost.flops(graph, types, node))
 
 
 def audit(model):
     """Audit of an ONNX model, quantized or not."""
-    graph, types = Graph(model), onnx_cost.tensor_types(model)
+    graph, types = Graph(model), audit_cost.tensor_types(model)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
     weights = {graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]} & graph.values.keys()
@@ -98,9 +99,9 @@ def audit(model):
     cost = {}
     if all(c.flops is not None for c in convs):
         loose = [node for node, _ in unabsorbed(graph)]
-        cost = {'as typed': onnx_cost.estimate(graph, types, loose),
-                'float parts in FP16': onnx_cost.estimate(graph, types, loose, float_bytes=2),
-                'FP16, no Q/DQ': onnx_cost.estimate(Graph(onnx_cost.without_qdq(model)), types, float_bytes=2)}
+        cost = {'as typed': audit_cost.estimate(graph, types, loose),
+                'float parts in FP16': audit_cost.estimate(graph, types, loose, float_bytes=2),
+                'FP16, no Q/DQ': audit_cost.estimate(Graph(audit_cost.without_qdq(model)), types, float_bytes=2)}
     return Audit(opset=opset(model), images={name: types[name][1] if name in types else None for name in graph.inputs},
                  typing=dict(typing.most_common()), layers=dict(Counter(n.op_type for n in layers).most_common()), qdq=count_qdq(model),
                  parameters=sum(graph.values[name].size for name in weights), convs=convs,
@@ -151,7 +152,7 @@ def text(found, limit=None):
         rows = [[what, c.kernels, f'{c.kernels / max(base.kernels, 1):.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / max(base.bytes, 1):.2f}']
                 for what, c in found.cost.items()]
         lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
-                  'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/onnx_cost.py), not measured.']
+                  'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/graph/audit_cost.py), not measured.']
     else:
         lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']
     lines += listed('In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils.qat.onnx_absorb import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.onnx_graph import CONVS, FLOAT, QDQ, attribute, moved_inputs, name_of
+from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
+from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, attribute, moved_inputs, name_of
 
 HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (DFL)', 'by choice'
 
@@ -158,7 +158,7 @@ def adds(graph):
 
 
 def not_absorbed(graph):
-    """Q and DQ cost nothing: see onnx_absorb.py."""
+    """Q and DQ cost nothing: see absorption.py."""
     for node, reason in unabsorbed(graph):
         yield Finding('not absorbed', name_of(node), reason)
 

@@ -7,7 +7,7 @@ import onnx
 from onnx import numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
+from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
 
 
 def _keep(model, keep, renamed):

@@ -54,7 +54,7 @@ def describe_machine(device):
 
 def next_command(models):
     """Return the next command: for an ONNX file its audit, for an engine its AP, for a checkpoint its export."""
-    from utils.qat.sidecar import read_sidecar
+    from utils.qat.engine.sidecar import read_sidecar
     onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
     if onnx:
         return command('scripts/audit_onnx.py', onnx[-1])

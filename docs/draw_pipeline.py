@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.engine_graph import FILL, FONT, draw  # noqa: E402  the colours of an engine's picture
+from utils.qat.engine.layer_graph import FILL, FONT, draw  # noqa: E402  the colours of an engine's picture
 
 ROWS = [  # node → (type, what it is, the file or the commands); no type: something that is done with a file
     {'dual': ('FP32', 'trained, two branches', 'yolov9-c.pt'),

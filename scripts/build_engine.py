@@ -45,7 +45,7 @@ def measure_layers(config, layer, profile):
     """Write the layers of config.engine and their times, on random images of the best batch."""
     import torch
     from utils.qat.core.markdown import write_json
-    from utils.qat.engine import EngineRunner
+    from utils.qat.engine.runner import EngineRunner
 
     if not torch.cuda.is_available():
         raise QatError(f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built')
@@ -57,8 +57,8 @@ def measure_layers(config, layer, profile):
 
 def print_which():
     """Tell the shell scripts what to export for."""
-    from utils.qat.tensorrt_api import load_tensorrt
-    from utils.qat.trtexec import find_trtexec, version_of
+    from utils.qat.engine.api import load_tensorrt
+    from utils.qat.engine.trtexec import find_trtexec, version_of
 
     trtexec = find_trtexec()
     print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
@@ -70,10 +70,10 @@ def main(argv=None):
         return print_which()
     require_file(config.onnx, 'MODEL', ('.onnx',))
 
-    from utils.qat.engine_build import EngineFromOnnx
-    from utils.qat.engine_plan import Source, plan
-    from utils.qat.tensorrt_api import VERSIONS
-    from utils.qat.trtexec import build_with_trtexec, find_trtexec, version_of
+    from utils.qat.engine.api import VERSIONS
+    from utils.qat.engine.build import EngineFromOnnx
+    from utils.qat.engine.plan import Source, plan
+    from utils.qat.engine.trtexec import build_with_trtexec, find_trtexec, version_of
 
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None

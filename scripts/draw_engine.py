@@ -36,23 +36,23 @@ def next_command(args):
 def main(argv=None):
     args = parse_args(argv)
 
-    from utils.qat import engine_graph, engine_rules, engine_tables
     from utils.qat.core.markdown import write_text
-    from utils.qat.profile import read_engine
+    from utils.qat.engine import layer_graph, layer_rules, layer_tables
+    from utils.qat.engine.layers import read_engine
 
     engine = read_engine(args.layer, args.profile)
     prefix = args.output or args.layer.with_suffix('')
     prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
-    findings = engine_rules.findings(engine)
-    LOGGER.log(RESULT, f'{args.layer}\n{engine_tables.text(engine, findings, None if is_verbose() else SHOWN)}\n')
+    findings = layer_rules.findings(engine)
+    LOGGER.log(RESULT, f'{args.layer}\n{layer_tables.text(engine, findings, None if is_verbose() else SHOWN)}\n')
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    engine_tables.write_csv(csv, engine, findings)
-    write_text(dot, engine_graph.dot(engine, findings, args.layer.name))
+    layer_tables.write_csv(csv, engine, findings)
+    write_text(dot, layer_graph.dot(engine, findings, args.layer.name))
     LOGGER.info('drawing: Graphviz takes a while for a large engine')
     pictures = {'picture': svg, 'as PNG': png}
     try:
-        engine_graph.draw(dot, pictures.values())
+        layer_graph.draw(dot, pictures.values())
     except QatError as e:  # the tables are what the command is for
         LOGGER.warning(e)
         pictures = {}

@@ -15,13 +15,13 @@ from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER
-from utils.qat.engine import require_within
-from utils.qat.engine_build import EngineFromOnnx
-from utils.qat.engine_plan import Source, plan
+from utils.qat.engine.api import VERSIONS
+from utils.qat.engine.build import EngineFromOnnx
+from utils.qat.engine.plan import Source, plan
+from utils.qat.engine.runner import require_within
+from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
+from utils.qat.engine.trtexec import arguments, build_with_trtexec, version_in, version_of
 from utils.qat.graph.half import to_half
-from utils.qat.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
-from utils.qat.tensorrt_api import VERSIONS
-from utils.qat.trtexec import arguments, build_with_trtexec, version_in, version_of
 from zoo import python
 
 FLOAT_CONV = graph_of([node('Conv', 'x', 'w', 'y')], shape=(1, 4, 4, 4), returns=(1, 4, 4, 4),

@@ -422,7 +422,7 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
     pytest.importorskip('tensorrt')
     pytest.importorskip('cuda.bindings.runtime')
     from utils.qat.config.engine import BuildConfig
-    from utils.qat.engine_build import EngineFromOnnx
+    from utils.qat.engine.build import EngineFromOnnx
     engine = program('examples/infer_engine.py')
     for name in ('plain', 'deepstream'):
         EngineFromOnnx(BuildConfig(files / f'{name}.onnx', engine=tmp_path / f'{name}.engine')).build()

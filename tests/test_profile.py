@@ -15,10 +15,10 @@ import pytest
 from conftest import REPO
 from graphs import INT8_BLOCK, copy
 from test_imports import IMPORTS, within
-from utils.qat import engine_graph, engine_tables
 from utils.qat.core.errors import QatError, run_command
-from utils.qat.engine_rules import findings, is_qdq, is_reformat, tensor_cores
-from utils.qat.profile import Layer, Tensor, dtype, read_engine
+from utils.qat.engine import layer_graph, layer_tables
+from utils.qat.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layers import Layer, Tensor, dtype, read_engine
 from zoo import program, python
 
 OLD, NEW = 'TensorRT 8.6 and 10', 'TensorRT 11'
@@ -84,7 +84,7 @@ TIMES = {'/model.0/QuantizeLinear': 0.05}
 
 
 def names(layers):
-    return [engine_tables.short_name(layer) for layer in layers]
+    return [layer_tables.short_name(layer) for layer in layers]
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_what_is_missing_in_a_layer_stays_unknown(tmp_path):
     assert (signal.kind, signal.precision, text.name) == ('unknown', 'unknown', 'only a name') and last.inputs == [Tensor('y')]
     assert [t.name for t in engine.inputs] == ['x'] and engine.edges() == [(None, 0, first.inputs[0]), (0, 3, last.inputs[0])]
     assert findings(engine) == [] and engine.ms is None and engine.share(engine.layers) is None
-    assert 'None' not in engine_tables.text(engine, []) and 'None' not in engine_graph.dot(engine, [], 'x')
+    assert 'None' not in layer_tables.text(engine, []) and 'None' not in layer_graph.dot(engine, [], 'x')
 
 
 def test_a_list_of_layers_alone_is_an_engine_too(tmp_path):
@@ -160,13 +160,13 @@ def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
     assert [layer.ms for layer in engine.layers] == [0.3, None, 0.1] and engine.ms == pytest.approx(2.0)
     assert engine.untimed == ['alone'] and engine.unknown == ['gone', 'copy']
     assert engine.share(engine.layers[:2]) == pytest.approx(0.15)
-    said = engine_tables.text(engine, [])
+    said = layer_tables.text(engine, [])
     assert '1 layers without a time: alone' in said and '2 times without a layer: gone; copy' in said
 
 
 def test_without_a_profile_there_are_no_times(tmp_path):
     engine = read_engine(write(tmp_path, GOOD)[0])
-    said = engine_tables.text(engine, findings(engine))
+    said = layer_tables.text(engine, findings(engine))
     assert engine.untimed == [] and ' ms,' not in said and 'slowest' not in said and '%' not in said and '0.0000' not in said
 
 
@@ -174,7 +174,7 @@ def test_sums_are_those_of_the_layers(tmp_path):
     paths = write(tmp_path, GOOD, times={})
     layers = [layer.name for layer in read_engine(paths[0]).layers]
     engine = read_engine(*write(tmp_path, GOOD, times=zip(layers, (1, 4, 2, 2, 1))))
-    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for line in engine_tables.text(engine, findings(engine)).splitlines()
+    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for line in layer_tables.text(engine, findings(engine)).splitlines()
             if len(cells := line.split('|')) == 6}
     assert rows['INT8'] == ['3', '8.0000', '80.0%'] and rows['FP32'] == ['1', '1.0000', '10.0%'] and rows['FP16'] == ['1', '1.0000', '10.0%']
     assert rows['CaskConvolution'] == ['3', '8.0000', '80.0%'] and rows['Reformat (Q/DQ)'] == ['1', '1.0000', '10.0%']
@@ -230,7 +230,7 @@ def test_findings(tmp_path, case, generation):
     first = [(f.kind, f.layer.name) for f in found if f.layer.inputs[0].name in ('images', 'q') and 'nothing to do' in f.advice]
     assert len(first) == 2, 'the first Q, and the convolution of 3 channels that reads it'
     rest = [f for f in found if (f.kind, f.layer.name) not in first]
-    assert [(f.kind, engine_tables.short_name(f.layer)) for f in rest] == [e[:2] for e in expected]
+    assert [(f.kind, layer_tables.short_name(f.layer)) for f in rest] == [e[:2] for e in expected]
     for f, (_, _, words) in zip(rest, expected):
         assert words in f.advice and f.detail
 
@@ -301,17 +301,17 @@ def layer_of(name, nodes=()):
     ('/model.3/cv1/QuantizeLinear', (), 'model.3.cv1 QuantizeLinear'), ('__myl_Fc_myl0_3', ['/model.1/Conv', '/model.1/Add_2'], 'model.1 Conv+Add'),
     ('__myl_Fc_myl0_3', (), '__myl_Fc_myl0_3'), ('/Concat_3', (), 'Concat'), ('resnet50/conv1/Conv2D', (), 'resnet50/conv1/Conv2D')])
 def test_short_names(name, nodes, expected):
-    assert engine_tables.short_name(layer_of(name, nodes)) == expected
+    assert layer_tables.short_name(layer_of(name, nodes)) == expected
 
 
 def test_a_long_name_keeps_both_ends():
-    short = engine_tables.short_name(layer_of('begin' + 'x' * 100 + 'end'))
-    assert len(short) == engine_tables.WIDTH and short.startswith('begin') and short.endswith('end') and '…' in short
+    short = layer_tables.short_name(layer_of('begin' + 'x' * 100 + 'end'))
+    assert len(short) == layer_tables.WIDTH and short.startswith('begin') and short.endswith('end') and '…' in short
 
 
 def test_rows(tmp_path):
     engine = read_engine(*write(tmp_path, GOOD, times=TIMES))
-    engine_tables.write_csv(tmp_path / 'x.csv', engine, findings(engine))
+    layer_tables.write_csv(tmp_path / 'x.csv', engine, findings(engine))
     rows = list(csv.DictReader(open(tmp_path / 'x.csv', newline='', encoding='utf-8')))
     assert len(rows) == len(GOOD) and [row['name'] for row in rows] == [layer.name for layer in engine.layers]
     assert (rows[0]['ms'], rows[0]['share'], rows[0]['tensor cores'], rows[0]['findings']) == ('0.05', '1.000000', '', 'unfused Q/DQ')
@@ -324,7 +324,7 @@ def test_rows(tmp_path):
 def test_a_list_says_what_it_leaves_out(tmp_path):
     steps = [step(f'scale{i}', 'Scale', f't{i} FP16', f't{i + 1} INT8') for i in range(7)]
     engine = read_engine(write(tmp_path, steps)[0])
-    short, whole = (engine_tables.text(engine, findings(engine), limit) for limit in (3, None))
+    short, whole = (layer_tables.text(engine, findings(engine), limit) for limit in (3, None))
     assert '... and 4 more' in short and 'scale6' not in short and 'scale6' in whole and '... and' not in whole
 
 
@@ -342,21 +342,21 @@ def statements(source):
 @pytest.mark.parametrize('generation', [OLD, NEW])
 def test_every_layer_and_edge_is_drawn(tmp_path, generation):
     engine = read_engine(*write(tmp_path, GOOD, generation, times=TIMES))
-    nodes, edges = statements(engine_graph.dot(engine, findings(engine), 'title'))
+    nodes, edges = statements(layer_graph.dot(engine, findings(engine), 'title'))
     assert nodes.keys() == {'"in images"', '"out output0"', *map(str, range(len(GOOD)))}
     assert [(a, b) for a, b, _ in edges] == [('"in images"', '0'), ('0', '1'), ('1', '2'), ('2', '3'), ('3', '4'), ('4', '"out output0"')]
     q, first, second, *_ = (nodes[str(i)] for i in range(5))
-    for part in ('peripheries="2"', engine_graph.FILL['FP32'] + ':' + engine_graph.FILL['INT8'], '0.0500 ms   100.0%', '! unfused Q/DQ',
-                 'FP32 1×3×64×64 → INT8 1×3×64×64', engine_graph.FOUND):
+    for part in ('peripheries="2"', layer_graph.FILL['FP32'] + ':' + layer_graph.FILL['INT8'], '0.0500 ms   100.0%', '! unfused Q/DQ',
+                 'FP32 1×3×64×64 → INT8 1×3×64×64', layer_graph.FOUND):
         assert part in q
-    assert 'peripheries="1"' in second and engine_graph.FILL['INT8'] in second and engine_graph.FOUND not in second and '!' not in second
+    assert 'peripheries="1"' in second and layer_graph.FILL['INT8'] in second and layer_graph.FOUND not in second and '!' not in second
     assert '! no tensor cores' in first and ON in second, 'the kernel is in the tooltip'
-    assert engine_graph.LINE['FP32'] in edges[0][2] and engine_graph.LINE['INT8'] in edges[1][2]
+    assert layer_graph.LINE['FP32'] in edges[0][2] and layer_graph.LINE['INT8'] in edges[1][2]
 
 
 def test_an_edge_is_labelled_where_the_box_shows_another_shape(tmp_path):
     add = step('add', 'ElementWise', ['a FP16', 'images FP32'], 'b FP16')
-    _, edges = statements(engine_graph.dot(read_engine(write(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])[0]), [], 'x'))
+    _, edges = statements(layer_graph.dot(read_engine(write(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])[0]), [], 'x'))
     assert [re.match(r'label="(.*?)"', more)[1] for *_, more in edges] == ['', 'FP16 1×32×16×16', 'FP32 1×3×64×64']
 
 
@@ -391,10 +391,10 @@ def test_default_names_and_folders(tmp_path, graphviz):
 
 def test_a_machine_without_fonts_draws_the_same_picture(tmp_path, monkeypatch, graphviz):
     (tmp_path / 'x.dot').write_text('digraph { "words to be seen" }', encoding='utf-8')
-    engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'here.png'])
+    layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'here.png'])
     (tmp_path / 'none.conf').write_text('<?xml version="1.0"?><fontconfig></fontconfig>')
     monkeypatch.setenv('FONTCONFIG_FILE', str(tmp_path / 'none.conf'))
-    engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'there.png'])
+    layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'there.png'])
     assert (tmp_path / 'here.png').read_bytes() == (tmp_path / 'there.png').read_bytes()
 
 
@@ -414,7 +414,7 @@ def test_a_library_of_the_system_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
     with pytest.raises(QatError, match=r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot '):
-        engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
+        layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
     assert not list(tmp_path.glob('*.svg*'))
 
 
@@ -429,7 +429,7 @@ def test_a_graphviz_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
     monkeypatch.setattr(subprocess, 'run', lambda *a, **k: subprocess.CompletedProcess(a, 1, '', 'line\nImportError: libX.so'))
     with pytest.raises(QatError, match='ImportError: libX.so.*dot -Tsvg'):
-        engine_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
+        layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -472,6 +472,6 @@ def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
         assert run_command(main, options) == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('module', ['profile', 'engine_rules', 'engine_tables', 'engine_graph'])
+@pytest.mark.parametrize('module', ['layers', 'layer_rules', 'layer_tables', 'layer_graph'])
 def test_reading_an_engine_needs_neither_torch_nor_tensorrt(module):
-    assert not within(IMPORTS[REPO / f'utils/qat/{module}.py'], 'torch', 'tensorrt', 'models')
+    assert not within(IMPORTS[REPO / f'utils/qat/engine/{module}.py'], 'torch', 'tensorrt', 'models')

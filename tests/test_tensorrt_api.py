@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import REPO
 from utils.qat.core.errors import QatError
-from utils.qat.tensorrt_api import OPTIONAL, VERSIONS, capabilities, load_tensorrt
+from utils.qat.engine.api import OPTIONAL, VERSIONS, capabilities, load_tensorrt
 
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
 del SURFACES['source']
-FILES = [*(REPO / 'utils/qat' / f'{name}.py' for name in ('tensorrt_api', 'engine_build', 'engine')), REPO / 'examples/infer_engine.py']
+FILES = [*(REPO / 'utils/qat/engine' / f'{name}.py' for name in ('api', 'build', 'runner')), REPO / 'examples/infer_engine.py']
 # An expression in these files → the class whose attributes are asked of it
 CLASS_OF = {'self.builder': 'Builder', 'settings': 'IBuilderConfig', 'profile': 'IOptimizationProfile',
             'cache': 'ITimingCache', 'settings.get_timing_cache()': 'ITimingCache', 'parser': 'OnnxParser', 'error': 'ParserError',

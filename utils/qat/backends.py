@@ -194,7 +194,7 @@ class EngineModel(FileModel):
     """A TensorRT engine. It keeps GPU memory until it is closed."""
 
     def __init__(self, path, device, backend='tensorrt'):
-        from utils.qat.engine import EngineRunner
+        from utils.qat.engine.runner import EngineRunner
         self.runner, self.device = EngineRunner(path, device, backend=backend), device
         if len(self.runner.inputs) != 1:
             raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(self.runner.inputs)}")

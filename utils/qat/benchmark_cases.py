@@ -9,10 +9,10 @@ import torch
 
 from utils.qat.benchmark import Result, measure
 from utils.qat.core.errors import QatError
+from utils.qat.engine.api import load_tensorrt
 from utils.qat.engine_cache import engine_for
 from utils.qat.network import Network, shapes_of
 from utils.qat.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
-from utils.qat.tensorrt_api import load_tensorrt
 
 ENGINES = ('tensorrt', 'rtx')
 

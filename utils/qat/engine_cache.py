@@ -6,10 +6,10 @@ would be measured at 11 shapes that it was not made for.
 from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.engine_build import EngineFromOnnx
+from utils.qat.engine.api import load_tensorrt, product
+from utils.qat.engine.build import EngineFromOnnx
+from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 from utils.qat.network import fixed_batch
-from utils.qat.sidecar import read_sidecar, require_fit, this_gpu
-from utils.qat.tensorrt_api import load_tensorrt, product
 
 
 def engine_for(network, backend, precision, batch, config, device, say):

@@ -10,9 +10,9 @@ import torch
 from onnx import TensorProto
 
 from utils.qat.core.errors import QatError, require_file
+from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
-from utils.qat.sidecar import read_sidecar
 
 DTYPES = {'FLOAT': torch.float32, 'FLOAT16': torch.float16, 'DOUBLE': torch.float64, 'INT8': torch.int8, 'UINT8': torch.uint8,
           'INT16': torch.int16, 'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # ONNX → torch.dtype

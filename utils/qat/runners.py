@@ -12,7 +12,7 @@ import torch
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
-from utils.qat.engine import EngineRunner
+from utils.qat.engine.runner import EngineRunner
 
 BACKENDS = {'tensorrt': 'TensorRT', 'rtx': 'TensorRT-RTX', 'onnxruntime': 'ONNX Runtime', 'pytorch': 'PyTorch'}
 

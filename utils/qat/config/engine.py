@@ -5,7 +5,7 @@ from pathlib import Path
 from utils.qat.config.export import OPSETS
 from utils.qat.config.qat import check
 from utils.qat.core.errors import QatError
-from utils.qat.tensorrt_api import BACKENDS
+from utils.qat.engine.api import BACKENDS
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')
 

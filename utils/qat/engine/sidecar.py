@@ -25,7 +25,7 @@ def this_gpu(device=None):
 
 
 def write_sidecar(source, plan, product, more):
-    """Write what the engine of source.config was built of (engine_plan.Source), how (engine_plan.Plan) and by; returns the content."""
+    """Write what the engine of source.config was built of (plan.Source), how (plan.Plan) and by; returns the content."""
     config = source.config
     content = {'sidecar': VERSION, 'built_by': product, 'gpu': this_gpu(), 'bytes': config.engine.stat().st_size,
                'onnx': config.onnx.name, 'onnx_sha256': sha256(config.onnx), 'precision': plan.precision,

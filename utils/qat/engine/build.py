@@ -10,9 +10,9 @@ import warnings
 
 from utils.qat.core.errors import QatError, atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.engine_plan import Source, plan
-from utils.qat.sidecar import write_sidecar
-from utils.qat.tensorrt_api import capabilities, load_tensorrt, logger, product, progress_monitor
+from utils.qat.engine.api import capabilities, load_tensorrt, logger, product, progress_monitor
+from utils.qat.engine.plan import Source, plan
+from utils.qat.engine.sidecar import write_sidecar
 
 MIB = 1 << 20
 

@@ -1,6 +1,6 @@
 """ONNX file and settings → how an engine of it is built: network and builder flags, and the shapes of its inputs.
 
-What TensorRT's Python builder (engine_build.py) and trtexec (trtexec.py) do alike. Facts: a file with Q/DQ is INT8; one with FP16
+What TensorRT's Python builder (build.py) and trtexec (trtexec.py) do alike. Facts: a file with Q/DQ is INT8; one with FP16
 inside is strongly typed, and is built in its own types; TensorRT 11 and TensorRT-RTX build every file so.
 """
 from dataclasses import dataclass

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from utils.qat.core.errors import QatError, atomic
 from utils.qat.core.printable import visible
-from utils.qat.engine_rules import is_qdq, is_reformat
-from utils.qat.engine_tables import shape_text, short_name
+from utils.qat.engine.layer_rules import is_qdq, is_reformat
+from utils.qat.engine.layer_tables import shape_text, short_name
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}

@@ -7,7 +7,7 @@ was removed from the TensorRT repository, and the developer guide's section on Q
 import re
 from dataclasses import dataclass
 
-from utils.qat.profile import FLOATS, Engine, Layer
+from utils.qat.engine.layers import FLOATS, Engine, Layer
 
 FINDINGS = {  # kind → what it means
     'float output': 'INT8 convolutions that return float',

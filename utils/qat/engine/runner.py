@@ -11,8 +11,8 @@ import torch
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.sidecar import read_sidecar, require_fit, this_gpu
-from utils.qat.tensorrt_api import capabilities, load_tensorrt, logger, product
+from utils.qat.engine.api import capabilities, load_tensorrt, logger, product
+from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
 DTYPES = {'FLOAT': torch.float32, 'HALF': torch.float16, 'BF16': torch.bfloat16, 'INT8': torch.int8, 'UINT8': torch.uint8,
           'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # trt.DataType → torch.dtype

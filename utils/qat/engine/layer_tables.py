@@ -6,7 +6,7 @@ from os.path import commonprefix
 
 from utils.qat.core.errors import atomic
 from utils.qat.core.markdown import markdown_table
-from utils.qat.engine_rules import FINDINGS, is_convolution, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layer_rules import FINDINGS, is_convolution, is_qdq, is_reformat, tensor_cores
 from utils.qat.graph.onnx_graph import module_path
 
 COLUMNS = ('index', 'name', 'short name', 'kind', 'type in', 'type out', 'weights', 'shapes in', 'shapes out', 'formats in', 'formats out',

@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 from utils.qat.core.errors import QatError, atomic
-from utils.qat.sidecar import write_sidecar
-from utils.qat.tensorrt_api import VERSIONS
+from utils.qat.engine.api import VERSIONS
+from utils.qat.engine.sidecar import write_sidecar
 
 PLACES = '/usr/src/tensorrt/bin', '/opt/tensorrt/bin'  # of NVIDIA's packages and containers, which need not be on the PATH
 BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')

@@ -1,0 +1,1 @@
+"""TensorRT engines: built, run, described."""

@@ -41,7 +41,7 @@ def describe_machine(device):
     from importlib import metadata
 
     import torch
-    from utils.qat.backends import describe
+    from utils.qat.prediction.file_model import describe
     linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
     lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
     cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
@@ -72,10 +72,10 @@ def main(argv=None):
 
     import torch
     from models.quantize.checkpoint import kind_of, load_any
-    from utils.qat.backends import select_device
     from utils.qat.benchmark_cases import cases_of, run_case
     from utils.qat.benchmark_report import result_table, summary, with_short_names, write_benchmark
     from utils.qat.network import networks_of
+    from utils.qat.prediction.file_model import select_device
     from utils.qat.usage import Usage
 
     def load(file, device):

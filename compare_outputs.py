@@ -42,7 +42,7 @@ def parse_args(argv):
 
 def image_size(config, models):
     """Return the side of the square images that both models take. Raises QatError if there is none."""
-    from utils.qat.backends import FileModel
+    from utils.qat.prediction.file_model import FileModel
 
     sizes = {tuple(m.imgsz) for m in models if isinstance(m, FileModel)} or {(config.imgsz or 640,) * 2}
     if len(sizes) > 1 or len(set(*sizes)) > 1:
@@ -91,8 +91,8 @@ def main(argv=None):
 
     import torch
     from models.deploy.load import SUFFIXES, load_model
-    from utils.qat.backends import select_device
     from utils.qat.compare_report import write_comparison
+    from utils.qat.prediction.file_model import select_device
 
     files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]
     device = select_device(config.device)

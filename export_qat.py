@@ -76,11 +76,11 @@ def build_command(path, config, int8, half):
 def verify(config, reference, device, limits, path, data, loader):
     """Compare the written file with `reference`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
     import onnxruntime
-    from utils.qat.backends import OnnxModel
     from utils.qat.compare import compare
     from utils.qat.compare_report import comparison_tables
     from utils.qat.core.files import sha256
     from utils.qat.core.markdown import versions, write_json
+    from utils.qat.prediction.file_model import OnnxModel
 
     result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))
@@ -110,12 +110,12 @@ def main(argv=None):
     from models.deploy.end2end import export_end2end, outside
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
-    from utils.qat.backends import TorchModel, select_device
     from utils.qat.core.markdown import write_text
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import val_loader
     from utils.qat.graph.half import require_opset
     from utils.qat.graph.triton_config import triton_config
+    from utils.qat.prediction.file_model import TorchModel, select_device
 
     if config.fp32_scales:
         require_opset()

@@ -35,8 +35,8 @@ def dry_run(config):
 
     from models.quantize import checkpoint
     from models.quantize.ptq import Choice, prepare
-    from utils.qat.backends import TorchModel
     from utils.qat.config.defaults import options
+    from utils.qat.prediction.file_model import TorchModel
     from utils.qat.run_report import plan
 
     with quiet_upstream():
@@ -106,8 +106,8 @@ def load(config, device):
     is rounded up to the stride."""
     from models.quantize import checkpoint
     from utils.general import check_img_size
-    from utils.qat.backends import TorchModel
     from utils.qat.data.dataset import load_data
+    from utils.qat.prediction.file_model import TorchModel
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
@@ -236,7 +236,7 @@ def eval_(config, folder):
 
     import torch
     from models.quantize import checkpoint
-    from utils.qat.backends import OnnxModel, TorchModel
+    from utils.qat.prediction.file_model import OnnxModel, TorchModel
     from utils.qat.scoring import score_file
 
     device = select_device(config.device)

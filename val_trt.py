@@ -43,7 +43,7 @@ def main(argv=None):
     require_file(config.weights, '--weights', ('.engine', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
-    from utils.qat.backends import EngineModel, OnnxModel, select_device
+    from utils.qat.prediction.file_model import EngineModel, OnnxModel, select_device
     from utils.qat.scoring import score_file
 
     device = select_device(config.device)

@@ -19,12 +19,12 @@ import torch  # noqa: E402
 from finetune_step import measure, prepare  # noqa: E402  beside this file
 from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.step import GraphedStep, Step  # noqa: E402
-from utils.qat.backends import describe  # noqa: E402
 from utils.qat.config.qat import AMP  # noqa: E402
 from utils.qat.core import distributed  # noqa: E402
 from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402
 from utils.qat.core.log import LOGGER  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
+from utils.qat.prediction.file_model import describe  # noqa: E402
 
 
 class AloneStep(Step):

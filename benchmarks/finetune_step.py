@@ -30,9 +30,9 @@ from models.quantize.losses import relative_error  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
-from utils.qat.backends import describe, select_device  # noqa: E402
 from utils.qat.config.qat import AMP, QuantizeConfig  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
+from utils.qat.prediction.file_model import describe, select_device  # noqa: E402
 
 
 def float_step(student, teacher, amp):

@@ -52,7 +52,7 @@ def make_work(args, policy, folder):
     from models.deploy.onnx_export import export_onnx
     from models.quantize.losses import relative_error
     from models.quantize.step import Step
-    from utils.qat.backends import OnnxModel
+    from utils.qat.prediction.file_model import OnnxModel
 
     assert torch.get_num_threads() == args.threads
     images, teacher, model, layers = prepare(args, torch.device('cpu'), seed=0)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from utils.metrics import ap_per_class
 from utils.qat import chance
-from utils.qat.backends import TorchModel
 from utils.qat.chance import difference, draw, points_lost, resampled_ap, within_chance
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
@@ -15,6 +14,7 @@ from utils.qat.core.markdown import merit
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
+from utils.qat.prediction.file_model import TorchModel
 from utils.qat.resampled import LAST, Resampled
 from utils.qat.resume import RESAMPLED
 from zoo import program

@@ -4,7 +4,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from utils.qat.backends import TorchModel
 from utils.qat.compare import Elements, compare
 from utils.qat.compare_report import comparison_tables
 from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
@@ -13,6 +12,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
+from utils.qat.prediction.file_model import TorchModel
 
 CPU = torch.device('cpu')
 SIZE, CLASSES = 320, 3

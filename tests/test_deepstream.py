@@ -10,10 +10,10 @@ from graphs import copy, dims, run_onnx
 from models.deploy.load import load_main_branch
 from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
-from utils.qat.backends import OnnxModel
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.deepstream import deepstream_config, deepstream_layout
+from utils.qat.prediction.file_model import OnnxModel
 from zoo import build, full, program
 
 export_yolov9 = program('export_yoloV9.py').main

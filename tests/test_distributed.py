@@ -9,7 +9,6 @@ from models.quantize.calibrate import Histogram
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
-from utils.qat.backends import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
@@ -17,6 +16,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.evaluate import evaluate
+from utils.qat.prediction.file_model import TorchModel
 from utils.qat.summary import FILE
 from zoo import image, program, python, same, settings, state
 
@@ -118,7 +118,7 @@ from models.quantize.finetune import finetune, supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import NotFinite, Step
 from utils.qat.core import distributed
-from utils.qat.backends import TorchModel
+from utils.qat.prediction.file_model import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluate import evaluate

@@ -11,17 +11,17 @@ from models.deploy.end2end import _check, export_end2end, test_predictions as ma
 from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
-from utils.qat.backends import OnnxModel
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.detections import prepared
 from utils.qat.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
+from utils.qat.prediction.detections import prepared
+from utils.qat.prediction.file_model import OnnxModel
 
 CPU = torch.device('cpu')
 SIZE = 320  # of the demo's images

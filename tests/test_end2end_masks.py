@@ -16,13 +16,13 @@ from models.deploy.onnx_export import export_onnx, test_images as made_images
 from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
-from utils.qat.backends import OnnxModel
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.log import quiet_upstream
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
+from utils.qat.prediction.file_model import OnnxModel
 from zoo import program
 
 export_qat = program('export_qat.py').main

@@ -6,13 +6,13 @@ import pytest
 import torch
 from conftest import TREE
 from models.deploy.onnx_export import export_onnx
-from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.detections import Detections
 from utils.qat.evaluate import _correct, evaluate
+from utils.qat.prediction.detections import Detections
+from utils.qat.prediction.file_model import OnnxModel, TorchModel
 from zoo import python
 
 CPU = torch.device('cpu')

@@ -13,13 +13,13 @@ from models.deploy.onnx_export import LIMITS, differences, export_onnx, prepare
 from models.quantize.blocks import QuantConv2d
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from utils.qat.backends import OnnxModel
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.audit import audit
 from utils.qat.graph.half import fp32_scales, to_half
 from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
+from utils.qat.prediction.file_model import OnnxModel
 from zoo import build, fuse, image
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64

@@ -20,14 +20,14 @@ from onnx import helper, numpy_helper
 from segmenters import segmenter
 from torchvision.ops import batched_nms
 from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
-from utils.qat import backends
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks
-from utils.qat.detections import detect
 from utils.qat.graph.deepstream import deepstream_layout
+from utils.qat.prediction import file_model
+from utils.qat.prediction.detections import detect
 from zoo import program
 
 client = program('scripts/infer_onnx.py')
@@ -48,7 +48,7 @@ def files(demo, tmp_path_factory):
 def evaluated(demo, files):
     """[(path, pixels as the model sees them, predictions [4 + nc, N], function to pixels of the image)], as the evaluation has them."""
     config = EvalConfig(demo.single, demo.data, batch_size=1, imgsz=SIZE, workers=0)
-    predict, found = backends.OnnxModel(files / 'plain.onnx'), []
+    predict, found = file_model.OnnxModel(files / 'plain.onnx'), []
     for images, _, [path], [shape] in val_loader(load_data(demo.data), config, 32, square=True):
         pixels = images.float() / 255
 

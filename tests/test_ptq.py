@@ -14,9 +14,9 @@ from models.quantize.divergence import divergence
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel
-from utils.qat.backends import TorchModel
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images
+from utils.qat.prediction.file_model import TorchModel
 from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]

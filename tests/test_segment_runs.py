@@ -13,7 +13,6 @@ from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.backends import OnnxModel, TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.files import sha256
@@ -21,6 +20,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
+from utils.qat.prediction.file_model import OnnxModel, TorchModel
 from zoo import build, full, fuse, image, output, program, python, same, settings
 
 CPU = torch.device('cpu')

@@ -1,8 +1,8 @@
 """A file of any kind → the model in it, ready to predict."""
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
-from utils.qat.backends import EngineModel, OnnxModel, TorchModel
 from utils.qat.core.log import quiet_upstream
+from utils.qat.prediction.file_model import EngineModel, OnnxModel, TorchModel
 
 SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 
@@ -10,7 +10,7 @@ SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 def load_model(path, device, backend='tensorrt'):
     """The model of a checkpoint (float or quantized), an ONNX file or an engine. Raises QatError if it is none, or cannot run here.
 
-    path: a Path that ends in one of SUFFIXES. backend: what runs an engine. Returns a callable as utils/qat/backends.py describes.
+    path: a Path that ends in one of SUFFIXES. backend: what runs an engine. Returns a callable as utils/qat/prediction/file_model.py describes.
     """
     if path.suffix == '.onnx':
         return OnnxModel(path, device)

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
-from utils.qat.backends import OnnxModel
 from utils.qat.core.errors import QatError, atomic
 from utils.qat.graph import half as onnx_half, onnx_graph, passes as onnx_passes
+from utils.qat.prediction.file_model import OnnxModel
 
 OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
 

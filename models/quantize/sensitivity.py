@@ -16,7 +16,7 @@ from models.quantize.measure import Forms, measure
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.core.distributed import all_reduce, rank, world_size
-from utils.qat.detections import prepared
+from utils.qat.prediction.detections import prepared
 
 MEASURED = 10  # units, the worst by the estimate
 

@@ -10,8 +10,8 @@ AP does: a few images suffice.
 import torch
 
 from models.quantize.outputs import Raw
-from utils.qat.backends import TorchModel
 from utils.qat.core.distributed import all_reduce
+from utils.qat.prediction.file_model import TorchModel
 
 PARTS = ('boxes', 'classes', 'coefficients', 'prototypes')
 

@@ -1,6 +1,6 @@
 """Two models side by side on the same images: how close their outputs are, rank by rank, and in AP.
 
-A model is a callable images → predictions (see backends.py), so any two backends can be compared. Each runs once per batch,
+A model is a callable images → predictions (see file_model.py), so any two backends can be compared. Each runs once per batch,
 and one NMS of each serves both the ranks and the AP.
 """
 import math
@@ -13,8 +13,8 @@ from utils.metrics import box_iou
 from utils.qat.chance import difference
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import same_place_iou
-from utils.qat.detections import detect, prepared
 from utils.qat.evaluate import Metrics, Scorer
+from utils.qat.prediction.detections import detect, prepared
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
 
@@ -175,7 +175,7 @@ def _ratio(total, count):
 def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, top=10, progress=None):
     """Run both models over `loader`; returns a Comparison.
 
-    reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see backends.py. loader: see
+    reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see file_model.py. loader: see
     loaders.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
     numpy.isclose. Raises QatError if the predictions are of different shapes.
     """
@@ -205,7 +205,7 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
 
 
 def _parts(outputs):
-    """Predictions, see backends.py → [boxes, scores], and of a segmentation model coefficients and prototypes."""
+    """Predictions, see file_model.py → [boxes, scores], and of a segmentation model coefficients and prototypes."""
     if not isinstance(outputs, tuple):
         return [outputs[:, :4], outputs[:, 4:]]
     predictions, prototypes = outputs

@@ -18,7 +18,7 @@ from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import write_text
 from utils.qat.data.masks import resized
-from utils.qat.detections import detect, prepared
+from utils.qat.prediction.detections import detect, prepared
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
 
@@ -134,7 +134,7 @@ def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, ma
              predictions_file=None, resample=False):
     """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
-    predict: images FP32 [B, 3, H, W] in 0..1 → predictions, see backends.py; with NMS inside, conf_thres, iou_thres and max_det are
+    predict: images FP32 [B, 3, H, W] in 0..1 → predictions, see file_model.py; with NMS inside, conf_thres, iou_thres and max_det are
     the model's own.
     loader: see loaders.val_loader. names: class index → name. annotations: COCO's file; adds pycocotools' figures.
     predictions_file: where to write the detections as COCO JSON. resample: with Metrics.resampled.

@@ -1,7 +1,6 @@
 """`qat.py eval` and `val_trt.py`: score a model on the val images of a data YAML, and leave the figures in a folder."""
 from utils.general import check_img_size
 
-from utils.qat.backends import FileModel
 from utils.qat.core.distributed import describe, from_first, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
@@ -9,13 +8,14 @@ from utils.qat.core.next_command import after_scoring
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluate import evaluate
+from utils.qat.prediction.file_model import FileModel
 from utils.qat.score_report import tables, write_scores
 
 
 def score_file(predict, config, device, folder, backend='tensorrt'):
     """Score `predict`, the model in config.weights: log the tables, write the report and predictions.json. Returns Metrics.
 
-    predict: see backends.py. config: an EvalConfig. folder: see run_folder.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
+    predict: see file_model.py. config: an EvalConfig. folder: see run_folder.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
     square, size.
     Raises QatError if file, settings and data do not fit together.
     """

@@ -41,9 +41,9 @@ def on_first(function):
 
 
 def select_device(text):
-    """--device → torch.device: as backends.select_device, but that several processes have a GPU each, that of their number."""
+    """--device → torch.device: as file_model.select_device, but that several processes have a GPU each, that of their number."""
     import torch
-    from utils.qat import backends
+    from utils.qat.prediction import file_model
     world, found = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
         raise QatError('torchrun --nnodes: this runs on one machine; leave it out')
@@ -51,7 +51,7 @@ def select_device(text):
         raise QatError(f'--device {text}: the {world} processes of torchrun take GPU 0 to {world - 1}, one each; leave --device '
                        "out (CUDA_VISIBLE_DEVICES chooses the GPUs), or use 'cpu'")
     if world == 1 or text == 'cpu' or not torch.cuda.is_available():
-        return backends.select_device(text)
+        return file_model.select_device(text)
     if found < world:
         raise QatError(f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
                        f'and each process needs its own; start {found}, or use --device cpu')
@@ -61,8 +61,8 @@ def select_device(text):
 
 def describe(device):
     """What all of them compute on, in words."""
-    from utils.qat import backends
-    return backends.describe(device) + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
+    from utils.qat.prediction import file_model
+    return file_model.describe(device) + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
 
 
 def join(device):

@@ -13,8 +13,8 @@ from utils.qat.config.export import END2END, MASKS, PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
 from utils.qat.data.masks import BoxMasks
-from utils.qat.detections import Detections
 from utils.qat.graph.ort_rounding import rounding
+from utils.qat.prediction.detections import Detections
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export

@@ -47,7 +47,7 @@ def prepared(batch, device):
 def detect(outputs, shape, conf_thres=0.001, iou_thres=0.7, max_det=300):
     """What a model finds in each image, by upstream's NMS: a list of Detections.
 
-    outputs: see backends.py; what comes from NMS inside the model is taken as it is. shape: height and width of the images.
+    outputs: see file_model.py; what comes from NMS inside the model is taken as it is. shape: height and width of the images.
     """
     if isinstance(outputs, list):
         return outputs

@@ -1,0 +1,1 @@
+"""Whatever runs a model, and what it finds in images."""

@@ -56,11 +56,11 @@ def image_size(config, models):
 
 def compare_detectors(config, models, device, size):
     """(plain Comparison, its tables)."""
-    from utils.qat.compare import compare
-    from utils.qat.compare_report import comparison_tables
     from utils.qat.config.qat import EvalConfig
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import random_images, val_loader
+    from utils.qat.evaluation.compare import compare
+    from utils.qat.evaluation.compare_report import comparison_tables
 
     if config.data:
         data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments)
@@ -74,9 +74,9 @@ def compare_detectors(config, models, device, size):
 
 def compare_classifiers(config, models, device, size):
     """(plain ClassComparison, its tables)."""
-    from utils.qat.compare_classes import compare_classes
-    from utils.qat.compare_report import class_comparison_tables
     from utils.qat.data.loaders import class_images, random_images
+    from utils.qat.evaluation.compare_classes import compare_classes
+    from utils.qat.evaluation.compare_report import class_comparison_tables
 
     if config.data:
         batches = class_images(config, size)
@@ -91,7 +91,7 @@ def main(argv=None):
 
     import torch
     from models.deploy.load import SUFFIXES, load_model
-    from utils.qat.compare_report import write_comparison
+    from utils.qat.evaluation.compare_report import write_comparison
     from utils.qat.prediction.file_model import select_device
 
     files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]

@@ -76,10 +76,10 @@ def build_command(path, config, int8, half):
 def verify(config, reference, device, limits, path, data, loader):
     """Compare the written file with `reference`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
     import onnxruntime
-    from utils.qat.compare import compare
-    from utils.qat.compare_report import comparison_tables
     from utils.qat.core.files import sha256
     from utils.qat.core.markdown import versions, write_json
+    from utils.qat.evaluation.compare import compare
+    from utils.qat.evaluation.compare_report import comparison_tables
     from utils.qat.prediction.file_model import OnnxModel
 
     result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,

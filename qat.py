@@ -58,7 +58,7 @@ def calibrate_run(run, images, config, choice):
     import time
 
     from models.quantize.ptq import calibrated, within_budget
-    from utils.qat.chance import parts, points_lost
+    from utils.qat.evaluation.chance import parts, points_lost
 
     if config.eval_origin or config.max_drop is not None:
         run.report['origin'] = run.score_float()
@@ -194,10 +194,10 @@ def sensitive(config, folder):
     from models.quantize.outputs import require_known_head
     from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
-    from utils.qat.chance import in_words
     from utils.qat.core.markdown import versions, write_json
     from utils.qat.data.loaders import calibration_images, val_loader
-    from utils.qat.plots import plot_sensitivity
+    from utils.qat.evaluation.chance import in_words
+    from utils.qat.evaluation.plots import plot_sensitivity
     from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
 
     start = time.perf_counter()
@@ -236,8 +236,8 @@ def eval_(config, folder):
 
     import torch
     from models.quantize import checkpoint
+    from utils.qat.evaluation.score_file import score_file
     from utils.qat.prediction.file_model import OnnxModel, TorchModel
-    from utils.qat.scoring import score_file
 
     device = select_device(config.device)
     join(device)

@@ -43,8 +43,8 @@ def main(argv=None):
     require_file(config.weights, '--weights', ('.engine', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
+    from utils.qat.evaluation.score_file import score_file
     from utils.qat.prediction.file_model import EngineModel, OnnxModel, select_device
-    from utils.qat.scoring import score_file
 
     device = select_device(config.device)
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):

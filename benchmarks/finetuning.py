@@ -32,7 +32,7 @@ from utils.qat.core.log import quiet_upstream  # noqa: E402
 from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
 from utils.qat.data.dataset import load_data  # noqa: E402
 from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
-from utils.qat.evaluate import evaluate  # noqa: E402
+from utils.qat.evaluation.evaluate import evaluate  # noqa: E402
 from utils.qat.prediction.detections import detect  # noqa: E402
 from utils.qat.prediction.file_model import TorchModel, select_device  # noqa: E402
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from utils.metrics import ap_per_class
-from utils.qat import chance
-from utils.qat.chance import difference, draw, points_lost, resampled_ap, within_chance
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import run_command
 from utils.qat.core.markdown import merit
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation import chance
+from utils.qat.evaluation.chance import difference, draw, points_lost, resampled_ap, within_chance
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
 from utils.qat.resampled import LAST, Resampled
 from utils.qat.resume import RESAMPLED

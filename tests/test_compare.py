@@ -4,14 +4,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from utils.qat.compare import Elements, compare
-from utils.qat.compare_report import comparison_tables
 from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.compare import Elements, compare
+from utils.qat.evaluation.compare_report import comparison_tables
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
 
 CPU = torch.device('cpu')

@@ -15,7 +15,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
 from utils.qat.summary import FILE
 from zoo import image, program, python, same, settings, state
@@ -121,7 +121,7 @@ from utils.qat.core import distributed
 from utils.qat.prediction.file_model import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.data.loaders import training_images, val_loader
 
 job = torch.load(sys.argv[1], weights_only=False)

@@ -16,7 +16,7 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
@@ -26,7 +26,7 @@ from utils.qat.prediction.file_model import OnnxModel
 CPU = torch.device('cpu')
 SIZE = 320  # of the demo's images
 STANDARD = Nms('standard')
-EVALUATION = {'topk_all': 300, 'iou_thres': 0.7, 'conf_thres': 0.001}  # as utils.qat.evaluate.detect
+EVALUATION = {'topk_all': 300, 'iou_thres': 0.7, 'conf_thres': 0.001}  # as utils.qat.evaluation.evaluate.detect
 
 
 # ---- the reference: NMS by the book ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import _correct, evaluate
+from utils.qat.evaluation.evaluate import _correct, evaluate
 from utils.qat.prediction.detections import Detections
 from utils.qat.prediction.file_model import OnnxModel, TorchModel
 from zoo import python

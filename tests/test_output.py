@@ -26,7 +26,7 @@ from utils.qat.core.errors import run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.markdown import markdown_table, width
 from utils.qat.core.next_command import DATA, command
-from utils.qat.plots import MOST, plot_classes
+from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run_report import write_report
 from zoo import program, settings
 

@@ -22,7 +22,7 @@ from utils.qat.core.markdown import merit, points_lost
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import training_images, val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
-from utils.qat.evaluate import IOUS, _correct, evaluate
+from utils.qat.evaluation.evaluate import IOUS, _correct, evaluate
 from utils.qat.prediction.detections import Detections
 from zoo import build, fuse, image, program, python, settings
 

@@ -18,7 +18,7 @@ from utils.qat.core.errors import run_command
 from utils.qat.core.files import sha256
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
 from utils.qat.prediction.file_model import OnnxModel, TorchModel
 from zoo import build, full, fuse, image, output, program, python, same, settings

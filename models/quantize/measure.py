@@ -8,9 +8,9 @@ from models.quantize.divergence import divergence_sums
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer
 from models.quantize.sqnr import PARTS, decibels, energies
-from utils.qat.chance import difference, difference_of_merit
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
-from utils.qat.evaluate import Scorer
+from utils.qat.evaluation.chance import difference, difference_of_merit
+from utils.qat.evaluation.evaluate import Scorer
 from utils.qat.prediction.detections import detect, prepared
 from utils.qat.prediction.file_model import TorchModel
 

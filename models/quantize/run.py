@@ -11,13 +11,13 @@ import time
 from models.quantize import checkpoint
 from models.quantize.finetune import Epoch
 from models.quantize.sqnr import ComparedModel
-from utils.qat.chance import in_words
 from utils.qat.core.distributed import describe, from_first, on_first
 from utils.qat.core.errors import HALF, QatError, atomic
 from utils.qat.core.files import write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.markdown import merit, versions
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.chance import in_words
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
 from utils.qat.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.resume import RESAMPLED, STATE, interrupted, require_epoch

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utils.qat.core.errors import atomic
-from utils.qat.plots import literal
+from utils.qat.evaluation.plots import literal
 
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 

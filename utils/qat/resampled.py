@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from utils.qat.chance import RESAMPLES, difference, difference_of_merit
 from utils.qat.core.markdown import write_text
+from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
 from utils.qat.resume import RESAMPLED, unfit_state
 from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
 

@@ -1,12 +1,12 @@
 """A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
 from pathlib import Path
 
-from utils.qat.chance import RESAMPLES, in_words, points, within_chance
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.markdown import code, columns, document, escaped, figures, image, link, markdown_table, write_json
 from utils.qat.core.next_command import command
-from utils.qat.plots import plot_ap, plot_classes
+from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
+from utils.qat.evaluation.plots import plot_ap, plot_classes
 from utils.qat.resampled import LAST
 
 

@@ -7,9 +7,9 @@ from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluate import evaluate
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.score_report import tables, write_scores
 from utils.qat.prediction.file_model import FileModel
-from utils.qat.score_report import tables, write_scores
 
 
 def score_file(predict, config, device, folder, backend='tensorrt'):

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from utils.metrics import box_iou
 
-from utils.qat.chance import difference
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import same_place_iou
-from utils.qat.evaluate import Metrics, Scorer
+from utils.qat.evaluation.chance import difference
+from utils.qat.evaluation.evaluate import Metrics, Scorer
 from utils.qat.prediction.detections import detect, prepared
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection

@@ -12,12 +12,12 @@ from utils.general import coco80_to_coco91_class, scale_boxes, xywh2xyxy
 from utils.metrics import ap_per_class, box_iou
 from utils.segment.general import mask_iou
 
-from utils.qat.chance import resampled_ap
-from utils.qat.coco import add_masks, coco_figures, result_rows
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import write_text
 from utils.qat.data.masks import resized
+from utils.qat.evaluation.chance import resampled_ap
+from utils.qat.evaluation.coco import add_masks, coco_figures, result_rows
 from utils.qat.prediction.detections import detect, prepared
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these

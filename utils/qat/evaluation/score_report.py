@@ -4,7 +4,7 @@ from dataclasses import asdict
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.markdown import class_table, document, escaped, image, markdown_table, versions, write_json
-from utils.qat.plots import plot_classes
+from utils.qat.evaluation.plots import plot_classes
 
 
 def coco_table(metrics):

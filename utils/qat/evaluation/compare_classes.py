@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from utils.qat.compare import Elements
 from utils.qat.core.errors import QatError
+from utils.qat.evaluation.compare import Elements
 
 
 @dataclass

@@ -72,11 +72,11 @@ def main(argv=None):
 
     import torch
     from models.quantize.checkpoint import kind_of, load_any
-    from utils.qat.benchmark_cases import cases_of, run_case
-    from utils.qat.benchmark_report import result_table, summary, with_short_names, write_benchmark
-    from utils.qat.network import networks_of
+    from utils.qat.benchmark.cases import cases_of, run_case
+    from utils.qat.benchmark.model_files import networks_of
+    from utils.qat.benchmark.report import result_table, summary, with_short_names, write_benchmark
+    from utils.qat.benchmark.usage import Usage
     from utils.qat.prediction.file_model import select_device
-    from utils.qat.usage import Usage
 
     def load(file, device):
         with quiet_upstream():

@@ -21,15 +21,15 @@ from conftest import TREE
 from models.deploy.onnx_export import export_onnx
 from models.quantize.checkpoint import kind_of, load_any
 from onnx import TensorProto, helper, numpy_helper
-from utils.qat.benchmark import LEAST, HostClock, in_line, measure, statistics
-from utils.qat.benchmark_cases import cases_of
-from utils.qat.benchmark_report import summary
+from utils.qat.benchmark.cases import cases_of
+from utils.qat.benchmark.engine_cache import engine_for
+from utils.qat.benchmark.model_files import BATCHES, networks_of, shapes_of
+from utils.qat.benchmark.report import summary
+from utils.qat.benchmark.runners import OnnxRuntimeRunner, TorchRunner
+from utils.qat.benchmark.timing import LEAST, HostClock, in_line, measure, statistics
+from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError, run_command
-from utils.qat.engine_cache import engine_for
-from utils.qat.network import BATCHES, networks_of, shapes_of
-from utils.qat.runners import OnnxRuntimeRunner, TorchRunner
-from utils.qat.usage import PERIOD, Usage
 from zoo import program
 
 CPU = torch.device('cpu')

@@ -140,7 +140,7 @@ def milliseconds(text):
 class BenchmarkConfig:
     """`benchmark_trt.py`."""
     models: list  # .onnx, .engine and .pt files
-    batch: tuple = None  # images per query, each a measurement; None = those of the file, see network.Network
+    batch: tuple = None  # images per query, each a measurement; None = those of the file, see model_files.Network
     precision: tuple = None  # None = all that a file and a backend have
     imgsz: list = None  # height, width in pixels, where a file leaves them open
     duration: float = 10.0  # seconds of each measurement

@@ -1,6 +1,6 @@
 """Pictures of a benchmark: latency as bars, throughput against batch, memory and utilisation over time.
 
-in: plain Results, see benchmark.Result. A series (model, backend, precision) has one colour in all three.
+in: plain Results, see timing.Result. A series (model, backend, precision) has one colour in all three.
 """
 from matplotlib import colormaps
 from matplotlib.figure import Figure

@@ -3,13 +3,13 @@
 One engine per batch, as sweeps with trtexec have it: the builder chooses kernels for one shape, and an engine for 1 to 12 images
 would be measured at 11 shapes that it was not made for.
 """
+from utils.qat.benchmark.model_files import fixed_batch
 from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
-from utils.qat.network import fixed_batch
 
 
 def engine_for(network, backend, precision, batch, config, device, say):

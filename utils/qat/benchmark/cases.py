@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from utils.qat.benchmark import Result, measure
+from utils.qat.benchmark.engine_cache import engine_for
+from utils.qat.benchmark.model_files import Network, shapes_of
+from utils.qat.benchmark.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
+from utils.qat.benchmark.timing import Result, measure
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
-from utils.qat.engine_cache import engine_for
-from utils.qat.network import Network, shapes_of
-from utils.qat.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
 
 ENGINES = ('tensorrt', 'rtx')
 

@@ -1,7 +1,7 @@
 """Results of a benchmark → the summary of each in trtexec's layout, and benchmark.json, benchmark.md and pictures of all."""
 from pathlib import Path
 
-from utils.qat.benchmark_plots import plot_latency, plot_throughput, plot_usage
+from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
 from utils.qat.core.markdown import code, escaped, markdown_table, write_json, write_text
 
 

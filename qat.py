@@ -37,7 +37,7 @@ def dry_run(config):
     from models.quantize.ptq import Choice, prepare
     from utils.qat.config.defaults import options
     from utils.qat.prediction.file_model import TorchModel
-    from utils.qat.run_report import plan
+    from utils.qat.run.report import plan
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
@@ -150,7 +150,7 @@ def quantize(config, folder):
     from models.quantize.run import Run
     from utils.qat.data.dataset import load_hyp
     from utils.qat.data.loaders import calibration_images, training_images, val_loader
-    from utils.qat.run_report import delivered, export_command, run_table, verdicts
+    from utils.qat.run.report import delivered, export_command, run_table, verdicts
 
     device = select_device(config.device)
     choose_precision(config, device)
@@ -198,7 +198,7 @@ def sensitive(config, folder):
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words
     from utils.qat.evaluation.plots import plot_sensitivity
-    from utils.qat.summary import FILE, KIND, VERSION, summary_table, write_markdown
+    from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
     start = time.perf_counter()
     device = select_device(config.device)

@@ -15,8 +15,8 @@ from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, draw, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
-from utils.qat.resampled import LAST, Resampled
-from utils.qat.resume import RESAMPLED
+from utils.qat.run.resampled import LAST, Resampled
+from utils.qat.run.resume import RESAMPLED
 from zoo import program
 
 LEVELS = np.arange(10)  # of IoU
@@ -212,7 +212,7 @@ def test_a_run_says_what_chance_is_good_for(finished):
     (2, (0.001, 0.002), 'Fine-tuning against PTQ: +0.10 ± 0.20 points of AP, within chance: whether it helped is not known.'),
     (2, (0.003, 0.002), 'Fine-tuning against PTQ: +0.30 ± 0.20 points of AP, beyond chance.')])
 def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
-    from utils.qat.run_report import verdicts
+    from utils.qat.run.report import verdicts
     report = json.loads((finished / 'report.json').read_text())
     report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
     assert says in verdicts(report)

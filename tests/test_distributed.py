@@ -17,7 +17,7 @@ from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
-from utils.qat.summary import FILE
+from utils.qat.run.sensitivity_summary import FILE
 from zoo import image, program, python, same, settings, state
 
 CPU = torch.device('cpu')

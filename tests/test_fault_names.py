@@ -24,7 +24,7 @@ from utils.qat.core.markdown import class_table, code, document, escaped, link, 
 from utils.qat.core.printable import cut, visible
 from utils.qat.graph.deepstream import deepstream_config
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.run_report import write_report
+from utils.qat.run.report import write_report
 from utils.qat.untrusted.names import LONGEST, class_names
 from zoo import program, settings
 

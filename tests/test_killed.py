@@ -16,7 +16,7 @@ import torch
 from models.quantize import checkpoint
 from PIL import Image
 from utils.qat.core.errors import run_command
-from utils.qat.resume import RESAMPLED, STATE
+from utils.qat.run.resume import RESAMPLED, STATE
 from zoo import program, same
 
 pytestmark = pytest.mark.faults
@@ -36,7 +36,7 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
     'in epoch 2': ('models.quantize.step.Step.__call__', 3, 'after', RESUME),
     'reporting epoch 2': ('pathlib.Path.write_text', 12, 'half', RESUME),
-    'drawing epoch 2': ('utils.qat.run_report.plot_ap', 2, 'before', RESUME),
+    'drawing epoch 2': ('utils.qat.run.report.plot_ap', 2, 'before', RESUME),
     'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
 }
 

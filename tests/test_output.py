@@ -27,7 +27,7 @@ from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upst
 from utils.qat.core.markdown import markdown_table, width
 from utils.qat.core.next_command import DATA, command
 from utils.qat.evaluation.plots import MOST, plot_classes
-from utils.qat.run_report import write_report
+from utils.qat.run.report import write_report
 from zoo import program, settings
 
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'

@@ -25,7 +25,7 @@ from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.markdown import versions
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
-from utils.qat.resume import STATE
+from utils.qat.run.resume import STATE
 from zoo import image, program, same, settings, state
 
 CPU = torch.device('cpu')

@@ -29,8 +29,8 @@ from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.evaluation.plots import literal
-from utils.qat.resume import STATE, require_epoch
-from utils.qat.summary import FILE, read_summary
+from utils.qat.run.resume import STATE, require_epoch
+from utils.qat.run.sensitivity_summary import FILE, read_summary
 from zoo import program, python, same
 
 FORK = multiprocessing.get_context('fork')

@@ -27,7 +27,7 @@ from utils.qat.core.markdown import versions
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
-from utils.qat.summary import FILE, KIND, VERSION, dearest, read_summary, worst
+from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, dearest, read_summary, worst
 from zoo import build, full, fuse, image, program, same, settings
 
 CPU = torch.device('cpu')

@@ -15,7 +15,7 @@ from models.quantize.losses import label_loss, relative_error
 from models.quantize.step import GraphedStep, NotFinite, Step
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
-from utils.qat.resume import unfit_state
+from utils.qat.run.resume import unfit_state
 
 LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits for it
 

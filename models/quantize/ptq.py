@@ -10,7 +10,7 @@ from models.quantize.units import left_out
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.loaders import few
-from utils.qat.summary import dearest, read_summary, share_int8, worst
+from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 
 COMPARED = 64  # calibration images: corrections are fitted to half of them, and calibrations compared on the other half
 

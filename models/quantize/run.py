@@ -19,9 +19,9 @@ from utils.qat.core.markdown import merit, versions
 from utils.qat.evaluation.chance import in_words
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.file_model import TorchModel
-from utils.qat.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
-from utils.qat.resume import RESAMPLED, STATE, interrupted, require_epoch
-from utils.qat.run_report import write_report
+from utils.qat.run.report import write_report
+from utils.qat.run.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
+from utils.qat.run.resume import RESAMPLED, STATE, interrupted, require_epoch
 from utils.qat.untrusted.plain_values import read_values
 
 

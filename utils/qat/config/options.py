@@ -5,7 +5,7 @@ from pathlib import Path
 from utils.qat.config.qat import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS,
                                   EvalConfig, QuantizeConfig, SensitiveConfig)
 from utils.qat.core.errors import Parser
-from utils.qat.resume import resumed
+from utils.qat.run.resume import resumed
 
 
 def parse_args(argv, description):

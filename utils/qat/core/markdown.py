@@ -1,6 +1,6 @@
 """What all reports are made of: figures, Markdown tables and documents, files that are whole at any moment.
 
-The report of a command is in a file of its own: run_report.py (quantize), summary.py (sensitive), score_report.py (eval, val_trt.py),
+The report of a command is in a file of its own: run/report.py (quantize), sensitivity_summary.py (sensitive), score_report.py (eval, val_trt.py),
 compare_report.py, benchmark/report.py.
 """
 import json

@@ -8,7 +8,7 @@ import numpy as np
 
 from utils.qat.core.markdown import write_text
 from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
-from utils.qat.resume import RESAMPLED, unfit_state
+from utils.qat.run.resume import RESAMPLED, unfit_state
 from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # models that are scored

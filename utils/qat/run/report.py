@@ -7,7 +7,7 @@ from utils.qat.core.markdown import code, columns, document, escaped, figures, i
 from utils.qat.core.next_command import command
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
 from utils.qat.evaluation.plots import plot_ap, plot_classes
-from utils.qat.resampled import LAST
+from utils.qat.run.resampled import LAST
 
 
 def noise(metrics, parts):

@@ -34,7 +34,7 @@ def dry_run(config):
     require_file(config.weights, '--weights', ('.pt', '.pth'))
 
     from models.quantize import checkpoint
-    from models.quantize.ptq import Choice, prepare
+    from models.quantize.calibration.ptq import Choice, prepare
     from utils.qat.config.defaults import options
     from utils.qat.prediction.file_model import TorchModel
     from utils.qat.run.report import plan
@@ -57,7 +57,7 @@ def calibrate_run(run, images, config, choice):
     """
     import time
 
-    from models.quantize.ptq import calibrated, within_budget
+    from models.quantize.calibration.ptq import calibrated, within_budget
     from utils.qat.evaluation.chance import parts, points_lost
 
     if config.eval_origin or config.max_drop is not None:
@@ -146,7 +146,7 @@ def quantize(config, folder):
 
     from dataclasses import replace
 
-    from models.quantize.ptq import Choice
+    from models.quantize.calibration.ptq import Choice
     from models.quantize.run import Run
     from utils.qat.data.dataset import load_hyp
     from utils.qat.data.loaders import calibration_images, training_images, val_loader
@@ -191,8 +191,8 @@ def sensitive(config, folder):
 
     import time
 
+    from models.quantize.calibration.ptq import calibrated
     from models.quantize.outputs import require_known_head
-    from models.quantize.ptq import calibrated
     from models.quantize.sensitivity import analyse
     from utils.qat.core.markdown import versions, write_json
     from utils.qat.data.loaders import calibration_images, val_loader

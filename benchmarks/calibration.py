@@ -23,11 +23,11 @@ import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep w
 import torch  # noqa: E402
 from pytorch_quantization.calib import HistogramCalibrator  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibrate import Histogram, calibrate_weights, collect, histogram_amax  # noqa: E402
+from models.quantize.calibration.amax_search import SEARCH  # noqa: E402
+from models.quantize.calibration.calibrate import Histogram, calibrate_weights, collect, histogram_amax  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.quantizers import named_quantizers, quantizers_off  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
-from models.quantize.search import SEARCH  # noqa: E402
 from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402

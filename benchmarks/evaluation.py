@@ -19,7 +19,7 @@ import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep w
 
 import torch  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibrate import calibrate  # noqa: E402
+from models.quantize.calibration.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file

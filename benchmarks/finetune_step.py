@@ -23,7 +23,7 @@ import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep w
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibrate import calibrate  # noqa: E402
+from models.quantize.calibration.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.finetune import supervised_layers  # noqa: E402
 from models.quantize.losses import relative_error  # noqa: E402

@@ -3,7 +3,7 @@ either sign."""
 import pytest
 import torch
 from models.deploy.onnx_export import test_images
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
 from zoo import build, fuse, settings

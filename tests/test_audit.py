@@ -10,7 +10,7 @@ import torch
 from conftest import REPO
 from models.deploy.onnx_export import export_onnx
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from onnx import TensorProto, helper, numpy_helper
 from torch.utils.flop_counter import FlopCounterMode

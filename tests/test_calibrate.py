@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 import torch
 from faults import sampled
-from models.quantize.calibrate import BINS, MIN_EXPONENT, Histogram, bin_width, calibrate, weight_amax
+from models.quantize.calibration.amax_search import SEARCH
+from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, Histogram, bin_width, calibrate, weight_amax
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
-from models.quantize.search import SEARCH
 from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
 from pytorch_quantization.nn import QuantConv2d
 from torch.utils._python_dispatch import TorchDispatchMode

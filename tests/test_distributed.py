@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO
-from models.quantize.calibrate import Histogram
+from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetune import supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import Step
@@ -113,7 +113,7 @@ import sys
 sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
-from models.quantize.calibrate import Histogram, merge
+from models.quantize.calibration.calibrate import Histogram, merge
 from models.quantize.finetune import finetune, supervised_layers
 from models.quantize.losses import relative_error
 from models.quantize.step import NotFinite, Step

@@ -1,9 +1,9 @@
 """Laws of the Fisher metric: a probe stands for the divergence, and ranges are those of least error as the detections see it."""
 import pytest
 import torch
-from models.quantize.calibrate import histogram_amax, observe
-from models.quantize.divergence import divergence
-from models.quantize.fisher import TRIED, fisher_amax, probe
+from models.quantize.calibration.calibrate import histogram_amax, observe
+from models.quantize.calibration.divergence import divergence
+from models.quantize.calibration.fisher import TRIED, fisher_amax, probe
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 from zoo import image, same, settings, state

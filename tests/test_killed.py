@@ -25,8 +25,8 @@ RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated 
 FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)
     'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
-    'observing': ('models.quantize.calibrate.Histogram.collect', 50, 'before', START),
-    'searching amax': ('models.quantize.choose.histogram_amax', 1, 'before', START),
+    'observing': ('models.quantize.calibration.calibrate.Histogram.collect', 50, 'before', START),
+    'searching amax': ('models.quantize.calibration.choose_calibration.histogram_amax', 1, 'before', START),
     'saving the calibrated model': ('pathlib.Path.write_bytes', 1, 'half', START),
     'scoring the calibrated model': ('utils.qat.evaluation.evaluate.Scorer.update', 3, 'before', START),
     'reporting the calibrated model': ('pathlib.Path.write_text', 5, 'half', START),

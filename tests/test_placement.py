@@ -6,7 +6,7 @@ import onnx
 import pytest
 from faults import sampled
 from models.deploy.onnx_export import export_onnx
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales

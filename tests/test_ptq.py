@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from faults import sampled
-from models.quantize import ptq
-from models.quantize.bias import certain, correct_biases, own_errors
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibrate import observe
-from models.quantize.choose import CANDIDATES, CORRECTED, PROMISING, UNUSABLE, choose, halves
-from models.quantize.divergence import divergence
+from models.quantize.calibration import ptq
+from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors
+from models.quantize.calibration.calibrate import observe
+from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED, PROMISING, UNUSABLE, choose, halves
+from models.quantize.calibration.divergence import divergence
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from models.quantize.sqnr import ComparedModel

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from faults import sampled
 from models.deploy.onnx_export import export_onnx
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.checkpoint import load_quantized, save_quantized
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off

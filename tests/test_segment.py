@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from faults import sampled
-from models.quantize.divergence import divergence, mask_logits, strongest
-from models.quantize.fisher import backward, probe_masks
+from models.quantize.calibration.divergence import divergence, mask_logits, strongest
+from models.quantize.calibration.fisher import backward, probe_masks
 from models.quantize.losses import label_loss
 from models.quantize.outputs import Raw, parts
 from models.quantize.step import head_emits_raw_maps

@@ -7,8 +7,8 @@ import torch
 from faults import sampled
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
-from models.quantize.calibrate import calibrate
-from models.quantize.choose import CANDIDATES, CORRECTED
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize

@@ -10,12 +10,12 @@ import torch
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.blocks import Twin
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.divergence import divergence
+from models.quantize.calibration.ptq import Choice, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.divergence import divergence
 from models.quantize.measure import ALONE, FLOAT, INT8, Forms, measure
 from models.quantize.outputs import Raw
-from models.quantize.ptq import Choice, within_budget
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.sensitivity import Estimate, unit_costs

@@ -13,7 +13,7 @@ from faults import sampled
 from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, with_values
 from models.deploy import onnx_export
 from models.quantize.blocks import QuantConv2d
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from segmenters import CLASSES, NM, segmenter
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling

@@ -18,7 +18,7 @@ import yaml
 from conftest import REPO, TREE
 from models.common import Conv, RepConvN
 from models.quantize import checkpoint
-from models.quantize.calibrate import calibrate
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales

@@ -4,7 +4,7 @@ from copy import deepcopy
 import torch
 
 from models.quantize.blocks import Twin
-from models.quantize.divergence import divergence_sums
+from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import Quantizer
 from models.quantize.sqnr import PARTS, decibels, energies

@@ -11,7 +11,7 @@ import time
 import torch
 
 from models.quantize.blocks import QuantConv2d, Twin
-from models.quantize.fisher import AT_ONCE, backward
+from models.quantize.calibration.fisher import AT_ONCE, backward
 from models.quantize.measure import Forms, measure
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within

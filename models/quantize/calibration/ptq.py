@@ -2,8 +2,8 @@
 from copy import deepcopy
 from dataclasses import dataclass
 
-from models.quantize.calibrate import observe
-from models.quantize.choose import CORRECTED, UNUSABLE, choose
+from models.quantize.calibration.calibrate import observe
+from models.quantize.calibration.choose_calibration import CORRECTED, UNUSABLE, choose
 from models.quantize.convert import find_twins, quantize_model
 from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out

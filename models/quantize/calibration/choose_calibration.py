@@ -6,10 +6,10 @@ labels. Nothing is fitted to the images that it is measured on.
 """
 import torch
 
-from models.quantize.bias import certain, correct_biases, own_errors, quantized_convs
-from models.quantize.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
-from models.quantize.divergence import divergence
-from models.quantize.fisher import fisher_amax
+from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors, quantized_convs
+from models.quantize.calibration.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
+from models.quantize.calibration.divergence import divergence
+from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.outputs import Raw, has_known_head, require_known_head
 from utils.qat.core.distributed import from_first
 

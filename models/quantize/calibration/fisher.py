@@ -8,8 +8,8 @@ Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method"
 """
 import torch
 
-from models.quantize.calibrate import histogram_amax
-from models.quantize.divergence import mask_logits, split, strongest
+from models.quantize.calibration.calibrate import histogram_amax
+from models.quantize.calibration.divergence import mask_logits, split, strongest
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import named_quantizers, quantizers_off, rounded, usable_scale
 

@@ -6,8 +6,8 @@ the amax of least squared error, of a histogram per channel.
 """
 import torch
 
+from models.quantize.calibration.amax_search import SEARCH, amax_mse
 from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
-from models.quantize.search import SEARCH, amax_mse
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
 
@@ -113,7 +113,7 @@ def require_values(histograms):
 
 
 def histogram_amax(histograms, method, config):
-    """The amax of each of `histograms`, FP32 [Q]. method: a key of search.SEARCH. config: percentile."""
+    """The amax of each of `histograms`, FP32 [Q]. method: a key of amax_search.SEARCH. config: percentile."""
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
     return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
@@ -161,7 +161,7 @@ def raised_ranges(model):
 def calibrate(model, batches, config):
     """Every quantizer of `model` gets its amax, those of activations by what they see on `batches`; see `observe`.
 
-    config: calib_method (a key of search.SEARCH), percentile, weight_calib. Returns `raised_ranges`. Raises QatError naming the
+    config: calib_method (a key of amax_search.SEARCH), percentile, weight_calib. Returns `raised_ranges`. Raises QatError naming the
     quantizers that saw no data, only zeros, or a value that is not finite.
     """
     histograms = observe(model, batches)

@@ -1,0 +1,1 @@
+"""Float model → ranges of its quantized twin."""

@@ -90,7 +90,7 @@ def finetune_run(run, images, config):
     """QAT: fine-tune the calibrated model on `images`, from the last finished epoch on; save and score it after each."""
     from copy import deepcopy
 
-    from models.quantize.finetune import finetune
+    from models.quantize.finetuning.loop import finetune
 
     def progress(batches, epoch, steps):
         return bar(batches, f'epoch {epoch}/{config.epochs}', steps)

@@ -17,8 +17,8 @@ import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep w
 
 import torch  # noqa: E402
 from finetune_step import measure, prepare  # noqa: E402  beside this file
-from models.quantize.losses import relative_error  # noqa: E402
-from models.quantize.step import GraphedStep, Step  # noqa: E402
+from models.quantize.finetuning.losses import relative_error  # noqa: E402
+from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
 from utils.qat.config.qat import AMP  # noqa: E402
 from utils.qat.core import distributed  # noqa: E402
 from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402

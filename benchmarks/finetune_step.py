@@ -25,10 +25,10 @@ import torch.nn.functional as F  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibration.calibrate import calibrate  # noqa: E402
 from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetune import supervised_layers  # noqa: E402
-from models.quantize.losses import relative_error  # noqa: E402
+from models.quantize.finetuning.loop import supervised_layers  # noqa: E402
+from models.quantize.finetuning.losses import relative_error  # noqa: E402
+from models.quantize.finetuning.training_step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
-from models.quantize.step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.config.qat import AMP, QuantizeConfig  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402

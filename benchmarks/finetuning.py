@@ -22,9 +22,9 @@ import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep w
 import torch  # noqa: E402
 from models.quantize import checkpoint  # noqa: E402
 from models.quantize.calibration.ptq import calibrated  # noqa: E402
-from models.quantize.finetune import rate, supervised_layers  # noqa: E402
-from models.quantize.losses import label_loss, relative_error  # noqa: E402
-from models.quantize.step import GraphedStep, Step  # noqa: E402
+from models.quantize.finetuning.loop import rate, supervised_layers  # noqa: E402
+from models.quantize.finetuning.losses import label_loss, relative_error  # noqa: E402
+from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
 from utils.general import xyxy2xywhn  # noqa: E402
 from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402

@@ -50,8 +50,8 @@ def make_work(args, policy, folder):
 
     from finetune_step import prepare  # beside this file
     from models.deploy.onnx_export import export_onnx
-    from models.quantize.losses import relative_error
-    from models.quantize.step import Step
+    from models.quantize.finetuning.losses import relative_error
+    from models.quantize.finetuning.training_step import Step
     from utils.qat.prediction.file_model import OnnxModel
 
     assert torch.get_num_threads() == args.threads

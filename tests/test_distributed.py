@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import REPO
 from models.quantize.calibration.calibrate import Histogram
-from models.quantize.finetune import supervised_layers
-from models.quantize.losses import relative_error
-from models.quantize.step import Step
+from models.quantize.finetuning.loop import supervised_layers
+from models.quantize.finetuning.losses import relative_error
+from models.quantize.finetuning.training_step import Step
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.errors import QatError
@@ -114,9 +114,9 @@ sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import Histogram, merge
-from models.quantize.finetune import finetune, supervised_layers
-from models.quantize.losses import relative_error
-from models.quantize.step import NotFinite, Step
+from models.quantize.finetuning.loop import finetune, supervised_layers
+from models.quantize.finetuning.losses import relative_error
+from models.quantize.finetuning.training_step import NotFinite, Step
 from utils.qat.core import distributed
 from utils.qat.prediction.file_model import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig

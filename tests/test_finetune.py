@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from faults import sampled
-from models.quantize.finetune import finetune, rate, supervised_layers
-from models.quantize.losses import TINY, relative_error
+from models.quantize.finetuning.loop import finetune, rate, supervised_layers
+from models.quantize.finetuning.losses import TINY, relative_error
+from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, Step
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
-from models.quantize.step import MAX_NORM, GraphedStep, NotFinite, Step
 from utils.qat.core.errors import QatError
 from zoo import build, image, output, program, same, settings, state, tensors
 

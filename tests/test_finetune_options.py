@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import REPO
 from faults import sampled
-from models.quantize.finetune import Epoch, finetune, supervised_layers
-from models.quantize.learned_scales import LearnedScales, _Quantize, rounded_scales
-from models.quantize.losses import LabelLoss, relative_error
-from models.quantize.packed_masks import PackedMasks
+from models.quantize.finetuning.learned_scales import LearnedScales, _Quantize, rounded_scales
+from models.quantize.finetuning.loop import Epoch, finetune, supervised_layers
+from models.quantize.finetuning.losses import LabelLoss, relative_error
+from models.quantize.finetuning.packed_masks import PackedMasks
+from models.quantize.finetuning.training_step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
 from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
-from models.quantize.step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import training_images

@@ -20,7 +20,7 @@ import yaml
 from conftest import REPO, TREE
 from faults import sampled
 from models.quantize import checkpoint
-from models.quantize.finetune import Epoch, finetune
+from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.markdown import versions
 from utils.qat.data.dataset import load_data, load_hyp

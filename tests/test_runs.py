@@ -21,9 +21,9 @@ from conftest import TREE
 from faults import sampled
 from matplotlib.figure import Figure
 from models.quantize.convert import find_twins
-from models.quantize.finetune import supervised_layers
-from models.quantize.losses import relative_error
-from models.quantize.step import Step
+from models.quantize.finetuning.loop import supervised_layers
+from models.quantize.finetuning.losses import relative_error
+from models.quantize.finetuning.training_step import Step
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError, run_command
 from utils.qat.core.files import sha256

@@ -33,7 +33,7 @@ REPORT = {  # report.json but for its settings, see json_schema.misfit
     'best': (NONE, {'epoch': INDEX, 'loss?': POSITIVE, **SCORED}), 'times': {str: SECONDS}, 'changed?': {str: {str: str}},
     'gain': (NONE, CHANCE), 'last_epochs': (NONE, AGAINST),
     'val': (NONE, {'origin?': METRICS, 'ptq?': COMPARED, 'best?': COMPARED})}
-EPOCH = {  # resume.pt but for its tensors, which step.Step compares with its own
+EPOCH = {  # resume.pt but for its tensors, which training_step.Step compares with its own
     'number': COUNT, 'loss': POSITIVE, 'steps': COUNT, 'seconds': SECONDS, 'state': {'tensors': dict, 'optimizer': dict}}
 
 

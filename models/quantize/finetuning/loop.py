@@ -11,8 +11,8 @@ from itertools import islice
 
 import torch
 
-from models.quantize.losses import label_loss, relative_error
-from models.quantize.step import GraphedStep, NotFinite, Step
+from models.quantize.finetuning.losses import label_loss, relative_error
+from models.quantize.finetuning.training_step import GraphedStep, NotFinite, Step
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
 from utils.qat.run.resume import unfit_state

@@ -9,9 +9,9 @@ from copy import deepcopy
 
 import torch
 
-from models.quantize.learned_scales import LearnedScales
+from models.quantize.finetuning.learned_scales import LearnedScales
+from models.quantize.finetuning.packed_masks import PackedMasks
 from models.quantize.outputs import parts
-from models.quantize.packed_masks import PackedMasks
 from models.quantize.quantizers import FixedScales
 from utils.qat.core.distributed import all_reduce, world_size
 

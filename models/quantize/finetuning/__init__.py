@@ -1,0 +1,1 @@
+"""Quantization-aware fine-tuning."""

@@ -191,9 +191,9 @@ def sensitive(config, folder):
 
     import time
 
+    from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.outputs import require_known_head
-    from models.quantize.sensitivity import analyse
     from utils.qat.core.markdown import versions, write_json
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from faults import sampled
+from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
 from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors
@@ -13,7 +14,6 @@ from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED
 from models.quantize.calibration.divergence import divergence
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import quantizers_off
-from models.quantize.sqnr import ComparedModel
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images
 from utils.qat.prediction.file_model import TorchModel

@@ -9,16 +9,16 @@ import pytest
 import torch
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
+from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, Forms, measure
+from models.quantize.analysis.sensitivity import Estimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.ptq import Choice, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.measure import ALONE, FLOAT, INT8, Forms, measure
 from models.quantize.outputs import Raw
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
-from models.quantize.sensitivity import Estimate, unit_costs
 from models.quantize.units import find_units, left_out
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.errors import QatError, run_command

@@ -9,8 +9,8 @@ import shutil
 import time
 
 from models.quantize import checkpoint
+from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.finetuning.loop import Epoch
-from models.quantize.sqnr import ComparedModel
 from utils.qat.core.distributed import describe, from_first, on_first
 from utils.qat.core.errors import HALF, QatError, atomic
 from utils.qat.core.files import write_torch

@@ -29,7 +29,7 @@ def mean_of(stages):
 
 
 def run_table(report):
-    """One row per stage of a `quantize` run: float, PTQ, every epoch, the mean of the last of them, best. dB: models/quantize/sqnr.py. With
+    """One row per stage of a `quantize` run: float, PTQ, every epoch, the mean of the last of them, best. dB: models/quantize/analysis/sqnr.py. With
     --val-split two tables, on which images each."""
     stages = [report['origin'], report['ptq'], *report['epochs']]
     titles, masks = columns(*stages)

@@ -3,16 +3,16 @@
 Rounding moves what a place computes by δ, and the outputs by J δ. With a probe v of the outputs (see fisher.py) one backward pass
 gives v · J δ for every place, and half the mean square of these is the divergence that this place alone causes, to second order.
 Each image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. The places of a unit are added before
-they are squared. Where δ is large, or one rounding changes another, only measuring tells: see measure.py.
+they are squared. Where δ is large, or one rounding changes another, only measuring tells: see partly_float.py.
 """
 import contextlib
 import time
 
 import torch
 
+from models.quantize.analysis.partly_float import Forms, measure
 from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.fisher import AT_ONCE, backward
-from models.quantize.measure import Forms, measure
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.core.distributed import all_reduce, rank, world_size
@@ -24,7 +24,7 @@ MEASURED = 10  # units, the worst by the estimate
 class Estimate:
     """The divergence if only a unit is quantized, and if all but this one are; feed it images with `see`, then ask `result`.
 
-    forms: of the calibrated model, see measure.Forms; all in float. units: see units.find_units. correcting: the biases of a
+    forms: of the calibrated model, see partly_float.Forms; all in float. units: see units.find_units. correcting: the biases of a
     quantized convolution take back what it moved the mean of its outputs by.
     """
 

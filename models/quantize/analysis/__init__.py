@@ -1,0 +1,1 @@
+"""What INT8 costs, part by part."""

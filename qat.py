@@ -193,7 +193,7 @@ def sensitive(config, folder):
 
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
-    from models.quantize.outputs import require_known_head
+    from models.quantize.head_outputs import require_known_head
     from utils.qat.core.markdown import versions, write_json
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words

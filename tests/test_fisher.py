@@ -4,7 +4,7 @@ import torch
 from models.quantize.calibration.calibrate import histogram_amax, observe
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import TRIED, fisher_amax, probe
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 from zoo import image, same, settings, state
 

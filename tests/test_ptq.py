@@ -12,7 +12,7 @@ from models.quantize.calibration.bias_correction import certain, correct_biases,
 from models.quantize.calibration.calibrate import observe
 from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED, PROMISING, UNUSABLE, choose, halves
 from models.quantize.calibration.divergence import divergence
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images

@@ -14,7 +14,7 @@ from models.quantize.calibration.divergence import divergence, mask_logits, stro
 from models.quantize.calibration.fisher import backward, probe_masks
 from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
-from models.quantize.outputs import Raw, parts
+from models.quantize.head_outputs import Raw, parts
 from torchvision.ops import roi_align
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError, run_command

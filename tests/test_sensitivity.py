@@ -16,7 +16,7 @@ from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.ptq import Choice, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.units import find_units, left_out

@@ -6,7 +6,7 @@ import torch
 from models.quantize.analysis.sqnr import PARTS, decibels, energies
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import Quantizer
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.evaluation.chance import difference, difference_of_merit

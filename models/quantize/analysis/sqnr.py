@@ -2,14 +2,14 @@
 
     SQNR = 10 log10( sum of t² / sum of (s - t)² )
 
-over all images, positions and channels of the head's outputs (see outputs.py), t of the float model and s of the quantized one on the
+over all images, positions and channels of the head's outputs (see head_outputs.py), t of the float model and s of the quantized one on the
 same images; for the boxes (the logits of the distances' distribution), the classes (their logits), and the coefficients and prototypes
 of masks separately, because the large negative logits of the background would hide the rest. 6 dB more is half the noise. It moves far less by chance than
 AP does: a few images suffice.
 """
 import torch
 
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from utils.qat.core.distributed import all_reduce
 from utils.qat.prediction.file_model import TorchModel
 

@@ -10,7 +10,7 @@ from models.quantize.calibration.bias_correction import certain, correct_biases,
 from models.quantize.calibration.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import fisher_amax
-from models.quantize.outputs import Raw, has_known_head, require_known_head
+from models.quantize.head_outputs import Raw, has_known_head, require_known_head
 from utils.qat.core.distributed import from_first
 
 CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
@@ -28,7 +28,7 @@ def halves(batches):
 def choose(model, reference, histograms, images, config, progress=iter):
     """Calibrate `model` by config.calib_method, or where that is 'auto' by each of CANDIDATES, and (config.bias_correction) the PROMISING
     ones with corrected biases too; the one whose detections are closest to the float model's stays. Without a known head, see
-    outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
+    head_outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
 
     reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
     [B, 3, H, W] in 0..1: corrections and 'fisher' are fitted to half of them, and all is compared on the other half.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from utils.qat.data.masks import COARSE
 
 OBJECTS = 100  # places of an image whose masks count: those of the highest scores, as many as COCO scores
@@ -62,7 +62,7 @@ def divergence_sums(mine, wanted, bins):
 
 @torch.no_grad()
 def divergence(model, batches, references):
-    """How far the detections of `model`, which has a known head (see outputs.py), are from a float model's, at least 0.
+    """How far the detections of `model`, which has a known head (see head_outputs.py), are from a float model's, at least 0.
 
     batches: a list of images, FP32 [B, 3, H, W] in 0..1. references: for each, Raw of the float model.
     """

@@ -10,7 +10,7 @@ import torch
 
 from models.quantize.calibration.calibrate import histogram_amax
 from models.quantize.calibration.divergence import mask_logits, split, strongest
-from models.quantize.outputs import Raw
+from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import named_quantizers, quantizers_off, rounded, usable_scale
 
 TRIED = 10  # ranges for each scale

@@ -11,7 +11,7 @@ import torch
 
 from models.quantize.finetuning.learned_scales import LearnedScales
 from models.quantize.finetuning.packed_masks import PackedMasks
-from models.quantize.outputs import parts
+from models.quantize.head_outputs import parts
 from models.quantize.quantizers import FixedScales
 from utils.qat.core.distributed import all_reduce, world_size
 
@@ -42,7 +42,7 @@ def _copies(tensors):
 
 @contextlib.contextmanager
 def _watched(model, layers, see):
-    """Context: after each of the top-level layers `layers`, `see(layer, its outputs)` is called; see outputs.parts."""
+    """Context: after each of the top-level layers `layers`, `see(layer, its outputs)` is called; see head_outputs.parts."""
     def hook(index):
         return lambda module, inputs, output: see(index, parts(output))
 

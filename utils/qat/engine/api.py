@@ -14,7 +14,7 @@ BACKENDS = {'tensorrt': ('tensorrt',), 'rtx': ('tensorrt_rtx', 'tensorrt_rtx_bin
 OLDEST = (8, 6)
 
 # Attributes that some versions have and others lack: name here → (class of the module, None for the module itself; attribute).
-# docs/tensorrt.md has the table of versions; tests/test_tensorrt_api.py holds it against recorded lists of attributes.
+# docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py holds it against recorded lists of attributes.
 OPTIONAL = {
     'explicit_batch': ('NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'),  # has to be asked for
     'typed': ('NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'),  # computes in the types of the file, if asked

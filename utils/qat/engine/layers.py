@@ -9,7 +9,7 @@ TensorRT, torch or a GPU, and whatever is missing in a layer stays unknown: the 
   11       "I/O Tensors": [{"Name", "IOMode", ...}, ...]; a tensor has "Datatype" and "Format", and a layer "Constants".
 
 Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
-sampleReporting.cpp of trtexec, and what the compiler of TensorRT-RTX 1.7 lists (tests/test_profile.py reads it).
+sampleReporting.cpp of trtexec, and what the compiler of TensorRT-RTX 1.7 lists (tests/engine/test_engine_layers.py reads it).
 """
 import json
 import math

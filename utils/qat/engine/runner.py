@@ -3,7 +3,7 @@
     with EngineRunner(Path('model.engine')) as run:
         outputs = run({'images': images})          # {name: tensor}, on the device, valid until the next call
 
-No copy goes through the host. What the runner calls is in all three versions: tests/test_tensorrt_api.py.
+No copy goes through the host. What the runner calls is in all three versions: tests/engine/test_tensorrt_api.py.
 """
 import json
 

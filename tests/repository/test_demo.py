@@ -12,7 +12,7 @@ import sklearn.datasets
 import torch
 from utils.qat.core.errors import QatError
 
-DEMO = Path(__file__).resolve().parents[1] / 'demo'
+DEMO = Path(__file__).resolve().parents[2] / 'demo'
 
 
 def program(name):

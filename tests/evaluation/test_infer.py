@@ -407,7 +407,7 @@ def test_bad_input_is_one_line(files, tmp_path, monkeypatch, capsys, arguments, 
 
 
 def test_names_of_cuda_python():
-    """Every name that the engine's client takes from cuda-python is there; tests/test_tensorrt_api.py has those of TensorRT."""
+    """Every name that the engine's client takes from cuda-python is there; tests/engine/test_tensorrt_api.py has those of TensorRT."""
     cudart = pytest.importorskip('cuda.bindings.runtime', reason='no cuda-python: pip install cuda-bindings')
     tree = ast.parse((REPO / 'examples/infer_engine.py').read_text(encoding='utf-8'))
     names = {ast.unparse(node).partition('.')[2] for node in ast.walk(tree) if isinstance(node, ast.Attribute)

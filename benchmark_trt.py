@@ -5,8 +5,10 @@
 import sys
 from pathlib import Path
 
-from utils.qat.config.engine import BENCHMARKED, PRECISIONS, BenchmarkConfig
-from utils.qat.core.errors import Parser, QatError, run_command
+from utils.qat.config.backends import BACKENDS
+from utils.qat.config.engine import PRECISIONS, BenchmarkConfig
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
 from utils.qat.core.run_folder import run_folder
@@ -25,7 +27,7 @@ def parse_args(argv):
                         'with open height and width and for a .pt; default for a .pt: 640')
     parser.add_argument('--duration', type=float, default=c.duration, help='seconds of each measurement')
     parser.add_argument('--warmup', default='500ms', help='time before each measurement, such as 500ms or 0.5s')
-    parser.add_argument('--backend', help=f"one or more of {','.join(BENCHMARKED)}; default: all that can run here")
+    parser.add_argument('--backend', help=f"one or more of {','.join(BACKENDS)}; default: all that can run here")
     parser.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
     parser.add_argument('--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one')
     parser.add_argument('--workspace', type=int, default=c.workspace, help='memory for the kernels when an engine is built, in MiB')
@@ -41,7 +43,7 @@ def describe_machine(device):
     from importlib import metadata
 
     import torch
-    from utils.qat.prediction.file_model import describe
+    from utils.qat.core.device import describe
     linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
     lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
     cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
@@ -76,7 +78,7 @@ def main(argv=None):
     from utils.qat.benchmark.model_files import networks_of
     from utils.qat.benchmark.report import result_table, summary, with_short_names, write_benchmark
     from utils.qat.benchmark.usage import Usage
-    from utils.qat.prediction.file_model import select_device
+    from utils.qat.core.device import select_device
 
     def load(file, device):
         with quiet_upstream():

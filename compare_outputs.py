@@ -8,8 +8,10 @@ A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The s
 import sys
 from pathlib import Path
 
-from utils.qat.config.engine import BACKENDS, CompareConfig
-from utils.qat.core.errors import Parser, QatError, explain_out_of_memory, require_file, run_command
+from utils.qat.config.backends import ENGINES
+from utils.qat.config.compare import CompareConfig
+from utils.qat.core.command import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.next_command import after_scoring
 from utils.qat.core.run_folder import run_folder
@@ -31,7 +33,7 @@ def parse_args(argv):
     p.add_argument('--mean', type=float, nargs='+', default=c.mean, help="mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406")
     p.add_argument('--std', type=float, nargs='+', default=c.std, help='their standard deviation, such as 0.229 0.224 0.225')
     p.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX')
+    p.add_argument('--backend', choices=ENGINES, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX')
     p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
     p.add_argument('--seed', type=int, default=c.seed, help='seed of --random')
     p.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME')
@@ -91,8 +93,8 @@ def main(argv=None):
 
     import torch
     from models.deploy.load import SUFFIXES, load_model
+    from utils.qat.core.device import select_device
     from utils.qat.evaluation.compare_report import write_comparison
-    from utils.qat.prediction.file_model import select_device
 
     files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]
     device = select_device(config.device)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from utils.qat.config.export import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import Parser, QatError, atomic, explain_out_of_memory, require_file, run_command
+from utils.qat.core.command import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import after_scoring, command, data_yaml
 
@@ -76,11 +78,11 @@ def build_command(path, config, int8, half):
 def verify(config, reference, device, limits, path, data, loader):
     """Compare the written file with `reference`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
     import onnxruntime
-    from utils.qat.core.files import sha256
-    from utils.qat.core.markdown import versions, write_json
+    from utils.qat.core.files import sha256, write_json
+    from utils.qat.core.versions import versions
     from utils.qat.evaluation.compare import compare
     from utils.qat.evaluation.compare_report import comparison_tables
-    from utils.qat.prediction.file_model import OnnxModel
+    from utils.qat.prediction.onnxruntime import OnnxModel
 
     result = compare(reference, OnnxModel(path, device), loader, device, data.names, config.rtol, config.atol,
                      progress=lambda it: bar(it, 'verifying'))
@@ -110,12 +112,13 @@ def main(argv=None):
     from models.deploy.end2end import export_end2end, outside
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
-    from utils.qat.core.markdown import write_text
+    from utils.qat.core.device import select_device
+    from utils.qat.core.files import write_text
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import val_loader
     from utils.qat.graph.half import require_opset
     from utils.qat.graph.triton_config import triton_config
-    from utils.qat.prediction.file_model import TorchModel, select_device
+    from utils.qat.prediction.pytorch import TorchModel
 
     if config.fp32_scales:
         require_opset()

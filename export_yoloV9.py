@@ -9,8 +9,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from utils.qat.config.engine import DeepStreamConfig
-from utils.qat.core.errors import Parser, QatError, require_file, run_command
+from utils.qat.config.export import DeepStreamConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
 
 
@@ -35,7 +36,7 @@ def main(argv=None):
 
     from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
-    from utils.qat.core.markdown import write_text
+    from utils.qat.core.files import write_text
     from utils.qat.graph.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
 
     with quiet_upstream():

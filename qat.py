@@ -11,11 +11,14 @@ from dataclasses import asdict
 
 from utils.qat.config.options import parse_args
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.core.distributed import describe, from_first, join, leave, on_first, rank, select_device, world_size
-from utils.qat.core.errors import QatError, explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.core.command import explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
 from utils.qat.core.next_command import command
 from utils.qat.core.run_folder import run_folder
+from utils.qat.run.resume import resumed
 
 
 def choose_precision(config, device):
@@ -36,7 +39,7 @@ def dry_run(config):
     from models.quantize import checkpoint
     from models.quantize.calibration.ptq import Choice, prepare
     from utils.qat.config.defaults import options
-    from utils.qat.prediction.file_model import TorchModel
+    from utils.qat.prediction.pytorch import TorchModel
     from utils.qat.run.report import plan
 
     with quiet_upstream():
@@ -107,7 +110,7 @@ def load(config, device):
     from models.quantize import checkpoint
     from utils.general import check_img_size
     from utils.qat.data.dataset import load_data
-    from utils.qat.prediction.file_model import TorchModel
+    from utils.qat.prediction.pytorch import TorchModel
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
@@ -194,10 +197,11 @@ def sensitive(config, folder):
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
-    from utils.qat.core.markdown import versions, write_json
+    from utils.qat.core.files import write_json
+    from utils.qat.core.versions import versions
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.evaluation.plots import plot_sensitivity
+    from utils.qat.run.plots import plot_sensitivity
     from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
     start = time.perf_counter()
@@ -237,7 +241,8 @@ def eval_(config, folder):
     import torch
     from models.quantize import checkpoint
     from utils.qat.evaluation.score_file import score_file
-    from utils.qat.prediction.file_model import OnnxModel, TorchModel
+    from utils.qat.prediction.onnxruntime import OnnxModel
+    from utils.qat.prediction.pytorch import TorchModel
 
     device = select_device(config.device)
     join(device)
@@ -252,7 +257,7 @@ def eval_(config, folder):
 
 def main(argv=None, needs_masks=False):
     """needs_masks: refuse a model that gives none."""
-    config = parse_args(argv, __doc__.splitlines()[0])
+    config = parse_args(argv, __doc__.splitlines()[0], resumed)
     config.needs_masks = needs_masks
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)

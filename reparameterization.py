@@ -5,7 +5,8 @@
 import sys
 from pathlib import Path
 
-from utils.qat.core.errors import Parser, QatError, require_file, run_command
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 from utils.qat.core.next_command import command, data_yaml
 
@@ -33,7 +34,7 @@ def parse_args(argv):
 def check_against(args, model, single):
     """Compare --cfg, --model and --classes_num with the checkpoint; a mismatch is an error that names both."""
     from models.quantize.weightless import parameter_shapes
-    from utils.qat.core.files import read_yaml
+    from utils.qat.untrusted.yaml_file import read_yaml
     nc = model.model[-1].nc
     if args.classes_num is not None and args.classes_num != nc:
         raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')

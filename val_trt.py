@@ -9,10 +9,10 @@ in one go.
 import sys
 from pathlib import Path
 
-from utils.qat.config.engine import BACKENDS
+from utils.qat.config.backends import ENGINES
 from utils.qat.config.options import add_mask_options
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.core.command import Parser, explain_out_of_memory, require_file, run_command
 from utils.qat.core.run_folder import run_folder
 
 
@@ -31,7 +31,7 @@ def parse_args(argv):
     p.add_argument('--project', type=Path, default=Path('runs/val_trt'), help='results go to PROJECT/NAME')
     p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
     p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
-    p.add_argument('--backend', choices=BACKENDS, default='tensorrt', help='library for engines: TensorRT or TensorRT-RTX')
+    p.add_argument('--backend', choices=ENGINES, default='tensorrt', help='library for engines: TensorRT or TensorRT-RTX')
     add_mask_options(p, c)
     args = vars(p.parse_args(argv))
     backend = args.pop('backend')
@@ -43,16 +43,13 @@ def main(argv=None):
     require_file(config.weights, '--weights', ('.engine', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
+    from utils.qat.core.device import select_device
     from utils.qat.evaluation.score_file import score_file
-    from utils.qat.prediction.file_model import EngineModel, OnnxModel, select_device
+    from utils.qat.prediction.registry import open_file
 
     device = select_device(config.device)
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        if config.weights.suffix == '.onnx':
-            predict = OnnxModel(config.weights, device)
-        else:
-            predict = EngineModel(config.weights, device, backend)
-        score_file(predict, config, device, folder, backend)
+        score_file(open_file(config.weights, device, backend), config, device, folder, backend)
 
 
 if __name__ == '__main__':

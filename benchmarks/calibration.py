@@ -29,12 +29,12 @@ from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.quantizers import named_quantizers, quantizers_off  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
-from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.device import describe, select_device  # noqa: E402
+from utils.qat.core.files import write_json  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.core.markdown import write_json  # noqa: E402
 from utils.qat.data.dataset import load_data  # noqa: E402
 from utils.qat.data.loaders import calibration_images  # noqa: E402
-from utils.qat.prediction.file_model import describe, select_device  # noqa: E402
 
 STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
 

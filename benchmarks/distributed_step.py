@@ -21,10 +21,12 @@ from models.quantize.finetuning.losses import relative_error  # noqa: E402
 from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
 from utils.qat.config.qat import AMP  # noqa: E402
 from utils.qat.core import distributed  # noqa: E402
-from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402
+from utils.qat.core.command import Parser, run_command  # noqa: E402
+from utils.qat.core.device import describe, select_device  # noqa: E402
+from utils.qat.core.errors import QatError  # noqa: E402
+from utils.qat.core.files import write_json  # noqa: E402
 from utils.qat.core.log import LOGGER  # noqa: E402
-from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
-from utils.qat.prediction.file_model import describe  # noqa: E402
+from utils.qat.core.markdown import markdown_table  # noqa: E402
 
 
 class AloneStep(Step):
@@ -52,7 +54,7 @@ def main(argv=None):
     world = distributed.world_size()
     if world == 1:
         raise QatError('start it with torchrun --nproc_per_node 2 (or more)')
-    device = distributed.select_device(args.device)
+    device = select_device(args.device)
     distributed.join(device)
     images, teacher, quantized, layers = prepare(args, device, seed=distributed.rank())
     distributed.take_from_first(quantized.state_dict().values())

@@ -24,13 +24,15 @@ from models.quantize.convert import quantize_model  # noqa: E402
 from models.quantize.scales import tie_scales  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.config.qat import QuantizeConfig  # noqa: E402
-from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.device import describe, select_device  # noqa: E402
+from utils.qat.core.files import write_json  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
+from utils.qat.core.markdown import markdown_table  # noqa: E402
 from utils.qat.data.dataset import load_data  # noqa: E402
 from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
 from utils.qat.evaluation.evaluate import evaluate  # noqa: E402
-from utils.qat.prediction.file_model import TorchModel, describe, select_device  # noqa: E402
+from utils.qat.prediction.pytorch import TorchModel  # noqa: E402
 
 PARTS = ('pre', 'inference', 'nms')
 

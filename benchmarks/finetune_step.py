@@ -31,8 +31,8 @@ from models.quantize.finetuning.training_step import DTYPES, GraphedStep, Step, 
 from models.quantize.scales import tie_scales  # noqa: E402
 from stock import with_stock_quantizers  # noqa: E402  beside this file
 from utils.qat.config.qat import AMP, QuantizeConfig  # noqa: E402
+from utils.qat.core.device import describe, select_device  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.prediction.file_model import describe, select_device  # noqa: E402
 
 
 def float_step(student, teacher, amp):

@@ -27,14 +27,16 @@ from models.quantize.finetuning.losses import label_loss, relative_error  # noqa
 from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
 from utils.general import xyxy2xywhn  # noqa: E402
 from utils.qat.config.qat import QuantizeConfig  # noqa: E402
-from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.device import select_device  # noqa: E402
+from utils.qat.core.files import write_json  # noqa: E402
 from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
+from utils.qat.core.markdown import markdown_table  # noqa: E402
 from utils.qat.data.dataset import load_data  # noqa: E402
 from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
 from utils.qat.evaluation.evaluate import evaluate  # noqa: E402
 from utils.qat.prediction.detections import detect  # noqa: E402
-from utils.qat.prediction.file_model import TorchModel, select_device  # noqa: E402
+from utils.qat.prediction.pytorch import TorchModel  # noqa: E402
 
 WAYS = {  # name → what differs from the default
     'default': {}, 'lr 3e-6': {'lr': 3e-6}, 'lr 3e-5': {'lr': 3e-5}, 'batch of 32': {'batch': 32}, 'head only': {'head_only': True},

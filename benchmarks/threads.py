@@ -22,8 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from utils.qat.core.errors import Parser, QatError, require_file, run_command  # noqa: E402
-from utils.qat.core.markdown import markdown_table, write_json  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.errors import QatError  # noqa: E402
+from utils.qat.core.files import write_json  # noqa: E402
+from utils.qat.core.markdown import markdown_table  # noqa: E402
 from utils.qat.core.threads import CHOSEN  # noqa: E402
 
 SPIN, SLEEP = 'spinning', 'sleeping'
@@ -52,7 +54,7 @@ def make_work(args, policy, folder):
     from models.deploy.onnx_export import export_onnx
     from models.quantize.finetuning.losses import relative_error
     from models.quantize.finetuning.training_step import Step
-    from utils.qat.prediction.file_model import OnnxModel
+    from utils.qat.prediction.onnxruntime import OnnxModel
 
     assert torch.get_num_threads() == args.threads
     images, teacher, model, layers = prepare(args, torch.device('cpu'), seed=0)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402
-from utils.qat.core.markdown import columns, figures, markdown_table  # noqa: E402  needs neither torch nor upstream
+from utils.qat.core.command import Parser, run_command  # noqa: E402
+from utils.qat.core.errors import QatError  # noqa: E402
+from utils.qat.core.markdown import markdown_table  # noqa: E402  needs neither torch nor upstream
+from utils.qat.evaluation.figures import columns, figures  # noqa: E402  needs neither torch nor upstream
 
 NOTES = """
 Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.errors import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
 from utils.qat.core.next_command import command  # noqa: E402
 
@@ -25,7 +25,7 @@ def main(argv=None):
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 
-    from utils.qat.core.markdown import write_json
+    from utils.qat.core.files import write_json
     from utils.qat.graph import audit
 
     model = audit.load(args.model)

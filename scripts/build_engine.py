@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.config.engine import BACKENDS, PRECISIONS, BuildConfig  # noqa: E402
-from utils.qat.core.errors import Parser, QatError, require_file, run_command  # noqa: E402
+from utils.qat.config.backends import ENGINES  # noqa: E402
+from utils.qat.config.engine import PRECISIONS, BuildConfig  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
+from utils.qat.core.errors import QatError  # noqa: E402
 from utils.qat.core.log import LOGGER, bar, finish  # noqa: E402
 from utils.qat.core.next_command import DATA, command  # noqa: E402
 
@@ -29,7 +31,7 @@ def parse_args(argv):
     p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory for kernels')
     p.add_argument('--timing-cache', type=Path, help='file of kernel timings, read and extended by the build; default: beside the engine')
     p.add_argument('--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own")
-    p.add_argument('--backend', choices=BACKENDS, default=c.backend, help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU')
+    p.add_argument('--backend', choices=ENGINES, default=c.backend, help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU')
     p.add_argument('--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even if trtexec is found')
     p.add_argument('--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU')
     p.add_argument('--which', action='store_true', help='print the major version of TensorRT here, for export_qat.py --trt, '
@@ -44,7 +46,7 @@ def parse_args(argv):
 def measure_layers(config, layer, profile):
     """Write the layers of config.engine and their times, on random images of the best batch."""
     import torch
-    from utils.qat.core.markdown import write_json
+    from utils.qat.core.files import write_json
     from utils.qat.engine.runner import EngineRunner
 
     if not torch.cuda.is_available():

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.errors import Parser, QatError, run_command  # noqa: E402
+from utils.qat.core.command import Parser, run_command  # noqa: E402
+from utils.qat.core.errors import QatError  # noqa: E402
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
 from utils.qat.core.next_command import command  # noqa: E402
 
@@ -36,7 +37,7 @@ def next_command(args):
 def main(argv=None):
     args = parse_args(argv)
 
-    from utils.qat.core.markdown import write_text
+    from utils.qat.core.files import write_text
     from utils.qat.engine import layer_graph, layer_rules, layer_tables
     from utils.qat.engine.layers import read_engine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in segment/
 
-from utils.qat.core.errors import run_command  # noqa: E402
+from utils.qat.core.command import run_command  # noqa: E402
 
 if __name__ == '__main__':
     # By its path: with `patch_yolov9.sh --link`, `import qat` would find the launcher, which runs it

@@ -19,7 +19,7 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
     Fails if it raises, if it shows a traceback, if a refusal is not its last line, and if it left anything in `folder` that was not
     there before and did not succeed: a result, or a temporary file.
     """
-    from utils.qat.core.errors import run_command
+    from utils.qat.core.command import run_command
     main, before = program(command).main, set(folder.rglob('*'))
     capfd.readouterr()
     try:

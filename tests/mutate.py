@@ -60,7 +60,7 @@ def make_material(folder, kinds):
     from conftest import REPO, copy_upstream
     from models.quantize import checkpoint
     from PIL import Image
-    from utils.qat.core.errors import run_command
+    from utils.qat.core.command import run_command
     from zoo import make_demo, program
 
     def call(file, *arguments, code=0):

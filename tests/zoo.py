@@ -24,7 +24,7 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.dataset import load_data

@@ -14,12 +14,13 @@ from utils.general import xywh2xyxy
 
 from models.deploy.onnx_export import test_images
 from utils.qat.config.export import Pooling
-from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.data.masks import BoxMasks
 from utils.qat.graph import onnx_graph, passes
 from utils.qat.graph.nms import add_nms
 from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.file_model import onnx_session
+from utils.qat.prediction.onnxruntime import onnx_session
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products comes in another order
 RUNS = 21  # the last opset whose RoiAlign ONNX Runtime (1.31) has; 22 and 23 change nothing but add types

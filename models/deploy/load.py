@@ -2,7 +2,8 @@
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
 from utils.qat.core.log import quiet_upstream
-from utils.qat.prediction.file_model import EngineModel, OnnxModel, TorchModel
+from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.registry import open_file
 
 SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 
@@ -12,10 +13,8 @@ def load_model(path, device, backend='tensorrt'):
 
     path: a Path that ends in one of SUFFIXES. backend: what runs an engine. Returns a callable as utils/qat/prediction/file_model.py describes.
     """
-    if path.suffix == '.onnx':
-        return OnnxModel(path, device)
-    if path.suffix == '.engine':
-        return EngineModel(path, device, backend)
+    if path.suffix.lower() not in ('.pt', '.pth'):
+        return open_file(path, device, backend)
     with quiet_upstream():
         return TorchModel(load_any(path, device)[0])
 

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
-from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.graph import half as onnx_half, onnx_graph, passes as onnx_passes
-from utils.qat.prediction.file_model import OnnxModel
+from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.outputs import parts
 
 OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
 
@@ -79,17 +81,6 @@ def test_images(batch, imgsz):
     return sum(layers) / len(layers)
 
 
-def _parts(outputs):
-    """What a prepared model returns, taken apart: {boxes [B, 4, N], scores [B, nc, N]}, and of a segmentation model {coefficients
-    [B, nm, N], prototypes [B, nm, h, w]}; on the CPU."""
-    if isinstance(outputs, torch.Tensor):
-        boxes, scores = outputs.cpu().tensor_split([4], 1)
-        return {'boxes': boxes, 'scores': scores}
-    predictions, prototypes = (out.cpu() for out in outputs)
-    nm = prototypes.shape[1]
-    return {**_parts(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}
-
-
 def _relative(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
@@ -97,13 +88,13 @@ def _relative(ours, theirs):
 def differences(ours, theirs):
     """How far two predictions [B, 4 + nc, N] are apart, or those of a segmentation model, pairs ([B, 4 + nc + nm, N], prototypes
     [B, nm, h, w]); the figures of Exported."""
-    ours, theirs = _parts(ours), _parts(theirs)
-    shapes = [[tuple(part.shape) for part in parts.values()] for parts in (ours, theirs)]
+    ours, theirs = ({name: part.cpu() for name, part in parts(outputs).items()} for outputs in (ours, theirs))
+    shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
     if shapes[0] != shapes[1]:
         raise QatError(f'ONNX Runtime returns {shapes[0]}, PyTorch {shapes[1]}')
     figures = {f'{name}_max': (ours[name] - theirs[name]).abs().max().item() for name in ('boxes', 'scores')}
-    for parts in (ours, theirs):
-        parts['scores'] = parts['scores'].logit(MIN_SCORE)
+    for model in (ours, theirs):
+        model['scores'] = model['scores'].logit(MIN_SCORE)
     return {**figures, **{name: _relative(ours[name], theirs[name]) for name in theirs}}
 
 

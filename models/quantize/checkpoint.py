@@ -5,7 +5,6 @@ nothing of the file, and its SHA-256 is that of the bytes that were read.
 """
 import datetime
 from copy import deepcopy
-from pathlib import Path
 
 import torch
 from models.common import RepConvN
@@ -13,9 +12,10 @@ from models.common import RepConvN
 from models.quantize.convert import is_quantized
 from models.quantize.pickled_modules import TWINS, build
 from models.quantize.scales import shared_scales
-from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.command import require_file
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
-from utils.qat.core.markdown import versions
+from utils.qat.core.versions import versions
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive

@@ -11,14 +11,16 @@ import time
 from models.quantize import checkpoint
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.finetuning.loop import Epoch
-from utils.qat.core.distributed import describe, from_first, on_first
-from utils.qat.core.errors import HALF, QatError, atomic
-from utils.qat.core.files import write_torch
+from utils.qat.core.device import describe
+from utils.qat.core.distributed import from_first, on_first
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import HALF, atomic, write_torch
 from utils.qat.core.log import LOGGER
-from utils.qat.core.markdown import merit, versions
+from utils.qat.core.versions import versions
 from utils.qat.evaluation.chance import in_words
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.evaluation.figures import merit
+from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.report import write_report
 from utils.qat.run.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.run.resume import RESAMPLED, STATE, interrupted, require_epoch
@@ -192,7 +194,7 @@ class Run:
         self.write()
 
     def _keep_best(self, result):
-        """Where `result` is the best so far (markdown.merit), its model becomes qat_best_*.pt."""
+        """Where `result` is the best so far (figures.merit), its model becomes qat_best_*.pt."""
         if not self.report['best'] or merit(result) > merit(self.report['best']):
             best = self.weights / f'qat_best_{self.source.stem}.pt'
             on_first(copy)(self.folder / result['file'], best)

@@ -25,11 +25,13 @@ from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import BATCHES, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
-from utils.qat.benchmark.runners import OnnxRuntimeRunner, TorchRunner
 from utils.qat.benchmark.timing import LEAST, HostClock, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
+from utils.qat.prediction.onnxruntime import OnnxRuntimeRunner
+from utils.qat.prediction.pytorch import TorchRunner
 from zoo import program
 
 CPU = torch.device('cpu')

@@ -11,12 +11,13 @@ from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import Step
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
+from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.sensitivity_summary import FILE
 from zoo import image, program, python, same, settings, state
 
@@ -85,7 +86,8 @@ import sys
 sys.path.insert(0, '.')
 import torch
 from utils.qat.core import distributed
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.command import run_command
 
 def main(argv):
     distributed.join(torch.device('cpu'))
@@ -118,14 +120,15 @@ from models.quantize.finetuning.loop import finetune, supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import NotFinite, Step
 from utils.qat.core import distributed
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.core.device import select_device
+from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.data.loaders import training_images, val_loader
 
 job = torch.load(sys.argv[1], weights_only=False)
-cpu = distributed.select_device('cpu')
+cpu = select_device('cpu')
 distributed.join(cpu)
 me = distributed.rank()
 data = load_data(job['data'])
@@ -287,10 +290,10 @@ def test_device_of_a_process(monkeypatch, world, gpus, text, says):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus > 0)
     if says == 'cpu':
-        assert distributed.select_device(text) == CPU
+        assert select_device(text) == CPU
     else:
         with pytest.raises(QatError, match=says):
-            distributed.select_device(text)
+            select_device(text)
 
 
 def test_without_torchrun_there_is_one():

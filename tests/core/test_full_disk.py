@@ -14,7 +14,7 @@ import pytest
 from conftest import TREE
 from onnx import TensorProto, helper
 from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
 from zoo import program, same
 

@@ -22,12 +22,13 @@ from PIL import Image
 from utils.qat.config.defaults import options
 from utils.qat.config.options import parse_args
 from utils.qat.config.qat import QuantizeConfig, SensitiveConfig
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.markdown import markdown_table, width
 from utils.qat.core.next_command import DATA, command
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
+from utils.qat.run.resume import resumed
 from zoo import program, settings
 
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'
@@ -140,7 +141,7 @@ def others(chain, demo, tmp_path_factory):
 
 def parser_of(file):
     """Function that takes a command line and raises QatError if it is wrong."""
-    return (lambda words: parse_args(words, '')) if file == 'qat.py' else program(file).parse_args
+    return (lambda words: parse_args(words, '', resumed)) if file == 'qat.py' else program(file).parse_args
 
 
 def test_what_is_next_can_be_typed(chain, others):
@@ -302,7 +303,7 @@ def test_the_report_of_quantize(chain):
     text = (folder / 'report.md').read_text()
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
-    config, again = (parse_args(['quantize', *map(str, words)], '') for words in (chain['quantize'][0][1:], made_by))
+    config, again = (parse_args(['quantize', *map(str, words)], '', resumed) for words in (chain['quantize'][0][1:], made_by))
     again.amp = config.amp  # decided by then
     assert vars(config) == vars(again), 'the command in it is the one that was typed'
     assert NEXT.findall(chain['quantize'][1])[0] in text and {f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')} <= set(links(folder / 'report.md'))
@@ -340,14 +341,14 @@ def test_a_picture_of_any_class_names(tmp_path, recwarn):
     '', '--overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
     '--sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words" --learn-scales'])
 def test_settings_as_options(line):
-    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)], '')
-    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)], '') == config
-    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)], '') == config
+    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)], '', resumed)
+    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)], '', resumed) == config
+    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)], '', resumed) == config
 
 
 def test_settings_of_sensitive_as_options():
-    config = parse_args(['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '')
-    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)], '') == config
+    config = parse_args(['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '', resumed)
+    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)], '', resumed) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ import pytest
 from conftest import REPO
 from graphs import INT8_BLOCK, copy
 from test_imports import IMPORTS, within
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.engine import layer_graph, layer_tables
 from utils.qat.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
 from utils.qat.engine.layers import Layer, Tensor, dtype, read_engine

@@ -7,14 +7,14 @@ import pytest
 import torch
 from utils.metrics import ap_per_class
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import run_command
-from utils.qat.core.markdown import merit
+from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, draw, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.evaluation.figures import merit
+from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.resampled import LAST, Resampled
 from utils.qat.run.resume import RESAMPLED
 from zoo import program

@@ -12,7 +12,7 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.compare import Elements, compare
 from utils.qat.evaluation.compare_report import comparison_tables
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
 SIZE, CLASSES = 320, 3

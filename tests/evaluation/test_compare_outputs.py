@@ -8,7 +8,7 @@ import torch
 from graphs import graph_of, node
 from models.deploy.onnx_export import export_onnx
 from PIL import Image
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.evaluation.compare_classes import compare_classes
 from zoo import command as run, program
 

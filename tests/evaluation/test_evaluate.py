@@ -12,7 +12,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import _correct, evaluate
 from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.file_model import OnnxModel, TorchModel
+from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.pytorch import TorchModel
 from zoo import python
 
 CPU = torch.device('cpu')

@@ -26,8 +26,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks
 from utils.qat.graph.deepstream import deepstream_layout
-from utils.qat.prediction import file_model
 from utils.qat.prediction.detections import detect
+from utils.qat.prediction.onnxruntime import OnnxModel
 from zoo import program
 
 client = program('scripts/infer_onnx.py')
@@ -48,7 +48,7 @@ def files(demo, tmp_path_factory):
 def evaluated(demo, files):
     """[(path, pixels as the model sees them, predictions [4 + nc, N], function to pixels of the image)], as the evaluation has them."""
     config = EvalConfig(demo.single, demo.data, batch_size=1, imgsz=SIZE, workers=0)
-    predict, found = file_model.OnnxModel(files / 'plain.onnx'), []
+    predict, found = OnnxModel(files / 'plain.onnx'), []
     for images, _, [path], [shape] in val_loader(load_data(demo.data), config, 32, square=True):
         pixels = images.float() / 255
 

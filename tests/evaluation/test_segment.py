@@ -17,12 +17,14 @@ from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, parts
 from torchvision.ops import roi_align
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import QatError, run_command
-from utils.qat.core.markdown import merit, points_lost
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import training_images, val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
+from utils.qat.evaluation.chance import points_lost
 from utils.qat.evaluation.evaluate import IOUS, _correct, evaluate
+from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.detections import Detections
 from zoo import build, fuse, image, program, python, settings
 
@@ -317,9 +319,9 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
 
 def test_boxes_and_masks_count_alike():
     """In the choice of the best epoch, and in the budget of points that may be lost."""
-    better, worse = {'ap': 0.5, 'mask': {'ap': 0.3}}, {'ap': 0.45, 'mask': {'ap': 0.2}}
-    assert merit(better) == 0.4 and merit({'ap': 0.5}) == 0.5
-    assert points_lost(better, worse) == pytest.approx(0.1) == points_lost({'ap': 0.5}, {'ap': 0.4})
+    assert merit({'ap': 0.5, 'mask': {'ap': 0.3}}) == 0.4 and merit({'ap': 0.5}) == 0.5
+    less, lesser = {'difference': -0.05, 'chance': 0.01}, {'difference': -0.1, 'chance': 0.01}
+    assert points_lost({**less, 'mask': lesser}) == points_lost({**lesser, 'mask': less}) == pytest.approx(10)
 
 
 @pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'dry run'], 4, 2))

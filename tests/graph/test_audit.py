@@ -440,7 +440,7 @@ BAD = [('none.onnx', None, 'no such file'), ('model.pt', b'', 'expected a file e
 
 @pytest.mark.parametrize('name, content, says', BAD, ids=[b[0] for b in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, says):
-    from utils.qat.core.errors import run_command
+    from utils.qat.core.command import run_command
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert run_command(program('scripts/audit_onnx.py').main, [str(tmp_path / name)]) == 2

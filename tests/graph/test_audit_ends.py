@@ -7,7 +7,7 @@ import pytest
 from faults import sampled
 from graphs import dq, node, pair
 from onnx import TensorProto, helper, numpy_helper
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.graph.onnx_graph import Graph
 from zoo import program
 

@@ -10,10 +10,11 @@ from graphs import copy, dims, run_onnx
 from models.deploy.load import load_main_branch
 from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.deepstream import deepstream_config, deepstream_layout
-from utils.qat.prediction.file_model import OnnxModel
+from utils.qat.prediction.onnxruntime import OnnxModel
 from zoo import build, full, program
 
 export_yolov9 = program('export_yoloV9.py').main

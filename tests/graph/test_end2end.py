@@ -21,7 +21,7 @@ from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.file_model import OnnxModel
+from utils.qat.prediction.onnxruntime import OnnxModel
 
 CPU = torch.device('cpu')
 SIZE = 320  # of the demo's images

@@ -17,12 +17,13 @@ from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.prediction.file_model import OnnxModel
+from utils.qat.prediction.onnxruntime import OnnxModel
 from zoo import program
 
 export_qat = program('export_qat.py').main

@@ -19,7 +19,7 @@ from utils.qat.graph.audit import audit
 from utils.qat.graph.half import fp32_scales, to_half
 from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
-from utils.qat.prediction.file_model import OnnxModel
+from utils.qat.prediction.onnxruntime import OnnxModel
 from zoo import build, fuse, image
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64

@@ -16,7 +16,7 @@ from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]

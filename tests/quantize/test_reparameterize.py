@@ -10,7 +10,8 @@ from conftest import FULL_TREE, TREE
 from faults import sampled
 from models.quantize.checkpoint import load_float
 from models.quantize.reparameterize import largest_difference, reparameterize
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import quiet_upstream
 from zoo import build, command, config, config_file, full, image, output, program, python, same, state

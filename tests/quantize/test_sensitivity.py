@@ -21,9 +21,10 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.units import find_units, left_out
 from utils.qat.config.qat import SensitiveConfig
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.core.markdown import versions
+from utils.qat.core.versions import versions
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit

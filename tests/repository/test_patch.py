@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from conftest import REPO
 
 PATCH = REPO / "patch_yolov9.sh"
+MANIFEST = ".yolov9-qat.manifest"
 VERSION = (REPO / "VERSION").read_text().strip()
 
 
@@ -177,6 +179,51 @@ def test_upgrades_an_older_version(clone, tmp_path):
         assert line in result.stdout
     assert patch(clone).returncode == 0 and patch(clone, "--check").returncode == 0
     assert not (clone / "utils/qat/gone.py").exists()
+    patch(clone, "--revert")
+    assert contents(clone) == before
+
+
+ROOMS = [f for f in sorted((REPO / "utils/qat").rglob("*.py")) if f.parent != REPO / "utils/qat" and f.name != "__init__.py"]
+
+
+def flat_toolkit(folder):
+    """A toolkit of the time before the rooms: the same modules in one folder, and one with the name that a room has now."""
+    (folder / "utils/qat").mkdir(parents=True)
+    shutil.copy(PATCH, folder)
+    (folder / "VERSION").write_text("0.0.1\n")
+    for name in {"compat.py", "__init__.py", *(f.name for f in ROOMS), *(f"{f.parent.name}.py" for f in ROOMS)}:
+        (folder / "utils/qat" / name).write_text("def apply():\n    pass\n")
+    return folder
+
+
+def toolkit_of_before(folder):
+    """The toolkit as it was before the rooms, out of the history."""
+    def git(*words):
+        return subprocess.run(["git", "-C", REPO, *words], capture_output=True, check=True).stdout
+
+    try:
+        commit = git("log", "--no-renames", "--diff-filter=D", "--format=%H", "-1", "--", "utils/qat/errors.py").decode().strip()
+        archive = git("archive", f"{commit}^")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no history of the time before the rooms here")
+    folder.mkdir()
+    subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("toolkit, flags", [(flat_toolkit, ()), (toolkit_of_before, ()), (toolkit_of_before, ("--link",))])
+def test_an_upgrade_from_before_the_rooms_leaves_nothing(clone, tmp_path, toolkit, flags):
+    before = contents(clone)
+    old = toolkit(tmp_path / "old toolkit")
+    assert patch(clone, *flags, script=old / PATCH.name).returncode == 0
+    if not flags:  # bytecode of both lies in one folder
+        for file in (clone / "utils/qat").glob("*.py"):
+            py_compile.compile(file)
+    assert (clone / "utils/qat/config.py").exists() and not (clone / "utils/qat/config").exists()
+    assert patch(clone, *flags).returncode == 0 and patch(clone, "--check").returncode == 0
+    ours = {line.split()[-1] for line in (clone / MANIFEST).read_text().splitlines() if not line.startswith("#")}
+    assert contents(clone).keys() == before.keys() | ours | {MANIFEST} and not {f"utils/qat/{f.name}" for f in ROOMS} & ours
+    assert {path.name.split(".")[0] for path in clone.glob("utils/qat/__pycache__/*")} <= {"__init__", "compat"}
     patch(clone, "--revert")
     assert contents(clone) == before
 

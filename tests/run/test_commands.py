@@ -343,7 +343,7 @@ BAD = [  # command, the arguments added to it, what the line must say
 
 @pytest.mark.parametrize('base, more, says', BAD, ids=[f'{b[0]} {m}' for b, m, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, monkeypatch, base, more, says):
-    from utils.qat.core.errors import run_command
+    from utils.qat.core.command import run_command
     monkeypatch.chdir(TREE)
     argv = [a.format(job=job, wrong=wrong, repo=REPO) for a in (*base[1:], *more.split())]
     if base in (QUANTIZE, EVAL, VAL) and '--project' not in more:
@@ -360,7 +360,8 @@ def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, mon
 
 
 def test_out_of_gpu_memory_says_what_to_try():
-    from utils.qat.core.errors import QatError, explain_out_of_memory
+    from utils.qat.core.command import explain_out_of_memory
+    from utils.qat.core.errors import QatError
     for batch_size, advice in ((10, '--batch-size 5'), (1, '--imgsz')):
         with pytest.raises(QatError, match=advice), explain_out_of_memory(batch_size):
             raise torch.cuda.OutOfMemoryError('CUDA out of memory')

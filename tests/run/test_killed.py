@@ -15,7 +15,7 @@ import pytest
 import torch
 from models.quantize import checkpoint
 from PIL import Image
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.run.resume import RESAMPLED, STATE
 from zoo import program, same
 

@@ -25,10 +25,11 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import Step
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
+from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
-from utils.qat.evaluation.plots import literal
 from utils.qat.run.resume import STATE, require_epoch
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 from zoo import program, python, same

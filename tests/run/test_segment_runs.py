@@ -14,13 +14,14 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.errors import run_command
+from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
-from utils.qat.prediction.file_model import OnnxModel, TorchModel
+from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.pytorch import TorchModel
 from zoo import build, full, fuse, image, output, program, python, same, settings
 
 CPU = torch.device('cpu')

@@ -1,6 +1,5 @@
 """Checkpoints that are damaged, foreign or hostile: one line from every command, no file left, and no code run from the data."""
 import argparse
-import io
 import os
 import pickle
 from pathlib import Path

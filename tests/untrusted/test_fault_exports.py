@@ -147,7 +147,7 @@ PARTS = {'a run': ('settings', 'versions', 'device', 'images', 'chosen_on', 'kep
 @pytest.fixture(scope='module')
 def run(demo, tmp_path_factory):
     """The folder of a run that was interrupted before it was finished, and the summary of a sensitivity analysis."""
-    from utils.qat.core.errors import run_command
+    from utils.qat.core.command import run_command
     folder = tmp_path_factory.mktemp('run')
     common = [str(a) for a in ('--weights', demo.single, '--data', demo.data, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
                                '--workers', 0, '--project', folder)]

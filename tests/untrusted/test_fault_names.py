@@ -18,10 +18,12 @@ import yaml
 from conftest import TREE
 from faults import answer, pickle_in, sampled, with_pickle
 from onnx import TensorProto, helper
-from utils.qat.core.errors import QatError, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, log_to
-from utils.qat.core.markdown import class_table, code, document, escaped, link, markdown_table
+from utils.qat.core.markdown import code, document, escaped, link, markdown_table
 from utils.qat.core.printable import cut, visible
+from utils.qat.evaluation.figures import class_table
 from utils.qat.graph.deepstream import deepstream_config
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report

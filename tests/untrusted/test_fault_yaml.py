@@ -17,9 +17,9 @@ from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
 from models.quantize.weightless import parameter_shapes
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import read_yaml
 from utils.qat.core.log import quiet_upstream
 from utils.qat.untrusted.model_yaml import LAYERS, require_network
+from utils.qat.untrusted.yaml_file import read_yaml
 from zoo import build, config, full, program, python
 
 CFG = yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text())
@@ -96,7 +96,7 @@ def test_yaml_of_upstream_and_of_the_demo_is_read(file):
 def test_all_yaml_is_read_in_one_place():
     ours = [f for folder in ('models', 'utils', 'scripts', 'demo', 'segment', 'benchmarks', 'examples') for f in (REPO / folder).rglob('*.py')] + [*REPO.glob('*.py')]
     loading = {f.relative_to(REPO).as_posix() for f in ours if 'import yaml' in f.read_text() or 'yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20]}
-    assert loading <= {'utils/qat/untrusted/bounded_yaml.py', 'utils/qat/core/files.py'}
+    assert loading <= {'utils/qat/untrusted/bounded_yaml.py', 'utils/qat/untrusted/yaml_file.py'}
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.evaluate import Scorer
 from utils.qat.prediction.detections import detect, prepared
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'
 

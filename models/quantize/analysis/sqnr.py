@@ -11,7 +11,7 @@ import torch
 
 from models.quantize.head_outputs import Raw
 from utils.qat.core.distributed import all_reduce
-from utils.qat.prediction.file_model import TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 
 PARTS = ('boxes', 'classes', 'coefficients', 'prototypes')
 

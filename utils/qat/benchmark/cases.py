@@ -9,12 +9,10 @@ import torch
 
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import Network, shapes_of
-from utils.qat.benchmark.runners import BACKENDS, OnnxRuntimeRunner, TensorRTRunner, TorchRunner
 from utils.qat.benchmark.timing import Result, measure
+from utils.qat.config.backends import BACKENDS, ENGINES
 from utils.qat.core.errors import QatError
-from utils.qat.engine.api import load_tensorrt
-
-ENGINES = ('tensorrt', 'rtx')
+from utils.qat.prediction.registry import code_of
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Case:
         return self.network.checkpoint if self.backend == 'pytorch' else self.network.file
 
     def __str__(self):
-        return ', '.join((str(self.runs), BACKENDS[self.backend], *[self.precision.upper()] * bool(self.precision), f'batch {self.batch}'))
+        return ', '.join((str(self.runs), BACKENDS[self.backend].title, *[self.precision.upper()] * bool(self.precision), f'batch {self.batch}'))
 
 
 def cases_of(networks, config, device):
@@ -39,11 +37,11 @@ def cases_of(networks, config, device):
     cases, absent, refused = [], {}, {}  # dicts keep the order, and a reason once
     for network in networks:
         suffix = network.file.suffix.lower()
-        able = {'.onnx': tuple(BACKENDS), '.engine': (network.backend,)}.get(suffix, ('pytorch',))
+        able = [network.backend] if network.backend else [name for name, line in BACKENDS.items() if suffix in line.measures]
         for backend in config.backend or able:
             if backend not in able:
-                refused[f'{network.file}: {BACKENDS[backend]} does not run {suffix}; here it is {" or ".join(BACKENDS[b] for b in able)}'] = True
-            elif why := missing(backend, device) or without_checkpoint(network, backend):
+                refused[f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'] = True
+            elif why := code_of(backend).RUNNER.missing(backend, device) or without_checkpoint(network, backend):
                 (refused if config.backend else absent)[why] = True
             else:
                 cases += _cases(network, backend, config, device, refused)
@@ -54,7 +52,7 @@ def cases_of(networks, config, device):
 
 def _cases(network, backend, config, device, refused):
     """Yield those of one file and backend; adds to `refused`."""
-    possible = precisions(network, backend, device)
+    possible = code_of(backend).RUNNER.precisions(network, device)
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
         refused[f"--precision {','.join(impossible)}: {not_possible(network, backend, impossible, device)}"] = True
@@ -76,22 +74,6 @@ def inputs_of(network, backend, batch, imgsz):
     return shapes_of(inputs, batch, imgsz, network.file)
 
 
-def missing(backend, device):
-    """Why `backend` cannot run on `device`; '' if it can."""
-    if backend in ENGINES:
-        if device.type != 'cuda':
-            return f'{BACKENDS[backend]}: needs an NVIDIA GPU, and this is --device {device}'
-        try:
-            load_tensorrt(backend, BACKENDS[backend])
-        except QatError as e:
-            return str(e)
-    if backend == 'onnxruntime' and device.type == 'cuda':
-        import onnxruntime
-        if 'CUDAExecutionProvider' not in onnxruntime.get_available_providers():
-            return 'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
-    return ''
-
-
 def without_checkpoint(network, backend):
     """Why PyTorch has nothing to run for `network`; '' if it has."""
     if backend != 'pytorch' or network.checkpoint:
@@ -99,17 +81,8 @@ def without_checkpoint(network, backend):
     return f'{network.file}: PyTorch runs the checkpoint that a file was exported from, and {network.unpaired}'
 
 
-def precisions(network, backend, device):
-    """Those that `backend` can run `network` in."""
-    if backend == 'pytorch' and network.precision != 'int8':
-        return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
-    if backend in ENGINES and network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
-        return 'fp32', 'fp16'  # chosen when the engine is built
-    return network.precision,
-
-
 def not_possible(network, backend, impossible, device):
-    """Why some precisions are not among `precisions`."""
+    """Why some precisions are not among those of its Runner."""
     if not network.precision:
         return f'{network.file} does not tell its own, for lack of {network.file.name}.json; leave the flag out'
     if network.file.suffix.lower() == '.engine':
@@ -120,7 +93,7 @@ def not_possible(network, backend, impossible, device):
         return f'{network.file} is INT8; give the float model for FP32 and FP16'
     if backend == 'pytorch':
         return f'PyTorch is measured in FP32 on --device {device}: FP16 is for GPUs'
-    return f'{network.file} is {network.types}, and {BACKENDS[backend]} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
+    return f'{network.file} is {network.types}, and {BACKENDS[backend].title} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
 
 
 def run_case(case, config, device, load, usage, say):
@@ -134,12 +107,12 @@ def run_case(case, config, device, load, usage, say):
         file = engine_for(network, case.backend, case.precision, case.batch, config, device, say)
     begun = usage.begin()
     try:
-        with _runner(case, file, config, device, load) as runner:
+        with code_of(case.backend).RUNNER.of(case, file, device, config, load) as runner:
             runner.prepare(shapes_of(runner.accepts, case.batch, config.imgsz, file) if runner.accepts else case.inputs)
             busy = usage.now()
             figures = measure(runner, config.warmup, config.duration)
             return Result(
-                model=str(case.runs), backend=BACKENDS[case.backend], types=runner.types,
+                model=str(case.runs), backend=BACKENDS[case.backend].title, types=runner.types,
                 precision=case.precision, batch=case.batch, images_per_s=figures['qps'] * case.batch, **figures, size_bytes=runner.size,
                 parameters=runner.parameters or network.parameters, layers=runner.layers or network.layers, usage=usage.since(begun, busy))
     except torch.cuda.OutOfMemoryError as e:
@@ -147,11 +120,3 @@ def run_case(case, config, device, load, usage, say):
     finally:
         gc.collect()  # before the next one's memory is looked at
         torch.cuda.empty_cache()
-
-
-def _runner(case, file, config, device, load):
-    if case.backend == 'pytorch':
-        return TorchRunner(file, case.precision == 'fp16', device, load)
-    if case.backend == 'onnxruntime':
-        return OnnxRuntimeRunner(file, case.network.types, device)
-    return TensorRTRunner(file, case.network.types, device, case.backend, config.cuda_graph)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from onnx import TensorProto
 
-from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.command import require_file
+from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half

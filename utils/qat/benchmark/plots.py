@@ -6,8 +6,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from utils.qat.core.errors import atomic
-from utils.qat.evaluation.plots import literal
+from utils.qat.core.picture import literal, save
 
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
@@ -21,11 +20,6 @@ def colours(results):
     labels = list(dict.fromkeys(map(label, results)))
     names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
     return {text: names[i % len(names)] for i, text in enumerate(labels)}
-
-
-def _save(figure, path):
-    with atomic(path) as tmp:
-        figure.savefig(tmp, dpi=120)
 
 
 def plot_latency(path, results):
@@ -48,7 +42,7 @@ def plot_latency(path, results):
         axes.grid(axis='x', alpha=0.3)
         axes.set_axisbelow(True)
     figure.supxlabel('ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile', fontsize=9)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_throughput(path, results):
@@ -66,7 +60,7 @@ def plot_throughput(path, results):
     axes.set(yscale='log') if wide else axes.set_ylim(0, 1.08 * max(speeds))
     axes.grid(alpha=0.3)
     figure.legend(loc='outside lower center', fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_usage(path, report):
@@ -92,4 +86,4 @@ def plot_usage(path, report):
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     figure.legend(handles=[Patch(color=tone, alpha=0.3, label=text) for text, tone in colour.items()], loc='outside lower center', fontsize=8)
-    _save(figure, path)
+    save(figure, path)

@@ -2,7 +2,8 @@
 from pathlib import Path
 
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.core.markdown import code, escaped, markdown_table, write_json, write_text
+from utils.qat.core.files import write_json, write_text
+from utils.qat.core.markdown import code, escaped, markdown_table
 
 
 def with_short_names(results):

@@ -1,11 +1,9 @@
-"""Settings of the commands that build and run engines, as qat.py has those of the others."""
+"""Settings of the commands that build and run engines, and of the benchmark."""
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.qat.config.export import OPSETS
-from utils.qat.config.qat import check
-from utils.qat.core.errors import QatError
-from utils.qat.engine.api import BACKENDS
+from utils.qat.config.backends import BACKENDS, ENGINES
+from utils.qat.core.errors import QatError, check
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')
 
@@ -17,75 +15,6 @@ def batches(text):
     if len(numbers) != 3 or text.count(',') not in (0, 2) or not 1 <= numbers[0] <= numbers[1] <= numbers[2]:
         raise QatError(f'--batch {text}: must be one number or MIN,OPT,MAX, such as 1,8,16, with 1 <= MIN <= OPT <= MAX')
     return tuple(numbers)
-
-
-@dataclass
-class CompareConfig:
-    """`compare_outputs.py`."""
-    reference: Path
-    other: Path
-    data: Path = None  # data YAML of a detector; of a classifier a folder with one folder of images for each class
-    random: int = None  # so many images of noise instead
-    images: int = 100  # of the data, at most, evenly spread; 0 = all
-    imgsz: int = None  # pixels; None = that of the files, or 640
-    batch_size: int = 10
-    rtol: float = 1e-3  # |other - reference| <= atol + rtol |reference| is equal
-    atol: float = 1e-3
-    top: int = 10  # ranks to compare
-    mean: list = (0.0, 0.0, 0.0)  # what a classifier's images, in 0..1, are normalised with
-    std: list = (1.0, 1.0, 1.0)
-    device: str = ''
-    backend: str = 'tensorrt'  # what runs engines
-    workers: int = 8
-    seed: int = 57  # of --random
-    project: Path = Path('runs/compare')
-    name: str = 'exp'
-    exist_ok: bool = False
-
-    def __post_init__(self):
-        check([
-            ((self.data is None) == (self.random is None), '--data, --random: give one of the two'),
-            (self.random is not None and self.random < 1, f'--random {self.random}: must be 1 or more'),
-            (self.images < 0, f'--images {self.images}: must be 1 or more, or 0 for all'),
-            (self.imgsz is not None and self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
-            (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
-            (self.top < 1, f'--top {self.top}: must be 1 or more'),
-            (len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0, '--mean, --std: three numbers each, for red, green and blue; '
-                                                                              '--std above 0'),
-        ])
-
-
-@dataclass
-class DeepStreamConfig:
-    """`export_yoloV9.py`."""
-    weights: Path
-    size: list  # height, width in pixels
-    opset: int = None  # None = that of OPSETS
-    simplify: bool = False
-    dynamic: bool = False  # the batch axis
-    batch: int = 1  # of a graph whose batch is fixed
-    trt: int = 10  # major version of TensorRT the file is for
-
-    def __post_init__(self):
-        if len(self.size) == 1:
-            self.size = self.size * 2
-        check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
-        lowest, highest, default = OPSETS[self.trt]
-        self.opset = default if self.opset is None else self.opset
-        check([
-            (len(self.size) != 2, f"--size {' '.join(map(str, self.size))}: one number, or height and width"),
-            (self.batch < 1, f'--batch {self.batch}: must be 1 or more'),
-            (self.dynamic and self.batch > 1, f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch'),
-            (not lowest <= self.opset <= highest, f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
-        ])
-
-    def require_stride(self, stride):
-        """Raise QatError unless the size suits a model of that stride."""
-        right = [max(1, -(-n // stride)) * stride for n in self.size]
-        check([(right != self.size, f"--size {' '.join(map(str, self.size))}: must be multiples of the model's stride, {stride}; "
-                                    f"the next are --size {' '.join(map(str, right))}")])
 
 
 @dataclass
@@ -114,12 +43,9 @@ class BuildConfig:
             (self.precision not in PRECISIONS, f"--precision {self.precision}: must be one of {', '.join(PRECISIONS)}"),
             (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
             (self.level is not None and not 0 <= self.level <= 5, f'--level {self.level}: must lie in 0 to 5'),
-            (self.backend not in BACKENDS, f"--backend {self.backend}: must be one of {', '.join(BACKENDS)}"),
+            (self.backend not in ENGINES, f"--backend {self.backend}: must be one of {', '.join(ENGINES)}"),
             (self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'),
         ])
-
-
-BENCHMARKED = ('tensorrt', 'rtx', 'onnxruntime', 'pytorch')  # --backend of benchmark_trt.py
 
 
 def listed(text):
@@ -168,8 +94,8 @@ class BenchmarkConfig:
         check([
             (self.precision is not None and (not self.precision or not set(self.precision) <= set(precisions)),
              f"--precision {','.join(self.precision or ())}: must be of {', '.join(precisions)}"),
-            (self.backend is not None and (not self.backend or not set(self.backend) <= set(BENCHMARKED)),
-             f"--backend {','.join(self.backend or ())}: must be of {', '.join(BENCHMARKED)}"),
+            (self.backend is not None and (not self.backend or not set(self.backend) <= set(BACKENDS)),
+             f"--backend {','.join(self.backend or ())}: must be of {', '.join(BACKENDS)}"),
             (self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 1), f'--imgsz {self.imgsz}: one number, or height and width, of 1 or more'),
             (not 0 < self.duration < float('inf'), f'--duration {self.duration}: must be more than 0 seconds'),
             (not 0 <= self.warmup < float('inf'), f'--warmup {self.warmup}: must be 0 or more'),

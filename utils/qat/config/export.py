@@ -2,7 +2,7 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from utils.qat.config.qat import check
+from utils.qat.core.errors import check
 
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
 END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as that plugin has them
@@ -147,3 +147,34 @@ class ExportConfig:
         """Limits of --verify for a quantized or a float model."""
         limits = INT8_LIMITS if quantized else FLOAT_LIMITS
         return limits if self.max_ap_diff is None else replace(limits, ap=self.max_ap_diff)
+
+
+@dataclass
+class DeepStreamConfig:
+    """`export_yoloV9.py`."""
+    weights: Path
+    size: list  # height, width in pixels
+    opset: int = None  # None = that of OPSETS
+    simplify: bool = False
+    dynamic: bool = False  # the batch axis
+    batch: int = 1  # of a graph whose batch is fixed
+    trt: int = 10  # major version of TensorRT the file is for
+
+    def __post_init__(self):
+        if len(self.size) == 1:
+            self.size = self.size * 2
+        check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
+        lowest, highest, default = OPSETS[self.trt]
+        self.opset = default if self.opset is None else self.opset
+        check([
+            (len(self.size) != 2, f"--size {' '.join(map(str, self.size))}: one number, or height and width"),
+            (self.batch < 1, f'--batch {self.batch}: must be 1 or more'),
+            (self.dynamic and self.batch > 1, f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch'),
+            (not lowest <= self.opset <= highest, f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
+        ])
+
+    def require_stride(self, stride):
+        """Raise QatError unless the size suits a model of that stride."""
+        right = [max(1, -(-n // stride)) * stride for n in self.size]
+        check([(right != self.size, f"--size {' '.join(map(str, self.size))}: must be multiples of the model's stride, {stride}; "
+                                    f"the next are --size {' '.join(map(str, right))}")])

@@ -4,12 +4,14 @@ from pathlib import Path
 
 from utils.qat.config.qat import (ADD_POLICIES, AMP, CALIB_METHODS, GRANULARITIES, METRICS, SCALE_POLICIES, WEIGHT_METHODS,
                                   EvalConfig, QuantizeConfig, SensitiveConfig)
-from utils.qat.core.errors import Parser
-from utils.qat.run.resume import resumed
+from utils.qat.core.command import Parser
 
 
-def parse_args(argv, description):
-    """Command line → QuantizeConfig, SensitiveConfig or EvalConfig."""
+def parse_args(argv, description, resumed):
+    """Command line → QuantizeConfig, SensitiveConfig or EvalConfig.
+
+    resumed: folder of an interrupted run, {option typed beside --resume: value} → QuantizeConfig, see run/resume.py.
+    """
     parser = Parser(description=description)
     verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
     quantizing = _quantize(verbs)

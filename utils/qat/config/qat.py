@@ -2,7 +2,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import check
 
 CALIB_METHODS = ('auto', 'mse', 'l1.5', 'l2.4', 'l3', 'fisher', 'entropy', 'percentile', 'max')  # auto: the best of the next five
 WEIGHT_METHODS = ('max', 'mse')
@@ -11,12 +11,6 @@ ADD_POLICIES = ('both', 'residual')
 AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
-
-
-def check(problems):
-    bad = [text for is_bad, text in problems if is_bad]
-    if bad:
-        raise QatError('; '.join(bad))
 
 
 @dataclass(kw_only=True)

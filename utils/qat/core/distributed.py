@@ -40,31 +40,6 @@ def on_first(function):
     return function if is_first() else lambda *_, **__: None
 
 
-def select_device(text):
-    """--device → torch.device: as file_model.select_device, but that several processes have a GPU each, that of their number."""
-    import torch
-    from utils.qat.prediction import file_model
-    world, found = world_size(), torch.cuda.device_count()
-    if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
-        raise QatError('torchrun --nnodes: this runs on one machine; leave it out')
-    if world > 1 and text not in ('', 'cpu'):
-        raise QatError(f'--device {text}: the {world} processes of torchrun take GPU 0 to {world - 1}, one each; leave --device '
-                       "out (CUDA_VISIBLE_DEVICES chooses the GPUs), or use 'cpu'")
-    if world == 1 or text == 'cpu' or not torch.cuda.is_available():
-        return file_model.select_device(text)
-    if found < world:
-        raise QatError(f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
-                       f'and each process needs its own; start {found}, or use --device cpu')
-    torch.cuda.set_device(rank())  # for what asks for no device: synchronize(), streams
-    return torch.device('cuda', rank())
-
-
-def describe(device):
-    """What all of them compute on, in words."""
-    from utils.qat.prediction import file_model
-    return file_model.describe(device) + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
-
-
 def join(device):
     """Let the processes exchange from now on; `device` (a torch.device) is what this one computes on."""
     if launched():

@@ -1,10 +1,11 @@
-"""What a file is, by its content; YAML and checkpoints, read and written."""
+"""Files that are whole at any moment: written under a temporary name and renamed. And what tells them apart."""
+import contextlib
 import hashlib
 import io
-
-from utils.qat.core.errors import QatError, atomic
-
-LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
+import json
+import os
+import re
+from pathlib import Path
 
 
 def sha256(path):
@@ -14,21 +15,6 @@ def sha256(path):
             else hashlib.sha256(f.read()).hexdigest()
 
 
-def read_yaml(file, flag):
-    """Content of a YAML file given with `flag`. Raises QatError if it is none, or beyond what anybody writes."""
-    import yaml  # here, so that `-h` does not need it
-
-    from utils.qat.untrusted.bounded_yaml import TooMuch, load
-    if file.stat().st_size > LARGEST_YAML:
-        raise QatError(f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?')
-    try:
-        return load(file.read_text(encoding='utf-8', errors='ignore'))
-    except TooMuch as e:
-        raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
-    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:
-        raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())[:300] or type(e).__name__}") from e
-
-
 def write_torch(path, content):
     """torch.save to `path`, whole at any moment. In memory first: its own writer does not say that it was the disk that is full."""
     import torch
@@ -36,3 +22,34 @@ def write_torch(path, content):
     torch.save(content, buffer)
     with atomic(path) as tmp:
         tmp.write_bytes(buffer.getbuffer())
+
+
+HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names of files that are being written, see `atomic`
+
+
+@contextlib.contextmanager
+def atomic(path):
+    """Yield a temporary path beside `path`, in a folder that is there; rename it to `path` if the block succeeds, delete it if not.
+
+    The suffix is kept, because writers such as matplotlib choose the format by it.
+    """
+    path = Path(path)
+    tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
+    try:
+        yield tmp
+        os.replace(tmp, path)
+    except OSError as e:
+        e.filename = str(path)  # a failed write does not say where
+        raise
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """`path` with `text`, in UTF-8, whole at any moment."""
+    with atomic(path) as tmp:
+        tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
+
+
+def write_json(path, content):
+    write_text(path, json.dumps(content, indent=2, default=str) + '\n')

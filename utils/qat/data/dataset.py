@@ -11,12 +11,13 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
+from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
-from utils.qat.core.errors import QatError, require_file
-from utils.qat.core.files import read_yaml
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.labels import check_cache, check_dropped, check_labels, check_names
 from utils.qat.untrusted.names import class_names
+from utils.qat.untrusted.yaml_file import read_yaml
 
 
 @dataclass

@@ -1,16 +1,15 @@
 """TensorRT as it is installed: the module, what its version can, and what it says.
 
 One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX: what differs is asked of the module once (`capabilities`), never
-of the version's number. Nothing here or in `engine` and `engine_build` imports TensorRT before it is needed.
+of the version's number. Nothing here or in `runner` and `build` imports TensorRT before it is needed.
 """
 import importlib
 from dataclasses import dataclass
 
+from utils.qat.config.backends import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 
-# --backend → what to import, the first that is there. The wheels of TensorRT-RTX alone bring the second name.
-BACKENDS = {'tensorrt': ('tensorrt',), 'rtx': ('tensorrt_rtx', 'tensorrt_rtx_bindings')}
 OLDEST = (8, 6)
 
 # Attributes that some versions have and others lack: name here → (class of the module, None for the module itself; attribute).
@@ -58,9 +57,9 @@ def product(trt):
 
 
 def load_tensorrt(backend='tensorrt', flag='TensorRT'):
-    """The module of `backend`, see BACKENDS. Raises QatError, which begins with `flag`, if it is not installed or too old."""
+    """The module of `backend`, see config/backends.py. Raises QatError, which begins with `flag`, if it is not installed or too old."""
     failed = []
-    for name in BACKENDS[backend]:
+    for name in BACKENDS[backend].builders:
         try:
             trt = importlib.import_module(name)
         except (ImportError, OSError) as e:  # OSError: a library that the bindings load is missing

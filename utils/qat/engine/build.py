@@ -8,7 +8,8 @@ TensorRT-RTX builds without a GPU.
 import time
 import warnings
 
-from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import capabilities, load_tensorrt, logger, product, progress_monitor
 from utils.qat.engine.plan import Source, plan

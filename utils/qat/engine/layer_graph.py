@@ -12,7 +12,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.core.printable import visible
 from utils.qat.engine.layer_rules import is_qdq, is_reformat
 from utils.qat.engine.layer_tables import shape_text, short_name

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from os.path import commonprefix
 
-from utils.qat.core.errors import atomic
+from utils.qat.core.files import atomic
 from utils.qat.core.markdown import markdown_table
 from utils.qat.engine.layer_rules import FINDINGS, is_convolution, is_qdq, is_reformat, tensor_cores
 from utils.qat.graph.onnx_graph import module_path

@@ -17,7 +17,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.command import require_file
+from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
 
 DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'

@@ -5,8 +5,7 @@ An engine runs only in the version of TensorRT that built it, on the kind of GPU
 import json
 
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import sha256
-from utils.qat.core.markdown import write_json
+from utils.qat.core.files import sha256, write_json
 
 VERSION = 1
 

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from utils.qat.core.errors import QatError, atomic
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.sidecar import write_sidecar
 

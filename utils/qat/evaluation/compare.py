@@ -15,6 +15,7 @@ from utils.qat.data.masks import same_place_iou
 from utils.qat.evaluation.chance import difference
 from utils.qat.evaluation.evaluate import Metrics, Scorer
 from utils.qat.prediction.detections import detect, prepared
+from utils.qat.prediction.outputs import parts
 
 SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
 
@@ -61,9 +62,9 @@ class Comparison:
         if not self.ranks:
             return ['neither model detects anything, so there was nothing to compare']
         found = []
-        for what, difference in (('AP', self.ap_difference), ('AP of the masks', self.mask_ap_difference)):
-            if abs(difference or 0) > limits.ap:
-                found.append(f'{what} differs by {abs(difference):.2g}, allowed {limits.ap:g}')
+        for what, gain in (('AP', self.ap_difference), ('AP of the masks', self.mask_ap_difference)):
+            if abs(gain or 0) > limits.ap:
+                found.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
         if self.matched < limits.matched:
             found.append(f'{self.matched:.2%} of the top {self.top} detections are matched, wanted {limits.matched:.0%}')
         if self.matched_score > limits.score:
@@ -179,18 +180,18 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
     loaders.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
     numpy.isclose. Raises QatError if the predictions are of different shapes.
     """
-    elements, ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)  # see `_parts`
+    elements, ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)  # see outputs.parts
     scorers, images_seen = [Scorer(names), Scorer(names)] if names else [], 0
     for batch in progress(loader) if progress else loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, other)]
         if not any(isinstance(out, list) for out in outputs):  # NMS inside shows nothing of what came before
-            parts = [_parts(out) for out in outputs]
-            shapes = [[list(part.shape) for part in of_one] for of_one in parts]
+            apart = [list(parts(out).values()) for out in outputs]
+            shapes = [[list(part.shape) for part in of_one] for of_one in apart]
             if shapes[0] != shapes[1]:
                 raise QatError(f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
                                'can be compared')
-            for element, *pair in zip(elements, *parts):
+            for element, *pair in zip(elements, *apart):
                 element.update(*pair)
         detections = [detect(out, truth.shape) for out in outputs]
         for pair in zip(*detections):
@@ -202,11 +203,3 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
     return Comparison(images_seen, rtol, atol, top, *(e.figures() for e in elements), **ranking.figures(),
                       reference=metrics[0], other=metrics[1],
                       against_reference=difference(*(m.resampled for m in metrics)) if names else None)
-
-
-def _parts(outputs):
-    """Predictions, see file_model.py → [boxes, scores], and of a segmentation model coefficients and prototypes."""
-    if not isinstance(outputs, tuple):
-        return [outputs[:, :4], outputs[:, 4:]]
-    predictions, prototypes = outputs
-    return [*predictions.split((4, predictions.shape[1] - 4 - prototypes.shape[1], prototypes.shape[1]), 1), prototypes]

@@ -1,11 +1,13 @@
 """Two models side by side → tables, compare.json, report.md and its picture."""
 from dataclasses import asdict
 
+from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
-from utils.qat.config.engine import CompareConfig
-from utils.qat.core.files import sha256
-from utils.qat.core.markdown import columns, document, figures, image, markdown_table, versions, write_json
+from utils.qat.core.files import sha256, write_json
+from utils.qat.core.markdown import document, image, markdown_table
+from utils.qat.core.versions import versions
 from utils.qat.evaluation.chance import RESAMPLES, in_words
+from utils.qat.evaluation.figures import columns, figures
 from utils.qat.evaluation.plots import plot_ranks
 
 

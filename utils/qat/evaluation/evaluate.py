@@ -14,7 +14,7 @@ from utils.segment.general import mask_iou
 
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.errors import QatError
-from utils.qat.core.markdown import write_text
+from utils.qat.core.files import write_text
 from utils.qat.data.masks import resized
 from utils.qat.evaluation.chance import resampled_ap
 from utils.qat.evaluation.coco import add_masks, coco_figures, result_rows

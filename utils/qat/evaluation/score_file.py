@@ -1,7 +1,8 @@
 """`qat.py eval` and `val_trt.py`: score a model on the val images of a data YAML, and leave the figures in a folder."""
 from utils.general import check_img_size
 
-from utils.qat.core.distributed import describe, from_first, on_first, rank, world_size
+from utils.qat.core.device import describe
+from utils.qat.core.distributed import from_first, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring

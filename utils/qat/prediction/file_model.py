@@ -9,58 +9,13 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from utils.qat.config.export import END2END, MASKS, PLUGIN
+from utils.qat.config.export import END2END, MASKS
 from utils.qat.core.errors import QatError
-from utils.qat.core.threads import onnx_options
 from utils.qat.data.masks import BoxMasks
-from utils.qat.graph.ort_rounding import rounding
 from utils.qat.prediction.detections import Detections
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
-
-
-def select_device(text):
-    """--device as upstream takes it ('', 'cpu', '0', 'cuda:0', 'mps') → torch.device. '' is the first GPU, else the CPU."""
-    text = str(text).strip().lower().replace('cuda:', '')
-    if text in ('cpu', '') and (text == 'cpu' or not torch.cuda.is_available()):
-        return torch.device('cpu')
-    if text == 'mps':
-        if not torch.backends.mps.is_available():
-            raise QatError('--device mps: not available here; use --device cpu')
-        return torch.device('mps')
-    index = text or '0'
-    if not index.isdigit():
-        raise QatError(f"--device {text}: use one GPU number (such as 0) or 'cpu'")
-    if int(index) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        others = {0: '', 1: ' or 0'}.get(found, f' or 0..{found - 1}')
-        raise QatError(f'--device {text}: this machine has {found or "no"} GPU{"s" * (found != 1)} that PyTorch can use; '
-                       f'use --device cpu{others}')
-    return torch.device('cuda', int(index))
-
-
-def describe(device):
-    """A device in words."""
-    return f'{device} ({torch.cuda.get_device_name(device)})' if device.type == 'cuda' else str(device).upper()
-
-
-class TorchModel:
-    """A PyTorch YOLOv9 model, float or with fake quantization, in eval mode. segments: whether it gives masks; kind: what says so."""
-
-    def __init__(self, model):
-        self.model = model.eval()
-        self.names, self.stride, self.nc = model.names, int(max(model.stride)), model.model[-1].nc
-        self.segments, self.kind = hasattr(model.model[-1], 'nm'), f'its head is {type(model.model[-1]).__name__}'
-        self.device = next(model.parameters()).device
-
-    def __call__(self, images):
-        return self.predictions(self.model(images))
-
-    def predictions(self, output):
-        """What the model returns in eval mode, without what is only for its training."""
-        predictions, rest = output
-        return (predictions, rest[-1]) if self.segments else predictions
 
 
 def _read_metadata(path, metadata):
@@ -139,68 +94,3 @@ class FileModel(ABC):
     @abstractmethod
     def run(self, images):
         """A batch of a size that the file takes → {output name: tensor}."""
-
-
-def onnx_session(source, device=torch.device('cpu')):
-    """ONNX Runtime's session of a file (its name), or of a serialized model (bytes)."""
-    import onnxruntime as ort
-    # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat
-    # does not load with FP16 scales (1.31).
-    options = onnx_options({'session.disable_quant_qdq': '1'})
-    wanted = [('CUDAExecutionProvider', {'device_id': device.index or 0})] if device.type == 'cuda' else []
-    providers = [p for p in wanted if p[0] in ort.get_available_providers()] + ['CPUExecutionProvider']
-    return ort.InferenceSession(rounding(source), options, providers=providers)
-
-
-def cannot_run(path, error):
-    """The QatError for a file that ONNX Runtime refuses to compute."""
-    return QatError(f'--weights {path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
-                    f"{' '.join(str(error).split())[:300]}")
-
-
-class OnnxModel(FileModel):
-    """An ONNX file run by ONNX Runtime, its Q/DQ included."""
-
-    def __init__(self, path, device=torch.device('cpu')):
-        try:
-            self.session = onnx_session(str(path), device)
-        except Exception as e:  # onnxruntime's exceptions share no public base class
-            if PLUGIN in str(e):
-                raise QatError(f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
-                               '--include onnx_end2end --nms standard') from e
-            if 'MLFloat16' in str(e):  # some versions find this out while they load a file, others while they run it
-                raise cannot_run(path, e) from e
-            raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
-        try:
-            inputs, outputs = ({v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs()))
-            metadata = self.session.get_modelmeta().custom_metadata_map
-        except UnicodeDecodeError as e:
-            raise QatError(f'--weights {path}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py') from e
-        if len(inputs) != 1:
-            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(inputs) or 'none'}")
-        (self.input_name, image), self.device = *inputs.items(), device
-        batch = (image[0],) * 2 if image and isinstance(image[0], int) else None  # a static graph wants full batches
-        super().__init__(path, image, outputs, batch, metadata)
-
-    def run(self, images):
-        try:
-            outputs = self.session.run(None, {self.input_name: images.cpu().numpy()})
-        except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
-            raise cannot_run(self.path, e) from e
-        return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
-
-
-class EngineModel(FileModel):
-    """A TensorRT engine. It keeps GPU memory until it is closed."""
-
-    def __init__(self, path, device, backend='tensorrt'):
-        from utils.qat.engine.runner import EngineRunner
-        self.runner, self.device = EngineRunner(path, device, backend=backend), device
-        if len(self.runner.inputs) != 1:
-            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(self.runner.inputs)}")
-        (self.input_name, (smallest, _, largest)), = self.runner.inputs.items()
-        metadata = self.runner.sidecar['metadata'] if self.runner.sidecar else {}
-        super().__init__(path, largest, self.runner.outputs, (smallest[0], largest[0]), metadata)
-
-    def run(self, images):
-        return self.runner({self.input_name: images})

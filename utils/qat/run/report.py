@@ -3,10 +3,13 @@ from pathlib import Path
 
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.markdown import code, columns, document, escaped, figures, image, link, markdown_table, write_json
+from utils.qat.core.files import write_json
+from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
-from utils.qat.evaluation.plots import plot_ap, plot_classes
+from utils.qat.evaluation.figures import columns, figures
+from utils.qat.evaluation.plots import plot_classes
+from utils.qat.run.plots import plot_ap
 from utils.qat.run.resampled import LAST
 
 

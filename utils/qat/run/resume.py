@@ -8,8 +8,9 @@ from pathlib import Path
 
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import QatError
-from utils.qat.core.markdown import PACKAGES, merit
 from utils.qat.core.run_folder import writing
+from utils.qat.core.versions import PACKAGES
+from utils.qat.evaluation.figures import merit
 from utils.qat.untrusted.json_schema import (AGAINST, CALIBRATION, CHANCE, COUNT, INDEX, METRICS, NONE, POSITIVE, SECONDS, SQNR,
                                              anything, misfit, read_json, settings_kind)
 

@@ -1,9 +1,11 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
-from utils.qat.core.errors import QatError, require_file
-from utils.qat.core.markdown import PACKAGES, document, escaped, image, markdown_table
+from utils.qat.core.command import require_file
+from utils.qat.core.errors import QatError
+from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
+from utils.qat.core.versions import PACKAGES
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points
 from utils.qat.untrusted.json_schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR,
                                              anything, misfit, read_json, settings_kind)

@@ -3,7 +3,6 @@
 A row is [from, repeats, layer, [arguments]]. It may name a layer; it may say numbers, and the few words of YOLOv9's files.
 """
 import ast
-import math
 from types import CodeType
 
 from utils.qat.core.errors import QatError

@@ -12,7 +12,8 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from utils.qat.core.errors import QatError, require_file
+from utils.qat.core.command import require_file
+from utils.qat.core.errors import QatError
 from utils.qat.untrusted.pickle_records import Refused, read_pickle
 
 MOST_PICKLE = 8_000_000  # bytes; that of the largest YOLOv9, with its optimizer, has 2 MB. Each can become 70 bytes of objects

@@ -196,7 +196,7 @@ INSIDE = [('float', {}, 'fp32', {}), ('float', DYNAMIC, 'fp16', {}), ('int8', DY
           ('int8', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32 scales', {'class_agnostic': True})]
 
 
-@pytest.mark.parametrize('kind, options, typing, settings', INSIDE, ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults')
+@pytest.mark.parametrize('kind, options, typing, settings', sampled(INSIDE, 3, 1), ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults')
 def test_engines_with_nms_inside(exported, kind, options, typing, settings):
     """The parser takes all of it, with outputs of fixed size. The compiler has no NonMaxSuppression (NVIDIA/TensorRT-RTX issue 5, open), and
     TensorRT has; around it everything builds."""

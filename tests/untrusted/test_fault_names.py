@@ -340,9 +340,9 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
     metrics = {'ap': 0.5, 'ap50': 0.5, 'precision': 0.5, 'recall': 0.5, 'instances': 1}
     table = class_table({**metrics, 'per_class': [{**metrics, 'name': name}]})
     document(tmp_path / 'x.md', name, [markdown_table(('a', name), [(name, 1)]), table, code(f'python {name}'), link(name)])
-    report = {'settings': settings(epochs=0).plain() | {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]}, 'versions': {name: name}, 'device': name, 'images': {name: 8},
+    report = {'settings': settings(epochs=0).plain() | {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]}, 'versions': {name: name}, 'device': name, 'images': {'val': 8, name: 8},
               'chosen_on': 'val', 'origin': None, 'calibration': {'method': name, 'biases': 'none', 'divergence': None}, 'kept_float': [name], 'ptq': {'file': f'weights/{name}.pt'}, 'epochs': [],
-              'best': None, 'val': None, 'times': {name: 3.0}}
+              'best': None, 'gain': None, 'last_epochs': None, 'val': None, 'times': {name: 3.0}}
     (tmp_path / 'run').mkdir()
     write_report(tmp_path / 'run', report)
     for file in (tmp_path / 'x.md', tmp_path / 'run/report.md'):

@@ -54,6 +54,15 @@ def tree():
     return TREE
 
 
+@pytest.fixture(autouse=True)
+def upstreams_activation():
+    """Upstream keeps the activation of the last config that it built from: each test begins with that of a new process."""
+    yield
+    common = sys.modules.get("models.common")
+    if common:
+        common.Conv.default_act = common.RepConvN.default_act = common.nn.SiLU()
+
+
 @pytest.fixture
 def clone(tmp_path):
     """An unpatched copy of upstream for this test alone, at a path with spaces."""

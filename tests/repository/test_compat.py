@@ -230,6 +230,22 @@ def test_font_without_network(fresh, tmp_path, name):
     assert [file.name for file in (tmp_path / "config").glob("Arial*")] == [name]
 
 
+def test_font_for_two_threads_that_plot(fresh):
+    """Both have copied it before either gives it its name."""
+    fresh(NO_NETWORK + textwrap.dedent("""
+        import shutil, threading
+        from concurrent.futures import ThreadPoolExecutor
+        from PIL import ImageFont
+        from utils.general import CONFIG_DIR, check_font
+        copy, both = shutil.copyfile, threading.Barrier(2, timeout=60)
+        shutil.copyfile = lambda *args: (copy(*args), both.wait())
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(check_font, "Arial.ttf") for _ in range(2)]:
+                done.result()
+        assert ImageFont.truetype(str(CONFIG_DIR / "Arial.ttf"), 10).getname()[0] == "DejaVu Sans"
+    """))
+
+
 def test_other_downloads_still_go_out(fresh, upstream_caller):
     module = upstream_caller("import torch\ndef get(url, to):\n    torch.hub.download_url_to_file(url, to)\n")
     fresh(NO_NETWORK + textwrap.dedent(f"""

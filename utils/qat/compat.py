@@ -235,7 +235,7 @@ def font_from_matplotlib():
             return real(url, dst, *args, **kwargs)
         import matplotlib
 
-        part = f"{dst}.{os.getpid()}"  # renamed when whole: the ranks of a training all come here
+        part = f"{dst}.{os.getpid()}.{threading.get_ident()}"  # renamed when whole: the ranks of a training and threads that plot come here at once
         shutil.copyfile(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), part)
         os.replace(part, dst)
 

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
@@ -25,6 +26,7 @@ from models.quantize.calibration.ptq import calibrated  # noqa: E402
 from models.quantize.finetuning.loop import rate, supervised_layers  # noqa: E402
 from models.quantize.finetuning.losses import label_loss, relative_error  # noqa: E402
 from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from utils.general import xyxy2xywhn  # noqa: E402
 from utils.qat.config.qat import QuantizeConfig  # noqa: E402
 from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
@@ -60,7 +62,8 @@ def parse_args(argv):
 
 
 def teachers_labels(teacher, images):
-    """What the float model finds in `images`, uint8 [N, 3, H, W]: of each, [n, 5], class and box as centre, width and height in 0..1."""
+    """Return the float model's detections as labels: for each of `images`, uint8 [N, 3, H, W], a tensor [n, 5] of class and box (centre, width and
+    height in 0..1)."""
     found, (height, width) = [], images.shape[2:]
     predict = TorchModel(teacher)
     with torch.inference_mode():
@@ -72,15 +75,14 @@ def teachers_labels(teacher, images):
 def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, head_only=False, weight=0.0):
     """Fine-tune `student` in place; returns it, and a copy with the mean of its weights over the last three epochs.
 
-    images: uint8 [N, 3, H, W]. labels: of each [n, 5], used where `weight` is not 0.
+    images: uint8 [N, 3, H, W]. labels: a tensor [n, 5] for each image, used where `weight` is not 0.
     """
     layers = [len(student.model) - 1] if head_only else supervised_layers(student, 1)
     step = Step(student, teacher, layers, relative_error, lr, 'fp16' if images.is_cuda else 'off', capturable=images.is_cuda and not weight,
                 label_loss=label_loss(student, weight) if weight else None)
     step = GraphedStep(step) if images.is_cuda and not weight else step
     batch = min(batch, len(images))
-    order, per_epoch, counted = torch.Generator().manual_seed(seed), len(images) // batch, 0
-    mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in student.named_parameters()}
+    order, per_epoch, averaged = torch.Generator().manual_seed(seed), len(images) // batch, AveragedModel(student)
     for epoch in range(epochs):
         chosen = torch.randperm(len(images), generator=order)
         for i, indices in enumerate(chosen[:per_epoch * batch].split(batch)):
@@ -88,15 +90,9 @@ def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, he
             of_batch = [torch.cat((rows.new_full((len(rows), 1), n), rows), 1) for n, rows in enumerate(labels[j] for j in indices)]
             step(images[indices].float() / 255, *[torch.cat(of_batch)] * bool(weight))
             if epoch >= epochs - 3:
-                counted += 1
-                for name, p in student.named_parameters():
-                    mean[name] += (p.detach() - mean[name]) / counted
+                averaged.update_parameters(student)
         step.check()
-    averaged = deepcopy(student)
-    with torch.no_grad():
-        for name, p in averaged.named_parameters():
-            p.copy_(mean[name])
-    return student, averaged
+    return student, averaged.module
 
 
 def main(argv=None):
@@ -110,7 +106,7 @@ def main(argv=None):
         teacher = TorchModel(checkpoint.load_float(args.weights, device))
         data = load_data(args.data, teacher.nc)
         scored = {split: list(val_loader(data, config, teacher.stride, split=split)) for split in ('val', 'train')}
-        batches = [batch[:2] for batch in calibration_images(data, QuantizeConfig(**{**vars(config), 'calib_images': 10 ** 9}), teacher.stride, device).loader]
+        batches = [batch[:2] for batch in calibration_images(data, replace(config, calib_images=10 ** 9), teacher.stride, device).loader]
         ptq, found = calibrated(teacher.model, calibration_images(data, config, teacher.stride, device), config, lambda it, *_, **__: it)
     images = torch.cat([x for x, _ in batches]).to(device)
     labels = {'true': [rows[rows[:, 0] == i, 1:].to(device) for x, rows in batches for i in range(len(x))], 'teacher': teachers_labels(teacher.model, images)}

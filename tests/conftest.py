@@ -64,6 +64,23 @@ def upstreams_activation():
 
 
 @pytest.fixture
+def small_disk(tmp_path):
+    """Callable: megabytes → a folder on a file system of that size. It skips the test where none can be mounted."""
+    folder = tmp_path / "disk"
+
+    def mounted(megabytes):
+        folder.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}M", "tmpfs", folder], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system of {megabytes} MB: {done.stderr.strip()}")
+        return folder
+
+    yield mounted
+    if os.path.ismount(folder):
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
 def clone(tmp_path):
     """An unpatched copy of upstream for this test alone, at a path with spaces."""
     return copy_upstream(tmp_path / "my yolov9 clone")
@@ -114,7 +131,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Of a process of pytest-xdist: all of them collect the same."""
+    """Take the count from a process of pytest-xdist; all of them collect the same tests."""
     vars(node.config).setdefault(LEFT, getattr(node, "workeroutput", {}).get(LEFT, 0))
 
 

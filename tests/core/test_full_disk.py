@@ -93,26 +93,15 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
     assert all(f.read_bytes() == content for f, content in before.items())
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a file system of 6 MB."""
-    folder = tmp_path / 'disk'
-    folder.mkdir()
-    done = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=6M', 'tmpfs', folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f'no file system of 6 MB: {done.stderr.strip()}')
-    yield folder
-    subprocess.run(['umount', folder], check=True)
-
-
 def test_a_disk_of_six_megabytes(demo, whole, small_disk):
     """Has room for the calibrated model, not for what the first epoch leaves; with more room the run goes on."""
-    code, line = in_child('qat.py', arguments(demo, small_disk))
-    folder = small_disk / 'exp'
+    disk = small_disk(6)
+    code, line = in_child('qat.py', arguments(demo, disk))
+    folder = disk / 'exp'
     assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
     assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not [f for f in folder.rglob('.*')]
     require_whole(folder)
-    subprocess.run(['mount', '-o', 'remount,size=99M', small_disk], check=True)
+    subprocess.run(['mount', '-o', 'remount,size=99M', disk], check=True)
     assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
     (*ours, models), (*theirs, others) = content(folder), whole
     assert ours == theirs and all(same(models[name], others[name]) for name in others)

@@ -50,7 +50,7 @@ def say(file, *argv):
 
 
 def in_terminal(*words, **environment):
-    """What a terminal of 140 columns gets from `python WORDS...`, in the patched tree; in a child that has the libraries loaded."""
+    """Run `python WORDS...` in the patched tree; returns its output on a terminal of 140 columns. A fork runs it, which has the libraries loaded."""
     process, terminal = pty.fork()
     if not process:
         try:

@@ -82,7 +82,7 @@ def test_blocks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize('kept', [0, 1])
 def test_without_detections_ap_is_0(kept):
-    """Of all images, and of all but one."""
+    """No image has a detection, or one image alone."""
     [images] = images_of(20, seed=2)
     images = [image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)]
     found = resampled_ap(images)

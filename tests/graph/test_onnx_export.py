@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import copy, dims, dq, graph_of, node, pair, q, run_onnx
+from graphs import copy, dims, graph_of, node, pair, run_onnx
 from models.deploy import onnx_export
 from models.deploy.onnx_export import LIMITS, RELATIVE, differences, export_onnx, prepare, test_images as made_images
 from models.quantize.blocks import QuantConv2d

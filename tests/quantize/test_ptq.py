@@ -29,7 +29,7 @@ def raw_maps(model, batches):
 
 @torch.no_grad()
 def test_own_errors_by_hand(demo):
-    """Of the first convolution and of a later one: what it makes of its rounded input and weights less what it makes of them unrounded."""
+    """The first convolution and a later one: the output on rounded input and weights, less the output on unrounded ones."""
     model = demo.quantized_model().eval()
     convs = {path: m for path, m in model.named_modules() if isinstance(m, QuantConv2d)}
     found = own_errors(model, BATCHES)

@@ -476,52 +476,39 @@ def test_one_at_a_time(upgrade):
     assert patch(tree, script=new).returncode == 0
 
 
-def small_disk(folder, options):
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system of our own: {done.stderr.strip()}")
-
-
 @pytest.mark.faults
-def test_a_tree_that_cannot_be_written_to(upgrade, tmp_path):
+def test_a_tree_that_cannot_be_written_to(upgrade, small_disk):
     _, new, tree = upgrade
-    small_disk(tmp_path / "disk", "size=1M")
-    try:
-        there = shutil.copytree(tree, tmp_path / "disk/tree")
+    disk = small_disk(1)
+    there = shutil.copytree(tree, disk / "tree")
+    before = everything(there)
+    for patched in (False, True):
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        for verb in ((), ("--force",), ("--revert", "--force"))[:2 + patched]:
+            refused(patch(there, *verb, "--link", script=new), "nothing was changed")
+        assert everything(there) == before and patch(there, "--check", script=new).returncode == 1 - patched
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        assert patch(there, script=new).returncode == 0
         before = everything(there)
-        for patched in (False, True):
-            subprocess.run(["mount", "-o", "remount,ro", tmp_path / "disk"], check=True)
-            for verb in ((), ("--force",), ("--revert", "--force"))[:2 + patched]:
-                refused(patch(there, *verb, "--link", script=new), "nothing was changed")
-            assert everything(there) == before and patch(there, "--check", script=new).returncode == 1 - patched
-            subprocess.run(["mount", "-o", "remount,rw", tmp_path / "disk"], check=True)
-            assert patch(there, script=new).returncode == 0
-            before = everything(there)
-    finally:
-        subprocess.run(["umount", tmp_path / "disk"], check=True)
 
 
 @pytest.mark.faults
-def test_a_full_disk(upgrade, tmp_path):
+def test_a_full_disk(upgrade, small_disk):
     """Of 8 pages more and more: the tree is as it was, or wholly patched."""
     _, new, tree = upgrade
-    small_disk(tmp_path / "disk", "size=1M")
-    try:
-        there = shutil.copytree(tree, tmp_path / "disk/tree")
-        before, codes = everything(there), []
-        page = os.sysconf("SC_PAGE_SIZE")
-        for free in range(12):
-            room = os.statvfs(tmp_path / "disk").f_bfree - free
-            (tmp_path / "disk/ballast").write_bytes(bytes(room * page))
-            result = patch(there, script=new)
-            codes.append(result.returncode)
-            (tmp_path / "disk/ballast").unlink()
-            if codes[-1]:
-                refused(result, "No space left on device", "nothing was changed")
-                assert everything(there) == before, free
-            else:
-                assert patch(there, "--revert", script=new).returncode == 0
-        assert codes[0] == 2 and codes[-1] == 0
-    finally:
-        subprocess.run(["umount", tmp_path / "disk"], check=True)
+    disk = small_disk(1)
+    there = shutil.copytree(tree, disk / "tree")
+    before, codes = everything(there), []
+    page = os.sysconf("SC_PAGE_SIZE")
+    for free in range(12):
+        room = os.statvfs(disk).f_bfree - free
+        (disk / "ballast").write_bytes(bytes(room * page))
+        result = patch(there, script=new)
+        codes.append(result.returncode)
+        (disk / "ballast").unlink()
+        if codes[-1]:
+            refused(result, "No space left on device", "nothing was changed")
+            assert everything(there) == before, free
+        else:
+            assert patch(there, "--revert", script=new).returncode == 0
+    assert codes[0] == 2 and codes[-1] == 0

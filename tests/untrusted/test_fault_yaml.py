@@ -12,7 +12,7 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from faults import answer, sampled
-from models.common import Conv, RepConvN
+from models.common import Conv
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
 from models.quantize.weightless import parameter_shapes
@@ -256,10 +256,8 @@ def test_networks_of_upstream_and_of_the_demo(file):
 
 
 @pytest.mark.parametrize('name', sampled(['demo', 'demo-seg', *full('gelan-c-dseg')], 3))
-def test_the_shapes_are_those_of_the_model(name, monkeypatch):
+def test_the_shapes_are_those_of_the_model(name):
     before = Conv.default_act
-    for kind in (Conv, RepConvN):
-        monkeypatch.setattr(kind, 'default_act', kind.default_act)  # upstream keeps that of the last model
     changes = {'activation': 'nn.PReLU()', **({} if name == 'demo' else {'width_multiple': 0.25})}  # CBLinear does not follow it
     content = config(name, **changes)
     with quiet_upstream():

@@ -106,7 +106,7 @@ class Tally:
 def measure(forms, units, loader, names, scoring, progress):
     """{'float', 'int8', (unit, 'only'), (unit, 'without'): figures of a Tally}: of the float model, of all in INT8, of this unit
     alone in INT8, and of all but this unit in INT8. With `scoring` all but 'only' have metrics, too, 'int8' the difference
-    'against_float', and 'without' that of markdown.merit 'against_int8': see chance.py.
+    'against_float', and 'without' that of figures.merit 'against_int8': see chance.py.
 
     units: {unit: paths of its twins}. loader: see loaders.val_loader. Activations of a batch before each layer are kept, of the
     float and of the INT8 model: a unit costs what comes behind it.

@@ -48,10 +48,13 @@ def choose(model, reference, histograms, images, config, progress=iter):
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     tried, found = {}, {}  # name → (method, ranges, shifts), divergence
 
-    def attempt(name, method, ranges, shifts):
-        tried[name] = method, ranges, shifts
+    def take(ranges, shifts):
         set_ranges(model, ranges)
         correct_biases(model, biases, shifts)
+
+    def attempt(name, method, ranges, shifts):
+        tried[name] = method, ranges, shifts
+        take(ranges, shifts)
         if known:
             found[name] = divergence(model, others, wanted)
 
@@ -61,12 +64,10 @@ def choose(model, reference, histograms, images, config, progress=iter):
         attempt(method, method, ranges, {})
     promising = from_first(sorted(found, key=found.get)[:PROMISING]) if known else methods
     for method in progress(promising) if config.bias_correction else ():
-        ranges = tried[method][1]
-        set_ranges(model, ranges)
-        correct_biases(model, biases, {})
+        _, ranges, as_they_are = tried[method]
+        take(ranges, as_they_are)
         attempt(method + CORRECTED, method, ranges, {path: certain(errors) for path, errors in own_errors(model, fitting).items()})
     best = from_first(min(found, key=found.get)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
-    set_ranges(model, ranges)
-    correct_biases(model, biases, shifts)
+    take(ranges, shifts)
     return found, method, bool(shifts), raised_ranges(model)

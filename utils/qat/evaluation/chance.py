@@ -76,7 +76,7 @@ def difference(before, after):
 
 
 def difference_of_merit(before, after):
-    """The same of markdown.merit."""
+    """The same of figures.merit."""
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 

@@ -22,12 +22,6 @@ def merit(metrics):
     return (metrics['ap'] + metrics['mask']['ap']) / 2 if 'mask' in metrics else metrics['ap']
 
 
-def points_lost(before, after):
-    """AP that plain metrics `after` lack against `before`, in 0..1: of boxes or of masks, whichever is more."""
-    parts = [(before, after), *([(before['mask'], after['mask'])] if 'mask' in before else [])]
-    return max(old['ap'] - new['ap'] for old, new in parts)
-
-
 def class_table(metrics):
     """Metrics over all classes and per class."""
     titles, masks = columns(metrics)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from utils.qat.core.markdown import write_text
+from utils.qat.core.files import write_text
 from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
 from utils.qat.run.resume import RESAMPLED, unfit_state
 from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
@@ -23,7 +23,7 @@ class Resampled(dict):
         return difference(self[FLOAT], self[what]) if FLOAT in self else None
 
     def gain(self, best):
-        """The same of `best` to PTQ, of markdown.merit; None if PTQ was not scored."""
+        """The same of `best` to PTQ, of figures.merit; None if PTQ was not scored."""
         return difference_of_merit(self[PTQ], self[best]) if PTQ in self else None
 
     def last_epochs(self, number):

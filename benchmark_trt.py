@@ -1,7 +1,8 @@
 """Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime and PyTorch.
 
-    python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
+python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
 """
+
 import sys
 from pathlib import Path
 
@@ -16,22 +17,45 @@ from utils.qat.core.run_folder import run_folder
 
 def parse_args(argv):
     c = BenchmarkConfig
-    parser = Parser(description=__doc__.splitlines()[0], epilog='PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and '
-                    'precision beside MODEL.onnx. It simulates INT8, and this time says nothing about INT8 speed. ONNX Runtime and engines '
-                    'compute in the precision of the file; TensorRT before 11 builds FP32 and FP16 engines of a float file.')
-    parser.add_argument('models', nargs='+', type=Path, metavar='MODEL', help='.onnx (any network), .engine, or .pt (YOLOv9)')
-    parser.add_argument('--batch', help='images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these '
-                                        'four if it takes any batch')
-    parser.add_argument('--precision', help=f"one or more of {','.join(PRECISIONS[1:])}; default: all that the file and the backend have")
-    parser.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels, for a file '
-                        'with open height and width and for a .pt; default for a .pt: 640')
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        epilog='PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and '
+        'precision beside MODEL.onnx. It simulates INT8, and this time says nothing about INT8 speed. ONNX Runtime and engines '
+        'compute in the precision of the file; TensorRT before 11 builds FP32 and FP16 engines of a float file.',
+    )
+    parser.add_argument(
+        'models', nargs='+', type=Path, metavar='MODEL', help='.onnx (any network), .engine, or .pt (YOLOv9)'
+    )
+    parser.add_argument(
+        '--batch',
+        help='images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these '
+        'four if it takes any batch',
+    )
+    parser.add_argument(
+        '--precision',
+        help=f'one or more of {",".join(PRECISIONS[1:])}; default: all that the file and the backend have',
+    )
+    parser.add_argument(
+        '--imgsz',
+        '--img',
+        '--img-size',
+        nargs='+',
+        type=int,
+        help='height and width in pixels, for a file with open height and width and for a .pt; default for a .pt: 640',
+    )
     parser.add_argument('--duration', type=float, default=c.duration, help='seconds of each measurement')
     parser.add_argument('--warmup', default='500ms', help='time before each measurement, such as 500ms or 0.5s')
-    parser.add_argument('--backend', help=f"one or more of {','.join(BACKENDS)}; default: all that can run here")
+    parser.add_argument('--backend', help=f'one or more of {",".join(BACKENDS)}; default: all that can run here')
     parser.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    parser.add_argument('--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one')
-    parser.add_argument('--workspace', type=int, default=c.workspace, help='memory for the kernels when an engine is built, in MiB')
-    parser.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME, engines to PROJECT/engines')
+    parser.add_argument(
+        '--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one'
+    )
+    parser.add_argument(
+        '--workspace', type=int, default=c.workspace, help='memory for the kernels when an engine is built, in MiB'
+    )
+    parser.add_argument(
+        '--project', type=Path, default=c.project, help='results go to PROJECT/NAME, engines to PROJECT/engines'
+    )
     parser.add_argument('--name', default=c.name)
     parser.add_argument('--exist-ok', action='store_true', help='write into an existing PROJECT/NAME')
     return c(**vars(parser.parse_args(argv)))
@@ -43,20 +67,33 @@ def describe_machine(device):
     from importlib import metadata
 
     import torch
+
     from utils.qat.core.device import describe
+
     linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
     lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
     cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
     installed = {d.name: d.version for d in metadata.distributions()}
-    versions = {p: installed[p] for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'tensorrt', 'tensorrt_rtx') if p in installed}
+    versions = {
+        p: installed[p]
+        for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'tensorrt', 'tensorrt_rtx')
+        if p in installed
+    }
     gpu = device.type == 'cuda'
-    return {'device': describe(device) if gpu else f'CPU {cpu}'.strip(), 'gpu': gpu, 'cpu': cpu, 'threads': torch.get_num_threads(),
-            'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})}, 'tf32': torch.backends.cudnn.allow_tf32}
+    return {
+        'device': describe(device) if gpu else f'CPU {cpu}'.strip(),
+        'gpu': gpu,
+        'cpu': cpu,
+        'threads': torch.get_num_threads(),
+        'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})},
+        'tf32': torch.backends.cudnn.allow_tf32,
+    }
 
 
 def next_command(models):
     """Return the next command: for an ONNX file its audit, for an engine its AP, for a checkpoint its export."""
     from utils.qat.engine.sidecar import read_sidecar
+
     onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
     if onnx:
         return command('scripts/audit_onnx.py', onnx[-1])
@@ -73,6 +110,7 @@ def main(argv=None):
     from dataclasses import asdict
 
     import torch
+
     from models.quantize.checkpoint import kind_of, load_any
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import networks_of
@@ -88,8 +126,14 @@ def main(argv=None):
     device = select_device(config.device)
     cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
-    report = {'settings': asdict(config), 'machine': describe_machine(device), 'left_out': left_out, 'results': [], 'usage': []}
-    LOGGER.info(f"{report['machine']['device']}: {len(cases)} measurements of {config.duration:g} s")
+    report = {
+        'settings': asdict(config),
+        'machine': describe_machine(device),
+        'left_out': left_out,
+        'results': [],
+        'usage': [],
+    }
+    LOGGER.info(f'{report["machine"]["device"]}: {len(cases)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
     with run_folder(config) as folder:

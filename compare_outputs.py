@@ -5,6 +5,7 @@
 
 A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The second is compared with the first.
 """
+
 import sys
 from pathlib import Path
 
@@ -22,18 +23,36 @@ def parse_args(argv):
     c, p = CompareConfig, Parser(description=__doc__.splitlines()[0])
     for name, which in (('reference', 'A'), ('other', 'B')):
         p.add_argument(name, type=Path, metavar=which, help='checkpoint (.pt), .onnx or .engine')
-    p.add_argument('--data', type=Path, help='data YAML; its val images are used. For classifiers: a folder with one folder of images for each class')
+    p.add_argument(
+        '--data',
+        type=Path,
+        help='data YAML; its val images are used. For classifiers: a folder with one folder of images for each class',
+    )
     p.add_argument('--random', type=int, metavar='N', help='use N images of noise instead of --data')
-    p.add_argument('--images', type=int, default=c.images, help='number of images of the data, at most, evenly spread; 0 = all')
-    p.add_argument('--imgsz', '--img', '--img-size', type=int, help='image size in pixels; default: the size of the files, or 640')
+    p.add_argument(
+        '--images', type=int, default=c.images, help='number of images of the data, at most, evenly spread; 0 = all'
+    )
+    p.add_argument(
+        '--imgsz', '--img', '--img-size', type=int, help='image size in pixels; default: the size of the files, or 640'
+    )
     p.add_argument('--batch-size', type=int, default=c.batch_size, help='images at once')
     p.add_argument('--rtol', type=float, default=c.rtol, help='relative tolerance, as in numpy.isclose')
     p.add_argument('--atol', type=float, default=c.atol, help='absolute tolerance; for boxes in pixels')
     p.add_argument('--top', type=int, default=c.top, help='ranks to compare')
-    p.add_argument('--mean', type=float, nargs='+', default=c.mean, help="mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406")
-    p.add_argument('--std', type=float, nargs='+', default=c.std, help='their standard deviation, such as 0.229 0.224 0.225')
+    p.add_argument(
+        '--mean',
+        type=float,
+        nargs='+',
+        default=c.mean,
+        help="mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406",
+    )
+    p.add_argument(
+        '--std', type=float, nargs='+', default=c.std, help='their standard deviation, such as 0.229 0.224 0.225'
+    )
     p.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    p.add_argument('--backend', choices=ENGINES, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX')
+    p.add_argument(
+        '--backend', choices=ENGINES, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX'
+    )
     p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
     p.add_argument('--seed', type=int, default=c.seed, help='seed of --random')
     p.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME')
@@ -48,8 +67,10 @@ def image_size(config, models):
 
     sizes = {tuple(m.imgsz) for m in models if isinstance(m, FileModel)} or {(config.imgsz or 640,) * 2}
     if len(sizes) > 1 or len(set(*sizes)) > 1:
-        raise QatError(f"{config.reference}, {config.other}: they take images of {' and '.join(f'{h} x {w}' for h, w in sizes)}; one square "
-                       'size is needed, export with the same --imgsz')
+        raise QatError(
+            f'{config.reference}, {config.other}: they take images of {" and ".join(f"{h} x {w}" for h, w in sizes)}; one square '
+            'size is needed, export with the same --imgsz'
+        )
     size = next(iter(sizes))[0]
     if config.imgsz not in (None, size):
         raise QatError(f'--imgsz {config.imgsz}: the files take {size}; leave the flag out, or export again')
@@ -65,12 +86,19 @@ def compare_detectors(config, models, device, size):
     from utils.qat.evaluation.compare_report import comparison_tables
 
     if config.data:
-        data = load_data(require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments)
+        data = load_data(
+            require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments
+        )
         settings = EvalConfig(config.reference, config.data, config.batch_size, size, workers=config.workers)
-        loader, names = val_loader(data, settings, max(m.stride for m in models), square=True, limit=config.images), data.names
+        loader, names = (
+            val_loader(data, settings, max(m.stride for m in models), square=True, limit=config.images),
+            data.names,
+        )
     else:
         loader, names = random_images(config.random, config.batch_size, size, config.seed), None
-    found = compare(*models, loader, device, names, config.rtol, config.atol, config.top, lambda it: bar(it, 'comparing')).plain()
+    found = compare(
+        *models, loader, device, names, config.rtol, config.atol, config.top, lambda it: bar(it, 'comparing')
+    ).plain()
     return found, comparison_tables(found, (config.reference.name, config.other.name))
 
 
@@ -83,7 +111,10 @@ def compare_classifiers(config, models, device, size):
     if config.data:
         batches = class_images(config, size)
     else:
-        batches = [(images.float() / 255, None) for images, *_ in random_images(config.random, config.batch_size, size, config.seed)]
+        batches = [
+            (images.float() / 255, None)
+            for images, *_ in random_images(config.random, config.batch_size, size, config.seed)
+        ]
     found = compare_classes(*models, bar(batches, 'comparing'), device, config.rtol, config.atol, config.top).plain()
     return found, class_comparison_tables(found, (config.reference.name, config.other.name))
 
@@ -92,6 +123,7 @@ def main(argv=None):
     config = parse_args(argv)
 
     import torch
+
     from models.deploy.load import SUFFIXES, load_model
     from utils.qat.core.device import select_device
     from utils.qat.evaluation.compare_report import write_comparison
@@ -110,7 +142,10 @@ def main(argv=None):
         found, tables = (compare_classifiers if all(classify) else compare_detectors)(config, models, device, size)
         following = after_scoring(config.other, size, config.backend)
         write_comparison(folder, config, found, tables, size, following)
-    LOGGER.log(RESULT, f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n')
+    LOGGER.log(
+        RESULT,
+        f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n',
+    )
     finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 
 

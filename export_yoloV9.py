@@ -5,6 +5,7 @@
 Takes the options of the script of that name in DeepStream-Yolo (parser: NvDsInferParseYolo), and also quantized checkpoints. See
 docs/deepstream.md.
 """
+
 import shlex
 import sys
 from pathlib import Path
@@ -17,16 +18,37 @@ from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
 
 def parse_args(argv):
     c = DeepStreamConfig
-    parser = Parser(description=__doc__.splitlines()[0], epilog='Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and '
-                    'config_infer_primary_yoloV9.txt to the current folder. Files with these names are replaced.')
-    parser.add_argument('-w', '--weights', type=Path, required=True, help='quantized or float checkpoint (.pt); auxiliary branches are left out')
-    parser.add_argument('-s', '--size', nargs='+', type=int, default=[640], help='size of the images in pixels: one number, or height and width')
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        epilog='Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and '
+        'config_infer_primary_yoloV9.txt to the current folder. Files with these names are replaced.',
+    )
+    parser.add_argument(
+        '-w',
+        '--weights',
+        type=Path,
+        required=True,
+        help='quantized or float checkpoint (.pt); auxiliary branches are left out',
+    )
+    parser.add_argument(
+        '-s',
+        '--size',
+        nargs='+',
+        type=int,
+        default=[640],
+        help='size of the images in pixels: one number, or height and width',
+    )
     parser.add_argument('--opset', type=int, help='ONNX opset; default: 17; 19 with --trt 11')
     parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
     parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
     parser.add_argument('--batch', type=int, default=c.batch, help='images per run of a graph with a fixed batch')
-    parser.add_argument('--trt', type=int, default=c.trt, help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
-                        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ')
+    parser.add_argument(
+        '--trt',
+        type=int,
+        default=c.trt,
+        help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
+        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ',
+    )
     return DeepStreamConfig(**vars(parser.parse_args(argv)))
 
 
@@ -42,21 +64,37 @@ def main(argv=None):
     with quiet_upstream():
         model, quant, head = load_main_branch(config.weights)
         if hasattr(model.model[-1], 'nm'):  # number of mask coefficients
-            raise QatError(f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks')
+            raise QatError(
+                f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks'
+            )
         config.require_stride(int(max(model.stride)))
-        LOGGER.info(f"{config.weights}: YOLOv9 {'INT8' if quant else 'float'}, head {head}"
-                    + f', its main branch ({type(model.model[-1]).__name__})' * head.startswith(('Dual', 'Triple')))
+        LOGGER.info(
+            f'{config.weights}: YOLOv9 {"INT8" if quant else "float"}, head {head}'
+            + f', its main branch ({type(model.model[-1]).__name__})' * head.startswith(('Dual', 'Triple'))
+        )
         path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11
-        done = export_onnx(model, path, config.size, config.batch, config.dynamic, config.simplify, config.opset, half=half,
-                           kept_float=quant['recipe'].get('kept_float', ()) if quant else (), layout=deepstream_layout,
-                           progress=lambda steps: bar(steps, 'exporting', unit='steps'))
+        done = export_onnx(
+            model,
+            path,
+            config.size,
+            config.batch,
+            config.dynamic,
+            config.simplify,
+            config.opset,
+            half=half,
+            kept_float=quant['recipe'].get('kept_float', ()) if quant else (),
+            layout=deepstream_layout,
+            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+        )
     names = [str(name) for name in model.names.values()]
     write_text(Path(LABELS), ''.join(f'{name}\n' for name in names))
     write_text(Path(CONFIG), deepstream_config(path.name, len(names), config.batch, bool(quant)))
-    LOGGER.info(f"input [{'batch' if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [B, N, 6], opset {done.opset}, "
-                f"{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{', FP16 outside them' * half}\n"
-                f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '
-                f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}')
+    LOGGER.info(
+        f'input [{"batch" if config.dynamic else config.batch}, 3, {config.size[0]}, {config.size[1]}] -> output [B, N, 6], opset {done.opset}, '
+        f'{path.stat().st_size / 1e6:.1f} MB, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{", FP16 outside them" * half}\n'
+        f'ONNX Runtime against PyTorch: boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), scores {done.scores:.3%} '
+        f'(at most {done.scores_max:.3g}); allowed {done.limit:.1%}'
+    )
     finish(shlex.join(['cp', str(path), LABELS, CONFIG, 'DeepStream-Yolo/']), onnx=path, labels=LABELS, config=CONFIG)
 
 

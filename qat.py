@@ -6,6 +6,7 @@
 
 `torchrun --nproc_per_node N qat.py ...` does the same on N GPUs. All processes compute; the first one writes and prints.
 """
+
 import sys
 from dataclasses import asdict
 
@@ -74,9 +75,11 @@ def calibrate_run(run, images, config, choice):
         against = run.score_now(model, 'trial')['against_float']
         chance = 100 * max(part['chance'] for part in parts(against))
         if chance > config.max_drop and choice is least:
-            LOGGER.warning(f'--max-drop {config.max_drop}: less than chance, which is {chance:.2f} points on these '
-                           f"{run.report['images'][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep so "
-                           'small a budget use more images (val in --data)')
+            LOGGER.warning(
+                f'--max-drop {config.max_drop}: less than chance, which is {chance:.2f} points on these '
+                f'{run.report["images"][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep so '
+                'small a budget use more images (val in --data)'
+            )
         LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {config.max_drop} allowed')
         return points_lost(against), (model, found)
 
@@ -85,7 +88,7 @@ def calibrate_run(run, images, config, choice):
     else:
         choice, (model, found) = within_budget(choice, config.max_drop, attempt)
     run.report['calibration'], run.report['kept_float'] = found, choice.paths
-    LOGGER.info(f"calibration took {run.timed('calibrate', start):.1f} s")
+    LOGGER.info(f'calibration took {run.timed("calibrate", start):.1f} s')
     run.calibrated(model, config.eval_ptq)
 
 
@@ -107,8 +110,9 @@ def finetune_run(run, images, config):
 def load(config, device):
     """What `quantize` and `sensitive` begin with: (the float model on `device`, the SHA-256 of its file, its stride, its data); config.imgsz
     is rounded up to the stride."""
-    from models.quantize import checkpoint
     from utils.general import check_img_size
+
+    from models.quantize import checkpoint
     from utils.qat.data.dataset import load_data
     from utils.qat.prediction.pytorch import TorchModel
 
@@ -217,18 +221,42 @@ def sensitive(config, folder):
     model, calibration = calibrated(reference, calibration, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, reference, loader, data.names, config, calibration['biases'] != 'none', bar, times)
-    summary = {'kind': KIND, 'version': VERSION, 'weights': config.weights.name, 'weights_sha256': sha256,
-               'settings': asdict(config), 'versions': versions(), 'device': describe(device),
-               'images': len(loader.dataset), 'calibration': calibration, 'times': times, **found}
+    summary = {
+        'kind': KIND,
+        'version': VERSION,
+        'weights': config.weights.name,
+        'weights_sha256': sha256,
+        'settings': asdict(config),
+        'versions': versions(),
+        'device': describe(device),
+        'images': len(loader.dataset),
+        'calibration': calibration,
+        'times': times,
+        **found,
+    }
     times['all'] = time.perf_counter() - start
     on_first(write_json)(folder / FILE, summary)
-    following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', config.imgsz,
-                        '--sensitive', folder / FILE, '--max-drop', 0.2)
+    following = command(
+        'qat.py',
+        'quantize',
+        '--weights',
+        config.weights,
+        '--data',
+        config.data,
+        '--imgsz',
+        config.imgsz,
+        '--sensitive',
+        folder / FILE,
+        '--max-drop',
+        0.2,
+    )
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
-        LOGGER.info(f"all in INT8 against float: {in_words(found['int8']['against_float'])} on these {summary['images']} images")
+        LOGGER.info(
+            f'all in INT8 against float: {in_words(found["int8"]["against_float"])} on these {summary["images"]} images'
+        )
     LOGGER.log(RESULT, f'\n{summary_table(summary, 10)}\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
@@ -239,6 +267,7 @@ def eval_(config, folder):
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
     import torch
+
     from models.quantize import checkpoint
     from utils.qat.evaluation.score_file import score_file
     from utils.qat.prediction.onnxruntime import OnnxModel

@@ -1,7 +1,8 @@
 """Convert a dual-branch YOLOv9 checkpoint to a single-branch checkpoint, for quantization and deployment.
 
-    python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
+python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
 """
+
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
     parser.add_argument('--save', type=Path, required=True, help='file to write')
-    parser.add_argument('--device', default='cpu', help='accepted for old command lines; the conversion runs on the CPU')
+    parser.add_argument(
+        '--device', default='cpu', help='accepted for old command lines; the conversion runs on the CPU'
+    )
     checked = parser.add_argument_group('accepted for old command lines, and checked against the checkpoint')
     checked.add_argument('--cfg', type=Path, help='YAML of the single-branch model, e.g. models/detect/gelan-c.yaml')
     checked.add_argument('--model', choices=list('tsmce'), help='model size')
@@ -35,6 +38,7 @@ def check_against(args, model, single):
     """Compare --cfg, --model and --classes_num with the checkpoint; a mismatch is an error that names both."""
     from models.quantize.weightless import parameter_shapes
     from utils.qat.untrusted.yaml_file import read_yaml
+
     nc = model.model[-1].nc
     if args.classes_num is not None and args.classes_num != nc:
         raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')
@@ -51,8 +55,10 @@ def check_against(args, model, single):
         either = claimed.keys() | actual.keys()
         differ = sum(claimed.get(k) != actual.get(k) for k in either)
         if differ:
-            raise QatError(f'{flag} {getattr(args, flag[2:])}: {cfg.name} is another model than that of {args.weights}: {differ} of '
-                           f'{len(either)} parameters differ; leave {flag} out')
+            raise QatError(
+                f'{flag} {getattr(args, flag[2:])}: {cfg.name} is another model than that of {args.weights}: {differ} of '
+                f'{len(either)} parameters differ; leave {flag} out'
+            )
 
 
 def main(argv=None):
@@ -64,25 +70,40 @@ def main(argv=None):
     with quiet_upstream():
         ckpt, model = load_dual_or_float(args.weights)
         if type(model.model[-1]).__name__ not in HEADS:
-            raise QatError(f'--weights {args.weights}: has one branch (its head is {type(model.model[-1]).__name__}), so there is none to remove; '
-                           f'go on with: python qat.py quantize --weights {args.weights}')
+            raise QatError(
+                f'--weights {args.weights}: has one branch (its head is {type(model.model[-1]).__name__}), so there is none to remove; '
+                f'go on with: python qat.py quantize --weights {args.weights}'
+            )
         parameters = sum(p.numel() for p in model.parameters())
         result = reparameterize(model)
         check_against(args, model, result.model)
     difference = largest_difference(model, result.model)
     if difference > 1e-3:
-        raise QatError(f'{args.weights}: the converted model differs from the main branch by {difference:.2g}; please report it')
+        raise QatError(
+            f'{args.weights}: the converted model differs from the main branch by {difference:.2g}; please report it'
+        )
 
     single = result.model
     remaining = sum(p.numel() for p in single.parameters())
     args.save.parent.mkdir(parents=True, exist_ok=True)
-    write_torch(args.save, {**{k: ckpt[k] for k in ('date', 'git') if k in ckpt}, 'model': single.half(), 'ema': None,
-                            'updates': None, 'optimizer': None, 'epoch': -1})
-    LOGGER.info(f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
-                f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
-                f'parameters  {parameters:,} -> {remaining:,}\n'
-                f'classes     {single.model[-1].nc}\n'
-                f'largest difference from the main branch on a random image: {difference:.2g}')
+    write_torch(
+        args.save,
+        {
+            **{k: ckpt[k] for k in ('date', 'git') if k in ckpt},
+            'model': single.half(),
+            'ema': None,
+            'updates': None,
+            'optimizer': None,
+            'epoch': -1,
+        },
+    )
+    LOGGER.info(
+        f'{args.weights} ({type(model.model[-1]).__name__}) -> {args.save} ({result.head})\n'
+        f'layers      {len(model.model)} -> {len(single.model)} ({len(result.dropped)} dropped)\n'
+        f'parameters  {parameters:,} -> {remaining:,}\n'
+        f'classes     {single.model[-1].nc}\n'
+        f'largest difference from the main branch on a random image: {difference:.2g}'
+    )
     options = ckpt.get('opt')  # of the training, where they are kept
     trained_on = data_yaml(options.get('data') if isinstance(options, dict) else None)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)

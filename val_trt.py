@@ -6,6 +6,7 @@
 The evaluator is the one of `qat.py eval`. Images are letterboxed to the size of the file. scripts/val_trt.sh exports, builds and evaluates
 in one go.
 """
+
 import sys
 from pathlib import Path
 
@@ -19,19 +20,49 @@ from utils.qat.core.run_folder import run_folder
 def parse_args(argv):
     """Read the command line into (EvalConfig, backend)."""
     c, p = EvalConfig, Parser(description=__doc__.splitlines()[0])
-    p.add_argument('--weights', '--engine-file', type=Path, required=True, metavar='FILE', help='MODEL.engine or MODEL.onnx')
+    p.add_argument(
+        '--weights', '--engine-file', type=Path, required=True, metavar='FILE', help='MODEL.engine or MODEL.onnx'
+    )
     p.add_argument('--data', type=Path, default=Path('data/coco.yaml'), help='data YAML: train, val, names')
-    p.add_argument('--batch-size', type=int, default=c.batch_size, help='images read at once; the file gets them in parts of its own batch')
-    p.add_argument('--imgsz', '--img', '--img-size', type=int, default=c.imgsz, help='image size in pixels; it must be the size of the file')
-    p.add_argument('--conf-thres', type=float, default=c.conf_thres, help='lowest score that counts; no effect with NMS inside the file')
-    p.add_argument('--iou-thres', type=float, default=c.iou_thres, help='IoU above which NMS drops a box; no effect with NMS inside the file')
-    p.add_argument('--device', default=c.device, help="GPU number, or 'cpu' for ONNX; default: the first GPU, else the CPU")
-    p.add_argument('--save-json', action='store_true', help="write the detections to predictions.json, in COCO's result format")
+    p.add_argument(
+        '--batch-size',
+        type=int,
+        default=c.batch_size,
+        help='images read at once; the file gets them in parts of its own batch',
+    )
+    p.add_argument(
+        '--imgsz',
+        '--img',
+        '--img-size',
+        type=int,
+        default=c.imgsz,
+        help='image size in pixels; it must be the size of the file',
+    )
+    p.add_argument(
+        '--conf-thres',
+        type=float,
+        default=c.conf_thres,
+        help='lowest score that counts; no effect with NMS inside the file',
+    )
+    p.add_argument(
+        '--iou-thres',
+        type=float,
+        default=c.iou_thres,
+        help='IoU above which NMS drops a box; no effect with NMS inside the file',
+    )
+    p.add_argument(
+        '--device', default=c.device, help="GPU number, or 'cpu' for ONNX; default: the first GPU, else the CPU"
+    )
+    p.add_argument(
+        '--save-json', action='store_true', help="write the detections to predictions.json, in COCO's result format"
+    )
     p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
     p.add_argument('--project', type=Path, default=Path('runs/val_trt'), help='results go to PROJECT/NAME')
     p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
     p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
-    p.add_argument('--backend', choices=ENGINES, default='tensorrt', help='library for engines: TensorRT or TensorRT-RTX')
+    p.add_argument(
+        '--backend', choices=ENGINES, default='tensorrt', help='library for engines: TensorRT or TensorRT-RTX'
+    )
     add_mask_options(p, c)
     args = vars(p.parse_args(argv))
     backend = args.pop('backend')

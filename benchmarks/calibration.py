@@ -9,6 +9,7 @@ Collection is timed per image, with the forward pass that it needs and without; 
 together. The stock search takes up to seconds for each quantizer: it is timed on --sample of them, evenly spread, and scaled up.
 Prints a Markdown table; --json FILE writes the same figures.
 """
+
 import argparse
 import os
 import sys
@@ -18,23 +19,23 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+import torch
+from pytorch_quantization.calib import HistogramCalibrator
 
-import torch  # noqa: E402
-from pytorch_quantization.calib import HistogramCalibrator  # noqa: E402
-from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibration.amax_search import SEARCH  # noqa: E402
-from models.quantize.calibration.calibrate import Histogram, calibrate_weights, collect, histogram_amax  # noqa: E402
-from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.quantizers import named_quantizers, quantizers_off  # noqa: E402
-from models.quantize.scales import tie_scales  # noqa: E402
-from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig  # noqa: E402
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.device import describe, select_device  # noqa: E402
-from utils.qat.core.files import write_json  # noqa: E402
-from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.data.dataset import load_data  # noqa: E402
-from utils.qat.data.loaders import calibration_images  # noqa: E402
+import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
+from models.quantize import checkpoint
+from models.quantize.calibration.amax_search import SEARCH
+from models.quantize.calibration.calibrate import Histogram, calibrate_weights, collect, histogram_amax
+from models.quantize.convert import quantize_model
+from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.scales import tie_scales
+from utils.qat.config.qat import SCALE_POLICIES, WEIGHT_METHODS, QuantizeConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.files import write_json
+from utils.qat.core.log import quiet_upstream
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images
 
 STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
 
@@ -47,7 +48,9 @@ def parse_args(argv):
     p.add_argument('--batch-size', type=int, default=10, help='images per batch')
     p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
     p.add_argument('--images', type=int, default=20, help='images to collect from, at most')
-    p.add_argument('--scale-policy', choices=SCALE_POLICIES, default='free', help='as of qat.py; free has the most quantizers')
+    p.add_argument(
+        '--scale-policy', choices=SCALE_POLICIES, default='free', help='as of qat.py; free has the most quantizers'
+    )
     p.add_argument('--sample', type=int, default=8, help='quantizers whose stock search is timed')
     p.add_argument('--threads', type=int, help="PyTorch's threads on the CPU")
     p.add_argument('--json', type=Path, help='write the figures there')
@@ -85,11 +88,18 @@ def on_cpu():
 def measure(args):
     """All figures, plain values: seconds, those of collection per image."""
     device = select_device(args.device)
-    config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
-                            batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images)
+    config = QuantizeConfig(
+        require_file(args.weights, '--weights', ('.pt', '.pth')),
+        require_file(args.data, '--data', ('.yaml', '.yml')),
+        batch_size=args.batch_size,
+        imgsz=args.imgsz,
+        calib_images=args.images,
+    )
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
-    batches = list(calibration_images(load_data(config.data, model.model[-1].nc), config, int(max(model.stride)), device))
+    batches = list(
+        calibration_images(load_data(config.data, model.model[-1].nc), config, int(max(model.stride)), device)
+    )
     images = sum(map(len, batches))
     quantize_model(model)
     if args.scale_policy == 'tied':
@@ -108,10 +118,19 @@ def measure(args):
     stock_time, stock = seconds(device, lambda: collected(lambda: HistogramCalibrator(8, None, False)), 2)
     sample = [stock[names[i * len(names) // args.sample]] for i in range(args.sample)]
     figures = {
-        'device': describe(device), 'threads': torch.get_num_threads(), 'torch': torch.__version__, 'model': config.weights.name,
-        'quantizers': len(names), 'images': images, 'batch_size': args.batch_size, 'imgsz': config.imgsz, 'sample': args.sample,
+        'device': describe(device),
+        'threads': torch.get_num_threads(),
+        'torch': torch.__version__,
+        'model': config.weights.name,
+        'quantizers': len(names),
+        'images': images,
+        'batch_size': args.batch_size,
+        'imgsz': config.imgsz,
+        'sample': args.sample,
         'forward': {'float': float_time / images, 'ours': ours_time / images, 'stock': stock_time / images},
-        'search': {}, 'weights': {}}
+        'search': {},
+        'weights': {},
+    }
     for method in SEARCH:
         ours_time, _ = seconds(device, lambda: histogram_amax(ours, method, config), 3)
         figures['search'][method] = {'ours': ours_time, 'stock': None}
@@ -120,26 +139,36 @@ def measure(args):
                 stock_time, _ = seconds(device, lambda: [calibrator.compute_amax(method) for calibrator in sample])
             figures['search'][method]['stock'] = stock_time * len(names) / args.sample
     for method in WEIGHT_METHODS:
-        figures['weights'][method] = {'ours': seconds(device, lambda: calibrate_weights(model, method), 2)[0], 'stock': None}
+        figures['weights'][method] = {
+            'ours': seconds(device, lambda: calibrate_weights(model, method), 2)[0],
+            'stock': None,
+        }
     return figures
 
 
 def table(figures):
     """Markdown."""
+
     def row(what, ours, stock, unit=1, digits=2):
         ratio = f'{stock / ours:.1f}' if stock else ''
-        return f"| {what} | {ours * unit:.{digits}f} | {f'{stock * unit:.{digits}f}' if stock else ''} | {ratio} |"
+        return f'| {what} | {ours * unit:.{digits}f} | {f"{stock * unit:.{digits}f}" if stock else ""} | {ratio} |'
 
     f = figures['forward']
-    return '\n'.join([
-        '{model}, {images} images at {imgsz}, batch {batch_size}, {quantizers} activation quantizers; {device}, {threads} threads, '
-        'torch {torch}\n'.format(**figures),
-        '| | this tool | stock | ratio |\n|---|--:|--:|--:|',
-        row('forward pass alone, ms an image', f['float'], None, 1000, 1),
-        row('forward pass and histograms, ms an image', f['ours'], f['stock'], 1000, 1),
-        row('histograms alone, ms an image', f['ours'] - f['float'], f['stock'] - f['float'], 1000, 1),
-        *(row(f'search {method}, all quantizers, s', t['ours'], t['stock'], 1, 3) for method, t in figures['search'].items()),
-        *(row(f'weights {method}, s', t['ours'], None, 1, 3) for method, t in figures['weights'].items())])
+    return '\n'.join(
+        [
+            '{model}, {images} images at {imgsz}, batch {batch_size}, {quantizers} activation quantizers; {device}, {threads} threads, '
+            'torch {torch}\n'.format(**figures),
+            '| | this tool | stock | ratio |\n|---|--:|--:|--:|',
+            row('forward pass alone, ms an image', f['float'], None, 1000, 1),
+            row('forward pass and histograms, ms an image', f['ours'], f['stock'], 1000, 1),
+            row('histograms alone, ms an image', f['ours'] - f['float'], f['stock'] - f['float'], 1000, 1),
+            *(
+                row(f'search {method}, all quantizers, s', t['ours'], t['stock'], 1, 3)
+                for method, t in figures['search'].items()
+            ),
+            *(row(f'weights {method}, s', t['ours'], None, 1, 3) for method, t in figures['weights'].items()),
+        ]
+    )
 
 
 def main(argv=None):

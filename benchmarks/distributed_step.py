@@ -6,6 +6,7 @@ run. Run it inside a patched YOLOv9 tree:
 While the first process measures alone, the others wait. A step of all is that of the slowest; each process has --batch-size
 images, random and on the device already: loading them is not measured.
 """
+
 import argparse
 import os
 import sys
@@ -13,20 +14,20 @@ from copy import deepcopy
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+import torch
 
-import torch  # noqa: E402
-from finetune_step import measure, prepare  # noqa: E402  beside this file
-from models.quantize.finetuning.losses import relative_error  # noqa: E402
-from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
-from utils.qat.config.qat import AMP  # noqa: E402
-from utils.qat.core import distributed  # noqa: E402
-from utils.qat.core.command import Parser, run_command  # noqa: E402
-from utils.qat.core.device import describe, select_device  # noqa: E402
-from utils.qat.core.errors import QatError  # noqa: E402
-from utils.qat.core.files import write_json  # noqa: E402
-from utils.qat.core.log import LOGGER  # noqa: E402
-from utils.qat.core.markdown import markdown_table  # noqa: E402
+import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
+from finetune_step import measure, prepare
+from models.quantize.finetuning.losses import relative_error
+from models.quantize.finetuning.training_step import GraphedStep, Step
+from utils.qat.config.qat import AMP
+from utils.qat.core import distributed
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import write_json
+from utils.qat.core.log import LOGGER
+from utils.qat.core.markdown import markdown_table
 
 
 class AloneStep(Step):
@@ -73,17 +74,44 @@ def main(argv=None):
                 alone = timed(AloneStep, amp, compile) if distributed.is_first() else None
             slowest = max(distributed.merged([timed(Step, amp, compile)]), default=None)
             if distributed.is_first():
-                rows.append({'amp': amp, 'compile': compile, 'ms_alone': alone, 'ms_together': slowest,
-                             'images_per_s_alone': 1e3 * args.batch_size / alone,
-                             'images_per_s_together': 1e3 * args.batch_size * world / slowest, 'ratio': world * alone / slowest})
-    gradients = sum(p.numel() for p in quantized.parameters()) * 4 / 2 ** 20
-    table = [(f"{r['amp']}{' --compile' * r['compile']}", f"{r['ms_alone']:.1f}", f"{r['images_per_s_alone']:.0f}", f"{r['ms_together']:.1f}",
-              f"{r['images_per_s_together']:.0f}", f"{r['ratio']:.2f}") for r in rows]
-    LOGGER.info(f'\n{args.weights.stem}, {args.batch_size} images of {args.imgsz} px per process, {world} x {describe(device)}, torch '
-                f'{torch.__version__}; {gradients:.1f} MiB of gradients per step\n\n' + markdown_table(
-                    ('--amp', 'ms, 1 process', 'images/s', f'ms, {world} processes', 'images/s', 'ratio'), table))
-    distributed.on_first(write_json)(args.json, {
-        'device': describe(device), 'processes': world, 'torch': torch.__version__, 'settings': vars(args), 'rows': rows})
+                rows.append(
+                    {
+                        'amp': amp,
+                        'compile': compile,
+                        'ms_alone': alone,
+                        'ms_together': slowest,
+                        'images_per_s_alone': 1e3 * args.batch_size / alone,
+                        'images_per_s_together': 1e3 * args.batch_size * world / slowest,
+                        'ratio': world * alone / slowest,
+                    }
+                )
+    gradients = sum(p.numel() for p in quantized.parameters()) * 4 / 2**20
+    table = [
+        (
+            f'{r["amp"]}{" --compile" * r["compile"]}',
+            f'{r["ms_alone"]:.1f}',
+            f'{r["images_per_s_alone"]:.0f}',
+            f'{r["ms_together"]:.1f}',
+            f'{r["images_per_s_together"]:.0f}',
+            f'{r["ratio"]:.2f}',
+        )
+        for r in rows
+    ]
+    LOGGER.info(
+        f'\n{args.weights.stem}, {args.batch_size} images of {args.imgsz} px per process, {world} x {describe(device)}, torch '
+        f'{torch.__version__}; {gradients:.1f} MiB of gradients per step\n\n'
+        + markdown_table(('--amp', 'ms, 1 process', 'images/s', f'ms, {world} processes', 'images/s', 'ratio'), table)
+    )
+    distributed.on_first(write_json)(
+        args.json,
+        {
+            'device': describe(device),
+            'processes': world,
+            'torch': torch.__version__,
+            'settings': vars(args),
+            'rows': rows,
+        },
+    )
     distributed.leave()
 
 

@@ -8,6 +8,7 @@ Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 Times are those of `qat.py eval` on --images of val, per image, the best of --repeats; loading the images is not measured.
 Prints a Markdown table; --json FILE writes the same figures.
 """
+
 import argparse
 import os
 import sys
@@ -15,24 +16,24 @@ from copy import deepcopy
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+import torch
 
-import torch  # noqa: E402
-from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibration.calibrate import calibrate  # noqa: E402
-from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.scales import tie_scales  # noqa: E402
-from stock import with_stock_quantizers  # noqa: E402  beside this file
-from utils.qat.config.qat import QuantizeConfig  # noqa: E402
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.device import describe, select_device  # noqa: E402
-from utils.qat.core.files import write_json  # noqa: E402
-from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.core.markdown import markdown_table  # noqa: E402
-from utils.qat.data.dataset import load_data  # noqa: E402
-from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
-from utils.qat.evaluation.evaluate import evaluate  # noqa: E402
-from utils.qat.prediction.pytorch import TorchModel  # noqa: E402
+import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
+from models.quantize import checkpoint
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.scales import tie_scales
+from stock import with_stock_quantizers
+from utils.qat.config.qat import QuantizeConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.files import write_json
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.markdown import markdown_table
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.prediction.pytorch import TorchModel
 
 PARTS = ('pre', 'inference', 'nms')
 
@@ -55,9 +56,14 @@ def measure(args):
     """Rows of plain values: AP, and ms per image in each part."""
     device = select_device(args.device)
     torch.backends.cudnn.allow_tf32 = False  # as qat.py
-    config = QuantizeConfig(require_file(args.weights, '--weights', ('.pt', '.pth')), require_file(args.data, '--data', ('.yaml', '.yml')),
-                            batch_size=args.batch_size, imgsz=args.imgsz, calib_images=args.images,
-                            calib_method='mse')
+    config = QuantizeConfig(
+        require_file(args.weights, '--weights', ('.pt', '.pth')),
+        require_file(args.data, '--data', ('.yaml', '.yml')),
+        batch_size=args.batch_size,
+        imgsz=args.imgsz,
+        calib_images=args.images,
+        calib_method='mse',
+    )
     with quiet_upstream():
         model = checkpoint.load_float(config.weights, device)
     stride, data = int(max(model.stride)), load_data(config.data, model.model[-1].nc)
@@ -68,11 +74,29 @@ def measure(args):
     calibrate(quantized, calibration_images(data, config, stride, device), config)
     rows = []
     for name, candidate in (('float', model), ('this tool', quantized), ('stock', with_stock_quantizers(quantized))):
-        runs = [evaluate(TorchModel(candidate), batches, data.names, device) for _ in range(args.repeats + (device.type == 'cuda'))]
+        runs = [
+            evaluate(TorchModel(candidate), batches, data.names, device)
+            for _ in range(args.repeats + (device.type == 'cuda'))
+        ]
         times = {part: min(run.ms_per_image[part] for run in runs) for part in PARTS}
-        rows.append({'model': name, 'ap': runs[0].ap, **times, 'inference_times_float': times['inference'] / (rows or [times])[0]['inference']})
-    return {'weights': config.weights.name, 'device': describe(device), 'torch': torch.__version__, 'threads': torch.get_num_threads(),
-            'images': sum(len(b[0]) for b in batches), 'imgsz': args.imgsz, 'batch_size': args.batch_size, 'rows': rows}
+        rows.append(
+            {
+                'model': name,
+                'ap': runs[0].ap,
+                **times,
+                'inference_times_float': times['inference'] / (rows or [times])[0]['inference'],
+            }
+        )
+    return {
+        'weights': config.weights.name,
+        'device': describe(device),
+        'torch': torch.__version__,
+        'threads': torch.get_num_threads(),
+        'images': sum(len(b[0]) for b in batches),
+        'imgsz': args.imgsz,
+        'batch_size': args.batch_size,
+        'rows': rows,
+    }
 
 
 def main(argv=None):
@@ -80,10 +104,18 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     figures = measure(args)
-    table = markdown_table(('model', 'AP', 'pre, ms an image', 'inference', 'NMS', 'inference, x float'),
-                           [[r['model'], f"{r['ap']:.4f}", *(f'{r[part]:.2f}' for part in PARTS), f"{r['inference_times_float']:.2f}"]
-                            for r in figures['rows']])
-    print('{weights}, {images} images at {imgsz}, batch {batch_size}; {device}, {threads} threads, torch {torch}\n'.format(**figures))
+    table = markdown_table(
+        ('model', 'AP', 'pre, ms an image', 'inference', 'NMS', 'inference, x float'),
+        [
+            [r['model'], f'{r["ap"]:.4f}', *(f'{r[part]:.2f}' for part in PARTS), f'{r["inference_times_float"]:.2f}']
+            for r in figures['rows']
+        ],
+    )
+    print(
+        '{weights}, {images} images at {imgsz}, batch {batch_size}; {device}, {threads} threads, torch {torch}\n'.format(
+            **figures
+        )
+    )
     print(table)
     if args.json:
         write_json(args.json, figures)

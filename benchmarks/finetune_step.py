@@ -7,6 +7,7 @@ stock step distils too, layer by layer into a student with pytorch-quantization'
 the book: autocast and GradScaler where they apply, Adam. Images are random and on the device already; loading them is not
 measured.
 """
+
 import argparse
 import json
 import os
@@ -18,21 +19,21 @@ from copy import deepcopy
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+import torch
+import torch.nn.functional as F
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibration.calibrate import calibrate  # noqa: E402
-from models.quantize.convert import quantize_model  # noqa: E402
-from models.quantize.finetuning.loop import supervised_layers  # noqa: E402
-from models.quantize.finetuning.losses import relative_error  # noqa: E402
-from models.quantize.finetuning.training_step import DTYPES, GraphedStep, Step, head_emits_raw_maps  # noqa: E402
-from models.quantize.scales import tie_scales  # noqa: E402
-from stock import with_stock_quantizers  # noqa: E402  beside this file
-from utils.qat.config.qat import AMP, QuantizeConfig  # noqa: E402
-from utils.qat.core.device import describe, select_device  # noqa: E402
-from utils.qat.core.log import quiet_upstream  # noqa: E402
+import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
+from models.quantize import checkpoint
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.finetuning.loop import supervised_layers
+from models.quantize.finetuning.losses import relative_error
+from models.quantize.finetuning.training_step import DTYPES, GraphedStep, Step, head_emits_raw_maps
+from models.quantize.scales import tie_scales
+from stock import with_stock_quantizers
+from utils.qat.config.qat import AMP, QuantizeConfig
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.log import quiet_upstream
 
 
 def float_step(student, teacher, amp):
@@ -48,6 +49,7 @@ def float_step(student, teacher, amp):
             loss = sum(x.float().square().mean() for x in student(images))
         loss.backward()
         return loss
+
     return step
 
 
@@ -75,6 +77,7 @@ def stock_step(student, teacher, layers, amp):
         scaler.step(optimizer)
         scaler.update()
         return loss.detach()
+
     return step
 
 
@@ -96,7 +99,7 @@ def measure(step, images, steps, repeats, may_wait=False):
             torch.cuda.set_sync_debug_mode('default')
         wait()
         times.append((time.perf_counter() - start) / steps * 1e3)
-    memory = [torch.cuda.max_memory_allocated() / 2 ** 20, torch.cuda.max_memory_reserved() / 2 ** 20] if cuda else [0, 0]
+    memory = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20] if cuda else [0, 0]
     return statistics.median(times), *memory
 
 
@@ -134,19 +137,26 @@ def main():
 
     rows = []
     for amp in args.amp:
-        kinds = {'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
-                 'step': lambda: Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp)}
+        kinds = {
+            'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
+            'step': lambda: Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
+        }
         if args.stock:
-            kinds['stock quantizers'] = lambda: stock_step(with_stock_quantizers(quantized), deepcopy(teacher), layers, amp)
+            kinds['stock quantizers'] = lambda: stock_step(
+                with_stock_quantizers(quantized), deepcopy(teacher), layers, amp
+            )
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
-                Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True))
+                Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True)
+            )
         for kind, make in kinds.items():
             if cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = make()
-            ms, allocated, reserved = measure(step, images, args.steps, args.repeats, may_wait=kind == 'stock quantizers')
+            ms, allocated, reserved = measure(
+                step, images, args.steps, args.repeats, may_wait=kind == 'stock quantizers'
+            )
             if kind.startswith('step'):
                 step.check()
             del step
@@ -155,14 +165,27 @@ def main():
             rows[-1]['times_float'] = ms / base['ms']
             rows[-1]['memory_times_float'] = reserved / base['reserved_mib'] if cuda else None
 
-    print(f'\n{args.weights.stem}, batch {args.batch_size}, {args.imgsz} px, {describe(device)}, torch {torch.__version__}\n\n'
-          '| --amp | | ms | x float pair | peak MiB (allocated / reserved) | x float pair (reserved) |\n|---|---|---|---|---|---|')
+    print(
+        f'\n{args.weights.stem}, batch {args.batch_size}, {args.imgsz} px, {describe(device)}, torch {torch.__version__}\n\n'
+        '| --amp | | ms | x float pair | peak MiB (allocated / reserved) | x float pair (reserved) |\n|---|---|---|---|---|---|'
+    )
     for r in rows:
-        memory = f"{r['allocated_mib']:.0f} / {r['reserved_mib']:.0f} | {r['memory_times_float']:.2f}" if cuda else '- | -'
-        print(f"| {r['amp']} | {r['kind']} | {r['ms']:.1f} | {r['times_float']:.2f} | {memory} |")
-    args.json.write_text(json.dumps({
-        'device': describe(device), 'torch': torch.__version__, 'python': platform.python_version(),
-        'settings': {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, 'rows': rows}, indent=1))
+        memory = (
+            f'{r["allocated_mib"]:.0f} / {r["reserved_mib"]:.0f} | {r["memory_times_float"]:.2f}' if cuda else '- | -'
+        )
+        print(f'| {r["amp"]} | {r["kind"]} | {r["ms"]:.1f} | {r["times_float"]:.2f} | {memory} |')
+    args.json.write_text(
+        json.dumps(
+            {
+                'device': describe(device),
+                'torch': torch.__version__,
+                'python': platform.python_version(),
+                'settings': {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+                'rows': rows,
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == '__main__':

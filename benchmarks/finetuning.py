@@ -9,6 +9,7 @@ Each way is a row: AP on val, and on the training images, which are followed wit
 seeds. `averaged` is the mean of the weights over the last three epochs. Teacher's labels are what the float model finds with a score of 0.3
 and more. Prints a Markdown table after each run; --json FILE writes the same figures.
 """
+
 import argparse
 import os
 import statistics
@@ -18,32 +19,37 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: E402, F401  before torch, whose threads it has sleep while they wait
+import torch
+from torch.optim.swa_utils import AveragedModel
+from utils.general import xyxy2xywhn
 
-import torch  # noqa: E402
-from models.quantize import checkpoint  # noqa: E402
-from models.quantize.calibration.ptq import calibrated  # noqa: E402
-from models.quantize.finetuning.loop import rate, supervised_layers  # noqa: E402
-from models.quantize.finetuning.losses import label_loss, relative_error  # noqa: E402
-from models.quantize.finetuning.training_step import GraphedStep, Step  # noqa: E402
-from torch.optim.swa_utils import AveragedModel  # noqa: E402
-from utils.general import xyxy2xywhn  # noqa: E402
-from utils.qat.config.qat import QuantizeConfig  # noqa: E402
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.device import select_device  # noqa: E402
-from utils.qat.core.files import write_json  # noqa: E402
-from utils.qat.core.log import quiet_upstream  # noqa: E402
-from utils.qat.core.markdown import markdown_table  # noqa: E402
-from utils.qat.data.dataset import load_data  # noqa: E402
-from utils.qat.data.loaders import calibration_images, val_loader  # noqa: E402
-from utils.qat.evaluation.evaluate import evaluate  # noqa: E402
-from utils.qat.prediction.detections import detect  # noqa: E402
-from utils.qat.prediction.pytorch import TorchModel  # noqa: E402
+import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
+from models.quantize import checkpoint
+from models.quantize.calibration.ptq import calibrated
+from models.quantize.finetuning.loop import rate, supervised_layers
+from models.quantize.finetuning.losses import label_loss, relative_error
+from models.quantize.finetuning.training_step import GraphedStep, Step
+from utils.qat.config.qat import QuantizeConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import select_device
+from utils.qat.core.files import write_json
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.markdown import markdown_table
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.prediction.detections import detect
+from utils.qat.prediction.pytorch import TorchModel
 
 WAYS = {  # name → what differs from the default
-    'default': {}, 'lr 3e-6': {'lr': 3e-6}, 'lr 3e-5': {'lr': 3e-5}, 'batch of 32': {'batch': 32}, 'head only': {'head_only': True},
+    'default': {},
+    'lr 3e-6': {'lr': 3e-6},
+    'lr 3e-5': {'lr': 3e-5},
+    'batch of 32': {'batch': 32},
+    'head only': {'head_only': True},
     **{f"teacher's labels, {weight}": {'weight': weight, 'labels': 'teacher'} for weight in (0.02, 0.1, 0.5)},
-    'labels, 0.1': {'weight': 0.1, 'labels': 'true'}}
+    'labels, 0.1': {'weight': 0.1, 'labels': 'true'},
+}
 
 
 def parse_args(argv):
@@ -68,7 +74,10 @@ def teachers_labels(teacher, images):
     predict = TorchModel(teacher)
     with torch.inference_mode():
         for batch in images.split(16):
-            found += [torch.cat((x.rows[:, 5:], xyxy2xywhn(x.rows[:, :4], width, height)), 1) for x in detect(predict(batch.float() / 255), batch.shape[2:], 0.3)]
+            found += [
+                torch.cat((x.rows[:, 5:], xyxy2xywhn(x.rows[:, :4], width, height)), 1)
+                for x in detect(predict(batch.float() / 255), batch.shape[2:], 0.3)
+            ]
     return [rows.clone() for rows in found]  # no longer tensors of the inference mode
 
 
@@ -78,16 +87,27 @@ def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, he
     images: uint8 [N, 3, H, W]. labels: a tensor [n, 5] for each image, used where `weight` is not 0.
     """
     layers = [len(student.model) - 1] if head_only else supervised_layers(student, 1)
-    step = Step(student, teacher, layers, relative_error, lr, 'fp16' if images.is_cuda else 'off', capturable=images.is_cuda and not weight,
-                label_loss=label_loss(student, weight) if weight else None)
+    step = Step(
+        student,
+        teacher,
+        layers,
+        relative_error,
+        lr,
+        'fp16' if images.is_cuda else 'off',
+        capturable=images.is_cuda and not weight,
+        label_loss=label_loss(student, weight) if weight else None,
+    )
     step = GraphedStep(step) if images.is_cuda and not weight else step
     batch = min(batch, len(images))
     order, per_epoch, averaged = torch.Generator().manual_seed(seed), len(images) // batch, AveragedModel(student)
     for epoch in range(epochs):
         chosen = torch.randperm(len(images), generator=order)
-        for i, indices in enumerate(chosen[:per_epoch * batch].split(batch)):
+        for i, indices in enumerate(chosen[: per_epoch * batch].split(batch)):
             step.set_rate(rate(epoch * per_epoch + i, epochs * per_epoch))
-            of_batch = [torch.cat((rows.new_full((len(rows), 1), n), rows), 1) for n, rows in enumerate(labels[j] for j in indices)]
+            of_batch = [
+                torch.cat((rows.new_full((len(rows), 1), n), rows), 1)
+                for n, rows in enumerate(labels[j] for j in indices)
+            ]
             step(images[indices].float() / 255, *[torch.cat(of_batch)] * bool(weight))
             if epoch >= epochs - 3:
                 averaged.update_parameters(student)
@@ -101,32 +121,65 @@ def main(argv=None):
     require_file(args.data, '--data', ('.yaml', '.yml'))
     device = select_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
-    config = QuantizeConfig(weights=args.weights, data=args.data, imgsz=args.imgsz, calib_images=args.calib_images, device=args.device, workers=args.workers)
+    config = QuantizeConfig(
+        weights=args.weights,
+        data=args.data,
+        imgsz=args.imgsz,
+        calib_images=args.calib_images,
+        device=args.device,
+        workers=args.workers,
+    )
     with quiet_upstream():
         teacher = TorchModel(checkpoint.load_float(args.weights, device))
         data = load_data(args.data, teacher.nc)
         scored = {split: list(val_loader(data, config, teacher.stride, split=split)) for split in ('val', 'train')}
-        batches = [batch[:2] for batch in calibration_images(data, replace(config, calib_images=10 ** 9), teacher.stride, device).loader]
-        ptq, found = calibrated(teacher.model, calibration_images(data, config, teacher.stride, device), config, lambda it, *_, **__: it)
+        batches = [
+            batch[:2]
+            for batch in calibration_images(data, replace(config, calib_images=10**9), teacher.stride, device).loader
+        ]
+        ptq, found = calibrated(
+            teacher.model, calibration_images(data, config, teacher.stride, device), config, lambda it, *_, **__: it
+        )
     images = torch.cat([x for x, _ in batches]).to(device)
-    labels = {'true': [rows[rows[:, 0] == i, 1:].to(device) for x, rows in batches for i in range(len(x))], 'teacher': teachers_labels(teacher.model, images)}
+    labels = {
+        'true': [rows[rows[:, 0] == i, 1:].to(device) for x, rows in batches for i in range(len(x))],
+        'teacher': teachers_labels(teacher.model, images),
+    }
     rows = {}
 
     def score(name, model):
-        rows.setdefault(name, []).append([100 * evaluate(TorchModel(model), loader, data.names, device).ap for loader in scored.values()])
+        rows.setdefault(name, []).append(
+            [100 * evaluate(TorchModel(model), loader, data.names, device).ap for loader in scored.values()]
+        )
 
     score('float', teacher.model)
-    score(f"PTQ ({found['method']}, biases corrected: {found['biases']})", ptq)
+    score(f'PTQ ({found["method"]}, biases corrected: {found["biases"]})', ptq)
     for seed in args.seeds:
         for name in args.ways:
             way = {**WAYS[name], 'labels': labels[WAYS[name].get('labels', 'true')]}
-            student, averaged = follow(deepcopy(ptq), deepcopy(teacher.model), images, seed=seed, epochs=args.epochs, **way)
+            student, averaged = follow(
+                deepcopy(ptq), deepcopy(teacher.model), images, seed=seed, epochs=args.epochs, **way
+            )
             score(name, student)
             score(f'{name}, averaged', averaged)
             columns = {name: [[run[i] for run in runs] for i in range(2)] for name, runs in rows.items()}
-            print(markdown_table(('', *(f'{split}: {what}' for split in scored for what in ('mean', 'runs'))),
-                                 [(name, *(text for of in both for text in (f'{statistics.mean(of):.2f}', ' '.join(f'{x:.2f}' for x in of))))
-                                  for name, both in columns.items()]), flush=True)
+            print(
+                markdown_table(
+                    ('', *(f'{split}: {what}' for split in scored for what in ('mean', 'runs'))),
+                    [
+                        (
+                            name,
+                            *(
+                                text
+                                for of in both
+                                for text in (f'{statistics.mean(of):.2f}', ' '.join(f'{x:.2f}' for x in of))
+                            ),
+                        )
+                        for name, both in columns.items()
+                    ],
+                ),
+                flush=True,
+            )
             if args.json:
                 write_json(args.json, {'weights': args.weights.name, 'calibration': found, 'ap': rows})
 

@@ -5,6 +5,7 @@
 Run it in a patched YOLOv9 tree. Each load is a process of its own, from the file to the model in FP32, the two by turns; imports are not
 counted. Ours also hashes the file and checks its CRC-32. Prints medians and their ratio.
 """
+
 import argparse
 import statistics
 import subprocess
@@ -40,7 +41,9 @@ def main():
     found = {'ours': [], 'torch.load': []}
     for _ in range(args.times):
         for kind, rows in found.items():
-            done = subprocess.run([sys.executable, '-c', LOAD, kind, args.checkpoint], check=True, capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, '-c', LOAD, kind, args.checkpoint], check=True, capture_output=True, text=True
+            )
             rows.append([float(figure) for figure in done.stdout.split()[-3:]])
     print(f'{"":12}{"seconds":>10}{"CPU s":>10}{"peak MiB":>10}')
     medians = {kind: [statistics.median(column) for column in zip(*rows)] for kind, rows in found.items()}

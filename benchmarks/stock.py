@@ -1,9 +1,11 @@
 """The same quantized model with pytorch-quantization's own TensorQuantizer in it, to compare with."""
+
 from copy import deepcopy
 
-from models.quantize.quantizers import Quantizer
 from pytorch_quantization.nn import TensorQuantizer
 from pytorch_quantization.tensor_quant import QuantDescriptor
+
+from models.quantize.quantizers import Quantizer
 
 
 def with_stock_quantizers(model):
@@ -14,7 +16,9 @@ def with_stock_quantizers(model):
             if isinstance(child, Quantizer):
                 if child not in stock:
                     amax = child._amax if child._axis is None else child._amax.view(-1, 1, 1, 1)
-                    stock[child] = TensorQuantizer(QuantDescriptor(num_bits=8, axis=child._axis, fake_quant=True, amax=amax.cpu().numpy()))
+                    stock[child] = TensorQuantizer(
+                        QuantDescriptor(num_bits=8, axis=child._axis, fake_quant=True, amax=amax.cpu().numpy())
+                    )
                     stock[child].to(amax.device)
                 module._modules[name] = stock[child]
     return model

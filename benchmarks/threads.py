@@ -9,6 +9,7 @@ Both ways run in turns, on the same --threads cores: alone, then beside a proces
 cores. Before each turn all threads have time to stop spinning. What else ran on the cores is printed: `alone` is worth something only
 where that is little. Prints a Markdown table; --json FILE writes the same figures.
 """
+
 import argparse
 import multiprocessing
 import os
@@ -22,15 +23,17 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.errors import QatError  # noqa: E402
-from utils.qat.core.files import write_json  # noqa: E402
-from utils.qat.core.markdown import markdown_table  # noqa: E402
-from utils.qat.core.threads import CHOSEN  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import write_json
+from utils.qat.core.markdown import markdown_table
+from utils.qat.core.threads import CHOSEN
 
 SPIN, SLEEP = 'spinning', 'sleeping'
-ENVIRONMENT = {SPIN: {'GOMP_SPINCOUNT': '300000'},  # what GCC's OpenMP does where nothing is set
-               SLEEP: {}}  # what utils/qat/core/threads.py makes of it
+ENVIRONMENT = {
+    SPIN: {'GOMP_SPINCOUNT': '300000'},  # what GCC's OpenMP does where nothing is set
+    SLEEP: {},
+}  # what utils/qat/core/threads.py makes of it
 PAUSE = 0.5  # seconds: ONNX Runtime's threads spin up to 0.4 after their last work
 TURN = 0.3  # seconds of calls in a turn, at least
 
@@ -41,7 +44,9 @@ def parse_args(argv):
     p.add_argument('--imgsz', type=int, default=320, help='image size in pixels')
     p.add_argument('--batch-size', type=int, default=4, help='of a step of fine-tuning; a forward pass has one image')
     p.add_argument('--threads', type=int, default=2, help='threads, and cores that they run on')
-    p.add_argument('--rounds', type=int, default=20, help='of each way, alone; beside another process a quarter of that')
+    p.add_argument(
+        '--rounds', type=int, default=20, help='of each way, alone; beside another process a quarter of that'
+    )
     p.add_argument('--json', type=Path, help='write the figures there')
     return p.parse_args(argv)
 
@@ -108,7 +113,12 @@ def busy_seconds(cores):
 
 def compare(pipes, names, rounds, cores):
     """name → {policy: milliseconds of each round}, run in turns; and the part of the cores that others used."""
-    times, own, start, busy = {name: {policy: [] for policy in pipes} for name in names}, 0, time.perf_counter(), busy_seconds(cores)
+    times, own, start, busy = (
+        {name: {policy: [] for policy in pipes} for name in names},
+        0,
+        time.perf_counter(),
+        busy_seconds(cores),
+    )
     for i in range(rounds + 1):
         for name in names:
             for policy in list(pipes) if i % 2 else reversed(pipes):
@@ -133,7 +143,7 @@ def measure(args):
                 running[-1].start()
                 for name in variables:
                     del os.environ[name]
-            names = [pipe.recv() for pipe in pipes.values()][0]
+            names = next(pipe.recv() for pipe in pipes.values())
             alone, others = compare(pipes, names, args.rounds, args.cores)
             running.append(context.Process(target=never_waits, args=(args.cores,), daemon=True))
             running[-1].start()
@@ -142,29 +152,56 @@ def measure(args):
         for process in running:
             process.kill()
         os.environ.update({name: value for name, value in kept.items() if value is not None})
-    return {'weights': args.weights.name, 'imgsz': args.imgsz, 'threads': args.threads, 'cores': len(args.cores), 'others': others,
-            'alone': alone, 'beside': beside}
+    return {
+        'weights': args.weights.name,
+        'imgsz': args.imgsz,
+        'threads': args.threads,
+        'cores': len(args.cores),
+        'others': others,
+        'alone': alone,
+        'beside': beside,
+    }
 
 
 def row(name, alone, beside):
     """A row of the table: medians, and of the pairs alone the median ratio."""
+
     def middle(times, policy):
         return statistics.median(times[policy])
 
-    return [name, *(f'{middle(alone, p):.1f}' for p in ENVIRONMENT), f'{statistics.median(b / a for a, b in zip(alone[SPIN], alone[SLEEP])):.2f}',
-            *(f'{middle(beside, p):.1f}' for p in ENVIRONMENT), f'{middle(beside, SLEEP) / middle(beside, SPIN):.3f}']
+    return [
+        name,
+        *(f'{middle(alone, p):.1f}' for p in ENVIRONMENT),
+        f'{statistics.median(b / a for a, b in zip(alone[SPIN], alone[SLEEP])):.2f}',
+        *(f'{middle(beside, p):.1f}' for p in ENVIRONMENT),
+        f'{middle(beside, SLEEP) / middle(beside, SPIN):.3f}',
+    ]
 
 
 def main(argv=None):
     args = parse_args(argv)
     require_file(args.weights, '--weights', ('.pt', '.pth'))
-    args.cores = sorted(os.sched_getaffinity(0))[-args.threads:]
+    args.cores = sorted(os.sched_getaffinity(0))[-args.threads :]
     if len(args.cores) < args.threads:
         raise QatError(f'--threads {args.threads}: this process may use {len(args.cores)} cores')
     figures = measure(args)
-    print('{weights} at {imgsz}, {threads} threads on {cores} cores; others used {others:.0%} of them while it ran alone\n'.format(**figures))
-    print(markdown_table(('ms', *(f'alone, {p}' for p in ENVIRONMENT), 'ratio', *(f'beside a busy process, {p}' for p in ENVIRONMENT), 'ratio'),
-                         [row(name, figures['alone'][name], figures['beside'][name]) for name in figures['alone']]))
+    print(
+        '{weights} at {imgsz}, {threads} threads on {cores} cores; others used {others:.0%} of them while it ran alone\n'.format(
+            **figures
+        )
+    )
+    print(
+        markdown_table(
+            (
+                'ms',
+                *(f'alone, {p}' for p in ENVIRONMENT),
+                'ratio',
+                *(f'beside a busy process, {p}' for p in ENVIRONMENT),
+                'ratio',
+            ),
+            [row(name, figures['alone'][name], figures['beside'][name]) for name in figures['alone']],
+        )
+    )
     if args.json:
         write_json(args.json, figures)
 

@@ -27,8 +27,9 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 try:
     import cv2
@@ -56,7 +57,7 @@ def texture(rng, height, width):
     """A canvas [height, width, 3], float32 in 0..255: noise of several octaves between two colours, plus a gradient."""
     noise = np.zeros((height, width), np.float32)
     for octave in range(1, 7):  # coarse to fine: each octave has twice the cells and about half the weight
-        cells = rng.random((2 ** octave + 1, 2 ** octave + 1), dtype=np.float32) - 0.5
+        cells = rng.random((2**octave + 1, 2**octave + 1), dtype=np.float32) - 0.5
         noise += cv2.resize(cells, (width, height), interpolation=cv2.INTER_CUBIC) * rng.uniform(0.5, 1.5) / octave
     noise = (noise - noise.min()) / (np.ptp(noise) + 1e-6)  # 0..1
 
@@ -65,7 +66,7 @@ def texture(rng, height, width):
     canvas = dark + noise[..., None] * (light - dark)  # [height, width, 3]
 
     angle = rng.uniform(0, 2 * np.pi)
-    y, x = np.mgrid[-1:1:height * 1j, -1:1:width * 1j].astype(np.float32)
+    y, x = np.mgrid[-1 : 1 : height * 1j, -1 : 1 : width * 1j].astype(np.float32)
     return canvas + rng.uniform(0, 30) * (np.cos(angle) * x + np.sin(angle) * y)[..., None]
 
 
@@ -81,8 +82,12 @@ def glyph(rng, digit, side):
     matrix = scale * np.array([[np.cos(angle) * stretch, -np.sin(angle)], [np.sin(angle) * stretch, np.cos(angle)]])
     canvas = int(np.ceil(side * 1.6))  # room for the rotated and stretched corners
     shift = canvas / 2 - matrix @ [3.5, 3.5]  # centre of the source onto the centre of the canvas
-    ink = cv2.warpAffine((digit / digit.max()).astype(np.float32), np.column_stack([matrix, shift]), (canvas, canvas),
-                         flags=cv2.INTER_CUBIC)
+    ink = cv2.warpAffine(
+        (digit / digit.max()).astype(np.float32),
+        np.column_stack([matrix, shift]),
+        (canvas, canvas),
+        flags=cv2.INTER_CUBIC,
+    )
     threshold = rng.uniform(0.3, 0.42)  # pen width: lower fills the holes of an 8, higher breaks faint strokes
     ramp = 1.5 / scale  # ink rises by at most about 1/scale per pixel
     mask = np.clip((ink - threshold) / ramp + 0.5, 0, 1)
@@ -93,7 +98,7 @@ def glyph(rng, digit, side):
 def visible(mask):
     """Slices of the rows and columns in which a soft mask [height, width] shows."""
     rows, columns = (np.flatnonzero((mask > 0.5).any(axis)) for axis in (1, 0))
-    return np.s_[rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+    return np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def sticker(rng, ink):
@@ -161,7 +166,7 @@ def make_image(rng, digits, targets, size, task):
         if place is None:  # the canvas is full
             continue
         y, x = place
-        under = canvas[y:y + h, x:x + w]
+        under = canvas[y : y + h, x : x + w]
         background = under.mean((0, 1))
         for layer in layers:
             colour = contrasting_colour(rng, background)
@@ -190,6 +195,7 @@ def polygon_line(x, y, mask, height, width):
 
 class Task(NamedTuple):
     """What the pictures of a task show, and how that is labelled."""
+
     per_image: tuple[int, int]
     digit_size: tuple[int, int]  # pixels of the longer side at --size 320; scales with --size
     overlap: float  # share of a box that another may cover
@@ -197,14 +203,17 @@ class Task(NamedTuple):
     line: Callable  # (x, y, mask, height, width) -> what follows the class in a label file
 
 
-TASKS = {'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_line),
-         'segment': Task((2, 5), (44, 140), 0.0, sticker, polygon_line)}  # the border comes on top of the digit's size
+TASKS = {
+    'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_line),
+    'segment': Task((2, 5), (44, 140), 0.0, sticker, polygon_line),
+}  # the border comes on top of the digit's size
 
 
 def make_split(folder, split, count, size, seed, task):
     """Write `count` pictures and label files of one split under `folder`."""
     from sklearn.datasets import load_digits  # here: it takes a second to import, and `-h` must not
     from tqdm import tqdm
+
     digits = load_digits()
     sources = source_split(seed, len(digits.images))[split]
     images, labels = folder / 'images' / split, folder / 'labels' / split
@@ -216,13 +225,17 @@ def make_split(folder, split, count, size, seed, task):
         ok, jpeg = cv2.imencode('.jpg', image, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
         assert ok, 'OpenCV could not encode a JPEG'
         (images / f'{i:05d}.jpg').write_bytes(jpeg.tobytes())
-        (labels / f'{i:05d}.txt').write_text(''.join(f'{c} {task.line(*what, *image.shape[:2])}\n' for c, *what in things))
+        (labels / f'{i:05d}.txt').write_text(
+            ''.join(f'{c} {task.line(*what, *image.shape[:2])}\n' for c, *what in things)
+        )
 
 
 def data_yaml(out):
     """Text of data.yaml. The path is absolute, because upstream looks up a relative one beside its own sources."""
-    return (f'path: {json.dumps(str(out))}\ntrain: images/train\nval: images/val\nnc: 10\n'
-            f'names: {json.dumps([str(c) for c in range(10)])}\n')
+    return (
+        f'path: {json.dumps(str(out))}\ntrain: images/train\nval: images/val\nnc: 10\n'
+        f'names: {json.dumps([str(c) for c in range(10)])}\n'
+    )
 
 
 def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
@@ -237,7 +250,9 @@ def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
         if not made_with.is_file():
             raise ValueError(f'--out {out} exists and was not made by this program; choose another folder')
         if made_with.read_text() != stamp:
-            raise ValueError(f'--out {out} was made with {made_with.read_text().strip()}; delete it or choose another folder')
+            raise ValueError(
+                f'--out {out} was made with {made_with.read_text().strip()}; delete it or choose another folder'
+            )
         if (out / 'data.yaml').read_text() != data_yaml(out):  # the folder was moved
             (out / 'data.yaml').write_text(data_yaml(out))
         return False
@@ -257,10 +272,12 @@ def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
 
 def integer(low, high):
     """An argparse type: a whole number from low to high."""
+
     def parse(text):
         if not text.isdecimal() or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f'{text!r} is not a whole number from {low} to {high}')
         return int(text)
+
     return parse
 
 
@@ -278,7 +295,7 @@ def main():
     parser.add_argument('--train', type=integer(1, 100_000), default=400, help='training images (default 400)')
     parser.add_argument('--val', type=integer(1, 100_000), default=100, help='validation images (default 100)')
     parser.add_argument('--size', type=integer(96, 2048), default=320, help='longer side in pixels (default 320)')
-    parser.add_argument('--seed', type=integer(0, 2 ** 32 - 1), default=0, help='seed (default 0)')
+    parser.add_argument('--seed', type=integer(0, 2**32 - 1), default=0, help='seed (default 0)')
     args = parser.parse_args()
     try:
         made = make_data(**vars(args))

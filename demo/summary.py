@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print the quickstart's closing table: the float model and its INT8 forms, each scored from its file.
 
-    python demo/summary.py .work/demo    (or .work/demo-seg)
+python demo/summary.py .work/demo    (or .work/demo-seg)
 """
 
 import json
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.core.command import Parser, run_command  # noqa: E402
-from utils.qat.core.errors import QatError  # noqa: E402
-from utils.qat.core.markdown import markdown_table  # noqa: E402  needs neither torch nor upstream
-from utils.qat.evaluation.figures import columns, figures  # noqa: E402  needs neither torch nor upstream
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.markdown import markdown_table
+from utils.qat.evaluation.figures import columns, figures
 
 NOTES = """
 Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees
@@ -24,14 +24,18 @@ def rows(folder):
     """One row per scored file: what it is, what ran it, on which images, its metrics, MB on disk, ms per image."""
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / report['best']['file']
-    trained = f"QAT, epoch {report['best']['epoch']}" if report['best']['epoch'] else 'best: PTQ'
-    for name, metrics, file in (('float', report['origin'], single),
-                                ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
-                                (trained, report['best'], best)):
+    trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'
+    for name, metrics, file in (
+        ('float', report['origin'], single),
+        ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
+        (trained, report['best'], best),
+    ):
         yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file), '-']
-    for name, runtime, scored, file in ((trained, 'PyTorch', 'eval_qat_square', best),
-                                        ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
-                                        ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx'))):
+    for name, runtime, scored, file in (
+        (trained, 'PyTorch', 'eval_qat_square', best),
+        ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
+        ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx')),
+    ):
         metrics = json.loads((folder / scored / 'metrics.json').read_text())
         size, ms = metrics['settings']['imgsz'], metrics['times']['ms_per_image']['inference']
         yield [name, runtime, f'{size} x {size}', metrics, megabytes(file), f'{ms:.1f}']
@@ -49,8 +53,12 @@ def main(argv=None):
         raise QatError(f'{folder}: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
     found = list(rows(folder))
     titles, masks = columns(*(metrics for *_, metrics, _, _ in found))
-    print(markdown_table(('model', 'run by', 'images', *titles, 'MB', 'ms/image'),
-                         [[*what, *figures(metrics, masks), size, ms] for *what, metrics, size, ms in found]))
+    print(
+        markdown_table(
+            ('model', 'run by', 'images', *titles, 'MB', 'ms/image'),
+            [[*what, *figures(metrics, masks), size, ms] for *what, metrics, size, ms in found],
+        )
+    )
     print(NOTES)
 
 

@@ -29,12 +29,14 @@ def import_upstream(tree):
         raise Mistake(f'{tree} is not a YOLOv9 tree (no models/yolo.py); name one with --yolov9 DIR')
     sys.path.insert(0, str(Path(tree).absolute()))
     import models.yolo
+
     return models.yolo
 
 
 def save(content, path):
     """torch.save under a temporary name, then rename: a half-written file never has the final name."""
     import torch  # in the function: `-h` must not pay for it, nor need it
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
@@ -57,9 +59,11 @@ def half(tensor):
 def state_of(model):
     """Packed content of an upstream model: plain types and FP16 tensors only."""
     names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
-    return {'state_dict': {key: half(value).clone() for key, value in model.state_dict().items()},
-            'yaml': model.yaml,
-            'names': {int(key): str(name) for key, name in names.items()}}
+    return {
+        'state_dict': {key: half(value).clone() for key, value in model.state_dict().items()},
+        'yaml': model.yaml,
+        'names': {int(key): str(name) for key, name in names.items()},
+    }
 
 
 def model_from(state, upstream):
@@ -68,8 +72,12 @@ def model_from(state, upstream):
     Its class follows from the head, the last layer of the config. Nothing is built that is not a network of the tensors that are there.
     """
     from models.quantize.weightless import parameter_shapes
+
     content = {**state['yaml'], 'nc': len(state['names'])}
-    needed, given = parameter_shapes(content, 'its config'), {key: tuple(value.shape) for key, value in state['state_dict'].items()}
+    needed, given = (
+        parameter_shapes(content, 'its config'),
+        {key: tuple(value.shape) for key, value in state['state_dict'].items()},
+    )
     if needed != given:
         wrong = [key for key in {**needed, **given} if needed.get(key) != given.get(key)]
         raise Mistake(f'{len(wrong)} tensors are missing, left over or of another shape, the first is {wrong[0]}')
@@ -83,30 +91,47 @@ def model_from(state, upstream):
 def pack(checkpoint, out):
     """Upstream checkpoint -> packed file. Prefers the averaged weights (`ema`), as upstream does."""
     from models.quantize.checkpoint import load_dual_or_float  # of the patched tree
+
     _, model = load_dual_or_float(checkpoint)
     if not hasattr(model, 'yaml'):
         raise Mistake(f'{checkpoint}: not an upstream checkpoint (its model has no yaml)')
     state = state_of(model)
     size = sum(value.numel() * value.element_size() for value in state['state_dict'].values())
     if size > MAX_BYTES:
-        raise Mistake(f'{checkpoint}: {size / 1e6:.1f} MB of weights in FP16; at most {MAX_BYTES / 1e6:.0f} MB are packed')
+        raise Mistake(
+            f'{checkpoint}: {size / 1e6:.1f} MB of weights in FP16; at most {MAX_BYTES / 1e6:.0f} MB are packed'
+        )
     save(state, out)
 
 
 def build(packed, out, upstream):
     """Packed file -> upstream checkpoint, as upstream's training leaves it when it has finished (epoch -1, no optimizer)."""
     from utils.qat.untrusted.plain_values import read_values  # of the patched tree
+
     state = read_values(packed, 'STATE.pt')
     missing = {'state_dict', 'yaml', 'names'} - set(state if isinstance(state, dict) else ())
     if missing:
         raise Mistake(f'{packed}: not a packed file (no {", ".join(sorted(missing))})')
     from utils.qat.core.errors import QatError
+
     try:
         model = model_from(state, upstream)
     except (Mistake, QatError, TypeError, AttributeError) as error:  # the last: of content of other types
         raise Mistake(f'{packed}: {error}') from None
-    save({'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'best_fitness': None, 'updates': None,
-          'opt': None, 'git': None, 'date': None}, out)
+    save(
+        {
+            'model': model,
+            'ema': None,
+            'epoch': -1,
+            'optimizer': None,
+            'best_fitness': None,
+            'updates': None,
+            'opt': None,
+            'git': None,
+            'date': None,
+        },
+        out,
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,13 +153,16 @@ def main():
     except Mistake as error:
         parser.error(str(error))
     from utils.qat.core.errors import QatError
+
     try:
         if args.verb == 'pack':
             pack(args.source, args.out)
         else:
             build(args.source, args.out, upstream)
     except (Mistake, QatError) as error:
-        parser.error(''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)))  # keys and names are the file's
+        parser.error(
+            ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+        )  # keys and names are the file's
     print(f'{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB')
 
 

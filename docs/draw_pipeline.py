@@ -5,24 +5,31 @@
 
 Needs pygraphviz (./install_dependencies.sh --trex), neither torch nor YOLOv9. Without arguments: docs/pipeline.svg.
 """
+
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.engine.layer_graph import FILL, FONT, draw  # noqa: E402  the colours of an engine's picture
+from utils.qat.engine.layer_graph import FILL, FONT, draw
 
 ROWS = [  # node → (type, what it is, the file or the commands); no type: something that is done with a file
-    {'dual': ('FP32', 'trained, two branches', 'yolov9-c.pt'),
-     'single': ('FP32', 'trained, one branch', 'yolov9-c-converted.pt'),
-     'ptq': ('INT8', 'calibrated (PTQ)', 'ptq_ap_*.pt'),
-     'qat': ('INT8', 'fine-tuned (QAT)', 'qat_best_*.pt')},
-    {'deepstream': ('INT8', 'ONNX for DeepStream', 'qat_best_*.pt.onnx'),
-     'onnx': ('INT8', 'ONNX with Q/DQ', 'qat_best_*.onnx'),
-     'end2end': ('INT8', 'ONNX with NMS inside', 'qat_best_*-end2end.onnx')},
-    {'streams': (None, 'DeepStream-Yolo', ''),
-     'runtime': (None, 'ONNX Runtime', ''),
-     'engine': ('INT8', 'TensorRT engine', '*.engine')},
+    {
+        'dual': ('FP32', 'trained, two branches', 'yolov9-c.pt'),
+        'single': ('FP32', 'trained, one branch', 'yolov9-c-converted.pt'),
+        'ptq': ('INT8', 'calibrated (PTQ)', 'ptq_ap_*.pt'),
+        'qat': ('INT8', 'fine-tuned (QAT)', 'qat_best_*.pt'),
+    },
+    {
+        'deepstream': ('INT8', 'ONNX for DeepStream', 'qat_best_*.pt.onnx'),
+        'onnx': ('INT8', 'ONNX with Q/DQ', 'qat_best_*.onnx'),
+        'end2end': ('INT8', 'ONNX with NMS inside', 'qat_best_*-end2end.onnx'),
+    },
+    {
+        'streams': (None, 'DeepStream-Yolo', ''),
+        'runtime': (None, 'ONNX Runtime', ''),
+        'engine': ('INT8', 'TensorRT engine', '*.engine'),
+    },
 ]
 STEPS = [  # from, to, the command
     ('dual', 'single', 'reparameterization.py'),
@@ -47,19 +54,25 @@ CHECKS = [  # what looks at the files on the way
 
 def dot():
     """The picture as DOT."""
+
     def node(name, kind, what, file):
         style = f'style=filled, fillcolor="{FILL[kind]}"' if kind else 'style="rounded,dashed"'
         return f'{name} [shape=box, {style}, label="{what}' + f'\\n{file}' * bool(file) + '"];'
 
     table = ''.join(f'<tr><td align="left">{command}</td><td align="left">{what}</td></tr>' for command, what in CHECKS)
     colours = ''.join(f'<td bgcolor="{FILL[kind]}" border="1">{kind}</td>' for kind in ('FP32', 'INT8'))
-    lines = ['graph [bgcolor=white, nodesep=0.35, ranksep=0.55];',
-             f'node [fontname="{FONT}", fontsize=11, margin="0.12,0.08"]; edge [fontname="{FONT}", fontsize=10, arrowsize=0.7];']
+    lines = [
+        'graph [bgcolor=white, nodesep=0.35, ranksep=0.55];',
+        f'node [fontname="{FONT}", fontsize=11, margin="0.12,0.08"]; edge [fontname="{FONT}", fontsize=10, arrowsize=0.7];',
+    ]
     lines += [node(name, *about) for row in ROWS for name, about in row.items()]
     lines += ['{rank=same; ' + ' '.join(row) + '}' for row in ROWS]
     lines += [f'{a} -> {b} [label=" {command} "];' for a, b, command in STEPS]
-    lines += [f'checks [shape=plain, fontsize=10, label=<<table border="0" cellspacing="2">{table}<tr>{colours}</tr></table>>];',
-              'single -> checks [style=invis];', '{rank=same; checks; ' + ' '.join(ROWS[1]) + '}']
+    lines += [
+        f'checks [shape=plain, fontsize=10, label=<<table border="0" cellspacing="2">{table}<tr>{colours}</tr></table>>];',
+        'single -> checks [style=invis];',
+        '{rank=same; checks; ' + ' '.join(ROWS[1]) + '}',
+    ]
     return '\n'.join(['digraph pipeline {', *lines, '}', ''])
 
 

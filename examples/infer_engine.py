@@ -5,13 +5,14 @@
 Needs TensorRT (8.6 to 11, the version that built the engine), cuda-python (12.8 or later: cuda.bindings), NumPy and OpenCV. Everything
 around the engine is in scripts/infer_onnx.py: copy both files, into one folder. Class names come from MODEL.engine.json, if it is there.
 """
+
 import ast
 import json
 import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / 'scripts'))  # not needed where both files are in one folder
-from infer_onnx import fail, main, missing  # noqa: E402
+from infer_onnx import fail, main, missing
 
 try:
     import numpy as np
@@ -20,7 +21,11 @@ try:
 except ImportError as e:
     missing(e, 'NumPy, cuda-python (pip install "cuda-python>=12.8") and the TensorRT that built the engine')
 
-TYPES = {'FLOAT': 'float32', 'INT32': 'int32', 'INT64': 'int64'}  # of inputs and outputs, also where the engine computes in FP16
+TYPES = {
+    'FLOAT': 'float32',
+    'INT32': 'int32',
+    'INT64': 'int64',
+}  # of inputs and outputs, also where the engine computes in FP16
 
 
 def check(result):
@@ -43,7 +48,9 @@ class EngineModel:
         self.runtime = trt.Runtime(self.log)  # kept: an engine must not outlive it
         self.engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
-            fail(f'{path}: TensorRT {trt.__version__} cannot load it; an engine runs only with the version that built it, on the same kind of GPU')
+            fail(
+                f'{path}: TensorRT {trt.__version__} cannot load it; an engine runs only with the version that built it, on the same kind of GPU'
+            )
         self.context = self.engine.create_execution_context()
         self.stream = check(cudart.cudaStreamCreate())
 
@@ -55,7 +62,9 @@ class EngineModel:
         self.context.set_input_shape(self.input, self.shape)
         self.host, self.device = {}, {}  # name → array, and its address on the GPU
         for name in tensors:
-            self.host[name] = np.empty(tuple(self.context.get_tensor_shape(name)), TYPES[self.engine.get_tensor_dtype(name).name])
+            self.host[name] = np.empty(
+                tuple(self.context.get_tensor_shape(name)), TYPES[self.engine.get_tensor_dtype(name).name]
+            )
             self.device[name] = check(cudart.cudaMalloc(self.host[name].nbytes))
             self.context.set_tensor_address(name, int(self.device[name]))
 

@@ -1,14 +1,15 @@
 """Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much. Builds nothing.
 
-    python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
+python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
-from utils.qat.core.next_command import command  # noqa: E402
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
+from utils.qat.core.next_command import command
 
 SHOWN = 10  # lines of a list without --verbose
 

@@ -5,17 +5,18 @@
 Writes MODEL.engine and MODEL.engine.json, a description of the build. --generate-graph needs the GPU; it also writes MODEL.layer.json,
 MODEL.profile.json, and the picture of draw_engine.py.
 """
+
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.config.backends import ENGINES  # noqa: E402
-from utils.qat.config.engine import PRECISIONS, BuildConfig  # noqa: E402
-from utils.qat.core.command import Parser, require_file, run_command  # noqa: E402
-from utils.qat.core.errors import QatError  # noqa: E402
-from utils.qat.core.log import LOGGER, bar, finish  # noqa: E402
-from utils.qat.core.next_command import DATA, command  # noqa: E402
+from utils.qat.config.backends import ENGINES
+from utils.qat.config.engine import PRECISIONS, BuildConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER, bar, finish
+from utils.qat.core.next_command import DATA, command
 
 
 def parse_args(argv):
@@ -23,19 +24,50 @@ def parse_args(argv):
     c, p = BuildConfig, Parser(description=__doc__.splitlines()[0])
     p.add_argument('onnx', type=Path, metavar='MODEL.onnx', nargs='?', help='file of export_qat.py, or any other')
     p.add_argument('--engine', type=Path, help='where to write; default: MODEL.engine beside the ONNX file')
-    p.add_argument('--imgsz', '--img', '--img-size', nargs='+', type=int, help='height and width in pixels. If they are fixed in the file, they '
-                   'must be equal')
-    p.add_argument('--batch', help='for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1')
-    p.add_argument('--precision', choices=PRECISIONS, default=c.precision, help='auto: INT8 with FP16 if the file has Q/DQ, else FP16; '
-                   'TensorRT 11 computes in the types of the file')
+    p.add_argument(
+        '--imgsz',
+        '--img',
+        '--img-size',
+        nargs='+',
+        type=int,
+        help='height and width in pixels. If they are fixed in the file, they must be equal',
+    )
+    p.add_argument(
+        '--batch',
+        help='for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1',
+    )
+    p.add_argument(
+        '--precision',
+        choices=PRECISIONS,
+        default=c.precision,
+        help='auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
+    )
     p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory for kernels')
-    p.add_argument('--timing-cache', type=Path, help='file of kernel timings, read and extended by the build; default: beside the engine')
-    p.add_argument('--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own")
-    p.add_argument('--backend', choices=ENGINES, default=c.backend, help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU')
-    p.add_argument('--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even if trtexec is found')
-    p.add_argument('--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU')
-    p.add_argument('--which', action='store_true', help='print the major version of TensorRT here, for export_qat.py --trt, '
-                                                        'and stop')
+    p.add_argument(
+        '--timing-cache',
+        type=Path,
+        help='file of kernel timings, read and extended by the build; default: beside the engine',
+    )
+    p.add_argument(
+        '--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own"
+    )
+    p.add_argument(
+        '--backend',
+        choices=ENGINES,
+        default=c.backend,
+        help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU',
+    )
+    p.add_argument(
+        '--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even if trtexec is found'
+    )
+    p.add_argument(
+        '--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU'
+    )
+    p.add_argument(
+        '--which',
+        action='store_true',
+        help='print the major version of TensorRT here, for export_qat.py --trt, and stop',
+    )
     args = vars(p.parse_args(argv))
     graph, which = args.pop('generate_graph'), args.pop('which')
     if not which and args['onnx'] is None:
@@ -46,11 +78,14 @@ def parse_args(argv):
 def measure_layers(config, layer, profile):
     """Write the layers of config.engine and their times, on random images of the best batch."""
     import torch
+
     from utils.qat.core.files import write_json
     from utils.qat.engine.runner import EngineRunner
 
     if not torch.cuda.is_available():
-        raise QatError(f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built')
+        raise QatError(
+            f'--generate-graph: measures the engine on an NVIDIA GPU, and PyTorch sees none here; {config.engine} is built'
+        )
     with EngineRunner(config.engine, backend=config.backend) as runner:
         images = {name: torch.rand(best) for name, (_, best, _) in runner.inputs.items()}
         write_json(layer, runner.layers())
@@ -81,23 +116,36 @@ def main(argv=None):
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     if trtexec:
         version, source = version_of(trtexec), Source(config)
-        flags = plan(source, VERSIONS[version[0]], f"TensorRT {'.'.join(map(str, version))}")
-        built = build_with_trtexec(trtexec, version, source, flags, LOGGER.debug,
-                                   lambda lines: bar(lines, 'building', unit='lines of trtexec'), *((layer, profile) if graph else ()))
+        flags = plan(source, VERSIONS[version[0]], f'TensorRT {".".join(map(str, version))}')
+        built = build_with_trtexec(
+            trtexec,
+            version,
+            source,
+            flags,
+            LOGGER.debug,
+            lambda lines: bar(lines, 'building', unit='lines of trtexec'),
+            *((layer, profile) if graph else ()),
+        )
     else:
         built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
         if graph:
             measure_layers(config, layer, profile)
-    shapes = '; '.join(f"{name} {' '.join(json.dumps(list(s)) for s in dict.fromkeys(map(tuple, bounds.values())))}"
-                       for name, bounds in built['inputs'].items())
-    LOGGER.info(f"{config.onnx} -> {config.engine}: {built['precision']}, {built['built_by']}, {shapes}, {built['bytes'] / 1e6:.1f} MB")
+    shapes = '; '.join(
+        f'{name} {" ".join(json.dumps(list(s)) for s in dict.fromkeys(map(tuple, bounds.values())))}'
+        for name, bounds in built['inputs'].items()
+    )
+    LOGGER.info(
+        f'{config.onnx} -> {config.engine}: {built["precision"]}, {built["built_by"]}, {shapes}, {built["bytes"] / 1e6:.1f} MB'
+    )
     if graph:
         following = command('scripts/draw_engine.py', '--layer', layer, '--profile', profile)
     else:
         shape = next(iter(built['inputs'].values()))['opt']
         backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
         if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # of a YOLOv9, which val_trt.py can score
-            following = command('val_trt.py', '--engine-file', config.engine, '--data', DATA, '--imgsz', shape[-1], *backend)
+            following = command(
+                'val_trt.py', '--engine-file', config.engine, '--data', DATA, '--imgsz', shape[-1], *backend
+            )
         else:
             following = command('benchmark_trt.py', config.engine, *backend)
     finish(following, engine=config.engine)

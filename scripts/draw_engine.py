@@ -1,36 +1,54 @@
 """Draw a TensorRT engine, layer by layer, and name the layers that cost too much. Reads files of trtexec, needs no GPU.
 
-    trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInfo=layers.json --exportProfile=profile.json
-    python scripts/draw_engine.py --layer layers.json --profile profile.json
+trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInfo=layers.json --exportProfile=profile.json
+python scripts/draw_engine.py --layer layers.json --profile profile.json
 """
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, run_command  # noqa: E402
-from utils.qat.core.errors import QatError  # noqa: E402
-from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose  # noqa: E402
-from utils.qat.core.next_command import command  # noqa: E402
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
+from utils.qat.core.next_command import command
 
 SHOWN = 10  # lines of a list without --verbose
 
 
 def parse_args(argv):
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
-    parser.add_argument('--layer', type=Path, required=True, metavar='L.json', help='layer information of an engine built with '
-                        '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json')
-    parser.add_argument('--profile', type=Path, metavar='P.json', help='times of the layers: trtexec --exportProfile=P.json')
-    parser.add_argument('--output', type=Path, metavar='PREFIX', help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: '
-                        'FOLDER/L)')
+    parser.add_argument(
+        '--layer',
+        type=Path,
+        required=True,
+        metavar='L.json',
+        help='layer information of an engine built with '
+        '--profilingVerbosity=detailed: trtexec --exportLayerInfo=L.json',
+    )
+    parser.add_argument(
+        '--profile', type=Path, metavar='P.json', help='times of the layers: trtexec --exportProfile=P.json'
+    )
+    parser.add_argument(
+        '--output',
+        type=Path,
+        metavar='PREFIX',
+        help='write PREFIX.csv, .dot, .svg and .png (default: L; in a folder: FOLDER/L)',
+    )
     return parser.parse_args(argv)
 
 
 def next_command(args):
     """How fast the engine is that lies beside its layers, as build_engine.py leaves it; else all that there is to read of it."""
-    built = args.layer.with_name(f"{args.layer.name.removesuffix('.layer.json')}.engine")
+    built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
     if built.is_file():
         return command('benchmark_trt.py', built)
-    words = [word for flag in ('layer', 'profile', 'output') for word in (f'--{flag}', getattr(args, flag)) if getattr(args, flag)]
+    words = [
+        word
+        for flag in ('layer', 'profile', 'output')
+        for word in (f'--{flag}', getattr(args, flag))
+        if getattr(args, flag)
+    ]
     return command('scripts/draw_engine.py', *words, '--verbose')
 
 

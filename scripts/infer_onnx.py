@@ -13,6 +13,7 @@ Pre-processing and NMS are those that the model was evaluated with. All three la
                 segmentation model det_masks [B, K, R * R] besides: R x R cells, row by row, that divide the box
 Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: examples/infer_engine.py.
 """
+
 import argparse
 import ast
 import os
@@ -60,12 +61,23 @@ def letterbox(image, height, width):
     h, w = image.shape[:2]
     gain = min(height / h, width / w)
     if gain != 1:
-        image = cv2.resize(image, (max(1, int(w * gain)), max(1, int(h * gain))), interpolation=cv2.INTER_AREA if gain < 1 else cv2.INTER_LINEAR)
+        image = cv2.resize(
+            image,
+            (max(1, int(w * gain)), max(1, int(h * gain))),
+            interpolation=cv2.INTER_AREA if gain < 1 else cv2.INTER_LINEAR,
+        )
     top, left = (height - image.shape[0]) / 2, (width - image.shape[1]) / 2
     gain = image.shape[0] / h  # as it came out of the rounding
     # of an odd border, right and bottom get one pixel more
-    image = cv2.copyMakeBorder(image, round(top - 0.1), round(top + 0.1), round(left - 0.1), round(left + 0.1), cv2.BORDER_CONSTANT,
-                               value=(114, 114, 114))
+    image = cv2.copyMakeBorder(
+        image,
+        round(top - 0.1),
+        round(top + 0.1),
+        round(left - 0.1),
+        round(left + 0.1),
+        cv2.BORDER_CONSTANT,
+        value=(114, 114, 114),
+    )
     return np.ascontiguousarray(image[..., ::-1].transpose(2, 0, 1), np.float32) / 255, gain, (left, top)
 
 
@@ -112,8 +124,12 @@ def read_outputs(outputs, size, conf_thres, iou_thres):
     if output.shape[2] == 6:
         found, at = output[0], np.arange(output.shape[1])
     else:
-        rows, coefficients = np.split(output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1)  # [N, 4 + nc], [N, nm]
-        at, classes = np.nonzero(~(rows[:, 4:] <= conf_thres))  # NaN is not below; a box may be of several classes, as in the evaluation
+        rows, coefficients = np.split(
+            output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1
+        )  # [N, 4 + nc], [N, nm]
+        at, classes = np.nonzero(
+            ~(rows[:, 4:] <= conf_thres)
+        )  # NaN is not below; a box may be of several classes, as in the evaluation
         centre, half = rows[at, :2], rows[at, 2:4] / 2
         found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
     chosen, skipped = wanted(found, conf_thres)
@@ -148,7 +164,9 @@ def paste(mask, area, box, shape):
         return np.zeros(shape, bool)
     x, y = columns / (x2 - x1), rows / (y2 - y1)  # cells to a pixel
     cells = np.float64([[x, 0, (0.5 - x1) * x - 0.5], [0, y, (0.5 - y1) * y - 0.5]])  # of the centre of pixel (x, y)
-    whole = cv2.warpAffine(mask, cells, shape[::-1], flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE)
+    whole = cv2.warpAffine(
+        mask, cells, shape[::-1], flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
+    )
     down, across = (np.arange(side) + 0.5 for side in shape)
     return (whole > 0.5) & ((box[1] <= down) & (down < box[3]))[:, None] & (box[0] <= across) & (across < box[2])
 
@@ -166,7 +184,9 @@ def draw(image, found, names, masks=None):
         left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)  # the label stays inside
         cv2.rectangle(image, (round(x1), round(y1)), (round(x2), round(y2)), colour, thick)
         cv2.rectangle(image, (left, bottom - h - 4), (left + w, bottom), colour, -1)
-        cv2.putText(image, text, (left, bottom - 3), cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA)
+        cv2.putText(
+            image, text, (left, bottom - 3), cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA
+        )
 
 
 def save(image, path):
@@ -198,22 +218,30 @@ class OnnxModel:
             missing(e, 'ONNX Runtime: pip install onnxruntime')
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        spin = str(int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active'))  # threads that wait spin otherwise, and slow down other work
+        spin = str(
+            int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active')
+        )  # threads that wait spin otherwise, and slow down other work
         for pool in 'intra_op', 'inter_op':
             options.add_session_config_entry(f'session.{pool}.allow_spinning', spin)
         # Q and DQ as they are written, which is what was evaluated and what TensorRT computes; leave it out for speed on a CPU
         options.add_session_config_entry('session.disable_quant_qdq', '1')
         provider = ('CPUExecutionProvider', {}) if device == 'cpu' else ('CUDAExecutionProvider', {'device_id': device})
         if provider[0] not in onnxruntime.get_available_providers():
-            fail(f'--device {device}: this ONNX Runtime has no {provider[0]}; use --device cpu, or install onnxruntime-gpu')
+            fail(
+                f'--device {device}: this ONNX Runtime has no {provider[0]}; use --device cpu, or install onnxruntime-gpu'
+            )
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
             (self.input,), metadata = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
             self.names = ast.literal_eval(metadata.get('names', '{}'))
             self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
-        except Exception as e:  # those of ONNX Runtime share no base class; the rest: several inputs, names that are none
-            fail(f"{path}: ONNX Runtime cannot load it, or it is no detector: {' '.join(str(e).split())[:300]}")
-        self.shape = [1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)]  # an open batch takes one image
+        except (
+            Exception
+        ) as e:  # those of ONNX Runtime share no base class; the rest: several inputs, names that are none
+            fail(f'{path}: ONNX Runtime cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
+        self.shape = [
+            1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)
+        ]  # an open batch takes one image
 
     def __call__(self, image):
         """RGB FP32 [3, H, W] in 0..1 → {name: array}; of a fixed batch of several, all are this image."""
@@ -226,13 +254,23 @@ def parse_args(description, suffix, argv):
     parser.error = fail
     parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
     parser.add_argument('images', type=Path, metavar='IMAGE|FOLDER', help='an image, or a folder: all images in it')
-    parser.add_argument('--conf-thres', type=float, default=0.25, help='lowest score; a file with NMS inside has one of its own besides')
-    parser.add_argument('--iou-thres', type=float, default=0.45, help='IoU above which NMS drops a box; not of a file with NMS inside')
-    parser.add_argument('--save', action='store_true', help=f'draw the detections into copies of the images, in {PICTURES}/')
+    parser.add_argument(
+        '--conf-thres', type=float, default=0.25, help='lowest score; a file with NMS inside has one of its own besides'
+    )
+    parser.add_argument(
+        '--iou-thres', type=float, default=0.45, help='IoU above which NMS drops a box; not of a file with NMS inside'
+    )
+    parser.add_argument(
+        '--save', action='store_true', help=f'draw the detections into copies of the images, in {PICTURES}/'
+    )
     speak = parser.add_mutually_exclusive_group()
     speak.add_argument('--quiet', action='store_true', help='only the last line')
     speak.add_argument('--verbose', action='store_true', help='the time of each image as well')
-    parser.add_argument('--device', default='cpu' if suffix == '.onnx' else '0', help='number of a GPU' + ", or 'cpu'" * (suffix == '.onnx'))
+    parser.add_argument(
+        '--device',
+        default='cpu' if suffix == '.onnx' else '0',
+        help='number of a GPU' + ", or 'cpu'" * (suffix == '.onnx'),
+    )
     args = parser.parse_args(argv)
     if not args.model.is_file() or args.model.suffix != suffix:
         fail(f'{args.model}: expected a file ending in {suffix}')
@@ -240,10 +278,14 @@ def parse_args(description, suffix, argv):
         if not 0 <= value <= 1:
             fail(f'{flag} {value}: must lie in 0 to 1')
     if not args.device.isdigit() and (args.device != 'cpu' or suffix != '.onnx'):
-        fail(f"--device {args.device}: must be the number of a GPU{', or cpu' * (suffix == '.onnx')}")
-    args.files = sorted(f for f in args.images.iterdir() if f.suffix.lower() in IMAGES) if args.images.is_dir() else [args.images]
+        fail(f'--device {args.device}: must be the number of a GPU{", or cpu" * (suffix == ".onnx")}')
+    args.files = (
+        sorted(f for f in args.images.iterdir() if f.suffix.lower() in IMAGES)
+        if args.images.is_dir()
+        else [args.images]
+    )
     if not args.files or not args.files[0].is_file():
-        fail(f"{args.images}: no such image, nor a folder with images ({', '.join(sorted(IMAGES))})")
+        fail(f'{args.images}: no such image, nor a folder with images ({", ".join(sorted(IMAGES))})')
     if args.save and args.files[0].parent.resolve() == PICTURES.resolve():
         fail(f'--save: would write over the images in {PICTURES}; move them, or work in another folder')
     return args
@@ -271,17 +313,25 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
             with np.errstate(all='ignore'):  # what is not finite is counted
                 found, masks, left_out = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
         except Exception as e:  # as above; and outputs of another layout
-            fail(f"{args.model}: cannot be run, or its outputs are of none of the layouts above: {' '.join(str(e).split())[:300]}")
+            fail(
+                f'{args.model}: cannot be run, or its outputs are of none of the layouts above: {" ".join(str(e).split())[:300]}'
+            )
         if args.verbose:
-            print(f'{visible(file.name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms')
+            print(
+                f'{visible(file.name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms'
+            )
         total += len(found)
         skipped += left_out
         found = to_image(found, gain, border, image.shape[:2])
         if masks:
-            masks = [paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])]
+            masks = [
+                paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])
+            ]
         for i, (*box, score, number) in enumerate([] if args.quiet else found.tolist()):
-            print(f"{visible(file.name)}: {visible(model.names.get(int(number), int(number)))} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}"
-                  + (f'  {masks[i].sum()} px' if masks else ''))
+            print(
+                f'{visible(file.name)}: {visible(model.names.get(int(number), int(number)))} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}'
+                + (f'  {masks[i].sum()} px' if masks else '')
+            )
         if not len(found) and not args.quiet:
             print(f'{visible(file.name)}: nothing found')
         if args.save:
@@ -289,11 +339,19 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
             try:
                 save(image, PICTURES / file.name)
             except (OSError, ValueError) as e:
-                reason = f'{e.strerror}, {shutil.disk_usage(".").free / 1e6:.1f} MB are free' if isinstance(e, OSError) else e
-                fail(f'{PICTURES / file.name} could not be written ({reason}), nor what follows; {saved} pictures are whole')
+                reason = (
+                    f'{e.strerror}, {shutil.disk_usage(".").free / 1e6:.1f} MB are free'
+                    if isinstance(e, OSError)
+                    else e
+                )
+                fail(
+                    f'{PICTURES / file.name} could not be written ({reason}), nor what follows; {saved} pictures are whole'
+                )
             saved += 1
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
-    print(f"{total} detections{broken} in {len(args.files) - unread} images{f', pictures in {PICTURES}' if args.save else ''}")
+    print(
+        f'{total} detections{broken} in {len(args.files) - unread} images{f", pictures in {PICTURES}" if args.save else ""}'
+    )
     if not args.save and not args.quiet:
         print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))
     return 1 if unread else 0

@@ -1,7 +1,8 @@
 """Run `qat.py` for segmentation models only: the same verbs and options; a detection model is refused.
 
-    python segment/qat_seg.py quantize --weights gelan-c-seg.pt --data data/coco.yaml --name gelan_c_seg_qat
+python segment/qat_seg.py quantize --weights gelan-c-seg.pt --data data/coco.yaml --name gelan_c_seg_qat
 """
+
 import runpy
 import sys
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in segment/
 
-from utils.qat.core.command import run_command  # noqa: E402
+from utils.qat.core.command import run_command
 
 if __name__ == '__main__':
     # By its path: with `patch_yolov9.sh --link`, `import qat` would find the launcher, which runs it

@@ -15,40 +15,49 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
-LEFT = "left for --faults"  # tests that were not asked for
-UPSTREAM = Path(os.environ.get("YOLOV9_DIR") or REPO / ".work" / "yolov9").resolve()
+LEFT = 'left for --faults'  # tests that were not asked for
+UPSTREAM = Path(os.environ.get('YOLOV9_DIR') or REPO / '.work' / 'yolov9').resolve()
 
 
 def copy_upstream(destination):
     """A copy of the upstream tree without history, data and results; unpatched even if UPSTREAM is patched."""
-    shutil.copytree(UPSTREAM, destination, symlinks=True,
-                    ignore=shutil.ignore_patterns(".git", "datasets", "runs", "figure", "__pycache__"))
-    if (destination / ".yolov9-qat.manifest").exists():
-        subprocess.run([REPO / "patch_yolov9.sh", destination, "--revert", "--force"], check=True, stdout=subprocess.DEVNULL)
+    shutil.copytree(
+        UPSTREAM,
+        destination,
+        symlinks=True,
+        ignore=shutil.ignore_patterns('.git', 'datasets', 'runs', 'figure', '__pycache__'),
+    )
+    if (destination / '.yolov9-qat.manifest').exists():
+        subprocess.run(
+            [REPO / 'patch_yolov9.sh', destination, '--revert', '--force'], check=True, stdout=subprocess.DEVNULL
+        )
     return destination
 
 
 def make_tree():
     """Path of the patched copy of this session. Upstream's settings (its font) stay beside it, not in the user's home."""
-    if not (UPSTREAM / "models" / "yolo.py").exists():
-        pytest.exit(f"no YOLOv9 tree at {UPSTREAM}. Set YOLOV9_DIR, or: scripts/get_yolov9.sh {REPO / '.work' / 'yolov9'}", 2)
-    scratch = Path(tempfile.mkdtemp(prefix="yolov9-qat-tests-"))
+    if not (UPSTREAM / 'models' / 'yolo.py').exists():
+        pytest.exit(
+            f'no YOLOv9 tree at {UPSTREAM}. Set YOLOV9_DIR, or: scripts/get_yolov9.sh {REPO / ".work" / "yolov9"}', 2
+        )
+    scratch = Path(tempfile.mkdtemp(prefix='yolov9-qat-tests-'))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    os.environ["YOLOV5_CONFIG_DIR"] = str(scratch / "config")
-    tree = copy_upstream(scratch / "yolov9")
-    subprocess.run([REPO / "patch_yolov9.sh", tree, "--link"], check=True, stdout=subprocess.DEVNULL)
+    os.environ['YOLOV5_CONFIG_DIR'] = str(scratch / 'config')
+    tree = copy_upstream(scratch / 'yolov9')
+    subprocess.run([REPO / 'patch_yolov9.sh', tree, '--link'], check=True, stdout=subprocess.DEVNULL)
     return tree
 
 
 TREE = make_tree()
-FULL_TREE = ((TREE / "models" / "detect" / "yolov9-t.yaml").is_file()
-             and "class ELAN1" in (TREE / "models" / "common.py").read_text())
+FULL_TREE = (TREE / 'models' / 'detect' / 'yolov9-t.yaml').is_file() and 'class ELAN1' in (
+    TREE / 'models' / 'common.py'
+).read_text()
 sys.path.insert(0, str(TREE))
 
 import utils.qat  # noqa: E402, F401  before torch: see utils/qat/core/threads.py
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope='session')
 def tree():
     """Path of the patched upstream tree, shared by all tests: leave it as it is."""
     return TREE
@@ -58,7 +67,7 @@ def tree():
 def upstreams_activation():
     """Upstream keeps the activation of the last config that it built from: each test begins with that of a new process."""
     yield
-    common = sys.modules.get("models.common")
+    common = sys.modules.get('models.common')
     if common:
         common.Conv.default_act = common.RepConvN.default_act = common.nn.SiLU()
 
@@ -66,42 +75,49 @@ def upstreams_activation():
 @pytest.fixture
 def small_disk(tmp_path):
     """Callable: megabytes → a folder on a file system of that size. It skips the test where none can be mounted."""
-    folder = tmp_path / "disk"
+    folder = tmp_path / 'disk'
 
     def mounted(megabytes):
         folder.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}M", "tmpfs", folder], capture_output=True, text=True)
+        done = subprocess.run(
+            ['mount', '-t', 'tmpfs', '-o', f'size={megabytes}M', 'tmpfs', folder], capture_output=True, text=True
+        )
         if done.returncode:
-            pytest.skip(f"no file system of {megabytes} MB: {done.stderr.strip()}")
+            pytest.skip(f'no file system of {megabytes} MB: {done.stderr.strip()}')
         return folder
 
     yield mounted
     if os.path.ismount(folder):
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(['umount', folder], check=True)
 
 
 @pytest.fixture
 def clone(tmp_path):
     """An unpatched copy of upstream for this test alone, at a path with spaces."""
-    return copy_upstream(tmp_path / "my yolov9 clone")
+    return copy_upstream(tmp_path / 'my yolov9 clone')
 
 
 @pytest.fixture
 def graphviz():
     """pygraphviz, whose wheels still take a few libraries from the system."""
-    return pytest.importorskip("pygraphviz", reason="no Graphviz to draw with: ./install_dependencies.sh --trex, docs/tensorrt.md#the-picture",
-                               exc_type=ImportError)
+    return pytest.importorskip(
+        'pygraphviz',
+        reason='no Graphviz to draw with: ./install_dependencies.sh --trex, docs/tensorrt.md#the-picture',
+        exc_type=ImportError,
+    )
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--gpu", action="store_true", help="run the tests marked gpu, and only these")
-    parser.addoption("--faults", action="store_true", help="run the tests marked faults, and only these")
+    parser.addoption('--slow', action='store_true', help='also run the tests marked slow')
+    parser.addoption('--gpu', action='store_true', help='run the tests marked gpu, and only these')
+    parser.addoption('--faults', action='store_true', help='run the tests marked faults, and only these')
 
 
 def pytest_configure(config):
-    if not config.getoption("--gpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are the same on every machine; some fork, after which CUDA fails
+    if not config.getoption('--gpu'):
+        os.environ['CUDA_VISIBLE_DEVICES'] = (
+            ''  # the others are the same on every machine; some fork, after which CUDA fails
+        )
 
 
 def keep(items, mark, wanted=True):
@@ -114,25 +130,28 @@ def keep(items, mark, wanted=True):
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
     import torch
+
     gpu = torch.cuda.is_available()
-    for only in ("gpu", "faults"):
-        if config.getoption(f"--{only}"):
+    for only in ('gpu', 'faults'):
+        if config.getoption(f'--{only}'):
             config.hook.pytest_deselected(items=keep(items, only))
-    if not config.getoption("--faults") and not config.getoption("--gpu"):
-        getattr(config, "workeroutput", vars(config))[LEFT] = len(keep(items, "faults", wanted=False))
+    if not config.getoption('--faults') and not config.getoption('--gpu'):
+        getattr(config, 'workeroutput', vars(config))[LEFT] = len(keep(items, 'faults', wanted=False))
     for item in items:
-        if item.get_closest_marker("full_tree") and not FULL_TREE:
-            item.add_marker(pytest.mark.skip(reason=f"{UPSTREAM} lacks ELAN1 or its configs: it is the sdist, not a clone"))
-        if item.get_closest_marker("gpu") and not gpu:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and --gpu"))
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: pass --slow"))
+        if item.get_closest_marker('full_tree') and not FULL_TREE:
+            item.add_marker(
+                pytest.mark.skip(reason=f'{UPSTREAM} lacks ELAN1 or its configs: it is the sdist, not a clone')
+            )
+        if item.get_closest_marker('gpu') and not gpu:
+            item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU, and --gpu'))
+        if item.get_closest_marker('slow') and not config.getoption('--slow'):
+            item.add_marker(pytest.mark.skip(reason='slow: pass --slow'))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take the count from a process of pytest-xdist; all of them collect the same tests."""
-    vars(node.config).setdefault(LEFT, getattr(node, "workeroutput", {}).get(LEFT, 0))
+    vars(node.config).setdefault(LEFT, getattr(node, 'workeroutput', {}).get(LEFT, 0))
 
 
 def pytest_terminal_summary(terminalreporter, config):

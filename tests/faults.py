@@ -2,6 +2,7 @@
 
 All cases follow from a seed: `cases(kind, n)` is the same list in every run, and a longer one begins with a shorter one.
 """
+
 import io
 import os
 import random
@@ -20,10 +21,15 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
     there before and did not succeed: a result, or a temporary file.
     """
     from utils.qat.core.command import run_command
+
     main, before = program(command).main, set(folder.rglob('*'))
     capfd.readouterr()
     try:
-        code = run_command(main, [str(a) for a in argv]) if command != 'scripts/infer_onnx.py' else main(argv=[str(a) for a in argv])
+        code = (
+            run_command(main, [str(a) for a in argv])
+            if command != 'scripts/infer_onnx.py'
+            else main(argv=[str(a) for a in argv])
+        )
     except SystemExit as e:
         code = e.code
     out, err = capfd.readouterr()
@@ -40,6 +46,7 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
 
 def sampled(cases, every, first=0):
     """These cases as pytest parameters: `first` and each that is `every` behind it in all rounds, the others in that of --faults."""
+
     def later(case):
         if not hasattr(case, 'marks'):
             case = pytest.param(*(case if isinstance(case, tuple) else [case]))
@@ -57,17 +64,23 @@ def damaged(whole, n, seed=0):
 
 def damage(whole, chance, number):
     """(what was done, bytes): cut short, overwritten by noise, a bit flipped, a part left out or doubled, by turns of `number`."""
+
     def somewhere():  # the beginning and the end of a file say what the rest is
-        return min(len(whole) - 1, chance.choice([chance.randrange(len(whole)), chance.randrange(256), len(whole) - 1 - chance.randrange(512)]) % len(whole))
+        return min(
+            len(whole) - 1,
+            chance.choice([chance.randrange(len(whole)), chance.randrange(256), len(whole) - 1 - chance.randrange(512)])
+            % len(whole),
+        )
 
     at, length = somewhere(), chance.choice([1, 4, 16, 300])
     how = ('cut', 'noise', 'bit', 'without', 'doubled')[number % 5]
     return f'{how} at {at}, {length}', {
         'cut': lambda: whole[:at],
-        'noise': lambda: whole[:at] + chance.randbytes(length) + whole[at + length:],
-        'bit': lambda: whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1:],
-        'without': lambda: whole[:at] + whole[at + length:],
-        'doubled': lambda: whole[:at + length] + whole[at:]}[how]()
+        'noise': lambda: whole[:at] + chance.randbytes(length) + whole[at + length :],
+        'bit': lambda: whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :],
+        'without': lambda: whole[:at] + whole[at + length :],
+        'doubled': lambda: whole[: at + length] + whole[at:],
+    }[how]()
 
 
 def with_pickle(whole, pickled):

@@ -1,8 +1,10 @@
 """ONNX graphs made by hand, and running and reading graphs. Imports no torch."""
+
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
+
 from utils.qat.core.threads import onnx_options
 from utils.qat.graph.ort_rounding import rounding
 
@@ -11,12 +13,23 @@ FLOAT = TensorProto.FLOAT
 
 def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17, given=FLOAT):
     """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`."""
-    values = {'scale': np.float32(0.1), 'same scale': np.float32(0.1), 'other scale': np.float32(0.2), 'zero': np.int8(0),
-              'same zero': np.int8(0), 'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), **(initializers or {})}
+    values = {
+        'scale': np.float32(0.1),
+        'same scale': np.float32(0.1),
+        'other scale': np.float32(0.2),
+        'zero': np.int8(0),
+        'same zero': np.int8(0),
+        'weight': np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
+        **(initializers or {}),
+    }
     used = {name for node in nodes for name in node.input}
-    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('x', given, shape)],
-                              [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
-                              [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used])
+    graph = helper.make_graph(
+        nodes,
+        'by hand',
+        [helper.make_tensor_value_info('x', given, shape)],
+        [helper.make_tensor_value_info(name, FLOAT, returns or shape) for name in outputs],
+        [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8)
     onnx.checker.check_model(model)
     return model
@@ -43,9 +56,16 @@ def copy(model):
 
 
 RNG = np.random.default_rng(0)
-FEATURES = {'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32), 'b': RNG.normal(size=4).astype(np.float32),
-            'two': np.float32(2), 'roi': np.float32([]), 'scales': np.float32([1, 1, 2, 2]), 'sizes': np.int64([1, 4, 8, 8]),
-            'per channel': np.float32([0.01, 0.02, 0.03, 0.04]), 'zeros': np.zeros(4, np.int8)}
+FEATURES = {
+    'w': RNG.normal(size=(4, 4, 1, 1)).astype(np.float32),
+    'b': RNG.normal(size=4).astype(np.float32),
+    'two': np.float32(2),
+    'roi': np.float32([]),
+    'scales': np.float32([1, 1, 2, 2]),
+    'sizes': np.int64([1, 4, 8, 8]),
+    'per channel': np.float32([0.01, 0.02, 0.03, 0.04]),
+    'zeros': np.zeros(4, np.int8),
+}
 
 
 def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
@@ -54,9 +74,20 @@ def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
 
 
 WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
-INT8_BLOCK = nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'b', 'c'), node('Sigmoid', 'c', 's'),
-                   node('Mul', 'c', 's', 'm'), *pair('m', 'n'), *pair('x', 'k'), node('Add', 'n', 'k', 'o'),
-                   node('Conv', 'o', 'w', 'd'), node('Relu', 'd', 'y')])
+INT8_BLOCK = nchw(
+    [
+        *pair('x', 'a'),
+        *WEIGHT,
+        node('Conv', 'a', 'dw', 'b', 'c'),
+        node('Sigmoid', 'c', 's'),
+        node('Mul', 'c', 's', 'm'),
+        *pair('m', 'n'),
+        *pair('x', 'k'),
+        node('Add', 'n', 'k', 'o'),
+        node('Conv', 'o', 'w', 'd'),
+        node('Relu', 'd', 'y'),
+    ]
+)
 
 
 def with_values(model, **values):

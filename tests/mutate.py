@@ -8,6 +8,7 @@ Number N of a kind follows from the seed, the kind and N alone. A case is a call
 that has the libraries loaded, in a folder of its own, with limits on time and memory. What a command has to do is said by faults.answer.
 Prints a table, and for each failure the line that repeats it; exit status 1 if there is one.
 """
+
 import argparse
 import json
 import multiprocessing
@@ -32,22 +33,48 @@ REFUSED, FINE, TRACEBACK, HANG = 'refused (2)', 'fine (0)', 'failures', 'hangs'
 RUN = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)
 PATCH = 'patch_yolov9.sh'
 COMMANDS = {  # kind → the calls that read such a file, by turns. FILE is the mutated one; other capitals are files of `make_material`
-    'checkpoint': [('qat.py', 'quantize', '--dry-run', '--weights', 'FILE'), ('reparameterization.py', '--weights', 'FILE', '--save', 'OUT/saved.pt'),
-                   ('qat.py', 'eval', '--weights', 'FILE', '--data', 'DATA', *RUN, '--imgsz', SIZE)],
-    'onnx': [('scripts/audit_onnx.py', 'FILE'), ('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
-             ('scripts/infer_onnx.py', 'FILE', 'IMAGE'), ('compare_outputs.py', 'FILE', 'SINGLE', '--random', 1, *RUN),
-             ('benchmark_trt.py', 'FILE', '--batch', 1, '--duration', 0.01, '--backend', 'onnxruntime', '--device', 'cpu', '--project', 'OUT')],
-    'data': [('val_trt.py', '--weights', 'ONNX', '--data', 'FILE', '--imgsz', SIZE, *RUN),
-             ('qat.py', 'eval', '--weights', 'QUANTIZED', '--data', 'FILE', '--imgsz', SIZE, *RUN)],
+    'checkpoint': [
+        ('qat.py', 'quantize', '--dry-run', '--weights', 'FILE'),
+        ('reparameterization.py', '--weights', 'FILE', '--save', 'OUT/saved.pt'),
+        ('qat.py', 'eval', '--weights', 'FILE', '--data', 'DATA', *RUN, '--imgsz', SIZE),
+    ],
+    'onnx': [
+        ('scripts/audit_onnx.py', 'FILE'),
+        ('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
+        ('scripts/infer_onnx.py', 'FILE', 'IMAGE'),
+        ('compare_outputs.py', 'FILE', 'SINGLE', '--random', 1, *RUN),
+        (
+            'benchmark_trt.py',
+            'FILE',
+            '--batch',
+            1,
+            '--duration',
+            0.01,
+            '--backend',
+            'onnxruntime',
+            '--device',
+            'cpu',
+            '--project',
+            'OUT',
+        ),
+    ],
+    'data': [
+        ('val_trt.py', '--weights', 'ONNX', '--data', 'FILE', '--imgsz', SIZE, *RUN),
+        ('qat.py', 'eval', '--weights', 'QUANTIZED', '--data', 'FILE', '--imgsz', SIZE, *RUN),
+    ],
     'network': [('reparameterization.py', '--weights', 'DUAL', '--save', 'OUT/saved.pt', '--cfg', 'FILE')],
     'report': [('qat.py', 'quantize', '--resume', 'exp')],
-    'sensitivity': [('qat.py', 'quantize', '--dry-run', '--weights', 'SINGLE', '--sensitive', 'FILE', '--keep-float', 1)],
-    'manifest': [(PATCH, 'tree', '--check'), (PATCH, 'tree'), (PATCH, 'tree', '--revert'), (PATCH, 'tree', '--link')]}
+    'sensitivity': [
+        ('qat.py', 'quantize', '--dry-run', '--weights', 'SINGLE', '--sensitive', 'FILE', '--keep-float', 1)
+    ],
+    'manifest': [(PATCH, 'tree', '--check'), (PATCH, 'tree'), (PATCH, 'tree', '--revert'), (PATCH, 'tree', '--link')],
+}
 COMMANDS |= {'label': COMMANDS['data'], 'image': COMMANDS['data'], 'resume': COMMANDS['report']}
 KINDS = 'checkpoint', 'onnx', 'data', 'network', 'label', 'image', 'report', 'resume', 'sensitivity', 'manifest'
 
 
 # ---- what is mutated ------------------------------------------------------------------------------------------------------------
+
 
 def linked(source, folder):
     """A copy of a folder whose files are hard links: who changes one has to write it anew, as our commands do."""
@@ -58,10 +85,11 @@ def make_material(folder, kinds):
     """Write what the cases begin with to `folder`; in a process of its own, whose threads nobody inherits."""
     import yaml
     from conftest import REPO, copy_upstream
-    from models.quantize import checkpoint
     from PIL import Image
-    from utils.qat.core.command import run_command
     from zoo import make_demo, program
+
+    from models.quantize import checkpoint
+    from utils.qat.core.command import run_command
 
     def call(file, *arguments, code=0):
         assert run_command(program(file).main, [str(a) for a in arguments]) == code, (file, arguments)
@@ -82,16 +110,37 @@ def make_material(folder, kinds):
             (small / part / split).mkdir(parents=True)
             for file in sorted((folder / 'data' / part / split).iterdir())[:3]:
                 shutil.copy(file, small / part / split)
-    (small / 'data.yaml').write_text(yaml.safe_dump({'path': '.', 'train': 'images/train', 'val': 'images/val', 'nc': 10, 'names': [str(i) for i in range(10)]}))
+    (small / 'data.yaml').write_text(
+        yaml.safe_dump(
+            {'path': '.', 'train': 'images/train', 'val': 'images/val', 'nc': 10, 'names': [str(i) for i in range(10)]}
+        )
+    )
     (folder / 'whole.yaml').write_text((small / 'data.yaml').read_text().replace('path: .', f'path: {small}'))
     image = Image.open(sorted((small / 'images/val').iterdir())[0]).resize((SIZE, SIZE))
     (folder / 'pictures').mkdir()
     for suffix in 'jpg', 'png', 'bmp', 'webp', 'tif':
         image.save(folder / 'pictures' / f'x.{suffix}')
-    common = ('--data', folder / 'whole.yaml', '--weights', demo.single, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
-              '--workers', 0, '--project', folder)
+    common = (
+        '--data',
+        folder / 'whole.yaml',
+        '--weights',
+        demo.single,
+        '--imgsz',
+        SIZE,
+        '--calib-images',
+        2,
+        '--calib-method',
+        'max',
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--project',
+        folder,
+    )
     if {'report', 'resume'} & {*kinds}:
         from models.quantize.run import Run
+
         learned = Run.learned
 
         class Interrupted(Run):
@@ -101,11 +150,24 @@ def make_material(folder, kinds):
                 learned(self, student, epoch)
 
         import models.quantize.run
+
         models.quantize.run.Run = Interrupted
         call('qat.py', 'quantize', *common, '--epochs', 2, '--iters', 1, '--batch-size', 2, '--name', 'run', code=130)
         settle(folder / 'run/report.json')
     if 'sensitivity' in kinds:
-        call('qat.py', 'sensitive', *common, '--num-image', 1, '--metric', 'distortion', '--granularity', 'layer', '--name', 'sensitive')
+        call(
+            'qat.py',
+            'sensitive',
+            *common,
+            '--num-image',
+            1,
+            '--metric',
+            'distortion',
+            '--granularity',
+            'layer',
+            '--name',
+            'sensitive',
+        )
         settle(folder / 'sensitive/summary-sensitive-analysis.json')
     if 'manifest' in kinds:
         tree = copy_upstream(folder / 'tree')
@@ -117,10 +179,25 @@ def prepare(kind, number, chance, material):
     from mutations import mutated
 
     call, here = COMMANDS[kind][number % len(COMMANDS[kind])], Path.cwd()
-    source = {'onnx': 'quantized.onnx', 'data': 'set/data.yaml', 'network': 'network.yaml', 'report': 'run/report.json', 'resume': 'run/weights/resume.pt',
-              'sensitivity': 'sensitive/summary-sensitive-analysis.json', 'manifest': 'tree/.yolov9-qat.manifest'}.get(kind)
-    file = here / {'onnx': 'model.onnx', 'network': 'network.yaml', 'report': 'exp/report.json', 'resume': 'exp/weights/resume.pt', 'label': 'set/labels/val/00000.txt',
-                   'sensitivity': 'summary.json', 'manifest': 'tree/.yolov9-qat.manifest', 'checkpoint': 'weights.pt'}.get(kind, 'set/data.yaml')
+    source = {
+        'onnx': 'quantized.onnx',
+        'data': 'set/data.yaml',
+        'network': 'network.yaml',
+        'report': 'run/report.json',
+        'resume': 'run/weights/resume.pt',
+        'sensitivity': 'sensitive/summary-sensitive-analysis.json',
+        'manifest': 'tree/.yolov9-qat.manifest',
+    }.get(kind)
+    file = here / {
+        'onnx': 'model.onnx',
+        'network': 'network.yaml',
+        'report': 'exp/report.json',
+        'resume': 'exp/weights/resume.pt',
+        'label': 'set/labels/val/00000.txt',
+        'sensitivity': 'summary.json',
+        'manifest': 'tree/.yolov9-qat.manifest',
+        'checkpoint': 'weights.pt',
+    }.get(kind, 'set/data.yaml')
     given = file
     if kind == 'checkpoint':
         source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]  # each command gets its own
@@ -143,12 +220,24 @@ def prepare(kind, number, chance, material):
     what, content = mutated(kind, whole, chance) if number >= 0 else ('nothing', whole)
     file.unlink(missing_ok=True)  # it may be a link
     file.write_bytes(content)
-    files = {'FILE': given, 'DATA': 'whole.yaml', 'ONNX': 'quantized.onnx', 'QUANTIZED': 'quantized.pt', 'SINGLE': 'single.pt',
-             'DUAL': 'dual.pt', 'IMAGE': 'pictures/x.jpg'}
-    return what, file, [str(material / files[a]) if a in files else str(a).replace('OUT', str(here / 'out')) for a in call]
+    files = {
+        'FILE': given,
+        'DATA': 'whole.yaml',
+        'ONNX': 'quantized.onnx',
+        'QUANTIZED': 'quantized.pt',
+        'SINGLE': 'single.pt',
+        'DUAL': 'dual.pt',
+        'IMAGE': 'pictures/x.jpg',
+    }
+    return (
+        what,
+        file,
+        [str(material / files[a]) if a in files else str(a).replace('OUT', str(here / 'out')) for a in call],
+    )
 
 
 # ---- one case -------------------------------------------------------------------------------------------------------------------
+
 
 class Output:
     """stdout and stderr of this process from now on, read as pytest's capfd is."""
@@ -174,6 +263,7 @@ class Output:
 def patched(arguments, output, folder):
     """As faults.answer, of patch_yolov9.sh: what bash itself complains about is its traceback; --check says 1 where the tree is another."""
     from conftest import REPO
+
     code = subprocess.run([REPO / PATCH, *arguments], cwd=folder).returncode
     out, err = output.readouterr()
     assert not re.search(r'line \d+: ', err), err[-1500:]
@@ -197,8 +287,10 @@ def one(args, material, kind, number, folder, pipe):
         work = folder / 'work'
         work.mkdir()
         os.chdir(work)
-        what, file, (command, *arguments) = prepare(kind, number, random.Random(f'{args.seed} {kind} {number}'), material)
-        what = f"{what}; {command} {' '.join(arguments).replace(str(material), 'MATERIAL').replace(str(work), '.')}"
+        what, file, (command, *arguments) = prepare(
+            kind, number, random.Random(f'{args.seed} {kind} {number}'), material
+        )
+        what = f'{what}; {command} {" ".join(arguments).replace(str(material), "MATERIAL").replace(str(work), ".")}'
         if command == PATCH:
             (work / 'beside').write_text('not in the tree')
             code = patched(arguments, output, work)
@@ -224,7 +316,11 @@ def attempt(args, material, kind, number, root):
         found = here.recv() if here.poll(args.limit) else (HANG, '', f'not done after {args.limit} s')
     except EOFError:
         process.join()
-        found = (TRACEBACK, '', f'ended without a word, exit code {process.exitcode}: {(folder / "stderr").read_text(errors="replace")[-1000:]}')
+        found = (
+            TRACEBACK,
+            '',
+            f'ended without a word, exit code {process.exitcode}: {(folder / "stderr").read_text(errors="replace")[-1000:]}',
+        )
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -236,6 +332,7 @@ def attempt(args, material, kind, number, root):
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------------------
+
 
 def lane(args, material, todo, root, results):
     """A process that does each case whose number it gets."""
@@ -253,6 +350,7 @@ def last_line(text):
 @dataclass
 class Row:
     """Counts of a kind."""
+
     outcomes: Counter
     seconds: float = 0
 
@@ -261,7 +359,9 @@ def work_through(args, material, root):
     """kind → Row; prints each failure as it comes."""
     rows = {kind: Row(Counter()) for kind in args.kind}
     for kind in args.kind:
-        for number in range(-len(COMMANDS[kind]), 0):  # a file that is whole has to be fine, or its mutations would show nothing
+        for number in range(
+            -len(COMMANDS[kind]), 0
+        ):  # a file that is whole has to be fine, or its mutations would show nothing
             outcome, what, said = attempt(args, material, kind, number, root)
             if outcome != FINE:
                 sys.exit(f'{kind}, {what}: {outcome}: {said}')
@@ -278,8 +378,11 @@ def work_through(args, material, root):
         rows[kind].outcomes[outcome] += 1
         rows[kind].seconds += seconds
         if outcome in (TRACEBACK, HANG) or args.only is not None:
-            print(f'{kind} {number}: {outcome}: {what}\n    {said if args.only is not None else last_line(said)}\n'
-                  f'    again: python tests/mutate.py --tree {args.tree} --kind {kind} --seed {args.seed} --only {number}', flush=True)
+            print(
+                f'{kind} {number}: {outcome}: {what}\n    {said if args.only is not None else last_line(said)}\n'
+                f'    again: python tests/mutate.py --tree {args.tree} --kind {kind} --seed {args.seed} --only {number}',
+                flush=True,
+            )
     for process in lanes:
         process.join()
     return rows
@@ -291,7 +394,9 @@ def main(argv=None):
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--count', type=int, default=1000, help='mutations of each kind')
     parser.add_argument('--only', type=int, metavar='N', help='that mutation alone, with all that it says')
-    parser.add_argument('--tree', type=Path, default=os.environ.get('YOLOV9_DIR', '.work/yolov9'), help='YOLOv9; it is copied')
+    parser.add_argument(
+        '--tree', type=Path, default=os.environ.get('YOLOV9_DIR', '.work/yolov9'), help='YOLOv9; it is copied'
+    )
     parser.add_argument('--jobs', type=int, default=2, help='cases at a time')
     parser.add_argument('--limit', type=float, default=60, help='seconds of a case, above which it hangs')
     parser.add_argument('--memory', type=int, default=16, help='GB of address space of a case')
@@ -301,10 +406,9 @@ def main(argv=None):
     sys.path.insert(0, str(Path(__file__).parent))
     import conftest  # noqa: F401  the tree, which it puts on sys.path, and what is loaded once for all cases
     import cv2
-    import models.deploy.onnx_export
-    import models.quantize.run
     import mutations  # noqa: F401
     import onnxruntime  # noqa: F401
+
     import utils.qat.data.loaders  # noqa: F401
 
     cv2.setNumThreads(0)
@@ -317,12 +421,19 @@ def main(argv=None):
         making.start()
         making.join()
         if making.exitcode:
-            sys.exit(f"what is to be mutated could not be made:\n{(material / 'stderr').read_text()[-2000:]}")
-        print(f'seed {args.seed}, {args.count} of each kind; what they begin with took {time.perf_counter() - start:.0f} s', flush=True)
+            sys.exit(f'what is to be mutated could not be made:\n{(material / "stderr").read_text()[-2000:]}')
+        print(
+            f'seed {args.seed}, {args.count} of each kind; what they begin with took {time.perf_counter() - start:.0f} s',
+            flush=True,
+        )
         rows = work_through(args, material, root)
     print(f'\n| kind | cases | {REFUSED} | {FINE} | {TRACEBACK} | {HANG} | seconds |\n|---|--:|--:|--:|--:|--:|--:|')
     for kind, row in rows.items():
-        print(f'| {kind} | {row.outcomes.total()} |', *(f'{row.outcomes[o]} |' for o in (REFUSED, FINE, TRACEBACK, HANG)), f'{row.seconds:.0f} |')
+        print(
+            f'| {kind} | {row.outcomes.total()} |',
+            *(f'{row.outcomes[o]} |' for o in (REFUSED, FINE, TRACEBACK, HANG)),
+            f'{row.seconds:.0f} |',
+        )
     return int(any(row.outcomes[TRACEBACK] or row.outcomes[HANG] for row in rows.values()))
 
 

@@ -2,6 +2,7 @@
 
 Half of the changes know the format, so that they get past the first look at a file; the others are those of faults.damage.
 """
+
 import io
 import json
 import pickletools
@@ -14,9 +15,55 @@ import yaml
 from faults import damage, pickle_in, with_pickle
 from onnx import AttributeProto, helper
 
-ODD = (None, True, False, 0, 1, -1, 3, 1 << 70, 0.5, -0.0, 1e308, float('nan'), float('inf'), '', 'x', 'ä\0\n', '../../x', '9' * 400, [], {}, [None], [[]],
-       {'x': 1}, {'': None}, [1, 'x'])
-WORDS = 'nan', '-inf', 'inf', '-1', '1e400', '', 'x', '0x1', '1_0', '٣', '1.0.0', '9' * 400, '1e-400', '-0', '#', '0,5', '\0', '1e30', '"', '- '
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    1 << 70,
+    0.5,
+    -0.0,
+    1e308,
+    float('nan'),
+    float('inf'),
+    '',
+    'x',
+    'ä\0\n',
+    '../../x',
+    '9' * 400,
+    [],
+    {},
+    [None],
+    [[]],
+    {'x': 1},
+    {'': None},
+    [1, 'x'],
+)
+WORDS = (
+    'nan',
+    '-inf',
+    'inf',
+    '-1',
+    '1e400',
+    '',
+    'x',
+    '0x1',
+    '1_0',
+    '٣',
+    '1.0.0',
+    '9' * 400,
+    '1e-400',
+    '-0',
+    '#',
+    '0,5',
+    '\0',
+    '1e30',
+    '"',
+    '- ',
+)
 
 
 def mutated(kind, whole, chance):
@@ -28,9 +75,12 @@ def mutated(kind, whole, chance):
 
 # ---- trees: JSON and YAML ---------------------------------------------------------------------------------------------------
 
+
 def places(tree, path=()):
     """(container, key, path) of each value inside nested dicts and lists."""
-    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()):
+    for key, value in list(
+        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    ):
         yield tree, key, (*path, key)
         yield from places(value, (*path, key))
 
@@ -45,7 +95,7 @@ def change_tree(tree, chance):
     if how == 'moved':
         other, at, there = chance.choice(list(places(tree)))
         container[key] = json.loads(json.dumps(other[at], default=str))
-        return f"{name} is {'.'.join(map(str, there))}"
+        return f'{name} is {".".join(map(str, there))}'
     value = container.pop(key)
     if how == 'renamed' and isinstance(container, dict):
         container[chance.choice(('', 'x', f'{key} '))] = value
@@ -63,16 +113,34 @@ def change_yaml(whole, chance):
         return change_lines(whole, chance)
     tree = yaml.safe_load(whole)
     what = change_tree(tree, chance)
-    return what, yaml.safe_dump(tree, sort_keys=False, allow_unicode=chance.random() < 0.5, default_flow_style=chance.choice((None, True, False))).encode()
+    return what, yaml.safe_dump(
+        tree,
+        sort_keys=False,
+        allow_unicode=chance.random() < 0.5,
+        default_flow_style=chance.choice((None, True, False)),
+    ).encode()
 
 
 # ---- lines of words: labels, YAML, manifests ----------------------------------------------------------------------------------
+
 
 def change_lines(whole, chance):
     """A line or one of its words left out, doubled, moved, or another word."""
     lines = whole.split(b'\n')
     at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
-    how = chance.choice(('line gone', 'line doubled', 'lines swapped', 'lines joined', 'word gone', 'word doubled', 'word replaced', 'word replaced', 'word replaced'))
+    how = chance.choice(
+        (
+            'line gone',
+            'line doubled',
+            'lines swapped',
+            'lines joined',
+            'word gone',
+            'word doubled',
+            'word replaced',
+            'word replaced',
+            'word replaced',
+        )
+    )
     words, word = lines[at].split(b' '), chance.choice(WORDS).encode()
     i = chance.randrange(len(words))
     if how == 'line gone':
@@ -82,14 +150,15 @@ def change_lines(whole, chance):
     elif how == 'lines swapped':
         lines[at], lines[other] = lines[other], lines[at]
     elif how == 'lines joined':
-        lines[at:at + 2] = [b' '.join(lines[at:at + 2])]
+        lines[at : at + 2] = [b' '.join(lines[at : at + 2])]
     else:
-        words[i:i + 1] = {'word gone': [], 'word doubled': [words[i]] * 2, 'word replaced': [word]}[how]
+        words[i : i + 1] = {'word gone': [], 'word doubled': [words[i]] * 2, 'word replaced': [word]}[how]
         lines[at] = b' '.join(words)
     return f'{how}, line {at + 1}, word {i + 1}, {word[:20]}', b'\n'.join(lines)
 
 
 # ---- checkpoints: archives with a pickle and tensors ----------------------------------------------------------------------------
+
 
 def change_archive(whole, chance):
     """Its pickle, or one of its tensors, with right checksums."""
@@ -103,7 +172,12 @@ def change_archive(whole, chance):
         for name in names:
             content = old.read(name)
             if name == chosen:
-                content = {'empty': b'', 'cut': content[:len(content) // 2], 'longer': content * 2, 'noise': chance.randbytes(len(content))}.get(how, content)
+                content = {
+                    'empty': b'',
+                    'cut': content[: len(content) // 2],
+                    'longer': content * 2,
+                    'noise': chance.randbytes(len(content)),
+                }.get(how, content)
             for _ in range({'gone': 0, 'twice': 2}.get(how, 1) if name == chosen else 1):
                 new.writestr(zipfile.ZipInfo(name), content)
     return f'{chosen} {how}', out.getvalue()
@@ -117,20 +191,21 @@ def change_pickle(pickled, chance):
     how = chance.choice(('gone', 'doubled', 'swapped', 'opcode', 'argument', 'argument', 'of another', 'of another'))
     if how == 'argument' and len(parts[at]) > 1:
         i = chance.randrange(1, len(parts[at]))
-        parts[at] = parts[at][:i] + chance.randbytes(1) + parts[at][i + 1:]
+        parts[at] = parts[at][:i] + chance.randbytes(1) + parts[at][i + 1 :]
     elif how == 'of another':  # such as a string for a string, a number for a number
         same = [part for part in parts if part[:1] == parts[at][:1]]
         parts[at] = chance.choice(same)
     elif how == 'swapped':
-        parts[at:at + 2] = parts[at:at + 2][::-1]
+        parts[at : at + 2] = parts[at : at + 2][::-1]
     elif how in ('gone', 'doubled'):
-        parts[at:at + 1] = [parts[at]] * (2 * (how == 'doubled'))
+        parts[at : at + 1] = [parts[at]] * (2 * (how == 'doubled'))
     else:
         parts[at] = chance.choice(pickletools.opcodes).code.encode('latin1') + parts[at][1:]
     return f'opcode {at} of the pickle, {how}', b''.join(parts)
 
 
 # ---- ONNX -----------------------------------------------------------------------------------------------------------------------
+
 
 def change_onnx(whole, chance):
     """One field of the graph: of a node, an attribute, weights, an input or output, the metadata, the versions."""
@@ -144,7 +219,9 @@ def change_onnx(whole, chance):
 
     def attribute():
         a = chance.choice(attributes)
-        made = helper.make_attribute(a.name, chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights)))
+        made = helper.make_attribute(
+            a.name, chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights))
+        )
         a.CopyFrom(made)
 
     def untyped():
@@ -174,7 +251,9 @@ def change_onnx(whole, chance):
         weights.data_type = chance.choice(list(range(25)))
 
     def cut():
-        weights.raw_data = chance.choice((b'', weights.raw_data[:-1], weights.raw_data * 2, chance.randbytes(len(weights.raw_data))))
+        weights.raw_data = chance.choice(
+            (b'', weights.raw_data[:-1], weights.raw_data * 2, chance.randbytes(len(weights.raw_data)))
+        )
 
     def dimension():
         d = chance.choice(dims)
@@ -185,24 +264,55 @@ def change_onnx(whole, chance):
 
     def value():
         v = chance.choice(values)
-        chance.choice((lambda: setattr(v, 'name', 'x'), lambda: setattr(v.type.tensor_type, 'elem_type', chance.randrange(25)), lambda: v.ClearField('type'),
-                       lambda: v.type.tensor_type.shape.dim.pop(), lambda: v.type.tensor_type.ClearField('shape')))()
+        chance.choice(
+            (
+                lambda: setattr(v, 'name', 'x'),
+                lambda: setattr(v.type.tensor_type, 'elem_type', chance.randrange(25)),
+                lambda: v.ClearField('type'),
+                lambda: v.type.tensor_type.shape.dim.pop(),
+                lambda: v.type.tensor_type.ClearField('shape'),
+            )
+        )()
 
     def versions():
-        chance.choice((lambda: setattr(model, 'ir_version', size), lambda: setattr(model.opset_import[0], 'version', size),
-                       lambda: setattr(model.opset_import[0], 'domain', 'x'), lambda: model.ClearField('opset_import')))()
+        chance.choice(
+            (
+                lambda: setattr(model, 'ir_version', size),
+                lambda: setattr(model.opset_import[0], 'version', size),
+                lambda: setattr(model.opset_import[0], 'domain', 'x'),
+                lambda: model.ClearField('opset_import'),
+            )
+        )()
 
     def repeated():
         for field in (graph.node, graph.initializer, graph.input, graph.output, model.metadata_props):
             if field and chance.random() < 0.4:
                 field.add().CopyFrom(chance.choice(field))
 
-    change = chance.choice((attribute, untyped, metadata, node_gone, moved, renamed, operator, shaped, typed, cut, dimension, value, versions, repeated))
+    change = chance.choice(
+        (
+            attribute,
+            untyped,
+            metadata,
+            node_gone,
+            moved,
+            renamed,
+            operator,
+            shaped,
+            typed,
+            cut,
+            dimension,
+            value,
+            versions,
+            repeated,
+        )
+    )
     change()
     return f'{change.__name__} ({node.name}, {weights.name}, {size})', model.SerializeToString()
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------------------
+
 
 def change_image(whole, chance):
     """Bytes of the head; of a PNG with a right checksum."""
@@ -211,8 +321,18 @@ def change_image(whole, chance):
         head, at = bytearray(whole[16:29]), at % 13
         head[at] = value
         return f'IHDR {at} is {value}', whole[:16] + head + struct.pack('>I', zlib.crc32(b'IHDR' + head)) + whole[33:]
-    return f'byte {at} is {value}', whole[:at] + bytes([value]) + whole[at + 1:]
+    return f'byte {at} is {value}', whole[:at] + bytes([value]) + whole[at + 1 :]
 
 
-FORMATS = {'checkpoint': change_archive, 'onnx': change_onnx, 'data': change_yaml, 'network': change_yaml, 'label': change_lines, 'image': change_image,
-           'report': change_json, 'resume': change_archive, 'sensitivity': change_json, 'manifest': change_lines}
+FORMATS = {
+    'checkpoint': change_archive,
+    'onnx': change_onnx,
+    'data': change_yaml,
+    'network': change_yaml,
+    'label': change_lines,
+    'image': change_image,
+    'report': change_json,
+    'resume': change_archive,
+    'sensitivity': change_json,
+    'manifest': change_lines,
+}

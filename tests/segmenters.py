@@ -1,18 +1,30 @@
 """Small segmentation models for the tests, with random weights, brought to where trained ones are: some boxes with a score, coefficients of
 either sign."""
+
 import pytest
 import torch
+from zoo import build, fuse, settings
+
 from models.deploy.onnx_export import test_images
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
-from zoo import build, fuse, settings
 
 CLASSES, NM = 3, 8
-BACKBONE = [[-1, 1, 'Conv', [16, 3, 2]], [-1, 1, 'Conv', [16, 3, 2]], [-1, 1, 'RepNCSPELAN4', [16, 16, 8, 1]],  # 2: P2
-            [-1, 1, 'ADown', [32]], [-1, 1, 'RepNCSPELAN4', [32, 32, 16, 1]],  # 4: P3
-            [-1, 1, 'AConv', [32]], [-1, 1, 'ADown', [32]], [-1, 1, 'SPPELAN', [32, 16]]]  # 5: P4, 7: P5
-HEADS = {'Segment': [[[4, 5, 7], 1, 'Segment', ['nc', NM, 16]]], 'DSegment': [[[4, 5, 7, 2], 1, 'DSegment', ['nc', NM, 16]]]}
+BACKBONE = [
+    [-1, 1, 'Conv', [16, 3, 2]],
+    [-1, 1, 'Conv', [16, 3, 2]],
+    [-1, 1, 'RepNCSPELAN4', [16, 16, 8, 1]],  # 2: P2
+    [-1, 1, 'ADown', [32]],
+    [-1, 1, 'RepNCSPELAN4', [32, 32, 16, 1]],  # 4: P3
+    [-1, 1, 'AConv', [32]],
+    [-1, 1, 'ADown', [32]],
+    [-1, 1, 'SPPELAN', [32, 16]],
+]  # 5: P4, 7: P5
+HEADS = {
+    'Segment': [[[4, 5, 7], 1, 'Segment', ['nc', NM, 16]]],
+    'DSegment': [[[4, 5, 7, 2], 1, 'DSegment', ['nc', NM, 16]]],
+}
 SEGMENTERS = ['Segment', pytest.param('DSegment', marks=pytest.mark.full_tree)]
 
 
@@ -29,7 +41,11 @@ def segmenter(head='Segment', quantized=False):
 @torch.no_grad()
 def tamed(model):
     """`model`, its head in place with boxes smaller than the image and scores around 0.3."""
-    for branch, size, bias in (('cv2', 0.2, -torch.arange(16.) / 2), ('cv3', 0.3, torch.tensor([-1.])), ('cv4', 0.3, torch.tensor([1., -1]))):
+    for branch, size, bias in (
+        ('cv2', 0.2, -torch.arange(16.0) / 2),
+        ('cv3', 0.3, torch.tensor([-1.0])),
+        ('cv4', 0.3, torch.tensor([1.0, -1])),
+    ):
         for sequence in getattr(model.model[-1], branch):
             sequence[-1].weight *= size
             sequence[-1].bias.copy_(bias.repeat(len(sequence[-1].bias) // len(bias)))

@@ -3,6 +3,7 @@
 In: the patched tree, which conftest.py puts on sys.path before it imports this file. Out: functions that build models,
 the configs as pytest parameters, and session fixtures for what is dear (per pytest-xdist worker, so keep them cheap).
 """
+
 import contextlib
 import importlib.util
 import io
@@ -17,12 +18,13 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from models.common import Conv, RepConvN
+from models.yolo import DetectionModel, SegmentationModel
+
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from models.yolo import DetectionModel, SegmentationModel
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
@@ -124,9 +126,19 @@ def state(model):
 
 def settings(**changes):
     """A QuantizeConfig for tests; the files it names are not read."""
-    return QuantizeConfig(**{'weights': Path('w.pt'), 'data': Path('d.yaml'), 'workers': 0,
-                             'batch_size': 4, 'imgsz': 128, 'calib_images': 8, 'amp': 'off', 'calib_method': 'mse',
-                             **changes})
+    return QuantizeConfig(
+        **{
+            'weights': Path('w.pt'),
+            'data': Path('d.yaml'),
+            'workers': 0,
+            'batch_size': 4,
+            'imgsz': 128,
+            'calib_images': 8,
+            'amp': 'off',
+            'calib_method': 'mse',
+            **changes,
+        }
+    )
 
 
 def program(file):
@@ -140,7 +152,11 @@ def program(file):
 def command(file, *arguments, code=0):
     """Run one of our commands as `python FILE ARGUMENTS...` in the patched tree, but in this process, which has the libraries loaded (seconds);
     returns stdout + stderr. Fails unless it exits with `code`."""
-    said, before, argv = io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True), os.getcwd(), [str(a) for a in arguments]
+    said, before, argv = (
+        io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True),
+        os.getcwd(),
+        [str(a) for a in arguments],
+    )
     os.chdir(TREE)
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
@@ -158,8 +174,16 @@ def command(file, *arguments, code=0):
 
 def python(*arguments, code=0, **options):
     """Run `python ARGUMENTS...` in the patched tree, one thread; returns stdout + stderr. Fails unless it exits with `code`."""
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=TREE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=TREE,
+        text=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
     assert done.returncode == code, f'{arguments}: exit code {done.returncode}\n{done.stdout[-3000:]}'
     return done.stdout
 
@@ -167,6 +191,7 @@ def python(*arguments, code=0, **options):
 @dataclass
 class Demo:
     """Files of a demo: data set, dual-branch checkpoint, reparameterized, calibrated. Do not write to them."""
+
     data: Path  # data.yaml
     dual: Path  # not for segmentation, whose model has one branch
     single: Path
@@ -199,6 +224,7 @@ def make_demo(folder):
     program('demo/make_data.py').make_data(folder / 'data', train=12, val=12)
     with quiet_upstream():
         import models.yolo as upstream
+
         program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', demo.dual, upstream)
         _, dual = checkpoint.load_dual_or_float(demo.dual)
         torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
@@ -219,5 +245,6 @@ def demo_seg(tmp_path_factory):
     program('demo/make_data.py').make_data(folder / 'data', train=12, val=12, task='segment')
     with quiet_upstream():
         import models.yolo as upstream
+
         program('demo/weights.py').build(REPO / 'demo' / 'demo-seg-weights.pt', demo.single, upstream)
     return calibrated_demo(demo)

@@ -4,6 +4,7 @@ The detector itself was compared with PyTorch when it was exported. What is chec
 bit for bit what `torch_nms` makes of the predictions, and masks, within MASK_TOLERANCE, what `torch_masks` does. A file with the plugin
 cannot run there: ONNX's checker takes it, TensorRT has to do the rest.
 """
+
 from dataclasses import asdict
 
 import onnx
@@ -42,9 +43,12 @@ def torch_nms(predictions, nms, nm=0):
         places = []
         for c, of_class in enumerate(scores.T):
             candidates = (of_class > nms.conf_thres).nonzero().flatten()
-            places.append(candidates[torchvision_nms(boxes[candidates], of_class[candidates], nms.iou_thres)] * scores.shape[1] + c)
+            places.append(
+                candidates[torchvision_nms(boxes[candidates], of_class[candidates], nms.iou_thres)] * scores.shape[1]
+                + c
+            )
         places = torch.cat(places).sort().values
-        places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[:nms.topk_all]]
+        places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[: nms.topk_all]]
         box = places // scores.shape[1]
         label = best[box, 0] if nms.class_agnostic else places % scores.shape[1]
         found.append(torch.cat((boxes[box], scores.flatten()[places, None], label[:, None], coefficients[box]), 1))
@@ -57,7 +61,9 @@ def torch_masks(rows, prototypes, pooling):
     for each, p in zip(rows, prototypes):
         maps = (each[:, 6:] @ p.flatten(1)).view(-1, 1, *p.shape[1:])
         boxes = torch.cat((torch.arange(len(each), device=each.device)[:, None], each[:, :4]), 1)
-        cut = roi_align(maps, boxes, pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True)
+        cut = roi_align(
+            maps, boxes, pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True
+        )
         found.append(cut.sigmoid().flatten(1))
     return found
 
@@ -69,8 +75,10 @@ def outside(outputs, shape, nms, pooling):
     if not prototypes:
         return [Detections(rows) for rows in found]
     sides = (pooling.mask_resolution,) * 2
-    return [Detections(rows[:, :6], BoxMasks(masks.unflatten(1, sides), rows[:, :4], shape))
-            for rows, masks in zip(found, torch_masks(found, *prototypes, pooling))]
+    return [
+        Detections(rows[:, :6], BoxMasks(masks.unflatten(1, sides), rows[:, :4], shape))
+        for rows, masks in zip(found, torch_masks(found, *prototypes, pooling))
+    ]
 
 
 def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
@@ -83,11 +91,20 @@ def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
     model = onnx.load(source)
     [given], outputs = model.graph.input, list(model.graph.output)
     add_nms(model, nms, pooling)
-    passes.set_metadata(model, nms=nms.kind, topk_all=nms.topk_all, iou_thres=nms.iou_thres, conf_thres=nms.conf_thres,
-                        class_agnostic=nms.class_agnostic, **asdict(pooling) if outputs[1:] else {})
+    passes.set_metadata(
+        model,
+        nms=nms.kind,
+        topk_all=nms.topk_all,
+        iou_thres=nms.iou_thres,
+        conf_thres=nms.conf_thres,
+        class_agnostic=nms.class_agnostic,
+        **asdict(pooling) if outputs[1:] else {},
+    )
     onnx.checker.check_model(model, full_check=True)
     if nms.kind == 'standard':
-        part = onnx.utils.Extractor(model).extract_model([o.name for o in outputs], [o.name for o in model.graph.output])
+        part = onnx.utils.Extractor(model).extract_model(
+            [o.name for o in outputs], [o.name for o in model.graph.output]
+        )
         next(o for o in part.opset_import if not o.domain).version = min(onnx_graph.opset(part), RUNS)
         batch, _, *imgsz = _shape(given)
         made = test_predictions(nms, max(imgsz), *map(_shape, outputs))
@@ -97,7 +114,7 @@ def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
             whole.CopyFrom(model)
             whole.graph.output.extend(outputs)
             returned = _run(whole, {given.name: test_images(batch, imgsz)})
-            _check(returned[:-len(outputs)], returned[-len(outputs):], nms, pooling)
+            _check(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling)
     with atomic(path) as tmp:
         onnx.save(model, tmp)
 
@@ -119,7 +136,7 @@ def test_predictions(nms, side, shape, *prototypes):
 
     boxes = torch.cat((rand(batch, 2, number), 0.02 + 0.15 * rand(batch, 2, number)), 1)
     made = torch.cat((side * boxes, torch.zeros(batch, rows - 4, number)), 1)
-    made[:, rows - nm:] = 2 * rand(batch, nm, number) - 1
+    made[:, rows - nm :] = 2 * rand(batch, nm, number) - 1
     for image in made[::2]:
         some = 3 * nms.topk_all
         image[4 + (rand(some) * (rows - 4 - nm)).long(), (rand(some) * number).long()] = rand(some)
@@ -128,7 +145,10 @@ def test_predictions(nms, side, shape, *prototypes):
 
 def _run(model, values):
     """Outputs of a ModelProto, as tensors. values: name of an input → tensor."""
-    return [torch.from_numpy(out) for out in onnx_session(model.SerializeToString()).run(None, {k: v.numpy() for k, v in values.items()})]
+    return [
+        torch.from_numpy(out)
+        for out in onnx_session(model.SerializeToString()).run(None, {k: v.numpy() for k, v in values.items()})
+    ]
 
 
 def _check(outputs, made, nms, pooling):
@@ -138,9 +158,13 @@ def _check(outputs, made, nms, pooling):
     for number, boxes, scores, classes, wanted in zip(*outputs[:4], rows):
         found = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
         if not torch.equal(found[:number], wanted[:, :6]) or found[number:].any():
-            raise QatError(f'NMS in ONNX Runtime finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
-                           'please report this model. No file was written')
+            raise QatError(
+                f'NMS in ONNX Runtime finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
+                'please report this model. No file was written'
+            )
     for p in prototypes:
         for number, found, wanted in zip(outputs[0], outputs[4], torch_masks(rows, p, pooling)):
             if not torch.allclose(found[:number], wanted, rtol=0, atol=MASK_TOLERANCE) or found[number:].any():
-                raise QatError('masks in ONNX Runtime are not those of torchvision; please report this model. No file was written')
+                raise QatError(
+                    'masks in ONNX Runtime are not those of torchvision; please report this model. No file was written'
+                )

@@ -1,4 +1,5 @@
 """A file of any kind → the model in it, ready to predict."""
+
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
 from utils.qat.core.log import quiet_upstream

@@ -4,6 +4,7 @@ Targets. TensorRT 8.6 and 10: FP32 graph with Q/DQ, opset 13 to 17, the builder 
 no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16 or, on request,
 in FP32 (opset 23); see utils/qat/graph/half.py.
 """
+
 import inspect
 import logging
 import warnings
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from models.quantize.quantizers import named_quantizers
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
-from utils.qat.graph import half as onnx_half, onnx_graph, passes as onnx_passes
+from utils.qat.graph import half as onnx_half
+from utils.qat.graph import onnx_graph
+from utils.qat.graph import passes as onnx_passes
 from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.outputs import parts
 
@@ -32,7 +35,7 @@ OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model proto
 # flips make much, so that a file is refused only after SAMPLES of them. The scales themselves must agree bit for bit.
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN, SAMPLES = 3, 8
-LAST_BITS = {'FP32': 2.0 ** -22, 'FP16': 2.0 ** -12}  # of the largest value that a convolution returns
+LAST_BITS = {'FP32': 2.0**-22, 'FP16': 2.0**-12}  # of the largest value that a convolution returns
 RELATIVE = 'boxes', 'scores', 'coefficients', 'prototypes'  # the errors that must keep the limit
 MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float rounding, and no threshold is lower
 
@@ -40,6 +43,7 @@ MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float round
 @dataclass
 class Exported:
     """What was written, and how far ONNX Runtime is from PyTorch on the test images."""
+
     opset: int
     qdq: tuple  # numbers of Q and of DQ nodes
     boxes: float  # relative error of the boxes
@@ -64,20 +68,30 @@ def prepare(model, inplace=False):
 def _trace(model, images, path, opset, dynamic):
     """torch.onnx.export through TorchScript: the exporter that knows fake-quantize operators at every opset we need."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
-    outputs = OUTPUTS[:1 + hasattr(model.model[-1], 'nm')]
+    outputs = OUTPUTS[: 1 + hasattr(model.model[-1], 'nm')]
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='.*legacy TorchScript-based ONNX export.*')
         warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)  # the head compares shapes, which are fixed
-        torch.onnx.export(model, (images,), str(path), opset_version=opset, input_names=['images'],
-                          output_names=list(outputs), do_constant_folding=True,
-                          dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None, **options)
+        torch.onnx.export(
+            model,
+            (images,),
+            str(path),
+            opset_version=opset,
+            input_names=['images'],
+            output_names=list(outputs),
+            do_constant_folding=True,
+            dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None,
+            **options,
+        )
 
 
 def test_images(batch, imgsz):
     """Images with structure at many scales, FP32 [batch, 3, H, W] in 0..1, the same every time."""
     generator = torch.Generator().manual_seed(0)
-    layers = [F.interpolate(torch.rand(batch, 3, n, n, generator=generator), size=tuple(imgsz), mode='bilinear')
-              for n in (3, 10, 40)]
+    layers = [
+        F.interpolate(torch.rand(batch, 3, n, n, generator=generator), size=tuple(imgsz), mode='bilinear')
+        for n in (3, 10, 40)
+    ]
     return sum(layers) / len(layers)
 
 
@@ -117,8 +131,21 @@ def rounding_noise(model, images, theirs, last_bits, seed):
 
 
 @torch.no_grad()
-def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=False, opset=17, inplace=False, half=False,
-                fp32_scales=False, kept_float=(), layout=None, progress=iter):
+def export_onnx(
+    model,
+    path,
+    imgsz=(640, 640),
+    batch=1,
+    dynamic=False,
+    simplify=False,
+    opset=17,
+    inplace=False,
+    half=False,
+    fp32_scales=False,
+    kept_float=(),
+    layout=None,
+    progress=iter,
+):
     """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], or of a segmentation model
     output0 [B, 4 + nc + nm, N] and output1 [B, nm, H / 4, W / 4]: mask coefficients behind the scores, and prototypes. All FP32.
 
@@ -133,9 +160,16 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
     device = next(traced.parameters()).device
     quantizers = [q for _, q in named_quantizers(traced)]
     # onnxslim would drop Q/DQ of equal nodes, so they are merged first; what it drops besides shall get no Q/DQ
-    passes = [onnx_passes.remove_identities, onnx_passes.constants_to_initializers, onnx_passes.write_axis,
-              onnx_passes.merge_duplicates, *[onnx_passes.simplify] * simplify, onnx_passes.quantize_moves,
-              onnx_passes.merge_duplicates, *[onnx_half.to_half] * half]
+    passes = [
+        onnx_passes.remove_identities,
+        onnx_passes.constants_to_initializers,
+        onnx_passes.write_axis,
+        onnx_passes.merge_duplicates,
+        *[onnx_passes.simplify] * simplify,
+        onnx_passes.quantize_moves,
+        onnx_passes.merge_duplicates,
+        *[onnx_half.to_half] * half,
+    ]
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
 
@@ -151,9 +185,14 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
         theirs = traced(images.to(device))
         returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
-        onnx_passes.set_metadata(graph, stride=int(max(model.stride)), names=model.names, task='segment' if returned[1:] else 'detect',
-                                 **{'nm': out.shape[1] for out in returned[1:]},
-                                 **{'kept_float': list(kept_float)} if kept_float else {})
+        onnx_passes.set_metadata(
+            graph,
+            stride=int(max(model.stride)),
+            names=model.names,
+            task='segment' if returned[1:] else 'detect',
+            **({'nm': returned[1].shape[1]} if returned[1:] else {}),
+            **{'kept_float': list(kept_float)} if kept_float else {},
+        )
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
@@ -170,8 +209,10 @@ def export_onnx(model, path, imgsz=(640, 640), batch=1, dynamic=False, simplify=
             if agree():
                 break
         if not agree():
-            raise QatError(f"ONNX Runtime differs from PyTorch by {', '.join(f'{e:.2%} ({name})' for name, e in errors.items())}, "
-                           f'more than {limit:.1%}; no file was written')
+            raise QatError(
+                f'ONNX Runtime differs from PyTorch by {", ".join(f"{e:.2%} ({name})" for name, e in errors.items())}, '
+                f'more than {limit:.1%}; no file was written'
+            )
         for apply in (*[onnx_half.fp32_scales] * fp32_scales, *[layout] * (layout is not None)):
             graph = apply(graph)
             onnx.checker.check_model(graph, full_check=True)

@@ -7,6 +7,7 @@ block, known or not, gets its convolutions quantized; a block needs a twin of it
 
 Class paths in this file are a file format: checkpoints pickle them. Do not rename or move.
 """
+
 from functools import reduce
 
 import torch
@@ -24,13 +25,17 @@ def _without_copy(cls, module):
     `fuse()` sets: it would shadow the class's.
     """
     new = cls.__new__(cls)
-    new.__dict__ = {k: (type(v)(v) if k in ('_parameters', '_buffers', '_modules') else v)
-                    for k, v in module.__dict__.items() if k != 'forward'}
+    new.__dict__ = {
+        k: (type(v)(v) if k in ('_parameters', '_buffers', '_modules') else v)
+        for k, v in module.__dict__.items()
+        if k != 'forward'
+    }
     return new
 
 
 class Twin:
     """Mixin of every quantized block. `float_class` is the upstream class, `quantizer_names` the quantizers it adds."""
+
     float_class = None
     quantizer_names = ('input_quantizer',)
 
@@ -57,6 +62,7 @@ class Twin:
 
 class QuantConv2d(Twin, nn.Conv2d):
     """Convolution with its input quantized per tensor and its weight per output channel (axis 0)."""
+
     float_class = nn.Conv2d
     quantizer_names = ('input_quantizer', 'weight_quantizer')
 
@@ -76,6 +82,7 @@ class QuantResidual(Twin):
     'both': the Add is an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler may let the last
     convolution add it before it rounds (NVIDIA's advice for Conv+Add; here an activation stands between).
     """
+
     quantizer_names = ('add_quantizer',)
     add_policy = 'both'
 
@@ -121,6 +128,7 @@ class QuantADown(_QuantPoolInput, ADown):
 
 class QuantCBFuse(Twin, CBFuse):
     """Sum of one map of each CBLinear, resized (nearest) to the last input; all addends share one quantizer."""
+
     float_class = CBFuse
 
     def forward(self, xs):  # xs[:-1]: tuples of [B, C, h, w]; xs[-1]: [B, C, H, W]
@@ -130,5 +138,7 @@ class QuantCBFuse(Twin, CBFuse):
         return reduce(torch.add, [*maps, self.input_quantizer(xs[-1])])
 
 
-TWINS = {twin.float_class: twin
-         for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)}
+TWINS = {
+    twin.float_class: twin
+    for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)
+}

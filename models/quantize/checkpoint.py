@@ -3,6 +3,7 @@
 A file is read once: its kind is judged by the names in its pickle, its model is built from records by pickled_modules.py, which runs
 nothing of the file, and its SHA-256 is that of the bytes that were read.
 """
+
 import datetime
 from copy import deepcopy
 
@@ -52,8 +53,10 @@ class CheckpointFile:
         head = type(model.model[-1]).__name__
         if head.startswith(('Dual', 'Triple')):
             out = self.path.with_name(f'{self.path.stem}-converted.pt')
-            raise QatError(f'--weights {self.path}: still has its auxiliary branch ({head}); remove it first: '
-                           f'python reparameterization.py --weights {self.path} --save {out}')
+            raise QatError(
+                f'--weights {self.path}: still has its auxiliary branch ({head}); remove it first: '
+                f'python reparameterization.py --weights {self.path} --save {out}'
+            )
         return fuse(model)
 
     def load_quantized(self, device='cpu'):
@@ -62,8 +65,10 @@ class CheckpointFile:
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
         if quant.get('format') != FORMAT or not is_quantized(model):
-            raise QatError(f"--weights {self.path}: quantized checkpoint of format {quant.get('format')}, this version reads "
-                           f'format {FORMAT}; quantize the float model again')
+            raise QatError(
+                f'--weights {self.path}: quantized checkpoint of format {quant.get("format")}, this version reads '
+                f'format {FORMAT}; quantize the float model again'
+            )
         return model, quant
 
     def load_any(self, device='cpu'):
@@ -73,14 +78,17 @@ class CheckpointFile:
     def _expect(self, wanted):
         """Check that the file is of kind `wanted`; say what to do about any other."""
         if self.kind != wanted:
-            raise QatError(f'--weights {self.path}: ' + {
-                'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
-                           'start again from its float model: python qat.py quantize --weights FLOAT.pt',
-                'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
-                'float': f'is not quantized; quantize it first: python qat.py quantize --weights {self.path} '
-                         '(a float model is evaluated by upstream: python val.py)',
-                'other': 'holds no YOLOv9 model (a checkpoint of upstream train.py or train_dual.py has one)',
-            }[self.kind])
+            raise QatError(
+                f'--weights {self.path}: '
+                + {
+                    'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
+                    'start again from its float model: python qat.py quantize --weights FLOAT.pt',
+                    'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
+                    'float': f'is not quantized; quantize it first: python qat.py quantize --weights {self.path} '
+                    '(a float model is evaluated by upstream: python val.py)',
+                    'other': 'holds no YOLOv9 model (a checkpoint of upstream train.py or train_dual.py has one)',
+                }[self.kind]
+            )
 
     def _load(self, device):
         """Build what is in the file. Returns (checkpoint dict, FP32 model in eval mode); prefers the EMA weights."""
@@ -90,7 +98,9 @@ class CheckpointFile:
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
         except Exception as e:  # of damaged attributes, which fail in as many ways as there are layers
-            raise QatError(f"--weights {self.path}: damaged: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from e
+            raise QatError(
+                f'--weights {self.path}: damaged: {type(e).__name__}: {" ".join(str(e).split())[:200]}'
+            ) from e
         self.digest.result()  # FP32 weights lie in the very bytes that are hashed: nobody may change them before
         model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential):
@@ -109,8 +119,10 @@ class CheckpointFile:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
         except Exception as e:  # whatever a layer with other attributes meets
-            raise QatError(f"--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: "
-                           f"{' '.join(str(e).split())[:200]}); use the tree it was trained with, or a checkpoint of upstream's training") from e
+            raise QatError(
+                f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
+                f"{' '.join(str(e).split())[:200]}); use the tree it was trained with, or a checkpoint of upstream's training"
+            ) from e
 
 
 def _kind(names):
@@ -162,8 +174,22 @@ def save_quantized(path, model, recipe, source):
     The model is stored whole and in FP32: half precision would round weights and with them what was measured.
     recipe: settings as plain values, the policies among them. source: SHA-256 of the float checkpoint.
     """
-    quant = {'format': FORMAT, 'recipe': recipe, 'source_sha256': source, 'versions': versions(),
-             'scale_groups': shared_scales(model)}
+    quant = {
+        'format': FORMAT,
+        'recipe': recipe,
+        'source_sha256': source,
+        'versions': versions(),
+        'scale_groups': shared_scales(model),
+    }
     model = deepcopy(model).cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
-    write_torch(path, {'model': model, 'ema': None, 'epoch': -1, 'optimizer': None, 'quant': quant,
-                       'date': datetime.datetime.now().isoformat()})
+    write_torch(
+        path,
+        {
+            'model': model,
+            'ema': None,
+            'epoch': -1,
+            'optimizer': None,
+            'quant': quant,
+            'date': datetime.datetime.now().isoformat(),
+        },
+    )

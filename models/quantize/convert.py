@@ -1,4 +1,5 @@
 """Float model → quantized model, in place, and back. Says what was swapped and what stays float, and why."""
+
 from dataclasses import dataclass, field
 
 import torch.nn as nn
@@ -10,8 +11,27 @@ from utils.qat.core.errors import QatError
 # Upstream's modules whose every operation has been looked at: what must be INT8 in them is, by a twin or by the
 # quantized convolutions around it.
 REVIEWED = {
-    'models.common': {'Conv', 'DWConv', 'AConv', 'ADown', 'RepConvN', 'DFL', 'Bottleneck', 'RepNBottleneck', 'RepNCSP', 'SP',
-                      'SPPELAN', 'ELAN1', 'RepNCSPELAN4', 'CBLinear', 'CBFuse', 'Concat', 'Silence', 'UConv', 'Proto'},
+    'models.common': {
+        'Conv',
+        'DWConv',
+        'AConv',
+        'ADown',
+        'RepConvN',
+        'DFL',
+        'Bottleneck',
+        'RepNBottleneck',
+        'RepNCSP',
+        'SP',
+        'SPPELAN',
+        'ELAN1',
+        'RepNCSPELAN4',
+        'CBLinear',
+        'CBFuse',
+        'Concat',
+        'Silence',
+        'UConv',
+        'Proto',
+    },
     'models.yolo': {'DetectionModel', 'SegmentationModel', 'Detect', 'DDetect', 'Segment', 'DSegment'},
 }
 
@@ -23,6 +43,7 @@ CHOSEN = 'by choice'  # why a block stays in float that could be INT8
 class Conversion:
     """What `quantize_model` did: layer path → kind of twin, layer path → reason to stay float, and path → class of
     modules that this toolkit has not met: their convolutions are quantized, their other operations are not looked at."""
+
     swapped: dict = field(default_factory=dict)
     kept_float: dict = field(default_factory=dict)
     unknown: dict = field(default_factory=dict)
@@ -54,16 +75,23 @@ def float_convs(model):
 
 def unknown_modules(model):
     """{path: class} of modules with a convolution inside that are not of PyTorch and not REVIEWED."""
-    return {path: type(m).__name__ for path, m in model.named_modules()
-            if not type(m).__module__.startswith('torch.') and type(m).__name__ not in REVIEWED.get(type(m).__module__, ())
-            and any(isinstance(inner, nn.Conv2d) for inner in m.modules())}
+    return {
+        path: type(m).__name__
+        for path, m in model.named_modules()
+        if not type(m).__module__.startswith('torch.')
+        and type(m).__name__ not in REVIEWED.get(type(m).__module__, ())
+        and any(isinstance(inner, nn.Conv2d) for inner in m.modules())
+    }
 
 
 def find_twins(model):
     """{path: class} of the blocks of a fused float model that `quantize_model` swaps, in the order of the network."""
     kept = float_convs(model)
-    return {path: type(m).__name__ for path, m in model.named_modules()
-            if type(m) in TWINS and TWINS[type(m)].suits(m) and path not in kept}
+    return {
+        path: type(m).__name__
+        for path, m in model.named_modules()
+        if type(m) in TWINS and TWINS[type(m)].suits(m) and path not in kept
+    }
 
 
 def quantize_model(model, add_policy='both', keep_float=()):
@@ -72,7 +100,9 @@ def quantize_model(model, add_policy='both', keep_float=()):
     Blocks inside blocks are swapped too (a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks do not).
     add_policy: see blocks.QuantResidual. keep_float: paths of blocks that are not swapped, of `find_twins`.
     """
-    done = Conversion(kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model))
+    done = Conversion(
+        kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
+    )
 
     def visit(parent, prefix):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,5 @@
 """What the head of a model gives, part by part: raw maps of boxes and classes, and of a segmentation model what its masks are made of."""
+
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,10 @@ HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 @dataclass
 class Raw:
     """Outputs of the head that nothing has been computed of, in order of the places of all levels together, N of them."""
-    maps: list  # of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes
+
+    maps: (
+        list  # of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes
+    )
     boxes: torch.Tensor  # [B, 4, N], decoded: centre, width and height in pixels
     coefficients: torch.Tensor = None  # [B, nm, N]
     prototypes: torch.Tensor = None  # [B, nm, H / 4, W / 4]
@@ -48,4 +52,6 @@ def has_known_head(model):
 def require_known_head(model, what, instead):
     """Raise QatError, saying `what` needs it and what to do `instead`, if the head of `model` is none of HEADS."""
     if not has_known_head(model):
-        raise QatError(f"{what}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}")
+        raise QatError(
+            f"{what}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}"
+        )

@@ -3,6 +3,7 @@
 A module is made without its constructor, and its attributes are data: tensors, plain values, and modules below it. Nothing among them
 can be called, and no name hides a method of the class; so whatever the model does later is code of PyTorch, of this tree and of ours.
 """
+
 import ast
 import importlib.util
 import inspect
@@ -12,21 +13,41 @@ from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
 
-import models
 import torch
 
+import models
 from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
-from utils.qat.untrusted.plain_values import Values, TRUST
+from utils.qat.untrusted.plain_values import TRUST, Values
 
 TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # ours
-TORCH = {f'torch.nn.modules.{module}.{name}' for module, names in {  # layers that YOLOv9's networks are made of
-    'activation': 'ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
-    'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm', 'container': 'ModuleDict ModuleList Sequential',
-    'conv': 'Conv1d Conv2d ConvTranspose2d', 'dropout': 'Dropout Dropout2d', 'flatten': 'Flatten Unflatten', 'fold': 'Fold Unfold',
-    'linear': 'Identity Linear', 'module': 'Module', 'normalization': 'GroupNorm LayerNorm', 'padding': 'ReflectionPad2d ReplicationPad2d ZeroPad2d',
-    'pixelshuffle': 'PixelShuffle PixelUnshuffle', 'pooling': 'AdaptiveAvgPool2d AdaptiveMaxPool2d AvgPool2d MaxPool2d',
-    'upsampling': 'Upsample UpsamplingBilinear2d UpsamplingNearest2d'}.items() for name in names.split()}
-WRAPPERS = {'AutoShape', 'DetectMultiBackend', 'Ensemble', 'ONNX_ORT', 'ONNX_TRT', 'End2End'}  # of the tree: they read files, or wrap whole models
+TORCH = {
+    f'torch.nn.modules.{module}.{name}'
+    for module, names in {  # layers that YOLOv9's networks are made of
+        'activation': 'ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
+        'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm',
+        'container': 'ModuleDict ModuleList Sequential',
+        'conv': 'Conv1d Conv2d ConvTranspose2d',
+        'dropout': 'Dropout Dropout2d',
+        'flatten': 'Flatten Unflatten',
+        'fold': 'Fold Unfold',
+        'linear': 'Identity Linear',
+        'module': 'Module',
+        'normalization': 'GroupNorm LayerNorm',
+        'padding': 'ReflectionPad2d ReplicationPad2d ZeroPad2d',
+        'pixelshuffle': 'PixelShuffle PixelUnshuffle',
+        'pooling': 'AdaptiveAvgPool2d AdaptiveMaxPool2d AvgPool2d MaxPool2d',
+        'upsampling': 'Upsample UpsamplingBilinear2d UpsamplingNearest2d',
+    }.items()
+    for name in names.split()
+}
+WRAPPERS = {
+    'AutoShape',
+    'DetectMultiBackend',
+    'Ensemble',
+    'ONNX_ORT',
+    'ONNX_TRT',
+    'End2End',
+}  # of the tree: they read files, or wrap whole models
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
 
@@ -42,8 +63,10 @@ class Modules(Values):
     def other(self, record):
         cls = layer_class(record.function)
         if not record.new or record.arguments or record.items or type(record.state) is not dict:
-            raise Refused(f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
-                          f'constructors; {TRUST}')
+            raise Refused(
+                f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
+                f'constructors; {TRUST}'
+            )
         _require_names(cls, tuple(record.state))
         module = object.__new__(cls)
         state = {name: self.attribute(module, name, item, record) for name, item in record.state.items()}
@@ -56,14 +79,20 @@ class Modules(Values):
     def attribute(self, module, name, item, record):
         """The value of attribute `name` of `module`, which `record` stands for."""
         kind = type(item)
-        if name == 'forward' or name == 'detect' and kind is Call:  # what upstream sets in a fused layer, and in a head with masks
+        if name == 'forward' or (
+            name == 'detect' and kind is Call
+        ):  # what upstream sets in a fused layer, and in a head with masks
             return _method(module, item, record)
         if name == 'type' and kind is not str:  # upstream notes the name of the class as `type`, which hides type()
             raise Refused(f'its pickle replaces type() of {type(module).__name__}; {TRUST}')
         if kind is bool or item is None:
             return item
         if 'hook' in name:
-            if kind is Call and item.function.text == 'collections.OrderedDict' and not (item.items or item.state or item.arguments) or item == {}:
+            if (
+                kind is Call
+                and item.function.text == 'collections.OrderedDict'
+                and not (item.items or item.state or item.arguments)
+            ) or item == {}:
                 return OrderedDict()
             raise Refused(f'a {type(module).__name__} has hooks ({name}), which are code; {TRUST}')
         value = self.value(item)
@@ -85,8 +114,9 @@ def _require_names(cls, names):
 
 def _require_parts(parts, name, kind):
     """Whether `parts` maps names to objects of a `kind`, or None: `_parameters`, `_buffers`, `_modules`."""
-    if not isinstance(parts, dict) or not all(type(key) is str and '.' not in key and (part is None or isinstance(part, kind))
-                                              for key, part in parts.items()):
+    if not isinstance(parts, dict) or not all(
+        type(key) is str and '.' not in key and (part is None or isinstance(part, kind)) for key, part in parts.items()
+    ):
         raise Refused(f'a module whose {name} are damaged')
 
 
@@ -101,11 +131,20 @@ def _require_data(value, where):
 
 def _method(module, call, owner):
     """What a method is pickled as: getattr(the layer itself or a class of layers, the name of a forward pass)."""
-    if type(call) is not Call or call.function.text not in GETATTR or len(call.arguments) != 2 or call.new or call.items or call.state is not None:
+    if (
+        type(call) is not Call
+        or call.function.text not in GETATTR
+        or len(call.arguments) != 2
+        or call.new
+        or call.items
+        or call.state is not None
+    ):
         raise Refused(f'its pickle gives a {type(module).__name__} a method that is not its own; {TRUST}')
     of, name = call.arguments
     cls = type(module) if of is owner else layer_class(of) if type(of) is Name else None
-    found = inspect.getattr_static(cls, name, None) if cls and type(name) is str and name.startswith('forward') else None
+    found = (
+        inspect.getattr_static(cls, name, None) if cls and type(name) is str and name.startswith('forward') else None
+    )
     if not inspect.isfunction(found):
         raise Refused(f'its pickle takes an attribute of an object, which was not done; {TRUST}')
     return types.MethodType(found, module) if of is owner else found
@@ -116,13 +155,21 @@ def layer_class(name):
     if name.text in TORCH:
         return getattr(torch.nn, name.text.rpartition('.')[2])
     module, _, cls = name.text.rpartition('.')
-    if not module.startswith('models.') or module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS or cls in WRAPPERS:
-        raise Refused(f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch or of '
-                      f'this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/')
+    if (
+        not module.startswith('models.')
+        or (module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS)
+        or cls in WRAPPERS
+    ):
+        raise Refused(
+            f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch or of '
+            f'this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/'
+        )
     found = _defined(module, cls)
     if found is None:
-        raise Refused(f'it has layers {name.text[:80]}, which this YOLOv9 tree lacks; use the one it was trained with, or a full clone of '
-                      'WongKinYiu/yolov9')
+        raise Refused(
+            f'it has layers {name.text[:80]}, which this YOLOv9 tree lacks; use the one it was trained with, or a full clone of '
+            'WongKinYiu/yolov9'
+        )
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
         raise Refused(f'its pickle asks for {name.text[:80]}, which is no layer, so nothing of it was run; {TRUST}')
     return found

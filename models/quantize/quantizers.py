@@ -8,6 +8,7 @@ quantizing, collecting) under the names users of such checkpoints know; the arit
 
 Class paths in this file are a file format: checkpoints pickle them. Do not rename or move.
 """
+
 import contextlib
 import logging
 import warnings
@@ -24,7 +25,7 @@ with warnings.catch_warnings():  # the library scripts a function when it is imp
 QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
 # Scales are FP16 numbers, because a strongly typed engine stores them so: what is simulated here is then exact in every
 # engine. The smallest is FP16's smallest normal number (6.1e-5), the largest its largest; rounding moves a range by 0.05 %.
-MIN_AMAX, MAX_AMAX = QMAX * 2.0 ** -14, QMAX * 65504.0
+MIN_AMAX, MAX_AMAX = QMAX * 2.0**-14, QMAX * 65504.0
 
 absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every construction and load
 logging.getLogger('absl').propagate = False
@@ -86,14 +87,20 @@ class Quantizer(TensorQuantizer):
 
     def extra_repr(self):
         where = 'per-tensor' if self._axis is None else f'axis={self._axis}'
-        return f"int8 {where} amax={self._short_amax() if hasattr(self, '_amax') else None}" \
-               f"{' disabled' if self._disabled else ''}"
+        return (
+            f'int8 {where} amax={self._short_amax() if hasattr(self, "_amax") else None}'
+            f'{" disabled" if self._disabled else ""}'
+        )
 
 
 def _without_gradient(inputs):
     """Whether the operators' mask for the backward pass is made for nobody, on a CPU: their rounding takes ten times as long.
     On a GPU they are one kernel, which is what counts there; an exporter looks for them."""
-    return not (torch.is_grad_enabled() or torch.jit.is_tracing()) and inputs.device.type == 'cpu' and inputs.dtype == torch.float32
+    return (
+        not (torch.is_grad_enabled() or torch.jit.is_tracing())
+        and inputs.device.type == 'cpu'
+        and inputs.dtype == torch.float32
+    )
 
 
 def rounded(inputs, scale):

@@ -4,14 +4,15 @@ YOLOv9 trains with an auxiliary branch that inference does not need. What it is 
 the main inputs of the head do not reach. They are dropped, the rest is renumbered, and the Dual head becomes its
 single twin. Nothing depends on the model's size, so custom widths and class counts work as well.
 """
+
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-from models import yolo
 from models.common import Silence
 
+from models import yolo
 from models.quantize.weightless import parameter_shapes
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.model_yaml import require_network
@@ -31,6 +32,7 @@ HEADS = {
 @dataclass
 class Reparameterized:
     """The result: the model and what happened to the layers."""
+
     model: nn.Module
     kept: list  # old indices, in order
     dropped: list
@@ -47,8 +49,8 @@ def _main_inputs(head):
     """The inputs of a Dual or Triple head that its main branch reads: the last `nl` maps, and the last prototype map."""
     f = list(head.f)
     if type(head).__name__ == 'DualDSegment':
-        return f[:-2][-head.nl:] + f[-1:]
-    return f[-head.nl:]
+        return f[:-2][-head.nl :] + f[-1:]
+    return f[-head.nl :]
 
 
 def _reached(model, inputs):
@@ -107,14 +109,16 @@ def reparameterize(model):
     """
     old_head = model.model[-1]
     if type(old_head).__name__ not in HEADS:
-        raise QatError(f'the head is {type(old_head).__name__}: only {", ".join(HEADS)} have an auxiliary branch to remove')
+        raise QatError(
+            f'the head is {type(old_head).__name__}: only {", ".join(HEADS)} have an auxiliary branch to remove'
+        )
     head, renames = HEADS[type(old_head).__name__]
     if not hasattr(yolo, head):
         raise QatError(f'this upstream tree has no {head}; use a full clone of WongKinYiu/yolov9')
     source, content = 'the YAML inside the checkpoint', getattr(model, 'yaml', None)
     require_network(content, source)
     if not isinstance(model, yolo.DetectionModel) or len(content['backbone'] + content['head']) != len(model.model):
-        raise QatError(f'{source}: is not that of its model; use a checkpoint of upstream\'s training')
+        raise QatError(f"{source}: is not that of its model; use a checkpoint of upstream's training")
     inputs = _main_inputs(old_head)
     kept = _reached(model, inputs)
 
@@ -122,8 +126,10 @@ def reparameterize(model):
     ours, state = parameter_shapes(content, source), _single_state(model.float(), kept, renames)
     wrong = sorted(set(ours) ^ set(state)) or [k for k in ours if ours[k] != state[k].shape]
     if wrong:
-        raise QatError(f'reparameterization: {len(wrong)} parameters do not match, the first is {wrong[0]}; '
-                       'please report this model')
+        raise QatError(
+            f'reparameterization: {len(wrong)} parameters do not match, the first is {wrong[0]}; '
+            'please report this model'
+        )
     single = type(model)(content, ch=content.get('ch') or 3)
     single.load_state_dict(state, strict=True)
     for attribute in ('names', 'nc', 'hyp', 'args', 'task'):

@@ -4,6 +4,7 @@ Every file of a run but its log is written here, and each is whole at any moment
 what is done; of fine-tuning, `resume.STATE` keeps what the next epoch begins with, and `resume.RESAMPLED` what its score is compared with,
 until the run is complete. Of the processes of a torchrun, all call the same and the first one writes.
 """
+
 import os
 import shutil
 import time
@@ -25,7 +26,6 @@ from utils.qat.run.report import write_report
 from utils.qat.run.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.run.resume import RESAMPLED, STATE, interrupted, require_epoch
 from utils.qat.untrusted.plain_values import read_values
-
 
 UNSCORED = '.unscored.pt'  # in weights/: a model on the way to its name
 
@@ -50,7 +50,14 @@ class Run:
         say: takes a line about what was done. progress: wraps an iterator, with a text, such as log.bar. Raises QatError if
         the run to resume was started on other files.
         """
-        self.folder, self.source, self.model, self.sha256, self.data, self.loaders = folder, config.weights, model, sha256, data, loaders
+        self.folder, self.source, self.model, self.sha256, self.data, self.loaders = (
+            folder,
+            config.weights,
+            model,
+            sha256,
+            data,
+            loaders,
+        )
         self.device, self.say, self.progress = next(model.parameters()).device, say, progress
         self.weights, self.state = folder / 'weights', folder / STATE
         self.chosen_on = 'held out' if 'held out' in loaders else 'val'
@@ -61,10 +68,24 @@ class Run:
             self._check_unchanged(images)
             self.resampled[self.chosen_on] = Resampled.read(folder, self.report)
             return
-        self.report = {'settings': config.plain(), 'versions': versions(), 'device': describe(self.device),
-                       'classes': data.names, 'images': images, 'chosen_on': self.chosen_on, 'origin': None,
-                       'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'gain': None, 'last_epochs': None, 'val': None,
-                       'times': {}}
+        self.report = {
+            'settings': config.plain(),
+            'versions': versions(),
+            'device': describe(self.device),
+            'classes': data.names,
+            'images': images,
+            'chosen_on': self.chosen_on,
+            'origin': None,
+            'calibration': None,
+            'kept_float': [],
+            'ptq': None,
+            'epochs': [],
+            'best': None,
+            'gain': None,
+            'last_epochs': None,
+            'val': None,
+            'times': {},
+        }
         on_first(self.weights.mkdir)(exist_ok=True)
         on_first(self._clear_up)()
         self.write()
@@ -84,15 +105,19 @@ class Run:
     def _check_unchanged(self, images):
         """The data must be those the run was started with; what may change figures a little is told and noted."""
         if images != self.report['images']:
-            raise QatError(f"--resume {self.folder}: {self.data.file} had {self.report['images']} images when the run was "
-                           f'started, and has {images}; put the old ones back, or start a new run')
+            raise QatError(
+                f'--resume {self.folder}: {self.data.file} had {self.report["images"]} images when the run was '
+                f'started, and has {images}; put the old ones back, or start a new run'
+            )
         now = {**versions(), 'device': describe(self.device)}
         before = {**self.report['versions'], 'device': self.report['device']}
         changed = {k: v for k, v in now.items() if v != before[k]}
         if changed:
-            LOGGER.warning('not what the run was started with, so figures may differ a little from those of a run that was not '
-                           'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items()))
-            self.report.setdefault('changed', {})[f"after epoch {len(self.report['epochs'])}"] = changed
+            LOGGER.warning(
+                'not what the run was started with, so figures may differ a little from those of a run that was not '
+                'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items())
+            )
+            self.report.setdefault('changed', {})[f'after epoch {len(self.report["epochs"])}'] = changed
 
     def write(self):
         if self.report['settings']['epochs']:
@@ -117,24 +142,34 @@ class Run:
         compared = ComparedModel(self._load(file)[0], self.model)
         metrics = self._score(compared, what, images)
         metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
-        self.say('{:<14} SQNR of the head: '.format('') + ', '.join(f'{k} {v:.2f} dB' for k, v in metrics['sqnr'].items()))
+        self.say(
+            '{:<14} SQNR of the head: '.format('') + ', '.join(f'{k} {v:.2f} dB' for k, v in metrics['sqnr'].items())
+        )
         return metrics
 
     def _score(self, predict, what, images=None):
         """Metrics as plain values, with the difference to the float model if that was scored on these images."""
         images, start = images or self.chosen_on, time.perf_counter()
         text = what if images == self.chosen_on else f'{what}, {images}'
-        metrics = evaluate(predict, self.loaders[images], self.data.names, self.device,
-                           annotations=self.data.annotations if images == 'val' else None,
-                           progress=lambda it: self.progress(it, f'evaluating {text}'), resample=True)
+        metrics = evaluate(
+            predict,
+            self.loaders[images],
+            self.data.names,
+            self.device,
+            annotations=self.data.annotations if images == 'val' else None,
+            progress=lambda it: self.progress(it, f'evaluating {text}'),
+            resample=True,
+        )
         masks = f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
-        self.say(f'{text:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
-                 f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {text}", start):.1f} s)')
+        self.say(
+            f'{text:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
+            f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {text}", start):.1f} s)'
+        )
         self.resampled[images][what] = metrics.resampled
         against = self.resampled[images].against_float(what)
         if what == FLOAT or not against:
             return metrics.plain()
-        self.say(f"{'':<14} against float: {in_words(against)}")
+        self.say(f'{"":<14} against float: {in_words(against)}')
         return {**metrics.plain(), 'against_float': against}
 
     def _load(self, file):
@@ -151,7 +186,7 @@ class Run:
         recipe = {**self.report['settings'], 'kept_float': self.report['kept_float']}
         on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
         metrics = self.score(unscored, what) if evaluating else None
-        score = f"{metrics['ap']:.4f}" if metrics else 'unknown'
+        score = f'{metrics["ap"]:.4f}' if metrics else 'unknown'
         final = self.weights / f'{stage}_ap_{score}_{self.source.stem}.pt'
         on_first(os.replace)(unscored, final)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
@@ -165,8 +200,10 @@ class Run:
         """The calibrated model, from its file. Raises QatError if it was made of another float checkpoint."""
         model, quant = self._load(self.folder / self.report['ptq']['file'])
         if quant['source_sha256'] != self.sha256:
-            raise QatError(f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
-                           'differs); put the old one back, or start a new run')
+            raise QatError(
+                f'--resume {self.folder}: {self.source} is another file than the run was started with (its SHA-256 '
+                'differs); put the old one back, or start a new run'
+            )
         return model
 
     def last_epoch(self):

@@ -8,6 +8,7 @@ and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
 Nothing is guessed from names: a dry run records every operation on every tensor, and union-find does the rest.
 """
+
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -16,10 +17,28 @@ from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_o
 
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none.
 COMMUTING = {
-    torch.cat, torch.chunk, torch.split, torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.squeeze,
-    torch.unsqueeze, torch.max_pool2d, F.max_pool2d, torch.Tensor.chunk, torch.Tensor.split, torch.Tensor.view,
-    torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.permute, torch.Tensor.transpose, torch.Tensor.squeeze,
-    torch.Tensor.unsqueeze, torch.Tensor.contiguous, torch.Tensor.__getitem__,
+    torch.cat,
+    torch.chunk,
+    torch.split,
+    torch.reshape,
+    torch.flatten,
+    torch.permute,
+    torch.transpose,
+    torch.squeeze,
+    torch.unsqueeze,
+    torch.max_pool2d,
+    F.max_pool2d,
+    torch.Tensor.chunk,
+    torch.Tensor.split,
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.Tensor.flatten,
+    torch.Tensor.permute,
+    torch.Tensor.transpose,
+    torch.Tensor.squeeze,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.contiguous,
+    torch.Tensor.__getitem__,
 }
 
 

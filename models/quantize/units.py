@@ -2,6 +2,7 @@
 
 A unit is named by its path. It holds the quantized twins at that path and below it (see blocks.py).
 """
+
 import re
 
 import torch.nn as nn
@@ -33,7 +34,11 @@ def _block(model, path):
 def find_units(model, twins, granularity):
     """{unit: paths of its twins}, in the order of the network. model: quantized or float. twins: paths, as in
     Conversion.swapped. granularity: see config.qat.GRANULARITIES."""
-    of_twin = {'layer': lambda path: '.'.join(path.split('.')[:2]), 'block': lambda path: _block(model, path), 'conv': str}[granularity]
+    of_twin = {
+        'layer': lambda path: '.'.join(path.split('.')[:2]),
+        'block': lambda path: _block(model, path),
+        'conv': str,
+    }[granularity]
     units = {}
     for path, _ in model.named_modules():
         if path in twins:
@@ -49,8 +54,10 @@ def _matching(paths, regex, flag):
         raise QatError(f'{flag} {regex}: no regular expression ({e})') from e
     found = {path for path in paths if pattern.match(path)}
     if not found:
-        raise QatError(f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
-                       'sensitive --granularity conv lists them all')
+        raise QatError(
+            f'{flag} {regex}: matches no quantized layer; their paths start like {min(paths)}, and '
+            'sensitive --granularity conv lists them all'
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 A YAML of a few lines can ask for layers of terabytes. What upstream is about to build for real is built this way first, and has to have the
 parameters that are there already.
 """
+
 from copy import deepcopy
 
 import torch
@@ -54,14 +55,20 @@ def parameter_shapes(content, source):
                 if layer.f != -1:
                     x = maps[layer.f] if isinstance(layer.f, int) else [x if f == -1 else maps[f] for f in layer.f]
                 x = layer(x)
-                values += sum(t.numel() for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor))
+                values += sum(
+                    t.numel() for t in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(t, torch.Tensor)
+                )
                 if values > VALUES:
-                    raise QatError(f'{source}: needs maps of more than {VALUES / 1e6:.0f} million values for an image of {SIDE} x {SIDE} pixels')
+                    raise QatError(
+                        f'{source}: needs maps of more than {VALUES / 1e6:.0f} million values for an image of {SIDE} x {SIDE} pixels'
+                    )
                 maps.append(x if layer.i in saved else None)
     except QatError:
         raise
     except Exception as e:  # whatever layers raise that do not fit together
-        raise QatError(f"{source}: upstream cannot build it ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from e
+        raise QatError(
+            f'{source}: upstream cannot build it ({type(e).__name__}: {" ".join(str(e).split())[:200]})'
+        ) from e
     finally:
         hook.remove()
         for kind, activation in activations.items():

@@ -2,6 +2,7 @@
 
 No figure of time is judged here, only how figures belong together.
 """
+
 import inspect
 import json
 import os
@@ -18,9 +19,11 @@ import onnxruntime
 import pytest
 import torch
 from conftest import TREE
+from onnx import TensorProto, helper, numpy_helper
+from zoo import program
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize.checkpoint import kind_of, load_any
-from onnx import TensorProto, helper, numpy_helper
 from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import BATCHES, networks_of, shapes_of
@@ -32,7 +35,6 @@ from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.onnxruntime import OnnxRuntimeRunner
 from utils.qat.prediction.pytorch import TorchRunner
-from zoo import program
 
 CPU = torch.device('cpu')
 SIZE = 64  # pixels
@@ -43,8 +45,11 @@ def files(demo, tmp_path_factory):
     """Folder with demo.{pt,onnx} (float), int8.{pt,onnx}, both of open batch; half.onnx (INT8 and FP16, batch 1, no .pt) and net.onnx, a
     classifier of open image size."""
     folder = tmp_path_factory.mktemp('models')
-    for name, model, options in (('demo', demo.float_model(), {'dynamic': True}), ('int8', demo.quantized_model(), {'dynamic': True}),
-                                 ('half', demo.quantized_model(), {'half': True, 'opset': 19})):
+    for name, model, options in (
+        ('demo', demo.float_model(), {'dynamic': True}),
+        ('int8', demo.quantized_model(), {'dynamic': True}),
+        ('half', demo.quantized_model(), {'half': True, 'opset': 19}),
+    ):
         export_onnx(model, folder / f'{name}.onnx', (SIZE, SIZE), **options)
     (folder / 'demo.pt').write_bytes(demo.single.read_bytes())
     (folder / 'int8.pt').write_bytes(demo.quantized.read_bytes())
@@ -56,13 +61,26 @@ def files(demo, tmp_path_factory):
 def export(net, file, axes):
     """torch.onnx.export of a network without batch norms: image → scores."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
-    torch.onnx.export(net, (torch.zeros(1, 3, SIZE, SIZE),), str(file), input_names=['image'], output_names=['scores'], dynamic_axes=axes, **options)
+    torch.onnx.export(
+        net,
+        (torch.zeros(1, 3, SIZE, SIZE),),
+        str(file),
+        input_names=['image'],
+        output_names=['scores'],
+        dynamic_axes=axes,
+        **options,
+    )
 
 
 def classifier():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
-                               torch.nn.Linear(8, 5)).eval()
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 2),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8, 5),
+    ).eval()
 
 
 def network(file):
@@ -81,12 +99,18 @@ def command(*arguments):
 
 # ---- figures --------------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('count', (1, 2, 10, 999))
 def test_statistics_are_numpys(count):
     samples = np.random.default_rng(count).gamma(2, 3, count)
     found = statistics(samples.tolist())
-    assert found == {'min': samples.min(), 'max': samples.max(), 'mean': pytest.approx(samples.mean()), 'median': np.median(samples),
-                     **{f'p{p}': np.percentile(samples, p) for p in (90, 95, 99)}}
+    assert found == {
+        'min': samples.min(),
+        'max': samples.max(),
+        'mean': pytest.approx(samples.mean()),
+        'median': np.median(samples),
+        **{f'p{p}': np.percentile(samples, p) for p in (90, 95, 99)},
+    }
     json.dumps(found)
 
 
@@ -125,54 +149,106 @@ TIMES = {'min': 1, 'max': 9, 'mean': 3, 'median': 2.5, 'p90': 7, 'p95': 8, 'p99'
 @pytest.mark.parametrize('gpu', (False, True))
 def test_the_summary_is_laid_out_as_trtexecs(gpu):
     moved = TIMES if gpu else None
-    text = summary({'qps': 12.5, 'images_per_s': 50.0, 'latency': TIMES, 'compute': TIMES, 'h2d': moved, 'd2h': moved, 'enqueue': moved,
-                    'host_seconds': 3.0, 'compute_seconds': 2.9})
-    line = (r'min = 1 ms, max = 9 ms, mean = 3 ms, median = 2.5 ms, percentile\(90%\) = 7 ms, percentile\(95%\) = 8 ms, '
-            r'percentile\(99%\) = 8.5 ms\n')
+    text = summary(
+        {
+            'qps': 12.5,
+            'images_per_s': 50.0,
+            'latency': TIMES,
+            'compute': TIMES,
+            'h2d': moved,
+            'd2h': moved,
+            'enqueue': moved,
+            'host_seconds': 3.0,
+            'compute_seconds': 2.9,
+        }
+    )
+    line = (
+        r'min = 1 ms, max = 9 ms, mean = 3 ms, median = 2.5 ms, percentile\(90%\) = 7 ms, percentile\(95%\) = 8 ms, '
+        r'percentile\(99%\) = 8.5 ms\n'
+    )
     what = 'GPU Compute Time' if gpu else 'Compute Time'
     names = ['Latency', *['Enqueue Time', 'H2D Latency'] * gpu, what, *['D2H Latency'] * gpu]
-    assert re.fullmatch('=== Performance summary ===\nThroughput: 12.5 qps .50 images/s.\n' + ''.join(f'{n}: {line}' for n in names)
-                        + f'Total Host Walltime: 3 s\nTotal {what}: 2.9 s', text)
+    assert re.fullmatch(
+        '=== Performance summary ===\nThroughput: 12.5 qps .50 images/s.\n'
+        + ''.join(f'{n}: {line}' for n in names)
+        + f'Total Host Walltime: 3 s\nTotal {what}: 2.9 s',
+        text,
+    )
 
 
 # ---- what a file is -------------------------------------------------------------------------------------------------------
+
 
 def test_parameters_are_those_of_the_module(files, demo):
     net = network(files / 'net.onnx')
     assert net.parameters == sum(p.numel() for p in classifier().parameters()) and net.layers == 5
     in_pytorch = sum(p.numel() for p in demo.float_model().parameters())
     float_net, int8_net = network(files / 'demo.onnx'), network(files / 'int8.onnx')
-    assert float_net.parameters == int8_net.parameters == in_pytorch + 3  # the strides, which the exporter writes as a constant
-    assert (float_net.types, int8_net.types, network(files / 'half.onnx').types) == ('FP32', 'INT8 and FP32', 'INT8 and FP16')
+    assert (
+        float_net.parameters == int8_net.parameters == in_pytorch + 3
+    )  # the strides, which the exporter writes as a constant
+    assert (float_net.types, int8_net.types, network(files / 'half.onnx').types) == (
+        'FP32',
+        'INT8 and FP32',
+        'INT8 and FP16',
+    )
 
 
 def by_hand(folder, nodes, inputs, constants, rank):
     """ONNX file of `nodes` that returns 'y' of so many axes. inputs: {name: (type, shape)}."""
-    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()],
-                              [helper.make_tensor_value_info('y', TensorProto.FLOAT, [None] * rank)], [numpy_helper.from_array(v, k) for k, v in constants.items()])
+    graph = helper.make_graph(
+        nodes,
+        'by hand',
+        [helper.make_tensor_value_info(name, *what) for name, what in inputs.items()],
+        [helper.make_tensor_value_info('y', TensorProto.FLOAT, [None] * rank)],
+        [numpy_helper.from_array(v, k) for k, v in constants.items()],
+    )
     file = folder / 'by hand.onnx'
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8), file)
     return file
 
 
 def test_weights_stored_in_int8_are_parameters_and_scales_are_not(tmp_path):
-    constants = {'w': np.ones((4, 3, 1, 1), np.int8), 'ws': np.ones(4, np.float32), 'wz': np.zeros(4, np.int8), 'b': np.ones(4, np.int32),
-                 'bz': np.zeros(4, np.int32), 's': np.float32(0.1), 'z': np.int8(0), 'shape': np.int64([0, -1])}
-    file = by_hand(tmp_path, [helper.make_node('QuantizeLinear', ['x', 's', 'z'], ['q']),
-                              helper.make_node('DequantizeLinear', ['q', 's', 'z'], ['d']),
-                              helper.make_node('DequantizeLinear', ['w', 'ws', 'wz'], ['dw'], axis=0),
-                              helper.make_node('DequantizeLinear', ['b', 'ws', 'bz'], ['db'], axis=0),
-                              helper.make_node('Conv', ['d', 'dw', 'db'], ['c']), helper.make_node('Reshape', ['c', 'shape'], ['y'])],
-                   {'x': (TensorProto.FLOAT, ('n', 3, 8, 8))}, constants, rank=2)
+    constants = {
+        'w': np.ones((4, 3, 1, 1), np.int8),
+        'ws': np.ones(4, np.float32),
+        'wz': np.zeros(4, np.int8),
+        'b': np.ones(4, np.int32),
+        'bz': np.zeros(4, np.int32),
+        's': np.float32(0.1),
+        'z': np.int8(0),
+        'shape': np.int64([0, -1]),
+    }
+    file = by_hand(
+        tmp_path,
+        [
+            helper.make_node('QuantizeLinear', ['x', 's', 'z'], ['q']),
+            helper.make_node('DequantizeLinear', ['q', 's', 'z'], ['d']),
+            helper.make_node('DequantizeLinear', ['w', 'ws', 'wz'], ['dw'], axis=0),
+            helper.make_node('DequantizeLinear', ['b', 'ws', 'bz'], ['db'], axis=0),
+            helper.make_node('Conv', ['d', 'dw', 'db'], ['c']),
+            helper.make_node('Reshape', ['c', 'shape'], ['y']),
+        ],
+        {'x': (TensorProto.FLOAT, ('n', 3, 8, 8))},
+        constants,
+        rank=2,
+    )
     net = network(file)
     assert (net.parameters, net.layers, net.precision, net.batches) == (4 * 3 + 4, 2, 'int8', BATCHES)
 
 
 def test_inputs_of_several_types_and_ranks(tmp_path):
     """A batch of tokens, a flag per token and a single factor: integers are ones, which every table of tokens has."""
-    nodes = [helper.make_node('Gather', ['table', 'tokens'], ['e']), helper.make_node('Mul', ['e', 'factor'], ['f']),
-             helper.make_node('Where', ['mask', 'f', 'e'], ['y'])]
-    given = {'tokens': (TensorProto.INT64, ('n', 7)), 'mask': (TensorProto.BOOL, ('n', 7, 1)), 'factor': (TensorProto.FLOAT, ())}
+    nodes = [
+        helper.make_node('Gather', ['table', 'tokens'], ['e']),
+        helper.make_node('Mul', ['e', 'factor'], ['f']),
+        helper.make_node('Where', ['mask', 'f', 'e'], ['y']),
+    ]
+    given = {
+        'tokens': (TensorProto.INT64, ('n', 7)),
+        'mask': (TensorProto.BOOL, ('n', 7, 1)),
+        'factor': (TensorProto.FLOAT, ()),
+    }
     file = by_hand(tmp_path, nodes, given, {'table': np.ones((2, 4), np.float32)}, rank=3)
     net = network(file)
     inputs = shapes_of(net.inputs, 3, None, file)
@@ -183,17 +259,23 @@ def test_inputs_of_several_types_and_ranks(tmp_path):
 
 
 def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
-    file = by_hand(tmp_path, [helper.make_node('Relu', ['x'], ['y'])], {'x': (TensorProto.FLOAT, ('n', 'length'))}, {}, rank=2)
-    with pytest.raises(QatError, match=r"by hand.onnx: input x \[None, None\] has an open axis"):
+    file = by_hand(
+        tmp_path, [helper.make_node('Relu', ['x'], ['y'])], {'x': (TensorProto.FLOAT, ('n', 'length'))}, {}, rank=2
+    )
+    with pytest.raises(QatError, match=r'by hand.onnx: input x \[None, None\] has an open axis'):
         shapes_of(network(file).inputs, 1, None, file)
 
 
 # ---- what runs ------------------------------------------------------------------------------------------------------------
 
+
 def test_what_is_measured_is_the_network(files):
     """The outputs of a runner are those of the file, computed elsewhere."""
     inputs = {'images': (torch.float32, (2, 3, SIZE, SIZE))}
-    with OnnxRuntimeRunner(files / 'demo.onnx', 'FP32', CPU) as runner, TorchRunner(files / 'demo.pt', False, CPU, load) as eager:
+    with (
+        OnnxRuntimeRunner(files / 'demo.onnx', 'FP32', CPU) as runner,
+        TorchRunner(files / 'demo.pt', False, CPU, load) as eager,
+    ):
         runner.prepare(inputs)
         eager.prepare(inputs)
         session = onnxruntime.InferenceSession(files / 'demo.onnx', providers=['CPUExecutionProvider'])
@@ -202,7 +284,9 @@ def test_what_is_measured_is_the_network(files):
         assert torch.equal(images, eager.inputs['images']) and images.std() > 0.2
         np.testing.assert_allclose(runner.binding.copy_outputs_to_cpu()[0], wanted, rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(eager.outputs[0], wanted, rtol=1e-3, atol=1e-2)
-        assert (eager.types, runner.types) == ('FP32', 'FP32') and eager.parameters == sum(p.numel() for p in eager.model.parameters())
+        assert (eager.types, runner.types) == ('FP32', 'FP32') and eager.parameters == sum(
+            p.numel() for p in eager.model.parameters()
+        )
 
 
 def test_a_simulation_and_a_fallback_are_called_so(files):
@@ -210,7 +294,10 @@ def test_a_simulation_and_a_fallback_are_called_so(files):
     assert OnnxRuntimeRunner(files / 'int8.onnx', 'INT8 and FP32', CPU).types == 'INT8 and FP32'
     half = OnnxRuntimeRunner(files / 'half.onnx', 'INT8 and FP16', CPU)
     half.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
-    assert half.types in ('INT8 and FP16', 'INT8 and FP16, Q/DQ not fused')  # as long as its fused Concat does not load FP16 scales
+    assert half.types in (
+        'INT8 and FP16',
+        'INT8 and FP16, Q/DQ not fused',
+    )  # as long as its fused Concat does not load FP16 scales
 
 
 def test_memory_and_load_of_a_process_are_sampled():
@@ -230,6 +317,7 @@ def test_memory_and_load_of_a_process_are_sampled():
 
 # ---- what is left out -----------------------------------------------------------------------------------------------------
 
+
 def cases(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
     found, out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, CPU)
@@ -239,12 +327,16 @@ def cases(files, names, **options):
 def test_by_default_all_that_can_run_here_is_measured(files):
     found, out = cases(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
     ours = [('demo.onnx', 'onnxruntime', 'fp32'), ('demo.pt', 'pytorch', 'fp32'), ('int8.onnx', 'onnxruntime', 'int8')]
-    assert found == [*[(*case, batch) for case in ours for batch in BATCHES], ('half.onnx', 'onnxruntime', 'int8', 1),
-                     *[('int8.pt', 'pytorch', 'int8', batch) for batch in BATCHES]]
+    assert found == [
+        *[(*case, batch) for case in ours for batch in BATCHES],
+        ('half.onnx', 'onnxruntime', 'int8', 1),
+        *[('int8.pt', 'pytorch', 'int8', batch) for batch in BATCHES],
+    ]
     assert [line.split(': ')[-1] for line in out] == [
         *['needs an NVIDIA GPU, and this is --device cpu'] * 2,
         f'PyTorch runs the checkpoint that a file was exported from, and {files / "int8.pt"} is measured by itself',
-        'PyTorch runs the checkpoint that a file was exported from, and there is no half.pt beside it']
+        'PyTorch runs the checkpoint that a file was exported from, and there is no half.pt beside it',
+    ]
 
 
 def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_path):
@@ -257,7 +349,12 @@ def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
     found, out = cases(files, ['demo.onnx', 'int8.onnx'], precision='fp32,int8', backend='onnxruntime', batch='1')
     assert [case[:3:2] for case in found] == [('demo.onnx', 'fp32'), ('int8.onnx', 'int8')]
-    assert len(out) == 2 and 'demo.onnx has no Q/DQ' in out[0] and out[1].startswith('--precision fp32: ') and 'int8.onnx is INT8' in out[1]
+    assert (
+        len(out) == 2
+        and 'demo.onnx has no Q/DQ' in out[0]
+        and out[1].startswith('--precision fp32: ')
+        and 'int8.onnx is INT8' in out[1]
+    )
     found, out = cases(files, ['half.onnx', 'demo.onnx'], backend='onnxruntime', batch='1,4')
     assert [(name, batch) for name, *_, batch in found] == [('half.onnx', 1), ('demo.onnx', 1), ('demo.onnx', 4)]
     assert len(out) == 1 and '--batch 4' in out[0] and 'fixed batch of 1' in out[0]
@@ -267,7 +364,10 @@ BAD = [
     (['no.onnx'], 'MODEL no.onnx: no such file'),
     (['{}/demo.onnx', '--precision', 'int8'], 'has no Q/DQ'),
     (['{}/int8.onnx', '--precision', 'fp32,fp16'], '--precision fp32,fp16: .*is INT8'),
-    (['{}/demo.onnx', '--precision', 'fp16', '--backend', 'onnxruntime'], 'is FP32, and ONNX Runtime computes in the types of the file'),
+    (
+        ['{}/demo.onnx', '--precision', 'fp16', '--backend', 'onnxruntime'],
+        'is FP32, and ONNX Runtime computes in the types of the file',
+    ),
     (['{}/demo.pt', '--precision', 'fp16'], 'FP16 is for GPUs'),
     (['{}/demo.onnx', '--precision', 'int4'], 'must be of fp32, fp16, int8'),
     (['{}/demo.onnx', '--backend', 'tensorrt'], 'TensorRT: needs an NVIDIA GPU'),
@@ -308,16 +408,48 @@ def test_warmup_takes_a_unit(text, ms):
 
 # ---- the command ------------------------------------------------------------------------------------------------------------
 
+
 def test_a_sweep_writes_its_files(files, tmp_path, capsys):
-    assert command(files / 'demo.onnx', files / 'int8.onnx', files / 'net.onnx', '--imgsz', SIZE, '--batch', '1,2', '--duration', 0.1,
-                   '--warmup', '10ms', '--device', 'cpu', '--project', tmp_path, '--name', 'all') == 0
+    assert (
+        command(
+            files / 'demo.onnx',
+            files / 'int8.onnx',
+            files / 'net.onnx',
+            '--imgsz',
+            SIZE,
+            '--batch',
+            '1,2',
+            '--duration',
+            0.1,
+            '--warmup',
+            '10ms',
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path,
+            '--name',
+            'all',
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     folder = tmp_path / 'all'
-    assert sorted(p.name for p in folder.iterdir()) == ['benchmark.json', 'benchmark.md', 'latency.png', 'throughput.png', 'usage.png']
+    assert sorted(p.name for p in folder.iterdir()) == [
+        'benchmark.json',
+        'benchmark.md',
+        'latency.png',
+        'throughput.png',
+        'usage.png',
+    ]
     report = json.loads((folder / 'benchmark.json').read_text())
     rows = [(Path(r['model']).name, r['backend'], r['types'], r['batch']) for r in report['results']]
-    ran = [('demo.onnx', 'ONNX Runtime', 'FP32'), ('demo.pt', 'PyTorch', 'FP32'), ('int8.onnx', 'ONNX Runtime', 'INT8 and FP32'),
-           ('int8.pt', 'PyTorch', 'INT8 simulated'), ('net.onnx', 'ONNX Runtime', 'FP32')]
+    ran = [
+        ('demo.onnx', 'ONNX Runtime', 'FP32'),
+        ('demo.pt', 'PyTorch', 'FP32'),
+        ('int8.onnx', 'ONNX Runtime', 'INT8 and FP32'),
+        ('int8.pt', 'PyTorch', 'INT8 simulated'),
+        ('net.onnx', 'ONNX Runtime', 'FP32'),
+    ]
     assert rows == [(*series, batch) for series in ran for batch in (1, 2)]
     for r in report['results']:
         assert r['images_per_s'] == pytest.approx(r['batch'] * r['qps']) and r['parameters'] > 0 and r['layers'] > 0
@@ -325,7 +457,9 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     assert len(report['left_out']) == 3 and all(f'left out: {line}' in out for line in report['left_out'])
     assert out.count('=== Performance summary ===') == len(rows) and 'there is no net.pt beside it' in out
     text = (folder / 'benchmark.md').read_text()
-    assert text.count('=== Performance summary ===') == len(rows) and all(f'({p.name})' in text for p in folder.glob('*.png'))
+    assert text.count('=== Performance summary ===') == len(rows) and all(
+        f'({p.name})' in text for p in folder.glob('*.png')
+    )
     assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +2 \|', text)
     assert all((folder / p.name).read_bytes().startswith(b'\x89PNG') for p in folder.glob('*.png'))
 
@@ -333,19 +467,54 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
 def test_files_of_one_name_are_told_apart(files, tmp_path):
     (tmp_path / 'b').mkdir()
     (tmp_path / 'b' / 'net.onnx').write_bytes((files / 'net.onnx').read_bytes())
-    assert command(files / 'net.onnx', tmp_path / 'b' / 'net.onnx', '--imgsz', SIZE, '--batch', 1, '--duration', 0.01, '--warmup', 0, '--device', 'cpu',
-                   '--project', tmp_path / 'runs') == 0
+    assert (
+        command(
+            files / 'net.onnx',
+            tmp_path / 'b' / 'net.onnx',
+            '--imgsz',
+            SIZE,
+            '--batch',
+            1,
+            '--duration',
+            0.01,
+            '--warmup',
+            0,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'runs',
+        )
+        == 0
+    )
     text = (tmp_path / 'runs' / 'exp' / 'benchmark.md').read_text()
     assert f'| {files / "net.onnx"} ' in text and f'| {tmp_path / "b" / "net.onnx"} ' in text
 
 
 @pytest.mark.faults
 def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
-    arguments = [files / 'demo.onnx', '--backend', 'onnxruntime', '--batch', '1,2,4', '--duration', 5, '--device', 'cpu', '--project', tmp_path]
-    running = subprocess.Popen([sys.executable, 'benchmark_trt.py', *map(str, arguments)], cwd=TREE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'},
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               # a shell's background job, and so a CI job, may ignore SIGINT, and children inherit that
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    arguments = [
+        files / 'demo.onnx',
+        '--backend',
+        'onnxruntime',
+        '--batch',
+        '1,2,4',
+        '--duration',
+        5,
+        '--device',
+        'cpu',
+        '--project',
+        tmp_path,
+    ]
+    running = subprocess.Popen(
+        [sys.executable, 'benchmark_trt.py', *map(str, arguments)],
+        cwd=TREE,
+        text=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # a shell's background job, and so a CI job, may ignore SIGINT, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     for line in running.stdout:
         if line.startswith('2 of 3'):
             running.send_signal(signal.SIGINT)
@@ -359,9 +528,12 @@ def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
 
 # ---- engines ----------------------------------------------------------------------------------------------------------------
 
+
 def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path):
     """TensorRT-RTX builds without a GPU."""
-    pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+    pytest.importorskip(
+        'tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)'
+    )
     file = tmp_path / 'net.onnx'
     export(classifier(), file, {'image': {0: 'n'}})
     config, net, said = BenchmarkConfig([file], project=tmp_path), network(file), []
@@ -383,7 +555,12 @@ def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
-    assert command(files / 'demo.pt', '--imgsz', SIZE, '--batch', '1,2', '--duration', 1, '--device', 0, '--project', tmp_path) == 0
+    assert (
+        command(
+            files / 'demo.pt', '--imgsz', SIZE, '--batch', '1,2', '--duration', 1, '--device', 0, '--project', tmp_path
+        )
+        == 0
+    )
     results = json.loads((tmp_path / 'exp' / 'benchmark.json').read_text())['results']
     assert [(r['types'], r['batch']) for r in results] == [('FP32', 1), ('FP32', 2), ('FP16', 1), ('FP16', 2)]
     for r in results:
@@ -394,7 +571,10 @@ def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
 @pytest.mark.gpu
 def test_tensorrt_is_measured_where_it_is(files, tmp_path):
     pytest.importorskip('tensorrt')
-    assert command(files / 'int8.onnx', '--backend', 'tensorrt', '--batch', '1,4', '--duration', 1, '--project', tmp_path) == 0
+    assert (
+        command(files / 'int8.onnx', '--backend', 'tensorrt', '--batch', '1,4', '--duration', 1, '--project', tmp_path)
+        == 0
+    )
     results = json.loads((tmp_path / 'exp' / 'benchmark.json').read_text())['results']
     assert [(r['backend'], r['batch']) for r in results] == [('TensorRT', 1), ('TensorRT', 4)]
     engine = next((tmp_path / 'engines').glob('*-b4.engine'))

@@ -1,10 +1,13 @@
 """Laws of several processes: two that torchrun starts calibrate and score what one does, learn alike, and fail together."""
+
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import REPO
+from zoo import image, program, python, same, settings, state
+
 from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
@@ -19,7 +22,6 @@ from utils.qat.data.loaders import calibration_images, training_images, val_load
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.sensitivity_summary import FILE
-from zoo import image, program, python, same, settings, state
 
 CPU = torch.device('cpu')
 BATCH = 5  # of 12 images: three batches, the last one smaller
@@ -32,11 +34,34 @@ def torchrun(*arguments, code=0):
 
 
 def quantize(demo, folder, *more):
-    return ('qat.py', 'quantize', '--weights', demo.single, '--data', demo.data, '--hyp', HYP, '--imgsz', 128, '--batch-size', BATCH,
-            '--device', 'cpu', '--workers', 0, '--no-eval-origin', '--calib-method', 'mse', '--project', folder, *more)
+    return (
+        'qat.py',
+        'quantize',
+        '--weights',
+        demo.single,
+        '--data',
+        demo.data,
+        '--hyp',
+        HYP,
+        '--imgsz',
+        128,
+        '--batch-size',
+        BATCH,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--no-eval-origin',
+        '--calib-method',
+        'mse',
+        '--project',
+        folder,
+        *more,
+    )
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
+
 
 def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])  # a run adds that of its log file
@@ -45,15 +70,26 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
     assert first['ptq'] == second['ptq'] and first['ptq']['ap'] > 0.2
     assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
-    models = [torch.load(tmp_path / name / report['ptq']['file'], weights_only=False)['model']
-              for name, report in (('alone', first), ('pair', second))]
+    models = [
+        torch.load(tmp_path / name / report['ptq']['file'], weights_only=False)['model']
+        for name, report in (('alone', first), ('pair', second))
+    ]
     assert same(*map(state, models)), 'weights and ranges, bit for bit'
 
     assert said.count('calibrated on 12 images') == said.count('epoch 1        AP') == 1 and 'arning' not in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ['alone', 'pair']
-    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
+    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {
+        'weights',
+        'report.json',
+        'report.md',
+        'ap.png',
+        'classes.png',
+        'log.txt',
+    }
     written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
-    assert written == sorted([Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt'])
+    assert written == sorted(
+        [Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt']
+    )
 
 
 @pytest.mark.faults
@@ -173,10 +209,21 @@ distributed.leave()
 
 BATCHES = [image(96, 2, seed) for seed in (1, 2)]
 VALUES = [  # of each process, of each histogram, the tensors that it sees
-    [[torch.randn(1000, generator=torch.Generator().manual_seed(0))], [torch.ones(3)], [torch.arange(9.0), torch.full((2,), 300.0)],
-     [torch.ones(2)], [torch.ones(2)]],
-    [[torch.randn(700, generator=torch.Generator().manual_seed(1)) * 40], [], [torch.full((5,), 1e-3)],
-     [torch.tensor([1, float('nan')])], [torch.tensor([float('inf')])]]]
+    [
+        [torch.randn(1000, generator=torch.Generator().manual_seed(0))],
+        [torch.ones(3)],
+        [torch.arange(9.0), torch.full((2,), 300.0)],
+        [torch.ones(2)],
+        [torch.ones(2)],
+    ],
+    [
+        [torch.randn(700, generator=torch.Generator().manual_seed(1)) * 40],
+        [],
+        [torch.full((5,), 1e-3)],
+        [torch.tensor([1, float('nan')])],
+        [torch.tensor([float('inf')])],
+    ],
+]
 
 
 @pytest.fixture(scope='module')
@@ -184,9 +231,21 @@ def pair(demo, tmp_path_factory):
     """What each of two processes found, and the folder of the job."""
     folder = tmp_path_factory.mktemp('pair')
     (folder / 'worker.py').write_text(WORKER)
-    torch.save({'folder': folder, 'single': demo.single, 'quantized': demo.quantized, 'data': demo.data, 'hyp': HYP, 'batch': BATCH,
-                'lr': 1e-4, 'batches': BATCHES, 'bad': [BATCHES[0], torch.full_like(BATCHES[0], float('nan'))],
-                'values': VALUES}, folder / 'job.pt')
+    torch.save(
+        {
+            'folder': folder,
+            'single': demo.single,
+            'quantized': demo.quantized,
+            'data': demo.data,
+            'hyp': HYP,
+            'batch': BATCH,
+            'lr': 1e-4,
+            'batches': BATCHES,
+            'bad': [BATCHES[0], torch.full_like(BATCHES[0], float('nan'))],
+            'values': VALUES,
+        },
+        folder / 'job.pt',
+    )
     said = torchrun(folder / 'worker.py', folder / 'job.pt')
     assert 'arning' not in said
     return torch.load(folder / '0.pt', weights_only=False), torch.load(folder / '1.pt', weights_only=False), folder
@@ -207,9 +266,16 @@ def test_a_step_follows_the_mean_gradient(demo, pair):
     step.optimizer.step()
     expected, before = state(student), state(demo.quantized_model())
     assert not same(before, expected)
-    for k, value in expected.items():  # Adam's first step is lr times the sign, nearly: of tiny gradients it shows the last bit
+    for (
+        k,
+        value,
+    ) in expected.items():  # Adam's first step is lr times the sign, nearly: of tiny gradients it shows the last bit
         assert torch.allclose(first['step'][k], value, rtol=1e-5, atol=1e-5), k
-    moved = {k: (first['step'][k] - before[k], expected[k] - before[k]) for k in expected if not torch.equal(before[k], expected[k])}
+    moved = {
+        k: (first['step'][k] - before[k], expected[k] - before[k])
+        for k in expected
+        if not torch.equal(before[k], expected[k])
+    }
     assert all(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.999 for a, b in moved.values())
     assert first['loss'].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5) and losses[0] != losses[1]
     assert first['loss'] == second['loss']
@@ -244,19 +310,28 @@ def test_figures_and_detections_are_those_of_one_process(demo, pair):
     first, second, folder = pair
     config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
     data = load_data(demo.data)
-    metrics = evaluate(TorchModel(demo.quantized_model()), val_loader(data, config, 32), data.names, CPU,
-                       predictions_file=folder / 'alone.json')
+    metrics = evaluate(
+        TorchModel(demo.quantized_model()),
+        val_loader(data, config, 32),
+        data.names,
+        CPU,
+        predictions_file=folder / 'alone.json',
+    )
     assert first['metrics'] == second['metrics'] == metrics.plain()
     assert (folder / 'alone.json').read_text() == (folder / 'pair.json').read_text()
 
 
 # ---- shares -------------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('world', [2, 3, 5])
 def test_shards_are_the_batches_of_one_process(demo, world):
     data, config = load_data(demo.data), settings(batch_size=BATCH, calib_images=12)
     evaluation = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
-    for make in (lambda shard: calibration_images(data, config, 32, CPU, shard), lambda shard: val_loader(data, evaluation, 32, shard=shard)):
+    for make in (
+        lambda shard: calibration_images(data, config, 32, CPU, shard),
+        lambda shard: val_loader(data, evaluation, 32, shard=shard),
+    ):
         whole = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in make((0, 1))]
         assert [len(images) for images in whole] == [5, 5, 2]
         for rank in range(world):
@@ -281,9 +356,18 @@ def test_training_shards_are_full_batches_and_equally_many(demo):
 
 # ---- who is who ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('world, gpus, text, says', [
-    (2, 4, '0', r'--device 0: the 2 processes.*leave --device out'), (2, 4, 'mps', r'--device mps: the 2 processes'),
-    (3, 2, '', r'--nproc_per_node 3: this machine has 2 GPUs.*--device cpu'), (2, 0, '', 'cpu'), (2, 4, 'cpu', 'cpu'), (1, 0, '', 'cpu')])
+
+@pytest.mark.parametrize(
+    'world, gpus, text, says',
+    [
+        (2, 4, '0', r'--device 0: the 2 processes.*leave --device out'),
+        (2, 4, 'mps', r'--device mps: the 2 processes'),
+        (3, 2, '', r'--nproc_per_node 3: this machine has 2 GPUs.*--device cpu'),
+        (2, 0, '', 'cpu'),
+        (2, 4, 'cpu', 'cpu'),
+        (1, 0, '', 'cpu'),
+    ],
+)
 def test_device_of_a_process(monkeypatch, world, gpus, text, says):
     for name, value in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', world)):
         monkeypatch.setenv(name, str(value))

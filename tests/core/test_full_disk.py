@@ -2,6 +2,7 @@
 
 A limit on the size of files stands in for the disk where a file system of its own cannot be mounted: the write itself fails half-way.
 """
+
 import os
 import re
 import resource
@@ -13,10 +14,11 @@ import onnx
 import pytest
 from conftest import TREE
 from onnx import TensorProto, helper
+from zoo import program, same
+
 from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
-from zoo import program, same
 
 pytestmark = pytest.mark.faults
 
@@ -45,7 +47,10 @@ def in_child(command, argv, limit=resource.RLIM_INFINITY):
 
 
 LIMITS = {  # bytes → the file that the line names, and whether --resume can go on
-    1 * KB: ('report.json', False), 500 * KB: ('.unscored.pt', False), 6000 * KB: ('resume.pt', True)}
+    1 * KB: ('report.json', False),
+    500 * KB: ('.unscored.pt', False),
+    6000 * KB: ('resume.pt', True),
+}
 
 
 @pytest.mark.parametrize('limit', LIMITS)
@@ -53,8 +58,10 @@ def test_quantize(demo, whole, tmp_path, limit):
     name, resumes = LIMITS[limit]
     folder = tmp_path / 'exp'
     code, line = in_child('qat.py', arguments(demo, tmp_path), limit)
-    assert code == 2 and re.search(rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line), line
-    assert not [f for f in folder.rglob('.*')]
+    assert code == 2 and re.search(
+        rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line
+    ), line
+    assert not list(folder.rglob('.*'))
     require_whole(folder)
     if resumes:
         assert line.endswith(f'go on with: python qat.py quantize --resume {folder}')
@@ -67,11 +74,60 @@ OTHERS = {  # command → its arguments, the limit
     'reparameterization.py': (('--weights', 'DUAL', '--save', 'OUT/x.pt'), 500 * KB),
     'export_qat.py': (('--weights', 'OUT/w.pt', '--imgsz', 64), 500 * KB),
     'export_yoloV9.py': (('--weights', 'OUT/w.pt', '--size', 64), 500 * KB),
-    'qat.py sensitive': (('sensitive', '--weights', 'SINGLE', '--data', 'DATA', '--imgsz', 64, '--calib-images', 2, '--num-image', 1, '--metric', 'distortion',
-                          '--granularity', 'layer', '--calib-method', 'max', '--device', 'cpu', '--workers', 0, '--project', 'OUT'), 2 * KB),
-    'qat.py eval': (('eval', '--weights', 'QUANTIZED', '--data', 'DATA', '--imgsz', 64, '--device', 'cpu', '--workers', 0, '--project', 'OUT'), KB // 2),
-    'compare_outputs.py': (('SINGLE', 'QUANTIZED', '--random', 1, '--imgsz', 64, '--device', 'cpu', '--project', 'OUT'), KB),
-    'benchmark_trt.py': (('SINGLE', '--imgsz', 64, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT'), KB),
+    'qat.py sensitive': (
+        (
+            'sensitive',
+            '--weights',
+            'SINGLE',
+            '--data',
+            'DATA',
+            '--imgsz',
+            64,
+            '--calib-images',
+            2,
+            '--num-image',
+            1,
+            '--metric',
+            'distortion',
+            '--granularity',
+            'layer',
+            '--calib-method',
+            'max',
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--project',
+            'OUT',
+        ),
+        2 * KB,
+    ),
+    'qat.py eval': (
+        (
+            'eval',
+            '--weights',
+            'QUANTIZED',
+            '--data',
+            'DATA',
+            '--imgsz',
+            64,
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--project',
+            'OUT',
+        ),
+        KB // 2,
+    ),
+    'compare_outputs.py': (
+        ('SINGLE', 'QUANTIZED', '--random', 1, '--imgsz', 64, '--device', 'cpu', '--project', 'OUT'),
+        KB,
+    ),
+    'benchmark_trt.py': (
+        ('SINGLE', '--imgsz', 64, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT'),
+        KB,
+    ),
     'scripts/audit_onnx.py': (('OUT/x.onnx', '--json', 'OUT/audit.json'), KB),
 }
 
@@ -88,8 +144,10 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
     before = {f: f.read_bytes() for f in tmp_path.rglob('*.*')}
     code, line = in_child(command.split()[0], [str(names.get(a, a)).replace('OUT', str(tmp_path)) for a in argv], limit)
     assert code == 2 and re.search(rf'error: {tmp_path}/\S+: File too large, [\d.]+ MB are free', line), line
-    left = {f for f in tmp_path.rglob('*.*')} - before.keys()
-    assert not [f for f in left if f.name.startswith('.') or f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size], left
+    left = set(tmp_path.rglob('*.*')) - before.keys()
+    assert not [
+        f for f in left if f.name.startswith('.') or (f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size)
+    ], left
     assert all(f.read_bytes() == content for f, content in before.items())
 
 
@@ -99,7 +157,7 @@ def test_a_disk_of_six_megabytes(demo, whole, small_disk):
     code, line = in_child('qat.py', arguments(demo, disk))
     folder = disk / 'exp'
     assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
-    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not [f for f in folder.rglob('.*')]
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not list(folder.rglob('.*'))
     require_whole(folder)
     subprocess.run(['mount', '-o', 'remount,size=99M', disk], check=True)
     assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
@@ -110,9 +168,17 @@ def test_a_disk_of_six_megabytes(demo, whole, small_disk):
 def test_a_terminal_that_takes_nothing(tmp_path):
     """/dev/full is a disk without room; a pipe that nobody reads is `| head` when it has enough."""
     nodes = [helper.make_node('Conv', ['x', 'w'], ['y'])]
-    values = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in (('x', [1, 1, 4, 4]), ('y', [1, 1, 4, 4]))]
+    values = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in (('x', [1, 1, 4, 4]), ('y', [1, 1, 4, 4]))
+    ]
     weights = [helper.make_tensor('w', TensorProto.FLOAT, [1, 1, 1, 1], [1.0])]
-    onnx.save(helper.make_model(helper.make_graph(nodes, 'g', *values, weights), opset_imports=[helper.make_opsetid('', 17)], ir_version=9), tmp_path / 'x.onnx')
+    onnx.save(
+        helper.make_model(
+            helper.make_graph(nodes, 'g', *values, weights), opset_imports=[helper.make_opsetid('', 17)], ir_version=9
+        ),
+        tmp_path / 'x.onnx',
+    )
     command = [sys.executable, 'scripts/audit_onnx.py', tmp_path / 'x.onnx']
     with open('/dev/full', 'w') as full:
         done = subprocess.run(command, cwd=TREE, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,5 @@
 """What a person sees: how much with --quiet and --verbose, bars and colours on a terminal only, reports, and the command to type next."""
+
 import contextlib
 import fcntl
 import importlib
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 from conftest import REPO, TREE
 from PIL import Image
+from zoo import program, settings
+
 from utils.qat.config.defaults import options
 from utils.qat.config.options import parse_args
 from utils.qat.config.qat import QuantizeConfig, SensitiveConfig
@@ -29,7 +32,6 @@ from utils.qat.core.next_command import DATA, command
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
 from utils.qat.run.resume import resumed
-from zoo import program, settings
 
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'
 NEXT = re.compile(r'(?m)^next: (.*)$')
@@ -58,7 +60,11 @@ def in_terminal(*words, **environment):
             os.chdir(TREE)
             os.environ.pop('NO_COLOR', None)
             os.environ.update({'TERM': 'xterm', **environment})
-            sys.argv, sys.stdout, sys.stderr = list(map(str, words)), open(1, 'w', buffering=1), open(2, 'w', buffering=1)
+            sys.argv, sys.stdout, sys.stderr = (
+                list(map(str, words)),
+                open(1, 'w', buffering=1),
+                open(2, 'w', buffering=1),
+            )
             run_command(program(words[0]).main, sys.argv[1:])
         finally:
             os._exit(0)
@@ -87,10 +93,29 @@ def chain(demo, tmp_path_factory):
     What it says is typed as it is, but for the data where it is not known, and with options that make it quick.
     """
     folder, said = tmp_path_factory.mktemp('chain'), {}
-    quick = {'quantize': [*SMALL, '--epochs', 1, '--iters', 2, '--calib-method', 'mse', '--batch-size', 4, '--calib-images', 8,
-                          '--hyp', REPO / 'demo/hyp.yaml', '--project', folder / 'runs'],
-             'eval': ['--device', 'cpu', '--workers', 0, '--project', folder / 'eval']}
-    following = shlex.join(['python', 'reparameterization.py', '--weights', str(demo.dual), '--save', str(folder / 'single.pt')])
+    quick = {
+        'quantize': [
+            *SMALL,
+            '--epochs',
+            1,
+            '--iters',
+            2,
+            '--calib-method',
+            'mse',
+            '--batch-size',
+            4,
+            '--calib-images',
+            8,
+            '--hyp',
+            REPO / 'demo/hyp.yaml',
+            '--project',
+            folder / 'runs',
+        ],
+        'eval': ['--device', 'cpu', '--workers', 0, '--project', folder / 'eval'],
+    }
+    following = shlex.join(
+        ['python', 'reparameterization.py', '--weights', str(demo.dual), '--save', str(folder / 'single.pt')]
+    )
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
         python, file, *words = shlex.split(following.replace(DATA, shlex.quote(str(demo.data))))
         assert (python, [file, *words][name in quick]) == ('python', name)
@@ -110,21 +135,81 @@ def test_each_command_ends_with_the_next(chain):
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
         assert chain[name][1].rstrip().splitlines()[-1].startswith('next: python '), name
     assert NEXT.findall(chain['eval'][1]) == [f'python scripts/build_engine.py {onnx_of(chain)}']
-    assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith(f'--data {DATA}'), 'the demo checkpoint does not tell its data'
+    assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith(f'--data {DATA}'), (
+        'the demo checkpoint does not tell its data'
+    )
 
 
 def other_commands(chain, demo):
     """(file, options) of the rest of what runs without a GPU."""
     folder, model = chain['folder'], onnx_of(chain)
-    yield 'qat.py', ['sensitive', '--weights', demo.single, '--data', demo.data, *SMALL, '--imgsz', 64, '--granularity', 'layer', '--metric', 'distortion',
-                     '--num-image', 2, '--calib-images', 2, '--calib-method', 'mse', '--project', folder / 'sensitive']
-    yield 'qat.py', ['quantize', '--dry-run', '--weights', demo.single, '--data', demo.data, '--exclude', r'model\.2', 'model.14', '--no-eval-ptq']
-    yield 'qat.py', ['eval', '--weights', demo.quantized, '--data', demo.data, *SMALL, '--project', folder / 'checkpoint']
+    yield (
+        'qat.py',
+        [
+            'sensitive',
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            *SMALL,
+            '--imgsz',
+            64,
+            '--granularity',
+            'layer',
+            '--metric',
+            'distortion',
+            '--num-image',
+            2,
+            '--calib-images',
+            2,
+            '--calib-method',
+            'mse',
+            '--project',
+            folder / 'sensitive',
+        ],
+    )
+    yield (
+        'qat.py',
+        [
+            'quantize',
+            '--dry-run',
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            '--exclude',
+            r'model\.2',
+            'model.14',
+            '--no-eval-ptq',
+        ],
+    )
+    yield (
+        'qat.py',
+        ['eval', '--weights', demo.quantized, '--data', demo.data, *SMALL, '--project', folder / 'checkpoint'],
+    )
     yield 'val_trt.py', ['--weights', model, '--data', demo.data, *SMALL, '--project', folder / 'val']
     yield 'compare_outputs.py', [demo.single, model, '--data', demo.data, *SMALL, '--project', folder / 'compare']
-    yield 'benchmark_trt.py', [model, '--backend', 'onnxruntime', '--device', 'cpu', '--duration', 0.1, '--warmup', '0ms', '--project', folder / 'benchmark']
+    yield (
+        'benchmark_trt.py',
+        [
+            model,
+            '--backend',
+            'onnxruntime',
+            '--device',
+            'cpu',
+            '--duration',
+            0.1,
+            '--warmup',
+            '0ms',
+            '--project',
+            folder / 'benchmark',
+        ],
+    )
     yield 'scripts/audit_onnx.py', [model]
-    yield 'export_qat.py', ['--weights', demo.single, '--imgsz', 64, '--verify', demo.data, '--verify-images', 2, '--max-ap-diff', 1]
+    yield (
+        'export_qat.py',
+        ['--weights', demo.single, '--imgsz', 64, '--verify', demo.data, '--verify-images', 2, '--max-ap-diff', 1],
+    )
     yield 'export_yoloV9.py', ['--weights', demo.single, '--size', 64]
     if importlib.util.find_spec('tensorrt_rtx_bindings'):
         yield 'scripts/build_engine.py', [model, '--engine', folder / 'model.engine', '--backend', 'rtx']
@@ -135,7 +220,10 @@ def others(chain, demo, tmp_path_factory):
     """[(file, options, stdout with --quiet)] and stdout and stderr of the same without."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp('here'))  # export_yoloV9.py writes into the current folder
-    yield [(file, words, *say(file, *words), say(file, *words, '--quiet')[0]) for file, words in other_commands(chain, demo)]
+    yield [
+        (file, words, *say(file, *words), say(file, *words, '--quiet')[0])
+        for file, words in other_commands(chain, demo)
+    ]
     os.chdir(before)
 
 
@@ -155,22 +243,32 @@ def test_what_is_next_can_be_typed(chain, others):
                 assert all(Path(f).is_file() for f in (file, *words[:-1]))
                 continue
             parser_of(file)(words)
-            assert python == 'python' and all(Path(w).is_file() for w in words if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != DATA)
+            assert python == 'python' and all(
+                Path(w).is_file() for w in words if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != DATA
+            )
 
 
 def test_quiet_is_the_result_alone(others):
     for file, words, said, _, quiet in others:
         assert 'next: ' not in quiet and 0 < len(quiet) < len(said), file
-        left_out = [line for line in quiet.splitlines() if not any(w in line for w in ('results', 'report', 'summary', '.json', 'timing cache'))]
+        left_out = [
+            line
+            for line in quiet.splitlines()
+            if not any(w in line for w in ('results', 'report', 'summary', '.json', 'timing cache'))
+        ]
         if 'benchmark' not in file:
-            assert {re.sub(r'[\d.]+ s', '', line) for line in left_out} <= {re.sub(r'[\d.]+ s', '', line) for line in said.splitlines()} | {''}, file
+            assert {re.sub(r'[\d.]+ s', '', line) for line in left_out} <= {
+                re.sub(r'[\d.]+ s', '', line) for line in said.splitlines()
+            } | {''}, file
     by_file = {(file, str(words[0])): quiet for file, words, _, _, quiet in others}
     assert by_file['qat.py', 'eval'].startswith('\n| class ') and 'report ' in by_file['qat.py', 'eval']
     assert len(by_file['export_yoloV9.py', '--weights'].splitlines()) == 3
 
 
 def test_no_bars_and_no_colours_in_a_pipe(chain, others):
-    for file, out, err in [(file, *chain[file][1:]) for file in ('quantize', 'eval', 'export_qat.py')] + [(f, o, e) for f, _, o, e, _ in others]:
+    for file, out, err in [(file, *chain[file][1:]) for file in ('quantize', 'eval', 'export_qat.py')] + [
+        (f, o, e) for f, _, o, e, _ in others
+    ]:
         assert not re.search('[\r\033]', out) and not err, (file, err[:300])
     log = (chain['folder'] / 'runs/exp/log.txt').read_text()
     assert not re.search('[\r\033]', log) and 'calibrating: 2 batches' in log and 'next: ' in log
@@ -179,14 +277,33 @@ def test_no_bars_and_no_colours_in_a_pipe(chain, others):
 
 def test_nor_in_the_pipe_of_a_process(demo, tmp_path):
     """Labels that were never read, and what is written past Python's sys.stderr."""
-    done = subprocess.run([sys.executable, 'qat.py', 'eval', '--weights', demo.quantized, '--data', unread(demo, tmp_path), *SMALL,
-                           '--project', tmp_path / 'runs', '--verbose'], cwd=TREE, capture_output=True, text=True)
-    assert done.returncode == 0 and not re.search('[\r\033]', done.stdout + done.stderr) and 'Scanning' not in done.stderr
+    done = subprocess.run(
+        [
+            sys.executable,
+            'qat.py',
+            'eval',
+            '--weights',
+            demo.quantized,
+            '--data',
+            unread(demo, tmp_path),
+            *SMALL,
+            '--project',
+            tmp_path / 'runs',
+            '--verbose',
+        ],
+        cwd=TREE,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 0 and not re.search('[\r\033]', done.stdout + done.stderr) and 'Scanning' not in done.stderr
+    )
     assert re.search(r'(?m)^qat.py took [\d.]+ s$', done.stdout)
 
 
 def test_upstream_speaks_with_verbose_only(demo, tmp_path, capfd):
     from utils.general import LOGGER as upstream
+
     heard = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
@@ -200,8 +317,20 @@ def test_upstream_speaks_with_verbose_only(demo, tmp_path, capfd):
         upstream.removeHandler(handler)
 
 
-COMMANDS = ['qat.py eval', 'qat.py quantize', 'qat.py sensitive', 'val_trt.py', 'export_qat.py', 'export_yoloV9.py', 'reparameterization.py',
-            'compare_outputs.py', 'benchmark_trt.py', 'scripts/build_engine.py', 'scripts/audit_onnx.py', 'scripts/draw_engine.py']
+COMMANDS = [
+    'qat.py eval',
+    'qat.py quantize',
+    'qat.py sensitive',
+    'val_trt.py',
+    'export_qat.py',
+    'export_yoloV9.py',
+    'reparameterization.py',
+    'compare_outputs.py',
+    'benchmark_trt.py',
+    'scripts/build_engine.py',
+    'scripts/audit_onnx.py',
+    'scripts/draw_engine.py',
+]
 
 
 @pytest.mark.parametrize('line', COMMANDS)
@@ -214,20 +343,39 @@ def test_quiet_or_verbose(line, capsys):
 
 def test_the_reference_client_too(chain, demo):
     def run(*more):
-        return subprocess.run([sys.executable, REPO / 'scripts/infer_onnx.py', onnx_of(chain), demo.data.parent / 'images/val', *more],
-                              capture_output=True, text=True, cwd=chain['folder'])
+        return subprocess.run(
+            [sys.executable, REPO / 'scripts/infer_onnx.py', onnx_of(chain), demo.data.parent / 'images/val', *more],
+            capture_output=True,
+            text=True,
+            cwd=chain['folder'],
+        )
 
     plain, quiet, verbose, both = run(), run('--quiet'), run('--verbose', '--save'), run('--quiet', '--verbose')
     assert len(quiet.stdout.splitlines()) == 1 and re.match(r'\d+ detections in 12 images$', quiet.stdout)
     assert quiet.stdout.strip() in plain.stdout and NEXT.findall(plain.stdout)[0].endswith('--save')
-    assert len(re.findall(r'(?m) pixels, [\d.]+ ms$', verbose.stdout)) == 12 and 'pictures in runs/infer' in verbose.stdout
+    assert (
+        len(re.findall(r'(?m) pixels, [\d.]+ ms$', verbose.stdout)) == 12 and 'pictures in runs/infer' in verbose.stdout
+    )
     assert both.returncode == 2 and 'not allowed with' in both.stderr
 
 
 # ---- a terminal ---------------------------------------------------------------------------------------------------------
 
+
 def test_bars_and_colours_on_a_terminal(demo, tmp_path):
-    words = ['qat.py', 'eval', '--weights', demo.quantized, '--data', unread(demo, tmp_path), *SMALL, '--batch-size', 3, '--project', tmp_path / 'runs']
+    words = [
+        'qat.py',
+        'eval',
+        '--weights',
+        demo.quantized,
+        '--data',
+        unread(demo, tmp_path),
+        *SMALL,
+        '--batch-size',
+        3,
+        '--project',
+        tmp_path / 'runs',
+    ]
     seen = in_terminal(*words)
     assert re.search(r'evaluating +\d+% \|.* \d/4 \[\d+:\d+, \d+:\d+ left, +[\d.]+ batches/s\]', seen)
     assert seen.count('Scanning') >= 1 and '100%|' not in seen, 'one bar of upstream, which does not stay'
@@ -241,7 +389,11 @@ def test_bars_and_colours_on_a_terminal(demo, tmp_path):
 @pytest.mark.parametrize('environment, red', [({}, True), ({'NO_COLOR': '1'}, False), ({'TERM': 'dumb'}, False)])
 def test_an_error_is_red(environment, red):
     seen = in_terminal('qat.py', 'eval', '--weights', 'none.pt', **environment)
-    assert ('\033[31merror:\033[0m' in seen) == red and ('qat.py: error: ' in seen) != red and 'none.pt: no such file' in seen
+    assert (
+        ('\033[31merror:\033[0m' in seen) == red
+        and ('qat.py: error: ' in seen) != red
+        and 'none.pt: no such file' in seen
+    )
 
 
 class Terminal(io.StringIO):
@@ -257,7 +409,9 @@ def test_warnings_are_called_so(tmp_path, monkeypatch):
         LOGGER.warning('careful')
         LOGGER.log(RESULT, 'warning: is not for results')
     assert seen.getvalue() == '\033[33mwarning:\033[0m careful\nwarning: is not for results\n'
-    assert re.fullmatch(r'[\d:]+ warning: careful\n[\d:]+ warning: is not for results\n', (tmp_path / 'log.txt').read_text())
+    assert re.fullmatch(
+        r'[\d:]+ warning: careful\n[\d:]+ warning: is not for results\n', (tmp_path / 'log.txt').read_text()
+    )
 
 
 def test_lines_appear_above_a_bar():
@@ -270,6 +424,7 @@ def test_lines_appear_above_a_bar():
 
 def test_only_bars_are_taken_from_stderr(monkeypatch):
     from tqdm import tqdm
+
     TERMINAL.setLevel(logging.INFO)
     for stream, shown in ((io.StringIO(), False), (Terminal(), True)):
         with contextlib.redirect_stderr(stream), quiet_upstream():
@@ -282,15 +437,22 @@ def test_only_bars_are_taken_from_stderr(monkeypatch):
 
 # ---- reports ------------------------------------------------------------------------------------------------------------
 
+
 def links(file):
     return LINK.findall(file.read_text())
 
 
 def test_reports_show_their_pictures(chain, others):
     folder = chain['folder']
-    reports = {'runs/exp/report.md': {'ap.png', 'classes.png'}, 'eval/exp/report.md': {'classes.png'}, 'checkpoint/exp/report.md': {'classes.png'},
-               'val/exp/report.md': {'classes.png'}, 'compare/exp/report.md': {'ranks.png'}, 'sensitive/exp/sensitivity.md': {'sensitivity.png'},
-               'benchmark/exp/benchmark.md': {'latency.png', 'throughput.png', 'usage.png'}}
+    reports = {
+        'runs/exp/report.md': {'ap.png', 'classes.png'},
+        'eval/exp/report.md': {'classes.png'},
+        'checkpoint/exp/report.md': {'classes.png'},
+        'val/exp/report.md': {'classes.png'},
+        'compare/exp/report.md': {'ranks.png'},
+        'sensitive/exp/sensitivity.md': {'sensitivity.png'},
+        'benchmark/exp/benchmark.md': {'latency.png', 'throughput.png', 'usage.png'},
+    }
     for name, pictures in reports.items():
         found = links(folder / name)
         assert pictures <= set(found) and all((folder / name).parent.joinpath(f).is_file() for f in found), name
@@ -303,22 +465,46 @@ def test_the_report_of_quantize(chain):
     text = (folder / 'report.md').read_text()
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
-    config, again = (parse_args(['quantize', *map(str, words)], '', resumed) for words in (chain['quantize'][0][1:], made_by))
+    config, again = (
+        parse_args(['quantize', *map(str, words)], '', resumed) for words in (chain['quantize'][0][1:], made_by)
+    )
     again.amp = config.amp  # decided by then
     assert vars(config) == vars(again), 'the command in it is the one that was typed'
-    assert NEXT.findall(chain['quantize'][1])[0] in text and {f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')} <= set(links(folder / 'report.md'))
+    assert NEXT.findall(chain['quantize'][1])[0] in text and {
+        f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')
+    } <= set(links(folder / 'report.md'))
 
 
 def test_a_report_before_and_without_any_score(tmp_path):
-    report = {'settings': settings(epochs=0).plain(), 'versions': {'torch': '2'}, 'device': 'CPU', 'images': {'val': 8}, 'chosen_on': 'val', 'origin': None,
-              'calibration': None, 'kept_float': [], 'ptq': None, 'epochs': [], 'best': None, 'gain': None, 'last_epochs': None, 'val': None,
-              'times': {}}
+    report = {
+        'settings': settings(epochs=0).plain(),
+        'versions': {'torch': '2'},
+        'device': 'CPU',
+        'images': {'val': 8},
+        'chosen_on': 'val',
+        'origin': None,
+        'calibration': None,
+        'kept_float': [],
+        'ptq': None,
+        'epochs': [],
+        'best': None,
+        'gain': None,
+        'last_epochs': None,
+        'val': None,
+        'times': {},
+    }
     write_report(tmp_path, report)
     assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
     compared = {'method': 'l3', 'biases': 'none', 'divergence': {'mse': 0.02, 'l3': 0.01}}
-    write_report(tmp_path, {**report, 'ptq': {'file': 'weights/ptq.pt'}, 'calibration': compared, 'kept_float': ['model.3']})
+    write_report(
+        tmp_path, {**report, 'ptq': {'file': 'weights/ptq.pt'}, 'calibration': compared, 'kept_float': ['model.3']}
+    )
     text = (tmp_path / 'report.md').read_text()
-    assert links(tmp_path / 'report.md') == ['weights/ptq.pt'] and not list(tmp_path.glob('*.png')) and 'Left in float: model.3.' in text
+    assert (
+        links(tmp_path / 'report.md') == ['weights/ptq.pt']
+        and not list(tmp_path.glob('*.png'))
+        and 'Left in float: model.3.' in text
+    )
     assert re.search(r'(?m)^\| l3 +\| +0.01000 \| chosen \|$', text)
 
 
@@ -337,9 +523,14 @@ def test_a_picture_of_any_class_names(tmp_path, recwarn):
     assert Image.open(tmp_path / 'classes.png').height < 120 * 0.4 * (MOST + 5) and not recwarn.list
 
 
-@pytest.mark.parametrize('line', [
-    '', '--overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
-    '--sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words" --learn-scales'])
+@pytest.mark.parametrize(
+    'line',
+    [
+        '',
+        '--overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
+        '--sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words" --learn-scales',
+    ],
+)
 def test_settings_as_options(line):
     config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)], '', resumed)
     assert parse_args(['quantize', *options(vars(config), QuantizeConfig)], '', resumed) == config
@@ -347,20 +538,32 @@ def test_settings_as_options(line):
 
 
 def test_settings_of_sensitive_as_options():
-    config = parse_args(['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '', resumed)
+    config = parse_args(
+        ['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '', resumed
+    )
     assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)], '', resumed) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):
-    for typed, named in (('qat.py', 'val_trt.py'), (f'{TREE}/segment/qat_seg.py', f'{TREE}/val_trt.py'), ('elsewhere/own.py', 'val_trt.py')):
+    for typed, named in (
+        ('qat.py', 'val_trt.py'),
+        (f'{TREE}/segment/qat_seg.py', f'{TREE}/val_trt.py'),
+        ('elsewhere/own.py', 'val_trt.py'),
+    ):
         monkeypatch.setattr(sys, 'orig_argv', ['python', '-u', typed, '--weights', 'x.pt'])
-        assert command('val_trt.py', '--weights', tmp_path / 'two words.onnx') == f"python {named} --weights '{tmp_path / 'two words.onnx'}'"
+        assert (
+            command('val_trt.py', '--weights', tmp_path / 'two words.onnx')
+            == f"python {named} --weights '{tmp_path / 'two words.onnx'}'"
+        )
 
 
 def test_after_a_picture_of_an_engine(tmp_path):
     draw = program('scripts/draw_engine.py')
     layer, engine = tmp_path / 'model.layer.json', tmp_path / 'model.engine'
     args = draw.parse_args(['--layer', str(layer), '--output', str(tmp_path / 'picture')])
-    assert draw.next_command(args) == f"python scripts/draw_engine.py --layer {layer} --output {tmp_path / 'picture'} --verbose"
+    assert (
+        draw.next_command(args)
+        == f'python scripts/draw_engine.py --layer {layer} --output {tmp_path / "picture"} --verbose'
+    )
     engine.touch()
     assert draw.next_command(args) == f'python benchmark_trt.py {engine}'

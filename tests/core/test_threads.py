@@ -1,4 +1,5 @@
 """Threads sleep while they wait: in every command, in what it starts, and in upstream's own commands, unless the user chose otherwise."""
+
 import os
 import subprocess
 import sys
@@ -8,20 +9,36 @@ import onnxruntime
 import pytest
 from conftest import REPO, TREE
 from faults import sampled
+
 from test_help import FILES
 from utils.qat.core.threads import CHOSEN, onnx_options
 
 BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
 WITHOUT = {  # file → why it is not here
-    'scripts/audit_onnx.py': 'loads neither', 'scripts/draw_engine.py': 'loads neither', 'demo/make_data.py': 'loads neither', 'demo/summary.py': 'loads neither',
-    'examples/infer_engine.py': 'loads neither', 'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat', 'scripts/infer_onnx.py': 'has its own session, below',
-    'benchmarks/stock.py': 'is imported by others', 'benchmarks/threads.py': 'measures both ways', 'benchmarks/loading.py': 'loads it in processes of their own'}
+    'scripts/audit_onnx.py': 'loads neither',
+    'scripts/draw_engine.py': 'loads neither',
+    'demo/make_data.py': 'loads neither',
+    'demo/summary.py': 'loads neither',
+    'examples/infer_engine.py': 'loads neither',
+    'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat',
+    'scripts/infer_onnx.py': 'has its own session, below',
+    'benchmarks/stock.py': 'is imported by others',
+    'benchmarks/threads.py': 'measures both ways',
+    'benchmarks/loading.py': 'loads it in processes of their own',
+}
 DATA = ('--data', 'data.yaml')
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
-    'qat.py': ('eval', '--weights', 'w.pt', *DATA), 'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA), 'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),
-    'export_qat.py': ('--weights', 'w.pt', '--include', 'onnx'), 'export_yoloV9.py': ('--weights', 'w.pt'), 'val_trt.py': ('--weights', 'w.onnx', *DATA),
-    'benchmark_trt.py': ('w.onnx',), 'compare_outputs.py': ('w.pt', 'w.onnx', '--random', '1'),
-    'demo/weights.py': ('build', 'w.pt', 'out.pt', '--yolov9', str(TREE)), **{file: () for file in BENCHMARKS}}
+    'qat.py': ('eval', '--weights', 'w.pt', *DATA),
+    'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA),
+    'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),
+    'export_qat.py': ('--weights', 'w.pt', '--include', 'onnx'),
+    'export_yoloV9.py': ('--weights', 'w.pt'),
+    'val_trt.py': ('--weights', 'w.onnx', *DATA),
+    'benchmark_trt.py': ('w.onnx',),
+    'compare_outputs.py': ('w.pt', 'w.onnx', '--random', '1'),
+    'demo/weights.py': ('build', 'w.pt', 'out.pt', '--yolov9', str(TREE)),
+    **dict.fromkeys(BENCHMARKS, ()),
+}
 LOADED = """
 import os, sys
 class Finder:
@@ -47,7 +64,9 @@ print('busy', (time.process_time() - cpu) / (time.perf_counter() - wall))
 def run(*arguments, **variables):
     """stdout of a Python process in the tree, with no choice of the user's but `variables`."""
     kept = {name: value for name, value in os.environ.items() if name not in (*CHOSEN, 'OMP_NUM_THREADS')}
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=TREE, capture_output=True, text=True, env={**kept, **variables})
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=TREE, capture_output=True, text=True, env={**kept, **variables}
+    )
     assert not done.returncode, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -75,7 +94,10 @@ def watched(tmp_path_factory):
 def test_it_is_said_before_torch_is_loaded(watched, file):
     arguments = [watched / a if (watched / a).is_file() else a for a in ARGUMENTS[file]]
     path = file if (TREE / file).is_file() else REPO / file
-    assert run(path, *arguments, PYTHONPATH=str(watched)) in ('loads torch with passive', 'loads onnxruntime with passive')
+    assert run(path, *arguments, PYTHONPATH=str(watched)) in (
+        'loads torch with passive',
+        'loads onnxruntime with passive',
+    )
     assert run(path, *arguments, PYTHONPATH=str(watched), KMP_BLOCKTIME='9').endswith(' with None'), "the user's choice"
 
 
@@ -88,7 +110,18 @@ def test_threads_of_pytorch_sleep():
 
 
 @needs_two
-@pytest.mark.parametrize('first', sampled(['import val', 'import torch, models.common', 'import torch; torch.zeros(1 << 22).add_(1); import utils.general'], 3, 1))
+@pytest.mark.parametrize(
+    'first',
+    sampled(
+        [
+            'import val',
+            'import torch, models.common',
+            'import torch; torch.zeros(1 << 22).add_(1); import utils.general',
+        ],
+        3,
+        1,
+    ),
+)
 def test_they_sleep_where_upstream_loads_torch_first(first):
     assert busy(first) < 0.1
 
@@ -101,7 +134,8 @@ def test_upstream_does_as_the_user_said():
 
 def test_processes_that_are_started(tmp_path):
     """Workers of a DataLoader, and the processes of torchrun, which loads torch itself and whose children begin anew."""
-    (tmp_path / 'command.py').write_text(textwrap.dedent(f"""
+    (tmp_path / 'command.py').write_text(
+        textwrap.dedent(f"""
         import os, sys
         sys.path.insert(0, {str(TREE)!r})
         import utils.qat
@@ -114,9 +148,15 @@ def test_processes_that_are_started(tmp_path):
 
         if __name__ == '__main__':
             print(*next(iter(DataLoader(Data([0]), num_workers=1))), end=';')
-        """))
+        """)
+    )
     assert run(tmp_path / 'command.py') == 'passive;'
-    assert run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, tmp_path / 'command.py').count('passive;') == 2
+    assert (
+        run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, tmp_path / 'command.py').count(
+            'passive;'
+        )
+        == 2
+    )
 
 
 def entry(options, key):
@@ -159,13 +199,19 @@ def test_threads_of_onnx_runtime_sleep():
         time.sleep(0.04)
         print((time.process_time() - cpu) / (time.perf_counter() - wall))
         """
-    asleep, active = (float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'}))
+    asleep, active = (
+        float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'})
+    )
     assert 10 * asleep < active
 
 
 def test_every_session_has_them():
     """Each place where a session is made: by `onnx_options`, or, in a client that is copied out of here, with the same entries."""
-    made = {file: file.read_text() for folder in ('utils', 'models', 'scripts', 'demo', 'benchmarks') for file in (REPO / folder).rglob('*.py')}
+    made = {
+        file: file.read_text()
+        for folder in ('utils', 'models', 'scripts', 'demo', 'benchmarks')
+        for file in (REPO / folder).rglob('*.py')
+    }
     made = {file: text for file, text in made.items() if 'InferenceSession(' in text}
     assert len(made) == 3
     for file, text in made.items():

@@ -4,6 +4,7 @@ The engines here are written by hand after the documented fields: TensorRT's dev
 "Bindings", "Format/Datatype"), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" ("I/O Tensors") and what the compiler of
 TensorRT-RTX lists (11: "Datatype", "Format", "Constants"), which one test reads for real. No engine was built for them on a GPU.
 """
+
 import csv
 import importlib.util
 import json
@@ -14,13 +15,14 @@ import sys
 import pytest
 from conftest import REPO
 from graphs import INT8_BLOCK, copy
+from zoo import program, python
+
 from test_imports import IMPORTS, within
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.engine import layer_graph, layer_tables
 from utils.qat.engine.layer_rules import findings, is_qdq, is_reformat, tensor_cores
 from utils.qat.engine.layers import Layer, Tensor, dtype, read_engine
-from zoo import program, python
 
 OLD, NEW = 'TensorRT 8.6 and 10', 'TensorRT 11'
 WORDS = {  # type → (Format/Datatype of 8.6 and 10; Datatype and Format of 11)
@@ -31,56 +33,125 @@ WORDS = {  # type → (Format/Datatype of 8.6 and 10; Datatype and Format of 11)
 }
 ON = 'sm80_xmma_fprop_implicit_gemm_interleaved_i8i8_i8i32_f32_nchw_vect_c_32kcrs_vect_c_32_tilesize96x64x64_g1_tensor16x8x32_t1r3s3'
 OFF = 'ampere_int8x4_icudnn_int8x4_128x32_relu_interior_c32_nn_v1'
-SHAPES = {'images': (1, 3, 64, 64), 'q': (1, 3, 64, 64), 'output0': (1, 84, 84)}  # of all other tensors: (1, 32, 16, 16)
+SHAPES = {
+    'images': (1, 3, 64, 64),
+    'q': (1, 3, 64, 64),
+    'output0': (1, 84, 84),
+}  # of all other tensors: (1, 32, 16, 16)
 
 
 def tensor(name, kind, generation, shape=None):
     shape = list(shape or SHAPES.get(name, (1, 32, 16, 16)))
     if generation == OLD:
         return {'Name': name, 'Location': 'Device', 'Dimensions': shape, 'Format/Datatype': WORDS[kind][0]}
-    return {'Name': name, 'Dimensions': shape, 'Strides': [1] * len(shape), 'StrideOrder': list(range(len(shape))),
-            'Datatype': WORDS[kind][1], 'Format': WORDS[kind][2]}
+    return {
+        'Name': name,
+        'Dimensions': shape,
+        'Strides': [1] * len(shape),
+        'StrideOrder': list(range(len(shape))),
+        'Datatype': WORDS[kind][1],
+        'Format': WORDS[kind][2],
+    }
 
 
 def step(name, kind, given, made, tactic='', shape=None, **fields):
     """A layer that reads and makes tensors, each written 'name TYPE'; `shape` is that of what it makes."""
+
     def described(generation):
-        sides = [[tensor(*t.split(), generation, size) for t in ([texts] if isinstance(texts, str) else texts)]
-                 for texts, size in ((given, None), (made, shape))]
-        more = {'ParameterType': 'Convolution', 'Groups': 1, 'Weights': {'Type': 'Int8', 'Count': 9216}} if 'onv' in kind else {}
+        sides = [
+            [tensor(*t.split(), generation, size) for t in ([texts] if isinstance(texts, str) else texts)]
+            for texts, size in ((given, None), (made, shape))
+        ]
+        more = (
+            {'ParameterType': 'Convolution', 'Groups': 1, 'Weights': {'Type': 'Int8', 'Count': 9216}}
+            if 'onv' in kind
+            else {}
+        )
         if generation == NEW:
             more = {'Constants': [tensor('weights', 'INT8', NEW)] if 'onv' in kind else []}
-        return {'Name': name, 'LayerType': kind, 'Inputs': sides[0], 'Outputs': sides[1], **more, **fields, 'TacticName': tactic,
-                'StreamId': 0, 'Metadata': '\x1e'.join(f'[ONNX Layer: {n}]' for n in re.findall(r'/[\w./]+', name))}
+        return {
+            'Name': name,
+            'LayerType': kind,
+            'Inputs': sides[0],
+            'Outputs': sides[1],
+            **more,
+            **fields,
+            'TacticName': tactic,
+            'StreamId': 0,
+            'Metadata': '\x1e'.join(f'[ONNX Layer: {n}]' for n in re.findall(r'/[\w./]+', name)),
+        }
+
     return described
 
 
 def conv(name, given, made, tactic=ON, **fields):
-    return step(f'/{name}/conv/Conv + PWN(PWN(/{name}/act/Sigmoid), /{name}/act/Mul)', 'CaskConvolution', given, made, tactic, **fields)
+    return step(
+        f'/{name}/conv/Conv + PWN(PWN(/{name}/act/Sigmoid), /{name}/act/Mul)',
+        'CaskConvolution',
+        given,
+        made,
+        tactic,
+        **fields,
+    )
 
 
 def write(folder, steps, generation=OLD, outputs=('output0',), times=None):
     """layers.json, and profile.json if there are `times`: {name of a layer: ms}, or pairs of them."""
     layers = [s(generation) for s in steps]
-    bound = {'Bindings': ['images', *outputs]} if generation == OLD else {'I/O Tensors': [
-        {'Name': n, 'IOMode': mode, 'DataType': 'Float', 'Dimensions': list(SHAPES[n]), 'Location': 'Device', 'IsShapeInferenceIO': False,
-         'ProfileInfo': [{'Format': 'Row major linear FP32 format (kLINEAR)'}]}
-        for mode, names in (('Input', ['images']), ('Output', outputs)) for n in names], 'Engine Metadata': {'Multi-Device': 'Disabled'}}
+    bound = (
+        {'Bindings': ['images', *outputs]}
+        if generation == OLD
+        else {
+            'I/O Tensors': [
+                {
+                    'Name': n,
+                    'IOMode': mode,
+                    'DataType': 'Float',
+                    'Dimensions': list(SHAPES[n]),
+                    'Location': 'Device',
+                    'IsShapeInferenceIO': False,
+                    'ProfileInfo': [{'Format': 'Row major linear FP32 format (kLINEAR)'}],
+                }
+                for mode, names in (('Input', ['images']), ('Output', outputs))
+                for n in names
+            ],
+            'Engine Metadata': {'Multi-Device': 'Disabled'},
+        }
+    )
     paths = folder / 'layers.json', folder / 'profile.json' if times is not None else None
     paths[0].write_text(json.dumps({'Layers': layers, **bound}))
     if times is not None:
         pairs = list(times.items() if isinstance(times, dict) else times)
         whole = sum(ms for _, ms in pairs)
-        paths[1].write_text(json.dumps([{'count': 100}, *({'name': name, 'timeMs': ms * 100, 'averageMs': ms, 'medianMs': ms,
-                                                           'percentage': 100 * ms / whole} for name, ms in pairs)]))
+        paths[1].write_text(
+            json.dumps(
+                [
+                    {'count': 100},
+                    *(
+                        {
+                            'name': name,
+                            'timeMs': ms * 100,
+                            'averageMs': ms,
+                            'medianMs': ms,
+                            'percentage': 100 * ms / whole,
+                        }
+                        for name, ms in pairs
+                    ),
+                ]
+            )
+        )
     return paths
 
 
 FIRST_Q = step('/model.0/QuantizeLinear', 'Reformat', 'images FP32', 'q INT8', Origin='QDQ')
 LAST = step('/model.22/Concat_3', 'Myelin', 'head FP16', 'output0 FP32')
 GOOD = [  # a finding for the first Q, the first convolution, and the last, whose output is float
-    FIRST_Q, conv('model.0', 'q INT8', 'a INT8', OFF), conv('model.1', 'a INT8', 'b INT8'),
-    conv('model.2', 'b INT8', 'head FP16', 'sm80_xmma_fprop_implicit_gemm_i8f16_i8i32_f32_tensor16x8x32'), LAST]
+    FIRST_Q,
+    conv('model.0', 'q INT8', 'a INT8', OFF),
+    conv('model.1', 'a INT8', 'b INT8'),
+    conv('model.2', 'b INT8', 'head FP16', 'sm80_xmma_fprop_implicit_gemm_i8f16_i8i32_f32_tensor16x8x32'),
+    LAST,
+]
 TIMES = {'/model.0/QuantizeLinear': 0.05}
 
 
@@ -90,39 +161,107 @@ def names(layers):
 
 # ---- reading ------------------------------------------------------------------------------------------------------------
 
+
 def test_both_generations_say_the_same(tmp_path):
     engines = []
     for generation in (OLD, NEW):
         engines.append(read_engine(*write(tmp_path, GOOD, generation, times=TIMES)))
     old, new = engines
-    seen = [[(x.name, x.kind, x.types, x.precision, [(t.name, t.shape) for t in (*x.inputs, *x.outputs)], x.tactic, x.nodes, x.weights, x.ms)
-             for x in engine.layers] for engine in engines]
+    seen = [
+        [
+            (
+                x.name,
+                x.kind,
+                x.types,
+                x.precision,
+                [(t.name, t.shape) for t in (*x.inputs, *x.outputs)],
+                x.tactic,
+                x.nodes,
+                x.weights,
+                x.ms,
+            )
+            for x in engine.layers
+        ]
+        for engine in engines
+    ]
     assert seen[0] == seen[1]
-    assert seen[0][2][2:4] == (('INT8', 'INT8'), 'INT8') and seen[0][2][6] == ['/model.1/conv/Conv', '/model.1/act/Sigmoid', '/model.1/act/Mul']
+    assert seen[0][2][2:4] == (('INT8', 'INT8'), 'INT8') and seen[0][2][6] == [
+        '/model.1/conv/Conv',
+        '/model.1/act/Sigmoid',
+        '/model.1/act/Mul',
+    ]
     assert seen[0][2][7] == 'INT8', 'type of the weights'
     for side in ('inputs', 'outputs'):
-        assert [(t.name, t.dtype, t.shape) for t in getattr(old, side)] == [(t.name, t.dtype, t.shape) for t in getattr(new, side)]
-    assert [[edge[:2] for edge in engine.edges()] for engine in engines] == [[(None, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, None)]] * 2
-    assert [(f.kind, f.layer.name, f.advice) for f in findings(old)] == [(f.kind, f.layer.name, f.advice) for f in findings(new)]
+        assert [(t.name, t.dtype, t.shape) for t in getattr(old, side)] == [
+            (t.name, t.dtype, t.shape) for t in getattr(new, side)
+        ]
+    assert [[edge[:2] for edge in engine.edges()] for engine in engines] == [
+        [(None, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, None)]
+    ] * 2
+    assert [(f.kind, f.layer.name, f.advice) for f in findings(old)] == [
+        (f.kind, f.layer.name, f.advice) for f in findings(new)
+    ]
 
 
-@pytest.mark.parametrize('text, expected', [
-    ('Row major linear FP32', 'FP32'), ('Row major linear FP16 format', 'FP16'), ('Row major Int8 format', 'INT8'), ('Half', 'FP16'),
-    ('Float', 'FP32'), ('BFloat16', 'BF16'), ('BF16', 'BF16'), ('Int64', 'INT64'), ('UInt8', 'UINT8'), ('Bool', 'BOOL'), ('FP8E4M3', 'FP8'),
-    ('Two wide channel vectorized row major FP16 format', 'FP16'), ('(NHWC) Channel major format', ''), ('N/A', ''), ('', '')])
+@pytest.mark.parametrize(
+    'text, expected',
+    [
+        ('Row major linear FP32', 'FP32'),
+        ('Row major linear FP16 format', 'FP16'),
+        ('Row major Int8 format', 'INT8'),
+        ('Half', 'FP16'),
+        ('Float', 'FP32'),
+        ('BFloat16', 'BF16'),
+        ('BF16', 'BF16'),
+        ('Int64', 'INT64'),
+        ('UInt8', 'UINT8'),
+        ('Bool', 'BOOL'),
+        ('FP8E4M3', 'FP8'),
+        ('Two wide channel vectorized row major FP16 format', 'FP16'),
+        ('(NHWC) Channel major format', ''),
+        ('N/A', ''),
+        ('', ''),
+    ],
+)
 def test_types_in_the_words_of_tensorrt(text, expected):
     assert dtype(text) == expected
 
 
 def test_what_is_missing_in_a_layer_stays_unknown(tmp_path):
-    (tmp_path / 'layers.json').write_text(json.dumps({'Layers': [
-        {'LayerType': 'kgen', 'Inputs': [{'Name': 'x', 'Datatype': 'Half'}], 'Outputs': ['y'], 'Metadata': None, 'TacticName': 7},
-        {'Name': 'signal', 'Inputs': None}, 'only a name', {'Name': 'next', 'LayerType': 'kgen', 'Inputs': [{'Name': 'y', 'Dimensions': '?'}]}]}))
+    (tmp_path / 'layers.json').write_text(
+        json.dumps(
+            {
+                'Layers': [
+                    {
+                        'LayerType': 'kgen',
+                        'Inputs': [{'Name': 'x', 'Datatype': 'Half'}],
+                        'Outputs': ['y'],
+                        'Metadata': None,
+                        'TacticName': 7,
+                    },
+                    {'Name': 'signal', 'Inputs': None},
+                    'only a name',
+                    {'Name': 'next', 'LayerType': 'kgen', 'Inputs': [{'Name': 'y', 'Dimensions': '?'}]},
+                ]
+            }
+        )
+    )
     engine = read_engine(tmp_path / 'layers.json')
     first, signal, text, last = engine.layers
-    assert (first.name, first.types, first.outputs, first.tactic, first.nodes) == ('layer 0', ('FP16', ''), [Tensor('y')], '', [])
-    assert (signal.kind, signal.precision, text.name) == ('unknown', 'unknown', 'only a name') and last.inputs == [Tensor('y')]
-    assert [t.name for t in engine.inputs] == ['x'] and engine.edges() == [(None, 0, first.inputs[0]), (0, 3, last.inputs[0])]
+    assert (first.name, first.types, first.outputs, first.tactic, first.nodes) == (
+        'layer 0',
+        ('FP16', ''),
+        [Tensor('y')],
+        '',
+        [],
+    )
+    assert (signal.kind, signal.precision, text.name) == ('unknown', 'unknown', 'only a name') and last.inputs == [
+        Tensor('y')
+    ]
+    assert [t.name for t in engine.inputs] == ['x'] and engine.edges() == [
+        (None, 0, first.inputs[0]),
+        (0, 3, last.inputs[0]),
+    ]
     assert findings(engine) == [] and engine.ms is None and engine.share(engine.layers) is None
     assert 'None' not in layer_tables.text(engine, []) and 'None' not in layer_graph.dot(engine, [], 'x')
 
@@ -137,27 +276,47 @@ def test_a_list_of_layers_alone_is_an_engine_too(tmp_path):
 def test_every_part_of_a_concat_has_an_edge_and_memory_used_again_has_the_last(tmp_path):
     """A Concat that TensorRT removed: two layers write halves of one tensor. `again` is written, read, and written once more."""
     half = (1, 16, 16, 16)
-    engine = read_engine(write(tmp_path, [
-        conv('left', 'images FP32', 'joined INT8', shape=half), conv('right', 'images FP32', 'joined INT8', shape=half),
-        conv('both', 'joined INT8', 'again INT8'), conv('one', 'again INT8', 'again INT8'), conv('two', 'again INT8', 'output0 FP32')])[0])
+    engine = read_engine(
+        write(
+            tmp_path,
+            [
+                conv('left', 'images FP32', 'joined INT8', shape=half),
+                conv('right', 'images FP32', 'joined INT8', shape=half),
+                conv('both', 'joined INT8', 'again INT8'),
+                conv('one', 'again INT8', 'again INT8'),
+                conv('two', 'again INT8', 'output0 FP32'),
+            ],
+        )[0]
+    )
     assert [edge[:2] for edge in engine.edges()] == [(None, 0), (None, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
 
 
 def test_a_view_of_another_shape_is_the_same_tensor(tmp_path):
     def flat(generation):
-        return {'Name': 'flat', 'LayerType': 'kgen', 'Inputs': [tensor('a', 'FP16', generation, (1, 32, 256))] * 2, 'Outputs': []}
+        return {
+            'Name': 'flat',
+            'LayerType': 'kgen',
+            'Inputs': [tensor('a', 'FP16', generation, (1, 32, 256))] * 2,
+            'Outputs': [],
+        }
+
     for generation in (OLD, NEW):
         writers = [conv('c', 'images FP32', 'a FP16'), conv('d', 'a FP16', 'a FP16')]
         engine = read_engine(write(tmp_path, [*writers, flat], generation, outputs=())[0])
-        assert [edge[:2] for edge in engine.edges()] == [(None, 0), (0, 1), (1, 2)], 'the last, and once, though it is read twice'
+        assert [edge[:2] for edge in engine.edges()] == [(None, 0), (0, 1), (1, 2)], (
+            'the last, and once, though it is read twice'
+        )
 
 
 # ---- times --------------------------------------------------------------------------------------------------------------
 
+
 def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
     twice = step('copy', 'Reformat', 'a FP16', 'b FP16')
     times = [('copy', 0.3), ('copy', 0.1), ('gone', 0.6), ('copy', 1.0)]
-    engine = read_engine(*write(tmp_path, [twice, step('alone', 'NoOp', 'b FP16', 'c FP16'), twice], outputs=(), times=times))
+    engine = read_engine(
+        *write(tmp_path, [twice, step('alone', 'NoOp', 'b FP16', 'c FP16'), twice], outputs=(), times=times)
+    )
     assert [layer.ms for layer in engine.layers] == [0.3, None, 0.1] and engine.ms == pytest.approx(2.0)
     assert engine.untimed == ['alone'] and engine.unknown == ['gone', 'copy']
     assert engine.share(engine.layers[:2]) == pytest.approx(0.15)
@@ -168,16 +327,29 @@ def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
 def test_without_a_profile_there_are_no_times(tmp_path):
     engine = read_engine(write(tmp_path, GOOD)[0])
     said = layer_tables.text(engine, findings(engine))
-    assert engine.untimed == [] and ' ms,' not in said and 'slowest' not in said and '%' not in said and '0.0000' not in said
+    assert (
+        engine.untimed == []
+        and ' ms,' not in said
+        and 'slowest' not in said
+        and '%' not in said
+        and '0.0000' not in said
+    )
 
 
 def test_sums_are_those_of_the_layers(tmp_path):
     paths = write(tmp_path, GOOD, times={})
     layers = [layer.name for layer in read_engine(paths[0]).layers]
     engine = read_engine(*write(tmp_path, GOOD, times=zip(layers, (1, 4, 2, 2, 1))))
-    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for line in layer_tables.text(engine, findings(engine)).splitlines()
-            if len(cells := line.split('|')) == 6}
-    assert rows['INT8'] == ['3', '8.0000', '80.0%'] and rows['FP32'] == ['1', '1.0000', '10.0%'] and rows['FP16'] == ['1', '1.0000', '10.0%']
+    rows = {
+        cells[1].strip(): [c.strip() for c in cells[2:-1]]
+        for line in layer_tables.text(engine, findings(engine)).splitlines()
+        if len(cells := line.split('|')) == 6
+    }
+    assert (
+        rows['INT8'] == ['3', '8.0000', '80.0%']
+        and rows['FP32'] == ['1', '1.0000', '10.0%']
+        and rows['FP16'] == ['1', '1.0000', '10.0%']
+    )
     assert rows['CaskConvolution'] == ['3', '8.0000', '80.0%'] and rows['Reformat (Q/DQ)'] == ['1', '1.0000', '10.0%']
     assert rows['convolutions that do not run on tensor cores'] == ['1', '4.0000', '40.0%']
 
@@ -188,37 +360,76 @@ TO_FP16 = conv('model.2', 'b INT8', 'c FP16')
 START = GOOD[:3]
 CASES = {  # name → layers after START, findings beside those of START: (kind, short name, words of the advice)
     'INT8 to the end': ([conv('model.2', 'b INT8', 'head INT8')], []),
-    'float behind INT8': ([TO_FP16, step('/model.3/Softmax', 'Softmax', 'c FP16', 'head FP16')],
-                          [('float output', 'model.2 Conv+Sigmoid+Mul', 'operator that runs in float')]),
-    'float convolution behind INT8': ([TO_FP16, conv('model.3', 'c FP16', 'head FP16', 'ampere_h16816cudnn_128x64_ldg8_relu_nhwc_tn_v1')],
-                                      [('float output', 'model.2 Conv+Sigmoid+Mul', 'last of the head')]),
-    'float output of the engine': ([conv('model.2', 'b INT8', 'output0 FP16')], [('float output', 'model.2 Conv+Sigmoid+Mul', 'nothing to do')]),
+    'float behind INT8': (
+        [TO_FP16, step('/model.3/Softmax', 'Softmax', 'c FP16', 'head FP16')],
+        [('float output', 'model.2 Conv+Sigmoid+Mul', 'operator that runs in float')],
+    ),
+    'float convolution behind INT8': (
+        [TO_FP16, conv('model.3', 'c FP16', 'head FP16', 'ampere_h16816cudnn_128x64_ldg8_relu_nhwc_tn_v1')],
+        [('float output', 'model.2 Conv+Sigmoid+Mul', 'last of the head')],
+    ),
+    'float output of the engine': (
+        [conv('model.2', 'b INT8', 'output0 FP16')],
+        [('float output', 'model.2 Conv+Sigmoid+Mul', 'nothing to do')],
+    ),
     'Q of its own behind INT8': (
-        [TO_FP16, step('/model.3/QuantizeLinear', 'Reformat', 'c FP16', 'd INT8', Origin='QDQ'), conv('model.3', 'd INT8', 'head INT8')],
-        [('float output', 'model.2 Conv+Sigmoid+Mul', 'right behind'), ('unfused Q/DQ', 'model.3 QuantizeLinear', 'one scale')]),
+        [
+            TO_FP16,
+            step('/model.3/QuantizeLinear', 'Reformat', 'c FP16', 'd INT8', Origin='QDQ'),
+            conv('model.3', 'd INT8', 'head INT8'),
+        ],
+        [
+            ('float output', 'model.2 Conv+Sigmoid+Mul', 'right behind'),
+            ('unfused Q/DQ', 'model.3 QuantizeLinear', 'one scale'),
+        ],
+    ),
     'Scale that quantizes': ([step('scale', 'Scale', 'b INT8', 'head FP16')], [('unfused Q/DQ', 'scale', 'one scale')]),
     'Scale that does not': ([step('scale', 'Scale', 'b INT8', 'head INT8')], []),
-    'layers called Quantize': ([step('dq', 'Dequantize', 'b INT8', 'c FP16'), step('q', 'Quantize', 'c FP16', 'head INT8')],
-                               [('unfused Q/DQ', 'dq', 'one scale'), ('unfused Q/DQ', 'q', 'one scale')]),
-    'Myelin that quantizes': ([step('__myl_MulMinMaxRounCast_myl0_3', 'kgen', 'b FP16', 'head INT8')],
-                              [('unfused Q/DQ', '__myl_MulMinMaxRounCast_myl0_3', 'one scale')]),
+    'layers called Quantize': (
+        [step('dq', 'Dequantize', 'b INT8', 'c FP16'), step('q', 'Quantize', 'c FP16', 'head INT8')],
+        [('unfused Q/DQ', 'dq', 'one scale'), ('unfused Q/DQ', 'q', 'one scale')],
+    ),
+    'Myelin that quantizes': (
+        [step('__myl_MulMinMaxRounCast_myl0_3', 'kgen', 'b FP16', 'head INT8')],
+        [('unfused Q/DQ', '__myl_MulMinMaxRounCast_myl0_3', 'one scale')],
+    ),
     'Myelin that does more': ([step('__myl_MulMinMaxRounCastSilu_myl0_3', 'kgen', 'b FP16', 'head INT8')], []),
     'Myelin that joins': ([step('__myl_MulMinMaxRounCast_myl0_3', 'kgen', ['b FP16', 'a FP16'], 'head INT8')], []),
-    'reformat to INT8': ([step('Reformatting CopyNode', 'Reformat', 'b FP16', 'head INT8', Origin='REFORMAT')],
-                         [('type change', 'Reformatting CopyNode', 'alternate')]),
-    'reformat between floats': ([step('Reformatting CopyNode', 'Reformat', 'b FP32', 'head FP16', Origin='REFORMAT')],
-                                [('type change', 'Reformatting CopyNode', 'two types')]),
-    'reformat of the layout': ([step('Reformatting CopyNode', 'Reformat', 'b INT8', 'head INT8', Origin='REFORMAT')], []),
+    'reformat to INT8': (
+        [step('Reformatting CopyNode', 'Reformat', 'b FP16', 'head INT8', Origin='REFORMAT')],
+        [('type change', 'Reformatting CopyNode', 'alternate')],
+    ),
+    'reformat between floats': (
+        [step('Reformatting CopyNode', 'Reformat', 'b FP32', 'head FP16', Origin='REFORMAT')],
+        [('type change', 'Reformatting CopyNode', 'two types')],
+    ),
+    'reformat of the layout': (
+        [step('Reformatting CopyNode', 'Reformat', 'b INT8', 'head INT8', Origin='REFORMAT')],
+        [],
+    ),
     'reformat of indices': ([step('Reformatting CopyNode', 'Reformat', 'b INT32', 'head FP32', Origin='REFORMAT')], []),
-    'reformat of the output': ([step('Reformatting CopyNode', 'Reformat', 'b FP16', 'output0 FP32', Origin='REFORMAT')],
-                               [('type change', 'Reformatting CopyNode', '--outputIOFormats')]),
-    'reformat of the input': ([step('Reformatting CopyNode', 'Reformat', 'images FP32', 'head FP16', Origin='REFORMAT')],
-                              [('type change', 'Reformatting CopyNode', '--inputIOFormats')]),
-    'Myelin that casts': ([step('__myl_CastTran_myl0_3', 'kgen', 'b FP16', 'head FP32')], [('type change', '__myl_CastTran_myl0_3', 'two types')]),
-    'no tensor cores': ([conv('model.2', 'b INT8', 'head INT8', OFF)], [('no tensor cores', 'model.2 Conv+Sigmoid+Mul', 'multiples of 16')]),
+    'reformat of the output': (
+        [step('Reformatting CopyNode', 'Reformat', 'b FP16', 'output0 FP32', Origin='REFORMAT')],
+        [('type change', 'Reformatting CopyNode', '--outputIOFormats')],
+    ),
+    'reformat of the input': (
+        [step('Reformatting CopyNode', 'Reformat', 'images FP32', 'head FP16', Origin='REFORMAT')],
+        [('type change', 'Reformatting CopyNode', '--inputIOFormats')],
+    ),
+    'Myelin that casts': (
+        [step('__myl_CastTran_myl0_3', 'kgen', 'b FP16', 'head FP32')],
+        [('type change', '__myl_CastTran_myl0_3', 'two types')],
+    ),
+    'no tensor cores': (
+        [conv('model.2', 'b INT8', 'head INT8', OFF)],
+        [('no tensor cores', 'model.2 Conv+Sigmoid+Mul', 'multiples of 16')],
+    ),
     'no tensor cores in FP32': ([conv('model.2', 'b FP32', 'head FP32', 'ampere_scudnn_128x64_relu_small_nn_v1')], []),
     'no name of a kernel': ([conv('model.2', 'b INT8', 'head INT8', '')], []),
-    'no tensor cores, no convolution': ([step('pool', 'CaskPooling', 'b INT8', 'head INT8', 'sm50_xmma_pooling_simt')], []),
+    'no tensor cores, no convolution': (
+        [step('pool', 'CaskPooling', 'b INT8', 'head INT8', 'sm50_xmma_pooling_simt')],
+        [],
+    ),
 }
 
 
@@ -228,7 +439,11 @@ def test_findings(tmp_path, case, generation):
     steps, expected = CASES[case]
     last = [] if steps[-1](OLD)['Outputs'][0]['Name'] == 'output0' else [LAST]
     found = findings(read_engine(write(tmp_path, [*START, *steps, *last], generation)[0]))
-    first = [(f.kind, f.layer.name) for f in found if f.layer.inputs[0].name in ('images', 'q') and 'nothing to do' in f.advice]
+    first = [
+        (f.kind, f.layer.name)
+        for f in found
+        if f.layer.inputs[0].name in ('images', 'q') and 'nothing to do' in f.advice
+    ]
     assert len(first) == 2, 'the first Q, and the convolution of 3 channels that reads it'
     rest = [f for f in found if (f.kind, f.layer.name) not in first]
     assert [(f.kind, layer_tables.short_name(f.layer)) for f in rest] == [e[:2] for e in expected]
@@ -242,15 +457,28 @@ def test_findings_are_sorted_by_time(tmp_path):
     assert [f.layer.name for f in found] == ['scale 1', 'scale 2', 'scale 0']
 
 
-@pytest.mark.parametrize('tactic, expected', [
-    (ON, 'yes'), ('ampere_h16816cudnn_128x64_sliced1x2_ldg8_relu_exp_stages_64x3_small_nhwc_tn_v1', 'yes'),
-    ('turing_fp16_i8816cudnn_int8_128x128', 'yes'),
-    ('trt_turing_cutlass_image_network_first_layer_hmma_fprop_f16f16f32_nhwc', 'yes'), ('cutlass_tensorop_s4_i8832fprop_optimized', 'yes'),
-    ('sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f16_nhwckrsc_nhwc_tilesize64x64x64_warpgroupsize1x1x1_g1', 'yes'),
-    (OFF, 'no'), ('volta_int8x4_icudnn_int8x4_128x32_relu_xregs_medium_c32_nn_v1', 'no'), ('ampere_scudnn_winograd_128x128_ldg1_ldg4_relu', 'no'),
-    ('sm70_xmma_fprop_conv1x1_i8f32_f32_f32_nchw_vect_c_4kcrs_vect_c_4_nchw_simt_small_batch_bias_relu', 'no'),
-    ('sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc_tilesize128x64x8_stage3_warpsize2x2x1_g1_ffma_t1r3s3', 'no'),
-    ('', 'unknown'), ('__myelin_CASK_STUB', 'unknown'), ('sm80_xmma_fprop_of_some_new_sort', 'unknown')])
+@pytest.mark.parametrize(
+    'tactic, expected',
+    [
+        (ON, 'yes'),
+        ('ampere_h16816cudnn_128x64_sliced1x2_ldg8_relu_exp_stages_64x3_small_nhwc_tn_v1', 'yes'),
+        ('turing_fp16_i8816cudnn_int8_128x128', 'yes'),
+        ('trt_turing_cutlass_image_network_first_layer_hmma_fprop_f16f16f32_nhwc', 'yes'),
+        ('cutlass_tensorop_s4_i8832fprop_optimized', 'yes'),
+        ('sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f16_nhwckrsc_nhwc_tilesize64x64x64_warpgroupsize1x1x1_g1', 'yes'),
+        (OFF, 'no'),
+        ('volta_int8x4_icudnn_int8x4_128x32_relu_xregs_medium_c32_nn_v1', 'no'),
+        ('ampere_scudnn_winograd_128x128_ldg1_ldg4_relu', 'no'),
+        ('sm70_xmma_fprop_conv1x1_i8f32_f32_f32_nchw_vect_c_4kcrs_vect_c_4_nchw_simt_small_batch_bias_relu', 'no'),
+        (
+            'sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc_tilesize128x64x8_stage3_warpsize2x2x1_g1_ffma_t1r3s3',
+            'no',
+        ),
+        ('', 'unknown'),
+        ('__myelin_CASK_STUB', 'unknown'),
+        ('sm80_xmma_fprop_of_some_new_sort', 'unknown'),
+    ],
+)
 def test_what_the_name_of_a_kernel_tells(tactic, expected):
     assert tensor_cores(Layer('x', 'CaskConvolution', [], [], tactic=tactic)) == expected
 
@@ -258,6 +486,7 @@ def test_what_the_name_of_a_kernel_tells(tactic, expected):
 def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
     """What TensorRT-RTX lists of an engine that it builds here: the fields of the engine inspector, as text. Its JSON takes a GPU."""
     import test_tensorrt_rtx as rtx  # skips without TensorRT-RTX
+
     said = []
 
     class Recorder(rtx.Log):
@@ -266,17 +495,34 @@ def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
             super().log(severity, message)
 
     def tensors(text):
-        return [{'Name': name, 'Dimensions': json.loads(f'[{shape}]'), 'Datatype': kind, 'Format': form} for name, shape, kind, form
-                in re.findall(r'\{ Name: (.*?), Dimensions: \[(.*?)\], Strides: .*?, Datatype: (\w+), Format: (.*?) \}', text)]
+        return [
+            {'Name': name, 'Dimensions': json.loads(f'[{shape}]'), 'Datatype': kind, 'Format': form}
+            for name, shape, kind, form in re.findall(
+                r'\{ Name: (.*?), Dimensions: \[(.*?)\], Strides: .*?, Datatype: (\w+), Format: (.*?) \}', text
+            )
+        ]
 
     monkeypatch.setattr(rtx, 'Log', Recorder)
     rtx.compile_graph(copy(INT8_BLOCK))
-    layers = [dict(zip(('Name', 'LayerType', 'TacticName', 'Metadata'), (name, kind, tactic, nodes)),
-                   Inputs=tensors(given), Constants=tensors(constants), Outputs=tensors(made)) for name, kind, given, constants, made, tactic, nodes
-              in re.findall(r'Name: (.*), LayerType: (\w+), Inputs: \[(.*)\], Constants: \[(.*)\], Outputs: \[(.*)\], '
-                            r'TacticName: (.*), StreamId: \d+, Metadata: (.*)', '\n'.join(said))]
-    bound = [{'Name': name, 'IOMode': mode, 'DataType': kind, 'Dimensions': json.loads(shape)} for name, mode, kind, shape
-             in re.findall(r' Name: (.*), IOMode: (\w+), DataType: (\w+), Dimensions: (\[.*?\])', '\n'.join(said))]
+    layers = [
+        dict(
+            zip(('Name', 'LayerType', 'TacticName', 'Metadata'), (name, kind, tactic, nodes)),
+            Inputs=tensors(given),
+            Constants=tensors(constants),
+            Outputs=tensors(made),
+        )
+        for name, kind, given, constants, made, tactic, nodes in re.findall(
+            r'Name: (.*), LayerType: (\w+), Inputs: \[(.*)\], Constants: \[(.*)\], Outputs: \[(.*)\], '
+            r'TacticName: (.*), StreamId: \d+, Metadata: (.*)',
+            '\n'.join(said),
+        )
+    ]
+    bound = [
+        {'Name': name, 'IOMode': mode, 'DataType': kind, 'Dimensions': json.loads(shape)}
+        for name, mode, kind, shape in re.findall(
+            r' Name: (.*), IOMode: (\w+), DataType: (\w+), Dimensions: (\[.*?\])', '\n'.join(said)
+        )
+    ]
     (tmp_path / 'layers.json').write_text(json.dumps({'Layers': layers, 'I/O Tensors': bound}))
     engine = read_engine(tmp_path / 'layers.json')
 
@@ -291,16 +537,27 @@ def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
 
 # ---- rows and pictures ----------------------------------------------------------------------------------------------------
 
+
 def layer_of(name, nodes=()):
     return Layer(name, 'x', [], [], nodes=list(nodes))
 
 
-@pytest.mark.parametrize('name, nodes, expected', [
-    ('/model.2/cv2/cv2.0/cv1/conv/Conv + PWN(PWN(/model.2/cv2/cv2.0/cv1/act/Sigmoid), /model.2/cv2/cv2.0/cv1/act/Mul)', (),
-     'model.2.cv2.0.cv1 Conv+Sigmoid+Mul'),
-    ('/model.3/cv1/conv/weight_quantizer/QuantizeLinear + /model.3/cv1/conv/Conv', (), 'model.3.cv1.conv Conv'),
-    ('/model.3/cv1/QuantizeLinear', (), 'model.3.cv1 QuantizeLinear'), ('__myl_Fc_myl0_3', ['/model.1/Conv', '/model.1/Add_2'], 'model.1 Conv+Add'),
-    ('__myl_Fc_myl0_3', (), '__myl_Fc_myl0_3'), ('/Concat_3', (), 'Concat'), ('resnet50/conv1/Conv2D', (), 'resnet50/conv1/Conv2D')])
+@pytest.mark.parametrize(
+    'name, nodes, expected',
+    [
+        (
+            '/model.2/cv2/cv2.0/cv1/conv/Conv + PWN(PWN(/model.2/cv2/cv2.0/cv1/act/Sigmoid), /model.2/cv2/cv2.0/cv1/act/Mul)',
+            (),
+            'model.2.cv2.0.cv1 Conv+Sigmoid+Mul',
+        ),
+        ('/model.3/cv1/conv/weight_quantizer/QuantizeLinear + /model.3/cv1/conv/Conv', (), 'model.3.cv1.conv Conv'),
+        ('/model.3/cv1/QuantizeLinear', (), 'model.3.cv1 QuantizeLinear'),
+        ('__myl_Fc_myl0_3', ['/model.1/Conv', '/model.1/Add_2'], 'model.1 Conv+Add'),
+        ('__myl_Fc_myl0_3', (), '__myl_Fc_myl0_3'),
+        ('/Concat_3', (), 'Concat'),
+        ('resnet50/conv1/Conv2D', (), 'resnet50/conv1/Conv2D'),
+    ],
+)
 def test_short_names(name, nodes, expected):
     assert layer_tables.short_name(layer_of(name, nodes)) == expected
 
@@ -315,10 +572,26 @@ def test_rows(tmp_path):
     layer_tables.write_csv(tmp_path / 'x.csv', engine, findings(engine))
     rows = list(csv.DictReader(open(tmp_path / 'x.csv', newline='', encoding='utf-8')))
     assert len(rows) == len(GOOD) and [row['name'] for row in rows] == [layer.name for layer in engine.layers]
-    assert (rows[0]['ms'], rows[0]['share'], rows[0]['tensor cores'], rows[0]['findings']) == ('0.05', '1.000000', '', 'unfused Q/DQ')
-    assert (rows[1]['ms'], rows[1]['share'], rows[1]['tensor cores'], rows[1]['findings']) == ('', '', 'no', 'no tensor cores')
-    assert (rows[1]['type in'], rows[1]['type out'], rows[1]['shapes in'], rows[1]['shapes out'], rows[1]['kernel'], rows[1]['weights']) == (
-        'INT8', 'INT8', '1×3×64×64', '1×32×16×16', OFF, 'INT8')
+    assert (rows[0]['ms'], rows[0]['share'], rows[0]['tensor cores'], rows[0]['findings']) == (
+        '0.05',
+        '1.000000',
+        '',
+        'unfused Q/DQ',
+    )
+    assert (rows[1]['ms'], rows[1]['share'], rows[1]['tensor cores'], rows[1]['findings']) == (
+        '',
+        '',
+        'no',
+        'no tensor cores',
+    )
+    assert (
+        rows[1]['type in'],
+        rows[1]['type out'],
+        rows[1]['shapes in'],
+        rows[1]['shapes out'],
+        rows[1]['kernel'],
+        rows[1]['weights'],
+    ) == ('INT8', 'INT8', '1×3×64×64', '1×32×16×16', OFF, 'INT8')
     assert (rows[2]['tensor cores'], rows[2]['findings']) == ('yes', '')
 
 
@@ -345,19 +618,39 @@ def test_every_layer_and_edge_is_drawn(tmp_path, generation):
     engine = read_engine(*write(tmp_path, GOOD, generation, times=TIMES))
     nodes, edges = statements(layer_graph.dot(engine, findings(engine), 'title'))
     assert nodes.keys() == {'"in images"', '"out output0"', *map(str, range(len(GOOD)))}
-    assert [(a, b) for a, b, _ in edges] == [('"in images"', '0'), ('0', '1'), ('1', '2'), ('2', '3'), ('3', '4'), ('4', '"out output0"')]
+    assert [(a, b) for a, b, _ in edges] == [
+        ('"in images"', '0'),
+        ('0', '1'),
+        ('1', '2'),
+        ('2', '3'),
+        ('3', '4'),
+        ('4', '"out output0"'),
+    ]
     q, first, second, *_ = (nodes[str(i)] for i in range(5))
-    for part in ('peripheries="2"', layer_graph.FILL['FP32'] + ':' + layer_graph.FILL['INT8'], '0.0500 ms   100.0%', '! unfused Q/DQ',
-                 'FP32 1×3×64×64 → INT8 1×3×64×64', layer_graph.FOUND):
+    for part in (
+        'peripheries="2"',
+        layer_graph.FILL['FP32'] + ':' + layer_graph.FILL['INT8'],
+        '0.0500 ms   100.0%',
+        '! unfused Q/DQ',
+        'FP32 1×3×64×64 → INT8 1×3×64×64',
+        layer_graph.FOUND,
+    ):
         assert part in q
-    assert 'peripheries="1"' in second and layer_graph.FILL['INT8'] in second and layer_graph.FOUND not in second and '!' not in second
+    assert (
+        'peripheries="1"' in second
+        and layer_graph.FILL['INT8'] in second
+        and layer_graph.FOUND not in second
+        and '!' not in second
+    )
     assert '! no tensor cores' in first and ON in second, 'the kernel is in the tooltip'
     assert layer_graph.LINE['FP32'] in edges[0][2] and layer_graph.LINE['INT8'] in edges[1][2]
 
 
 def test_an_edge_is_labelled_where_the_box_shows_another_shape(tmp_path):
     add = step('add', 'ElementWise', ['a FP16', 'images FP32'], 'b FP16')
-    _, edges = statements(layer_graph.dot(read_engine(write(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])[0]), [], 'x'))
+    _, edges = statements(
+        layer_graph.dot(read_engine(write(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])[0]), [], 'x')
+    )
     assert [re.match(r'label="(.*?)"', more)[1] for *_, more in edges] == ['', 'FP16 1×32×16×16', 'FP32 1×3×64×64']
 
 
@@ -369,15 +662,32 @@ HARD = 'a "quoted" <name> \\ {with} | everything\n& more ünïcode'
 def test_files_of_the_command(tmp_path, graphviz):
     """SVG and PNG have the layers in them, whatever they are called; nothing temporary stays."""
     layers, profile = write(tmp_path, [*GOOD, step(HARD, 'NoOp', 'output0 FP32', 'end FP32')], times=TIMES)
-    out = python('scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', tmp_path / 'new folder' / 'v1.2')
-    assert sorted(p.name for p in (tmp_path / 'new folder').iterdir()) == ['v1.2.csv', 'v1.2.dot', 'v1.2.png', 'v1.2.svg']
+    out = python(
+        'scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', tmp_path / 'new folder' / 'v1.2'
+    )
+    assert sorted(p.name for p in (tmp_path / 'new folder').iterdir()) == [
+        'v1.2.csv',
+        'v1.2.dot',
+        'v1.2.png',
+        'v1.2.svg',
+    ]
     svg = (tmp_path / 'new folder' / 'v1.2.svg').read_text(encoding='utf-8')
     assert svg.count('class="node"') == len(GOOD) + 1 + 2 + 1, 'layers, input and output, legend'
-    for part in ('model.1 Conv+Sigmoid+Mul', '0.0500 ms', 'INT8 1×32×16×16', '&quot;quoted&quot; &lt;name&gt;', '! no tensor cores',
-                 'computes in INT8'):
+    for part in (
+        'model.1 Conv+Sigmoid+Mul',
+        '0.0500 ms',
+        'INT8 1×32×16×16',
+        '&quot;quoted&quot; &lt;name&gt;',
+        '! no tensor cores',
+        'computes in INT8',
+    ):
         assert part in svg.replace('&#160;', ' ').replace('&#45;', '-'), part
     png = (tmp_path / 'new folder' / 'v1.2.png').read_bytes()
-    assert png[:8] == b'\x89PNG\r\n\x1a\n' and int.from_bytes(png[16:20], 'big') > 300 and int.from_bytes(png[20:24], 'big') > 500
+    assert (
+        png[:8] == b'\x89PNG\r\n\x1a\n'
+        and int.from_bytes(png[16:20], 'big') > 300
+        and int.from_bytes(png[20:24], 'big') > 500
+    )
     assert 'Fontconfig warning' not in out and '3 findings' in out and 'v1.2.svg' in out
 
 
@@ -404,17 +714,26 @@ def test_without_graphviz_only_the_pictures_are_missing(tmp_path, monkeypatch, c
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     assert run_command(program_main(monkeypatch), ['--layer', str(layers)]) == 0
     out = capsys.readouterr().out
-    warning, = [line for line in out.splitlines() if line.startswith('warning:')]
-    assert 'pip install "pygraphviz' in warning and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in warning and 'layers.svg' not in out
+    (warning,) = [line for line in out.splitlines() if line.startswith('warning:')]
+    assert (
+        'pip install "pygraphviz' in warning
+        and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in warning
+        and 'layers.svg' not in out
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ['layers.csv', 'layers.dot', 'layers.json']
 
 
 def test_a_library_of_the_system_is_missing(tmp_path, monkeypatch):
     """As in a slim container, where pygraphviz is installed and does not import."""
-    (tmp_path / 'pygraphviz.py').write_text("raise ImportError('libgobject-2.0.so.0: cannot open shared object file: No such file or directory')")
+    (tmp_path / 'pygraphviz.py').write_text(
+        "raise ImportError('libgobject-2.0.so.0: cannot open shared object file: No such file or directory')"
+    )
     monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
-    with pytest.raises(QatError, match=r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot '):
+    with pytest.raises(
+        QatError,
+        match=r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot ',
+    ):
         layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
     assert not list(tmp_path.glob('*.svg*'))
 
@@ -428,7 +747,9 @@ def program_main(monkeypatch):
 
 def test_a_graphviz_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
-    monkeypatch.setattr(subprocess, 'run', lambda *a, **k: subprocess.CompletedProcess(a, 1, '', 'line\nImportError: libX.so'))
+    monkeypatch.setattr(
+        subprocess, 'run', lambda *a, **k: subprocess.CompletedProcess(a, 1, '', 'line\nImportError: libX.so')
+    )
     with pytest.raises(QatError, match='ImportError: libX.so.*dot -Tsvg'):
         layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
     assert list(tmp_path.iterdir()) == []
@@ -440,25 +761,50 @@ LATENCIES = [{'startEnqMs': 0.1, 'endEnqMs': 0.2, 'latencyMs': 1.0}]  # trtexec 
 LAYERS = {'Layers': [step('x', 'NoOp', 'a FP16', 'b FP16')(OLD)]}
 
 
-@pytest.mark.parametrize('layer, profile, words', [
-    ('', None, 'no JSON'), ('{"Layers": [{"Name": "x"', None, 'no JSON, or not all of it in line 1'), (b'ftrt\x00\x00\xff\xfe\x80', None, 'no JSON'),
-    ({}, None, 'no layer information'), (7, None, 'no layer information'), ({'Layers': {}}, None, 'no layer information'),
-    ([3, 4], None, 'no layer information'), ({'Layers': []}, None, 'lists no layer'), ([], None, 'lists no layer'),
-    (NAMES_ONLY, None, 'profilingVerbosity=detailed'), (NAMES_ONLY['Layers'], None, 'profilingVerbosity=detailed'),
-    ({'Layers': [{'Name': 'x', 'LayerType': 'kgen', 'Inputs': [{'Name': 'a'}]}]}, None, 'profilingVerbosity=detailed'),
-    (PROFILE, None, 'a profile .*--profile'), (LATENCIES, None, 'profilingVerbosity=detailed'),
-    (LAYERS, '[{"count"', 'no JSON'), (LAYERS, LAYERS, 'layer information.*--layer'), (LAYERS, LATENCIES, 'no profile'),
-    (LAYERS, 'null', 'lists no layer'),
-    (LAYERS, [], 'lists no layer'), (LAYERS, PROFILE[:1], 'lists no layer'), (LAYERS, [{'name': 'x', 'averageMs': None}], 'no profile'),
-    (LAYERS, [{'name': 'x', 'averageMs': float('nan')}], 'no numbers'), (LAYERS, [{'name': 'other', 'averageMs': 1}], 'another engine'),
-], ids=lambda x: None)
+@pytest.mark.parametrize(
+    'layer, profile, words',
+    [
+        ('', None, 'no JSON'),
+        ('{"Layers": [{"Name": "x"', None, 'no JSON, or not all of it in line 1'),
+        (b'ftrt\x00\x00\xff\xfe\x80', None, 'no JSON'),
+        ({}, None, 'no layer information'),
+        (7, None, 'no layer information'),
+        ({'Layers': {}}, None, 'no layer information'),
+        ([3, 4], None, 'no layer information'),
+        ({'Layers': []}, None, 'lists no layer'),
+        ([], None, 'lists no layer'),
+        (NAMES_ONLY, None, 'profilingVerbosity=detailed'),
+        (NAMES_ONLY['Layers'], None, 'profilingVerbosity=detailed'),
+        (
+            {'Layers': [{'Name': 'x', 'LayerType': 'kgen', 'Inputs': [{'Name': 'a'}]}]},
+            None,
+            'profilingVerbosity=detailed',
+        ),
+        (PROFILE, None, 'a profile .*--profile'),
+        (LATENCIES, None, 'profilingVerbosity=detailed'),
+        (LAYERS, '[{"count"', 'no JSON'),
+        (LAYERS, LAYERS, 'layer information.*--layer'),
+        (LAYERS, LATENCIES, 'no profile'),
+        (LAYERS, 'null', 'lists no layer'),
+        (LAYERS, [], 'lists no layer'),
+        (LAYERS, PROFILE[:1], 'lists no layer'),
+        (LAYERS, [{'name': 'x', 'averageMs': None}], 'no profile'),
+        (LAYERS, [{'name': 'x', 'averageMs': float('nan')}], 'no numbers'),
+        (LAYERS, [{'name': 'other', 'averageMs': 1}], 'another engine'),
+    ],
+    ids=lambda x: None,
+)
 def test_mistakes_are_one_line(tmp_path, capsys, layer, profile, words):
     options = []
     for flag, content in (('layer', layer), ('profile', profile)):
         if content is None:
             continue
         file = tmp_path / f'{flag}.json'
-        file.write_bytes(content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode())
+        file.write_bytes(
+            content
+            if isinstance(content, bytes)
+            else (content if isinstance(content, str) else json.dumps(content)).encode()
+        )
         options += [f'--{flag}', str(file)]
     before = sorted(p.name for p in tmp_path.iterdir())
     assert run_command(program('scripts/draw_engine.py').main, options) == 2
@@ -469,7 +815,11 @@ def test_mistakes_are_one_line(tmp_path, capsys, layer, profile, words):
 
 def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):
     main = program('scripts/draw_engine.py').main
-    for options, words in ((['--layer', str(tmp_path / 'none.json')], 'no such file'), (['--layer', str(tmp_path)], 'not a file'), ([], '--layer')):
+    for options, words in (
+        (['--layer', str(tmp_path / 'none.json')], 'no such file'),
+        (['--layer', str(tmp_path)], 'not a file'),
+        ([], '--layer'),
+    ):
         assert run_command(main, options) == 2 and words in capsys.readouterr().err
 
 

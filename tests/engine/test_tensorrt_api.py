@@ -2,6 +2,7 @@
 
 tests/data/tensorrt_api.json lists the names that the Python interface of each version binds, by class.
 """
+
 import ast
 import importlib
 import json
@@ -10,21 +11,50 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import REPO
+
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import OPTIONAL, VERSIONS, capabilities, load_tensorrt
 
 SURFACES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())
 del SURFACES['source']
-FILES = [*(REPO / 'utils/qat/engine' / f'{name}.py' for name in ('api', 'build', 'runner')), REPO / 'examples/infer_engine.py']
+FILES = [
+    *(REPO / 'utils/qat/engine' / f'{name}.py' for name in ('api', 'build', 'runner')),
+    REPO / 'examples/infer_engine.py',
+]
 # An expression in these files → the class whose attributes are asked of it
-CLASS_OF = {'self.builder': 'Builder', 'settings': 'IBuilderConfig', 'profile': 'IOptimizationProfile',
-            'cache': 'ITimingCache', 'settings.get_timing_cache()': 'ITimingCache', 'parser': 'OnnxParser', 'error': 'ParserError',
-            'self.runtime': 'Runtime', 'self.engine': 'ICudaEngine', 'self.context': 'IExecutionContext', 'inspector': 'EngineInspector',
-            **{f'{trt}.{name}': name for trt in ('trt', 'self.trt') for name in ('BuilderFlag', 'MemoryPoolType', 'ProfilingVerbosity', 'TensorIOMode',
-                                                                                'LayerInformationFormat', 'NetworkDefinitionCreationFlag')}}
+CLASS_OF = {
+    'self.builder': 'Builder',
+    'settings': 'IBuilderConfig',
+    'profile': 'IOptimizationProfile',
+    'cache': 'ITimingCache',
+    'settings.get_timing_cache()': 'ITimingCache',
+    'parser': 'OnnxParser',
+    'error': 'ParserError',
+    'self.runtime': 'Runtime',
+    'self.engine': 'ICudaEngine',
+    'self.context': 'IExecutionContext',
+    'inspector': 'EngineInspector',
+    **{
+        f'{trt}.{name}': name
+        for trt in ('trt', 'self.trt')
+        for name in (
+            'BuilderFlag',
+            'MemoryPoolType',
+            'ProfilingVerbosity',
+            'TensorIOMode',
+            'LayerInformationFormat',
+            'NetworkDefinitionCreationFlag',
+        )
+    },
+}
 # Asked for only where `capabilities` says that it is there
-GUARDED = {('IBuilderConfig', 'progress_monitor'): 'progress', ('ParserError', 'node_name'): 'node_names', ('ParserError', 'node_operator'): 'node_names',
-           ('ICudaEngine', 'device_memory_size_v2'): 'memory_v2', ('ICudaEngine', 'device_memory_size'): 'not memory_v2'}
+GUARDED = {
+    ('IBuilderConfig', 'progress_monitor'): 'progress',
+    ('ParserError', 'node_name'): 'node_names',
+    ('ParserError', 'node_operator'): 'node_names',
+    ('ICudaEngine', 'device_memory_size_v2'): 'memory_v2',
+    ('ICudaEngine', 'device_memory_size'): 'not memory_v2',
+}
 
 
 def asked():
@@ -44,9 +74,16 @@ def module_of(surface):
 
 def test_the_source_is_read():
     """The walk finds what the runner and the builder are known to call, of every class."""
-    assert {('IExecutionContext', 'execute_async_v3'), ('ICudaEngine', 'get_tensor_mode'), ('IBuilderConfig', 'set_timing_cache'),
-            ('OnnxParser', 'parse_from_file'), *GUARDED} <= asked()
-    assert {name for name, _ in asked()} >= set(CLASS_OF.values()) - {'BuilderFlag', 'NetworkDefinitionCreationFlag'}, 'these two go by getattr'
+    assert {
+        ('IExecutionContext', 'execute_async_v3'),
+        ('ICudaEngine', 'get_tensor_mode'),
+        ('IBuilderConfig', 'set_timing_cache'),
+        ('OnnxParser', 'parse_from_file'),
+        *GUARDED,
+    } <= asked()
+    assert {name for name, _ in asked()} >= set(CLASS_OF.values()) - {'BuilderFlag', 'NetworkDefinitionCreationFlag'}, (
+        'these two go by getattr'
+    )
 
 
 @pytest.mark.parametrize('version', SURFACES)
@@ -71,19 +108,24 @@ def test_versions_differ_in_every_capability():
 
 
 def test_tensorrt_rtx_is_as_tensorrt_11():
-    trt = pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+    trt = pytest.importorskip(
+        'tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)'
+    )
     assert capabilities(trt) == VERSIONS[11]
     for name, attribute in asked():
         if GUARDED.get((name, attribute)) != 'not memory_v2':
             assert hasattr(getattr(trt, name), attribute), f'{name}.{attribute}'
 
 
-@pytest.mark.parametrize('content, says', [
-    (None, ['no TensorRT here', '--tensorrt 10', 'ONNX Runtime', 'val_trt.py']),
-    ('', ['only a placeholder']),
-    ('raise OSError("libnvinfer.so.10: cannot open")', ['libnvinfer.so.10']),
-    ('__version__ = "8.5.3.1"\nclass Builder: pass', ['8.5.3.1', 'at least 8.6']),
-])
+@pytest.mark.parametrize(
+    'content, says',
+    [
+        (None, ['no TensorRT here', '--tensorrt 10', 'ONNX Runtime', 'val_trt.py']),
+        ('', ['only a placeholder']),
+        ('raise OSError("libnvinfer.so.10: cannot open")', ['libnvinfer.so.10']),
+        ('__version__ = "8.5.3.1"\nclass Builder: pass', ['8.5.3.1', 'at least 8.6']),
+    ],
+)
 def test_a_missing_tensorrt_says_what_to_do(tmp_path, monkeypatch, content, says):
     monkeypatch.setitem(sys.modules, 'tensorrt', None)
     if content is not None:

@@ -3,6 +3,7 @@
 Its networks are always strongly typed, as those of TensorRT 11. It does not read an engine back without a GPU (cudaError 35),
 so what is looked at is the network that was parsed, and what the compiler says.
 """
+
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -11,20 +12,22 @@ import onnx
 import pytest
 from faults import sampled
 from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, with_values
+from segmenters import CLASSES, NM, segmenter
+from zoo import build, fuse, image, settings
+
 from models.deploy import onnx_export
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
-from segmenters import CLASSES, NM, segmenter
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.deepstream import deepstream_layout
 from utils.qat.graph.half import fp32_scales, to_half
 from utils.qat.graph.nms import add_nms
-from zoo import build, fuse, image, settings
 
-trt = pytest.importorskip('tensorrt_rtx_bindings',
-                          reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+trt = pytest.importorskip(
+    'tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)'
+)
 # A line of what the compiler lists when it is done; a convolution is a `correlation`, whatever its size and groups.
 INT8_CONV = ('correlation', 'Int8')
 KERNEL = re.compile(r'Name: .*?, LayerType: (\w+), Inputs: \[(.*?)\], Constants: ')
@@ -44,6 +47,7 @@ class Log(trt.ILogger):
 @dataclass
 class Layer:
     """A layer of the parsed network, with the field names of an ONNX node."""
+
     op_type: str  # such as CONVOLUTION
     input: list  # names of tensors
     output: list
@@ -53,6 +57,7 @@ class Layer:
 @dataclass
 class Compiled:
     """What became of a graph."""
+
     errors: list  # of the parser
     layers: list
     inputs: dict  # name → (type, shape)
@@ -77,22 +82,39 @@ def compile_graph(model):
     layers = []
     for layer in tensors(network.get_layer, network.num_layers if parsed else 0):
         reads, makes = tensors(layer.get_input, layer.num_inputs), tensors(layer.get_output, layer.num_outputs)
-        layers.append(Layer(layer.type.name, [t.name for t in reads], [t.name for t in makes], [t.dtype.name for t in makes]))
-    inputs, outputs = ({t.name: (t.dtype.name, tuple(t.shape)) for t in found} for found in (
-        tensors(network.get_input, network.num_inputs), tensors(network.get_output, network.num_outputs)))
+        layers.append(
+            Layer(layer.type.name, [t.name for t in reads], [t.name for t in makes], [t.dtype.name for t in makes])
+        )
+    inputs, outputs = (
+        {t.name: (t.dtype.name, tuple(t.shape)) for t in found}
+        for found in (tensors(network.get_input, network.num_inputs), tensors(network.get_output, network.num_outputs))
+    )
     engine = None
     if parsed:
         config = builder.create_builder_config()
         profile = builder.create_optimization_profile()
         for name, (_, shape) in inputs.items():
-            profile.set_shape(name, *((abs(shape[0]) * n, *shape[1:]) for n in ((1, 2, 4) if shape[0] == -1 else (1, 1, 1))))
+            profile.set_shape(
+                name, *((abs(shape[0]) * n, *shape[1:]) for n in ((1, 2, 4) if shape[0] == -1 else (1, 1, 1)))
+            )
         config.add_optimization_profile(profile)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # list the kernels
         engine = builder.build_serialized_network(network, config)
-    kernels = [(kind, *re.findall(r'Datatype: (\w+)', reads)) for _, message in log.said for kind, reads in KERNEL.findall(message)]
+    kernels = [
+        (kind, *re.findall(r'Datatype: (\w+)', reads))
+        for _, message in log.said
+        for kind, reads in KERNEL.findall(message)
+    ]
     said = [message for severity, message in log.said if severity <= trt.ILogger.Severity.WARNING]
-    return Compiled([str(parser.get_error(i)) for i in range(parser.num_errors)], layers, inputs, outputs,
-                    engine.nbytes if engine else 0, kernels, said)
+    return Compiled(
+        [str(parser.get_error(i)) for i in range(parser.num_errors)],
+        layers,
+        inputs,
+        outputs,
+        engine.nbytes if engine else 0,
+        kernels,
+        said,
+    )
 
 
 def assert_compiled(graph, done, int8):
@@ -106,12 +128,15 @@ def assert_compiled(graph, done, int8):
     assert Counter(convs) == ({'HALF': len(convs) - 1, 'FLOAT': 1} if half else {'FLOAT': len(convs)}), 'FP32: the DFL'
     between = between_quantized(done.layers, 'DEQUANTIZE', 'QUANTIZE')
     assert {one for layer in between for one in layer.types} <= {'HALF' if half else 'FLOAT', 'INT8', 'INT64'}
-    assert not int8 or {'CONVOLUTION', 'ELEMENTWISE', 'ACTIVATION', 'CONCATENATION'} <= {layer.op_type for layer in between}
+    assert not int8 or {'CONVOLUTION', 'ELEMENTWISE', 'ACTIVATION', 'CONCATENATION'} <= {
+        layer.op_type for layer in between
+    }
     assert done.kernels.count(INT8_CONV) == int8
     assert [message for message in done.said if 'Converting conv' not in message] == []
 
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def exported(demo, tmp_path_factory):
@@ -131,12 +156,23 @@ def exported(demo, tmp_path_factory):
 
 
 DYNAMIC = {'opset': 20, 'dynamic': True}
-DEMOS = [('float', {}, 'fp32'), ('float', {}, 'fp16'), ('float', {**DYNAMIC, 'simplify': True}, 'fp16'),
-         ('int8', {}, 'fp32'), ('int8', DYNAMIC, 'fp32'), ('int8', DYNAMIC, 'fp16'), ('int8', DYNAMIC, 'fp32 scales')]
+DEMOS = [
+    ('float', {}, 'fp32'),
+    ('float', {}, 'fp16'),
+    ('float', {**DYNAMIC, 'simplify': True}, 'fp16'),
+    ('int8', {}, 'fp32'),
+    ('int8', DYNAMIC, 'fp32'),
+    ('int8', DYNAMIC, 'fp16'),
+    ('int8', DYNAMIC, 'fp32 scales'),
+]
 TYPED = {'fp32': lambda graph: graph, 'fp16': to_half, 'fp32 scales': lambda graph: fp32_scales(to_half(graph))}
 
 
-@pytest.mark.parametrize('kind, options, typing', sampled(DEMOS, 7, 5), ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static')
+@pytest.mark.parametrize(
+    'kind, options, typing',
+    sampled(DEMOS, 7, 5),
+    ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static',
+)
 def test_an_engine_of_the_demo(exported, kind, options, typing):
     graph, int8 = exported(kind, **options)
     graph = TYPED[typing](graph)
@@ -147,7 +183,11 @@ def test_an_engine_of_the_demo(exported, kind, options, typing):
     assert done.outputs == {'output0': ('FLOAT', (batch, 14, 84))}
 
 
-@pytest.mark.parametrize('kind, options, typing', sampled(DEMOS, 7, 5), ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static')
+@pytest.mark.parametrize(
+    'kind, options, typing',
+    sampled(DEMOS, 7, 5),
+    ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static',
+)
 def test_an_engine_for_deepstream(exported, kind, options, typing):
     graph, int8 = exported(kind, **options)
     graph = deepstream_layout(TYPED[typing](graph))
@@ -174,6 +214,7 @@ def test_engines_of_gelan(tmp_path):
 
 # ---- NMS inside -----------------------------------------------------------------------------------------------------------
 
+
 def with_nms(graph, **settings):
     return add_nms(copy(graph), Nms('standard', **{'topk_all': 20, **settings}))
 
@@ -192,11 +233,20 @@ def without_its_nms(model):
     return without('NonMaxSuppression', model, onnx.TensorProto.INT64, ['selected', 3])
 
 
-INSIDE = [('float', {}, 'fp32', {}), ('float', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32', {'class_agnostic': True}),
-          ('int8', DYNAMIC, 'fp16', {}), ('int8', DYNAMIC, 'fp32 scales', {'class_agnostic': True})]
+INSIDE = [
+    ('float', {}, 'fp32', {}),
+    ('float', DYNAMIC, 'fp16', {}),
+    ('int8', DYNAMIC, 'fp32', {'class_agnostic': True}),
+    ('int8', DYNAMIC, 'fp16', {}),
+    ('int8', DYNAMIC, 'fp32 scales', {'class_agnostic': True}),
+]
 
 
-@pytest.mark.parametrize('kind, options, typing, settings', sampled(INSIDE, 3, 1), ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults')
+@pytest.mark.parametrize(
+    'kind, options, typing, settings',
+    sampled(INSIDE, 3, 1),
+    ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults',
+)
 def test_engines_with_nms_inside(exported, kind, options, typing, settings):
     """The parser takes all of it, with outputs of fixed size. The compiler has no NonMaxSuppression (NVIDIA/TensorRT-RTX issue 5, open), and
     TensorRT has; around it everything builds."""
@@ -204,9 +254,15 @@ def test_engines_with_nms_inside(exported, kind, options, typing, settings):
     graph = with_nms(TYPED[typing](copy(graph)), **settings)
     done, batch = compile_graph(graph), -1 if options else 1
     assert done.errors == [] and [layer.op_type for layer in done.layers].count('NMS') == 1
-    assert done.outputs == {'num_dets': ('INT32', (batch, 1)), 'det_boxes': ('FLOAT', (batch, 20, 4)), 'det_scores': ('FLOAT', (batch, 20)),
-                            'det_classes': ('INT32', (batch, 20))}
-    assert done.engine or any('NonMaxSuppression' in message and 'no runners that implement it' in message for message in done.said)
+    assert done.outputs == {
+        'num_dets': ('INT32', (batch, 1)),
+        'det_boxes': ('FLOAT', (batch, 20, 4)),
+        'det_scores': ('FLOAT', (batch, 20)),
+        'det_classes': ('INT32', (batch, 20)),
+    }
+    assert done.engine or any(
+        'NonMaxSuppression' in message and 'no runners that implement it' in message for message in done.said
+    )
     done = compile_graph(without_its_nms(graph))
     done.said = [message for message in done.said if 'has Int64 binding' not in message]  # of the list that it is given
     assert_compiled(graph, done, int8)
@@ -220,7 +276,10 @@ def test_engines_with_masks_inside(tmp_path, batch, typing):
     plain = TYPED[typing](onnx.load(tmp_path / 'model.onnx'))
     done = compile_graph(plain)
     assert done.errors == [] and done.engine
-    assert done.outputs == {'output0': ('FLOAT', (batch, 4 + CLASSES + NM, 84)), 'output1': ('FLOAT', (batch, NM, 16, 16))}
+    assert done.outputs == {
+        'output0': ('FLOAT', (batch, 4 + CLASSES + NM, 84)),
+        'output1': ('FLOAT', (batch, NM, 16, 16)),
+    }
 
     graph = add_nms(copy(plain), Nms('standard', 20), Pooling(28))
     done = compile_graph(graph)
@@ -228,8 +287,13 @@ def test_engines_with_masks_inside(tmp_path, batch, typing):
     graph = without('RoiAlign', graph, FLOAT, [batch * 20, 1, 28, 28])
     done = compile_graph(graph)
     assert done.errors == [] and [layer.op_type for layer in done.layers].count('NMS') == 1
-    assert done.outputs == {'num_dets': ('INT32', (batch, 1)), 'det_boxes': ('FLOAT', (batch, 20, 4)), 'det_scores': ('FLOAT', (batch, 20)),
-                            'det_classes': ('INT32', (batch, 20)), 'det_masks': ('FLOAT', (batch, 20, 28 * 28))}
+    assert done.outputs == {
+        'num_dets': ('INT32', (batch, 1)),
+        'det_boxes': ('FLOAT', (batch, 20, 4)),
+        'det_scores': ('FLOAT', (batch, 20)),
+        'det_classes': ('INT32', (batch, 20)),
+        'det_masks': ('FLOAT', (batch, 20, 28 * 28)),
+    }
     assert compile_graph(without_its_nms(graph)).engine
 
 
@@ -248,6 +312,7 @@ def test_the_most_detections_are_what_topk_takes(more, builds):
 
 # ---- what is refused ----------------------------------------------------------------------------------------------------
 
+
 def insert(model, op, **attributes):
     """A copy of `model` with a node between the first Conv and what it reads."""
     model = copy(model)
@@ -260,14 +325,18 @@ def insert(model, op, **attributes):
     return model
 
 
-@pytest.mark.parametrize('broken, message', [
-    (with_values(INT8_BLOCK, zero=3), 'Non-zero zero point is not supported'),
-    (with_values(INT8_BLOCK, zeros=1), 'Non-zero zero point is not supported'),
-    (with_values(INT8_BLOCK, scale=0), 'Scale coefficients must all be positive'),
-    (with_values(INT8_BLOCK, **{'per channel': -1}), 'Scale coefficients must all be positive'),
-    (with_values(to_half(copy(INT8_BLOCK)), scale_fp16=0), 'Scale coefficients must all be positive'),
-    (insert(to_half(copy(INT8_BLOCK)), 'Cast', to=FLOAT), '`input` and `kernel` must be of same type'),
-], ids=['zero point', 'zero point of a weight', 'scale 0', 'negative scale', 'FP16 scale 0', 'two types'])
+@pytest.mark.parametrize(
+    'broken, message',
+    [
+        (with_values(INT8_BLOCK, zero=3), 'Non-zero zero point is not supported'),
+        (with_values(INT8_BLOCK, zeros=1), 'Non-zero zero point is not supported'),
+        (with_values(INT8_BLOCK, scale=0), 'Scale coefficients must all be positive'),
+        (with_values(INT8_BLOCK, **{'per channel': -1}), 'Scale coefficients must all be positive'),
+        (with_values(to_half(copy(INT8_BLOCK)), scale_fp16=0), 'Scale coefficients must all be positive'),
+        (insert(to_half(copy(INT8_BLOCK)), 'Cast', to=FLOAT), '`input` and `kernel` must be of same type'),
+    ],
+    ids=['zero point', 'zero point of a weight', 'scale 0', 'negative scale', 'FP16 scale 0', 'two types'],
+)
 def test_what_breaks_the_rules_is_refused(broken, message):
     done = compile_graph(broken)
     assert not done.engine and message in done.errors[0]

@@ -1,4 +1,5 @@
 """Laws of chance.py: a resample has the AP that upstream gives its images, and differences of two models say no more than they know."""
+
 import json
 import re
 
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from utils.metrics import ap_per_class
+from zoo import program
+
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
@@ -17,7 +20,6 @@ from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.resampled import LAST, Resampled
 from utils.qat.run.resume import RESAMPLED
-from zoo import program
 
 LEVELS = np.arange(10)  # of IoU
 
@@ -36,10 +38,16 @@ def images_of(number, seed, classes=4, found=(0.8,), wrong=3, parts=1):
             seen = ease < skill
             correct = np.zeros((seen.sum() + false, parts, 10), bool)
             for part in range(parts):
-                correct[:seen.sum(), part] = LEVELS < (12 - 2 * part) * exactness[seen, None]
+                correct[: seen.sum(), part] = LEVELS < (12 - 2 * part) * exactness[seen, None]
             noise = generator.random(seen.sum()) * 0.1
-            images.append((correct, np.concatenate((score[seen] * 0.9 + noise, scores)).astype(np.float32),
-                           np.concatenate((labels[seen], others)).astype(np.float32), labels.astype(np.float32)))
+            images.append(
+                (
+                    correct,
+                    np.concatenate((score[seen] * 0.9 + noise, scores)).astype(np.float32),
+                    np.concatenate((labels[seen], others)).astype(np.float32),
+                    labels.astype(np.float32),
+                )
+            )
     return models
 
 
@@ -50,6 +58,7 @@ def upstream(images, part=0):
 
 
 # ---- AP on resamples ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('number, wrong', [(1, 3), (2, 1), (30, 0), (30, 5), (200, 30)])
 def test_as_they_are_images_have_upstreams_ap(number, wrong):
@@ -84,7 +93,9 @@ def test_blocks_change_nothing(monkeypatch):
 def test_without_detections_ap_is_0(kept):
     """No image has a detection, or one image alone."""
     [images] = images_of(20, seed=2)
-    images = [image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)]
+    images = [
+        image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)
+    ]
     found = resampled_ap(images)
     assert found.shape == (1 + chance.RESAMPLES, 1) and np.isfinite(found).all() and (found.max() > 0) == bool(kept)
     assert found[0, 0] == pytest.approx(upstream(images) if kept else 0, abs=1e-12)
@@ -97,19 +108,37 @@ def loader_of(demo):
 def test_the_order_of_the_images_does_not_matter(demo):
     names, predict = load_data(demo.data).names, TorchModel(demo.float_model())
     batches = list(loader_of(demo))
-    first, second = (evaluate(predict, order, names, torch.device('cpu'), resample=True) for order in (batches, batches[::-1]))
-    assert np.array_equal(first.resampled, second.resampled) and first.resampled[0, 0] == pytest.approx(first.ap, abs=1e-9)
-    assert first.resampled[1:].std() > 0.001 and evaluate(predict, batches, names, torch.device('cpu')).resampled is None
+    first, second = (
+        evaluate(predict, order, names, torch.device('cpu'), resample=True) for order in (batches, batches[::-1])
+    )
+    assert np.array_equal(first.resampled, second.resampled) and first.resampled[0, 0] == pytest.approx(
+        first.ap, abs=1e-9
+    )
+    assert (
+        first.resampled[1:].std() > 0.001 and evaluate(predict, batches, names, torch.device('cpu')).resampled is None
+    )
 
 
 def test_masks_are_resampled_with_the_boxes(demo_seg):
     predict = TorchModel(demo_seg.float_model())
-    found = evaluate(predict, list(val_loader(load_data(demo_seg.data, segments=True), EvalConfig(
-        demo_seg.single, demo_seg.data, batch_size=4, imgsz=128, workers=0), 32)), load_data(demo_seg.data).names, torch.device('cpu'), resample=True)
+    found = evaluate(
+        predict,
+        list(
+            val_loader(
+                load_data(demo_seg.data, segments=True),
+                EvalConfig(demo_seg.single, demo_seg.data, batch_size=4, imgsz=128, workers=0),
+                32,
+            )
+        ),
+        load_data(demo_seg.data).names,
+        torch.device('cpu'),
+        resample=True,
+    )
     assert found.resampled[0] == pytest.approx([found.ap, found.mask['ap']], abs=1e-9)
 
 
 # ---- differences --------------------------------------------------------------------------------------------------------
+
 
 def compared(*args, **options):
     return difference(*map(resampled_ap, images_of(*args, **options)))
@@ -157,26 +186,51 @@ def test_the_interval_holds_the_truth_about_95_times_in_100(monkeypatch):
     assert np.mean([found['chance'] for found in trials]) == pytest.approx(1.96 * spread, rel=0.2)
 
 
-@pytest.mark.parametrize('found, lost', [
-    ({'difference': -0.02, 'chance': 0.01}, 2), ({'difference': -0.02, 'chance': 0.03}, 0), ({'difference': 0.02, 'chance': 0.01}, -2),
-    ({'difference': -0.02, 'chance': 0.03, 'mask': {'difference': -0.01, 'chance': 0.005}}, 1)])
+@pytest.mark.parametrize(
+    'found, lost',
+    [
+        ({'difference': -0.02, 'chance': 0.01}, 2),
+        ({'difference': -0.02, 'chance': 0.03}, 0),
+        ({'difference': 0.02, 'chance': 0.01}, -2),
+        ({'difference': -0.02, 'chance': 0.03, 'mask': {'difference': -0.01, 'chance': 0.005}}, 1),
+    ],
+)
 def test_within_chance_nothing_is_lost(found, lost):
     assert points_lost(found) == pytest.approx(lost)
 
 
 # ---- what is said -------------------------------------------------------------------------------------------------------
 
+
 def qat(*argv, code=0):
     assert run_command(program('qat.py').main, [str(a) for a in argv]) == code
 
 
 def common(demo, folder):
-    return ('--weights', demo.single, '--data', demo.data, '--imgsz', 96, '--device', 'cpu', '--workers', 0, '--batch-size', 4,
-            '--calib-images', 8, '--calib-method', 'mse', '--project', folder)
+    return (
+        '--weights',
+        demo.single,
+        '--data',
+        demo.data,
+        '--imgsz',
+        96,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--batch-size',
+        4,
+        '--calib-images',
+        8,
+        '--calib-method',
+        'mse',
+        '--project',
+        folder,
+    )
 
 
 def rounded(found):
-    return f"{100 * found['difference']:+.2f} ± {100 * found['chance']:.2f}"
+    return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
 
 
 @pytest.fixture(scope='module')
@@ -195,24 +249,36 @@ def test_a_run_says_what_chance_is_good_for(finished):
         found = stage['against_float']
         assert found['difference'] == pytest.approx(stage['ap'] - float_['ap'], abs=1e-9) and found['chance'] > 0
         assert found['mask']['difference'] == pytest.approx(stage['mask']['ap'] - float_['mask']['ap'], abs=1e-9)
-        assert re.search(rf"\| +{re.escape(rounded(found))} \| +{re.escape(rounded(found['mask']))} \|", text)
-    assert report['gain']['difference'] == pytest.approx(merit(best) - merit(ptq), abs=1e-9) and report['gain']['difference'] >= 0
+        assert re.search(rf'\| +{re.escape(rounded(found))} \| +{re.escape(rounded(found["mask"]))} \|', text)
+    assert (
+        report['gain']['difference'] == pytest.approx(merit(best) - merit(ptq), abs=1e-9)
+        and report['gain']['difference'] >= 0
+    )
     mean = {'ap': sum(e['ap'] for e in last) / 3, 'mask': sum(e['mask']['ap'] for e in last) / 3}
     assert report['last_epochs']['difference'] == pytest.approx(mean['ap'] - float_['ap'], abs=1e-9)
     assert report['last_epochs']['mask']['difference'] == pytest.approx(mean['mask'] - float_['mask']['ap'], abs=1e-9)
     [row] = [line for line in text.splitlines() if 'mean of the last 3 epochs' in line]
-    assert f"{mean['ap']:.4f}" in row and f"{mean['mask']:.4f}" in row and rounded(report['last_epochs']) in row
+    assert f'{mean["ap"]:.4f}' in row and f'{mean["mask"]:.4f}' in row and rounded(report['last_epochs']) in row
     assert 'The best is the highest of 5 on the 12 images (val)' in text and 'INT8 against float: ' in text
     assert ('Fine-tuning did not help' if not best['epoch'] else 'Fine-tuning against PTQ: ') in text
     assert (finished / 'log.txt').read_text().count('against float: ') == 6 and not (finished / RESAMPLED).exists()
 
 
-@pytest.mark.parametrize('best, gain, says', [
-    (0, (0, 0), 'Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.'),
-    (2, (0.001, 0.002), 'Fine-tuning against PTQ: +0.10 ± 0.20 points of AP, within chance: whether it helped is not known.'),
-    (2, (0.003, 0.002), 'Fine-tuning against PTQ: +0.30 ± 0.20 points of AP, beyond chance.')])
+@pytest.mark.parametrize(
+    'best, gain, says',
+    [
+        (0, (0, 0), 'Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.'),
+        (
+            2,
+            (0.001, 0.002),
+            'Fine-tuning against PTQ: +0.10 ± 0.20 points of AP, within chance: whether it helped is not known.',
+        ),
+        (2, (0.003, 0.002), 'Fine-tuning against PTQ: +0.30 ± 0.20 points of AP, beyond chance.'),
+    ],
+)
 def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
     from utils.qat.run.report import verdicts
+
     report = json.loads((finished / 'report.json').read_text())
     report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
     assert says in verdicts(report)
@@ -238,16 +304,28 @@ def test_a_run_is_gone_on_from_its_own_resamples_only(demo, tmp_path, monkeypatc
     content = json.loads(file.read_text())
     assert content.keys() == {'float', 'PTQ', 'epoch 1'}
     ptq = content['PTQ']
-    for wrong in ({}, [], {**content, 'PTQ': ptq[1:]}, {**content, 'PTQ': [[2.0], *ptq[1:]]}, {**content, 'PTQ': [[float('nan')], *ptq[1:]]},
-                  {**content, 'PTQ': [row * 2 for row in ptq]}, {**content, 'more': 1}, '', '{', None):
+    for wrong in (
+        {},
+        [],
+        {**content, 'PTQ': ptq[1:]},
+        {**content, 'PTQ': [[2.0], *ptq[1:]]},
+        {**content, 'PTQ': [[float('nan')], *ptq[1:]]},
+        {**content, 'PTQ': [row * 2 for row in ptq]},
+        {**content, 'more': 1},
+        '',
+        '{',
+        None,
+    ):
         file.unlink() if wrong is None else file.write_text(wrong if isinstance(wrong, str) else json.dumps(wrong))
         capfd.readouterr()
         qat('quantize', '--resume', folder, code=2)
         line = capfd.readouterr().err.strip().splitlines()[-1]
         assert f'--resume {folder}: {RESAMPLED} does not fit the run (' in line, line
     file.write_text(json.dumps(content))
-    assert all(np.array_equal(content[what], values) for what, values in Resampled.read(folder, json.loads(
-        (folder / 'report.json').read_text())).items())
+    assert all(
+        np.array_equal(content[what], values)
+        for what, values in Resampled.read(folder, json.loads((folder / 'report.json').read_text())).items()
+    )
 
 
 def test_no_layer_is_left_in_float_for_a_loss_within_chance(demo, tmp_path):
@@ -256,7 +334,16 @@ def test_no_layer_is_left_in_float_for_a_loss_within_chance(demo, tmp_path):
     summary = json.loads((folder / 'summary-sensitive-analysis.json').read_text())
     found = [u['measured']['without']['against_int8'] for u in summary['units'] if u['measured']]
     assert len(found) == 10 and all(rounded(x) in (folder / 'sensitivity.md').read_text() for x in found)
-    qat('quantize', *common(demo, tmp_path), '--epochs', 0, '--sensitive', folder / 'summary-sensitive-analysis.json', '--max-drop', 0)
+    qat(
+        'quantize',
+        *common(demo, tmp_path),
+        '--epochs',
+        0,
+        '--sensitive',
+        folder / 'summary-sensitive-analysis.json',
+        '--max-drop',
+        0,
+    )
     report, log = json.loads((tmp_path / 'exp/report.json').read_text()), (tmp_path / 'exp/log.txt').read_text()
     assert within_chance(report['ptq']['against_float']) and report['kept_float'] == []
     assert 'warning: --max-drop 0.0: less than chance, which is ' in log and 'points on these 12 images' in log
@@ -264,8 +351,29 @@ def test_no_layer_is_left_in_float_for_a_loss_within_chance(demo, tmp_path):
 
 
 def test_a_comparison_says_it(demo, tmp_path):
-    assert run_command(program('compare_outputs.py').main, [str(a) for a in (
-        demo.single, demo.quantized, '--data', demo.data, '--imgsz', 96, '--device', 'cpu', '--workers', 0, '--project', tmp_path)]) == 0
+    assert (
+        run_command(
+            program('compare_outputs.py').main,
+            [
+                str(a)
+                for a in (
+                    demo.single,
+                    demo.quantized,
+                    '--data',
+                    demo.data,
+                    '--imgsz',
+                    96,
+                    '--device',
+                    'cpu',
+                    '--workers',
+                    0,
+                    '--project',
+                    tmp_path,
+                )
+            ],
+        )
+        == 0
+    )
     found = json.loads((tmp_path / 'exp/compare.json').read_text())
     assert found['against_reference']['difference'] == pytest.approx(found['ap_difference'], abs=1e-9)
     assert rounded(found['against_reference']) in (tmp_path / 'exp/report.md').read_text()

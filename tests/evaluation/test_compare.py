@@ -1,9 +1,11 @@
 """Laws of the comparison of two models: figures by hand on made-up predictions, and what must hold for real models."""
+
 import json
 
 import numpy as np
 import pytest
 import torch
+
 from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -19,6 +21,7 @@ SIZE, CLASSES = 320, 3
 
 
 # ---- all predictions ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('rtol, atol', [(0, 0), (1e-5, 1e-8), (1e-3, 1e-3), (0.25, 0), (0, 0.5)])
 def test_elements_are_close_as_numpy_says(rtol, atol):
@@ -44,6 +47,7 @@ def test_one_number_that_is_none_spoils_the_figures():
 
 
 # ---- the top detections, by hand ----------------------------------------------------------------------------------------
+
 
 def fixed(*images):
     """A model that predicts for image i the rows (x, y, w, h, class, score) of images[i]."""
@@ -77,7 +81,16 @@ BY_HAND = [  # reference, other: per rank whether they disagree, its score and b
     ('the same', [A, B, C], [A, B, C], [0, 0, 0], [0, 0, 0], [0, 0, 0], 1, 0),
     ('another order', [A, B, C], [C, A, B], [0, 0, 0], [0, 0, 0], [0, 0, 0], 1, 0),
     ('another score', [A, B, C], [change(A, score=0.95), B, C], [0, 0, 0], [0.05, 0, 0], [0, 0, 0], 1, 0.05 / 3),
-    ('two change ranks', [A, B, C], [change(A, score=0.8), change(B, score=0.9), C], [1, 1, 0], [0, 0, 0], [100, 100, 0], 1, 0.2 / 3),
+    (
+        'two change ranks',
+        [A, B, C],
+        [change(A, score=0.8), change(B, score=0.9), C],
+        [1, 1, 0],
+        [0, 0, 0],
+        [100, 100, 0],
+        1,
+        0.2 / 3,
+    ),
     ('IoU 0.905', [A, B, C], [change(A, x=2), B, C], [0, 0, 0], [0, 0, 0], [1, 0, 0], 1, 0),
     ('IoU 0.667', [A, B, C], [change(A, x=8), B, C], [0, 0, 0], [0, 0, 0], [4, 0, 0], 4 / 6, 0),
     ('IoU 0.333', [A, B, C], [change(A, x=20), B, C], [1, 0, 0], [0, 0, 0], [10, 0, 0], 4 / 6, 0),
@@ -86,11 +99,15 @@ BY_HAND = [  # reference, other: per rank whether they disagree, its score and b
     ('one more', [A, B], [A, B, C], [0, 0, 1], [0, 0, None], [0, 0, None], 4 / 5, 0),
     ('the first is lost', [A, B, C], [B, C], [1, 1, 1], [0.1, 0.1, None], [100, 100, None], 4 / 5, 0),
     ('all are lost', [A, B, C], [], [1, 1, 1], [None] * 3, [None] * 3, 0, None),
-    ('nothing in both', [], [], [], [], [], None, None)]
+    ('nothing in both', [], [], [], [], [], None, None),
+]
 
 
-@pytest.mark.parametrize('reference, other, differ, score, box, matched, matched_score', [row[1:] for row in BY_HAND],
-                         ids=[row[0] for row in BY_HAND])
+@pytest.mark.parametrize(
+    'reference, other, differ, score, box, matched, matched_score',
+    [row[1:] for row in BY_HAND],
+    ids=[row[0] for row in BY_HAND],
+)
 def test_ranks_by_hand(reference, other, differ, score, box, matched, matched_score):
     result = compared(reference, other).plain()
     ranks = result['ranks']
@@ -100,7 +117,9 @@ def test_ranks_by_hand(reference, other, differ, score, box, matched, matched_sc
         assert [r[name] for r in ranks] == [w if w is None else pytest.approx(w, abs=1e-5) for w in wanted]
     assert result['disagreement'] == (pytest.approx(np.mean(differ)) if differ else None)
     assert result['matched'] == (matched if matched is None else pytest.approx(matched))
-    assert result['matched_score'] == (matched_score if matched_score is None else pytest.approx(matched_score, abs=1e-6))
+    assert result['matched_score'] == (
+        matched_score if matched_score is None else pytest.approx(matched_score, abs=1e-6)
+    )
 
 
 def test_ranks_are_averaged_over_the_images_that_have_them():
@@ -125,6 +144,7 @@ def test_different_shapes_cannot_be_compared():
 
 # ---- real models --------------------------------------------------------------------------------------------------------
 
+
 def loader_of(demo, limit=None, size=128):
     config = EvalConfig(demo.single, demo.data, batch_size=4, imgsz=size, workers=0)
     return val_loader(load_data(demo.data), config, 32, square=True, limit=limit)
@@ -133,7 +153,12 @@ def loader_of(demo, limit=None, size=128):
 @pytest.fixture(scope='module')
 def setup(demo):
     """(loader, names, calibrated model, float model)."""
-    return loader_of(demo), load_data(demo.data).names, TorchModel(demo.quantized_model()), TorchModel(demo.float_model())
+    return (
+        loader_of(demo),
+        load_data(demo.data).names,
+        TorchModel(demo.quantized_model()),
+        TorchModel(demo.float_model()),
+    )
 
 
 def test_a_model_is_equal_to_itself(setup):
@@ -165,7 +190,7 @@ def test_without_labels_there_is_closeness_only(setup):
     loader, names, *models = setup
     with_labels, without = compare(*models, loader, CPU, names).plain(), compare(*models, loader, CPU).plain()
     assert without['reference'] is without['other'] is without['ap_difference'] is None
-    assert {**with_labels, **{k: None for k in ('reference', 'other', 'ap_difference', 'against_reference')}} == without
+    assert {**with_labels, **dict.fromkeys(('reference', 'other', 'ap_difference', 'against_reference'))} == without
 
 
 def with_boxes(change):
@@ -177,7 +202,8 @@ DISTURBED = [  # what is done to the output of the other model, and which limits
     (lambda out: torch.cat((out[:, :4], out[:, 4:] * 0.9), 1), ['scores differ']),  # which AP alone would not see
     (with_boxes(lambda boxes: boxes * torch.tensor((1, 1, 0.8, 0.8)).view(1, 4, 1)), ['AP differs', 'are matched']),
     (lambda out: torch.cat((out[:, :4], out[:, 4:].roll(1, 1)), 1), ['AP differs', 'are matched', 'scores differ']),
-    (with_boxes(lambda boxes: boxes * torch.nan), ['AP differs', 'are matched'])]
+    (with_boxes(lambda boxes: boxes * torch.nan), ['AP differs', 'are matched']),
+]
 
 
 @pytest.mark.parametrize('disturb, says', DISTURBED, ids=['not', 'scores', 'size', 'classes', 'not a number'])
@@ -201,7 +227,12 @@ def test_models_that_see_nothing_are_not_verified(setup):
 def test_an_ap_limit_of_the_users_replaces_the_default(demo):
     export = ExportConfig(demo.quantized, max_ap_diff=0)
     assert export.limits(True).ap == export.limits(False).ap == 0 and export.limits(True).matched == INT8_LIMITS.matched
-    assert ExportConfig(demo.quantized).limits(True) == INT8_LIMITS != ExportConfig(demo.quantized).limits(False) == FLOAT_LIMITS
+    assert (
+        ExportConfig(demo.quantized).limits(True)
+        == INT8_LIMITS
+        != ExportConfig(demo.quantized).limits(False)
+        == FLOAT_LIMITS
+    )
 
 
 def test_a_limit_of_images_spreads_over_the_set(demo):

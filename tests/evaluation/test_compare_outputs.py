@@ -1,4 +1,5 @@
 """compare_outputs.py: models of different kinds, detectors and classifiers; figures of small cases are worked out by hand."""
+
 import json
 
 import numpy as np
@@ -6,19 +7,21 @@ import onnx
 import pytest
 import torch
 from graphs import graph_of, node
-from models.deploy.onnx_export import export_onnx
 from PIL import Image
+from zoo import command as run
+from zoo import program
+
+from models.deploy.onnx_export import export_onnx
 from utils.qat.core.command import run_command
 from utils.qat.evaluation.compare_classes import compare_classes
-from zoo import command as run, program
 
 SIZE = 64
 
 
 def test_top_accuracy_and_ranks_by_hand():
     """Three images, six classes. The second model is right once less at first, and once less among the first five."""
-    first = torch.tensor([[9., 8, 7, 6, 5, 0], [0, 9, 8, 7, 6, 5], [9, 8, 7, 6, 5, 0]])
-    second = torch.tensor([[8., 9, 7, 6, 5, 0], [0, 9, 8, 7, 6, 5], [9, 0, 7, 6, 5, 8]])
+    first = torch.tensor([[9.0, 8, 7, 6, 5, 0], [0, 9, 8, 7, 6, 5], [9, 8, 7, 6, 5, 0]])
+    second = torch.tensor([[8.0, 9, 7, 6, 5, 0], [0, 9, 8, 7, 6, 5], [9, 0, 7, 6, 5, 8]])
     labels = torch.tensor([0, 1, 1])
     batches = [(torch.zeros(2, 3, 4, 4), labels[:2]), (torch.ones(1, 3, 4, 4), labels[2:])]
 
@@ -26,10 +29,18 @@ def test_top_accuracy_and_ranks_by_hand():
         return lambda images: scores[2:] if images.max() else scores[:2]
 
     found = compare_classes(answering(first), answering(second), batches, torch.device('cpu'), top=3)
-    assert found.images == 3 and found.reference == {'top1': 2 / 3, 'top5': 1.0} and found.other == {'top1': 1 / 3, 'top5': 2 / 3}
+    assert (
+        found.images == 3
+        and found.reference == {'top1': 2 / 3, 'top5': 1.0}
+        and found.other == {'top1': 1 / 3, 'top5': 2 / 3}
+    )
     assert [r['disagreement'] for r in found.ranks] == pytest.approx([1 / 3, 2 / 3, 0])
     assert [r['score'] for r in found.ranks] == pytest.approx([9, 8, 7]) and found.disagreement == pytest.approx(1 / 3)
-    assert found.scores['max'] == 8 and found.scores['mean'] == pytest.approx((1 + 1 + 8 + 8) / 18) and found.scores['within'] == pytest.approx(14 / 18)
+    assert (
+        found.scores['max'] == 8
+        and found.scores['mean'] == pytest.approx((1 + 1 + 8 + 8) / 18)
+        and found.scores['within'] == pytest.approx(14 / 18)
+    )
 
 
 @pytest.fixture(scope='module')
@@ -38,9 +49,16 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('classes')
     for name, last in (('a', 1), ('b', 2)):
         pooled = [node('GlobalAveragePool', 'x', 'p'), node('Flatten', 'p', 'f'), node('Mul', 'f', 'factor', 'y')]
-        onnx.save(graph_of(pooled, shape=('n', 3, SIZE, SIZE), returns=('n', 3), initializers={'factor': np.float32([1, 1, last])}),
-                  folder / f'{name}.onnx')
-    for label, colours in (('0 red', [(250, 0, 0), (200, 10, 150)]), ('1 green', [(0, 250, 0), (0, 100, 60), (0, 0, 255)])):
+        onnx.save(
+            graph_of(
+                pooled, shape=('n', 3, SIZE, SIZE), returns=('n', 3), initializers={'factor': np.float32([1, 1, last])}
+            ),
+            folder / f'{name}.onnx',
+        )
+    for label, colours in (
+        ('0 red', [(250, 0, 0), (200, 10, 150)]),
+        ('1 green', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
+    ):
         (folder / 'data' / label).mkdir(parents=True)
         for i, colour in enumerate(colours):
             Image.new('RGB', (90, 70), colour).save(folder / 'data' / label / f'{i}.png')
@@ -52,7 +70,21 @@ def results_of(folder):
 
 
 def command(folder, *more):
-    return 'compare_outputs.py', *more, '--device', 'cpu', '--workers', 0, '--project', folder, '--name', 'runs', '--exist-ok', '--batch-size', 2
+    return (
+        'compare_outputs.py',
+        *more,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--project',
+        folder,
+        '--name',
+        'runs',
+        '--exist-ok',
+        '--batch-size',
+        2,
+    )
 
 
 def test_classifiers_on_a_folder_of_classes(folder):
@@ -61,14 +93,31 @@ def test_classifiers_on_a_folder_of_classes(folder):
     found = results_of(folder)
     assert found['images'] == 5 and found['reference']['top1'] == 4 / 5 and found['other']['top1'] == 2 / 5
     assert found['reference']['top5'] == found['other']['top5'] == 1 and found['ranks'][0]['disagreement'] == 2 / 5
-    assert '| a.onnx | 0.8000 | 1.0000 |' in out and set(found['files']) == {str(folder / 'a.onnx'), str(folder / 'b.onnx')}
+    assert '| a.onnx | 0.8000 | 1.0000 |' in out and set(found['files']) == {
+        str(folder / 'a.onnx'),
+        str(folder / 'b.onnx'),
+    }
 
 
 def test_classifiers_on_noise(folder):
     run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
     found = results_of(folder)
     assert (found['images'], found['scores']['max'], found['disagreement'], found['reference']) == (5, 0, 0, None)
-    run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--data', folder / 'data', '--mean', 0.5, 0.5, 0.5, '--images', 2))
+    run(
+        *command(
+            folder,
+            folder / 'a.onnx',
+            folder / 'a.onnx',
+            '--data',
+            folder / 'data',
+            '--mean',
+            0.5,
+            0.5,
+            0.5,
+            '--images',
+            2,
+        )
+    )
     assert results_of(folder)['images'] == 2 and results_of(folder)['ranks'][0]['score'] < 0.5, 'normalised'
 
 
@@ -85,16 +134,19 @@ def test_a_checkpoint_and_its_export(demo, tmp_path):
     assert noise['images'] == 3 and noise['boxes']['max'] == 0 and noise['reference'] is None
 
 
-@pytest.mark.parametrize('given, says', [
-    ('{f}/a.onnx {f}/b.onnx', ['--data, --random', 'one of the two']),
-    ('{f}/a.onnx {f}/b.onnx --random 0', ['--random 0']),
-    ('{f}/a.onnx {f}/none.onnx --random 1', ['B', 'none.onnx', 'no such file']),
-    ('{f}/a.onnx {f}/data --random 1', ['B', 'not a file']),
-    ('{f}/a.onnx {f}/b.onnx --random 1 --imgsz 32', ['--imgsz 32', '64']),
-    ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
-    ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
-    ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
-])
+@pytest.mark.parametrize(
+    'given, says',
+    [
+        ('{f}/a.onnx {f}/b.onnx', ['--data, --random', 'one of the two']),
+        ('{f}/a.onnx {f}/b.onnx --random 0', ['--random 0']),
+        ('{f}/a.onnx {f}/none.onnx --random 1', ['B', 'none.onnx', 'no such file']),
+        ('{f}/a.onnx {f}/data --random 1', ['B', 'not a file']),
+        ('{f}/a.onnx {f}/b.onnx --random 1 --imgsz 32', ['--imgsz 32', '64']),
+        ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
+        ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
+        ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
+    ],
+)
 def test_bad_input(folder, demo, capsys, given, says):
     arguments = [word.format(f=folder, single=demo.single) for word in given.split()]
     assert run_command(program('compare_outputs.py').main, [*arguments, '--device', 'cpu']) == 2

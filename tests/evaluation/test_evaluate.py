@@ -1,10 +1,13 @@
 """Laws of the evaluator: upstream's figures on upstream's data, the same from every backend, and what can be said by hand."""
+
 import json
 
 import numpy as np
 import pytest
 import torch
 from conftest import TREE
+from zoo import python
+
 from models.deploy.onnx_export import export_onnx
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -14,7 +17,6 @@ from utils.qat.evaluation.evaluate import _correct, evaluate
 from utils.qat.prediction.detections import Detections
 from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.pytorch import TorchModel
-from zoo import python
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4  # the images' own size: nothing is resized, so that figures by hand are exact
@@ -56,7 +58,11 @@ def test_onnx_and_torch_agree_on_square_images(demo, tmp_path):
     model = demo.float_model()
     loader = loader_of(demo, square=True)
     expected = metrics_of(demo, TorchModel(model), loader)
-    for options in ({'batch': 1}, {'batch': 5}, {'dynamic': True}):  # 5 does not divide the batches: the last part is padded
+    for options in (
+        {'batch': 1},
+        {'batch': 5},
+        {'dynamic': True},
+    ):  # 5 does not divide the batches: the last part is padded
         export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), **options)
         predict = OnnxModel(tmp_path / 'model.onnx')
         assert (predict.nc, predict.stride, predict.names, list(predict.imgsz)) == (10, 32, model.names, [SIZE, SIZE])
@@ -85,10 +91,13 @@ def test_overall_is_the_mean_over_classes(demo):
     assert sum(row['instances'] for row in metrics.per_class) == metrics.instances
     names = load_data(demo.data).names
     assert all(row['name'] == names[row['class']] for row in metrics.per_class)
-    assert metrics.instances == sum(len(file.read_text().splitlines()) for file in (demo.data.parent / 'labels' / 'val').iterdir())
+    assert metrics.instances == sum(
+        len(file.read_text().splitlines()) for file in (demo.data.parent / 'labels' / 'val').iterdir()
+    )
 
 
 # ---- by hand ------------------------------------------------------------------------------------------------------------
+
 
 class Oracle:
     """Predicts the labels of the images it is asked about, changed by `change(boxes xywh, classes, scores)`."""
@@ -102,9 +111,12 @@ class Oracle:
         out = torch.zeros(len(images), 4 + 10, 40)
         for i in range(len(images)):
             mine = targets[targets[:, 0] == i]
-            boxes, classes, scores = self.change(mine[:, 2:] * torch.tensor((width, height, width, height)), mine[:, 1].long(),
-                                                 torch.full((len(mine),), 0.9))
-            out[i, :4, :len(boxes)] = boxes.T
+            boxes, classes, scores = self.change(
+                mine[:, 2:] * torch.tensor((width, height, width, height)),
+                mine[:, 1].long(),
+                torch.full((len(mine),), 0.9),
+            )
+            out[i, :4, : len(boxes)] = boxes.T
             out[i, 4 + classes, range(len(classes))] = scores
         return out
 
@@ -117,19 +129,25 @@ def narrower(share):
     return lambda boxes, classes, scores: (boxes * torch.tensor((1, 1, share, 1)), classes, scores)
 
 
-@pytest.mark.parametrize('change, ap, ap50, recall', [
-    (lambda b, c, s: (b, c, s), 1, 1, 1),
-    (narrower(0.63), 0.3, 1, 1),  # right at 0.50, 0.55 and 0.60
-    (narrower(0.93), 0.9, 1, 1),
-    (narrower(0.45), 0, 0, 0),
-    (lambda b, c, s: (b, (c + 1) % 10, s), 0, 0, 0),
-    (lambda b, c, s: (b[:0], c[:0], s[:0]), 0, 0, 0),
-    (lambda b, c, s: (b, c, s * 1e-5), 0, 0, 0)],  # below --conf-thres
-    ids=['perfect', 'IoU 0.63', 'IoU 0.93', 'IoU 0.45', 'wrong class', 'nothing', 'too low'])
+@pytest.mark.parametrize(
+    'change, ap, ap50, recall',
+    [
+        (lambda b, c, s: (b, c, s), 1, 1, 1),
+        (narrower(0.63), 0.3, 1, 1),  # right at 0.50, 0.55 and 0.60
+        (narrower(0.93), 0.9, 1, 1),
+        (narrower(0.45), 0, 0, 0),
+        (lambda b, c, s: (b, (c + 1) % 10, s), 0, 0, 0),
+        (lambda b, c, s: (b[:0], c[:0], s[:0]), 0, 0, 0),
+        (lambda b, c, s: (b, c, s * 1e-5), 0, 0, 0),
+    ],  # below --conf-thres
+    ids=['perfect', 'IoU 0.63', 'IoU 0.93', 'IoU 0.45', 'wrong class', 'nothing', 'too low'],
+)
 def test_figures_by_hand(demo, change, ap, ap50, recall):
     loader = loader_of(demo)
     metrics = metrics_of(demo, Oracle(loader, change), loader)
-    assert metrics.ap == pytest.approx(ap * ALL_RIGHT, abs=1e-3) and metrics.ap50 == pytest.approx(ap50 * ALL_RIGHT, abs=1e-3)
+    assert metrics.ap == pytest.approx(ap * ALL_RIGHT, abs=1e-3) and metrics.ap50 == pytest.approx(
+        ap50 * ALL_RIGHT, abs=1e-3
+    )
     assert metrics.recall == pytest.approx(recall, abs=0.01) and metrics.precision == pytest.approx(recall, abs=0.01)
     assert metrics.images == 12 and metrics.instances > 30
 
@@ -153,6 +171,7 @@ def test_detections_are_written_in_pixels_of_the_original(demo, tmp_path):
     rows = json.loads((tmp_path / 'predictions.json').read_text())
     assert len(rows) == metrics.instances
     import cv2
+
     for file in sorted((demo.data.parent / 'labels' / 'val').iterdir()):
         height, width = cv2.imread(str(demo.data.parent / 'images' / 'val' / f'{file.stem}.jpg')).shape[:2]
         wanted = []
@@ -167,14 +186,24 @@ def test_pycocotools_agrees_on_perfect_and_on_nothing(demo, tmp_path):
     """Through COCO's own scorer and category numbers (1 to 11 for the first classes)."""
     loader = loader_of(demo)
     metrics_of(demo, Oracle(loader), loader, predictions_file=tmp_path / 'p.json')
-    truth = [{**row, 'id': i, 'area': row['bbox'][2] * row['bbox'][3], 'iscrowd': 0, 'category_id': row['category_id'] + 1}
-             for i, row in enumerate(json.loads((tmp_path / 'p.json').read_text()), 1)]
-    (tmp_path / 'instances.json').write_text(json.dumps({
-        'images': [{'id': i} for i in {row['image_id'] for row in truth}], 'annotations': truth,
-        'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)]}))
+    truth = [
+        {**row, 'id': i, 'area': row['bbox'][2] * row['bbox'][3], 'iscrowd': 0, 'category_id': row['category_id'] + 1}
+        for i, row in enumerate(json.loads((tmp_path / 'p.json').read_text()), 1)
+    ]
+    (tmp_path / 'instances.json').write_text(
+        json.dumps(
+            {
+                'images': [{'id': i} for i in {row['image_id'] for row in truth}],
+                'annotations': truth,
+                'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)],
+            }
+        )
+    )
     perfect = metrics_of(demo, Oracle(loader), loader, annotations=tmp_path / 'instances.json')
     assert perfect.coco['ap'] == pytest.approx(1, abs=1e-3) and perfect.coco['ap50'] == pytest.approx(1, abs=1e-3)
-    nothing = metrics_of(demo, Oracle(loader, lambda b, c, s: (b[:0], c[:0], s[:0])), loader, annotations=tmp_path / 'instances.json')
+    nothing = metrics_of(
+        demo, Oracle(loader, lambda b, c, s: (b[:0], c[:0], s[:0])), loader, annotations=tmp_path / 'instances.json'
+    )
     assert nothing.coco['ap'] == 0 and nothing.ap == 0
 
 
@@ -187,4 +216,5 @@ def test_without_labels_there_is_nothing_to_score(demo, tmp_path):
 
 def test_upstream_is_asked_in_the_patched_tree():
     import val
+
     assert str(TREE) in val.__file__

@@ -1,4 +1,5 @@
 """Laws of the clients that people copy: they detect what the toolkit's evaluation detects, and need nothing of it."""
+
 import ast
 import operator
 import re
@@ -14,12 +15,14 @@ import pytest
 import torch
 from conftest import REPO
 from graphs import FLOAT
-from models.deploy.end2end import export_end2end, torch_masks
-from models.deploy.onnx_export import export_onnx
 from onnx import helper, numpy_helper
 from segmenters import segmenter
 from torchvision.ops import batched_nms
 from utils.general import non_max_suppression, scale_boxes, xyxy2xywh
+from zoo import program
+
+from models.deploy.end2end import export_end2end, torch_masks
+from models.deploy.onnx_export import export_onnx
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
@@ -28,7 +31,6 @@ from utils.qat.data.masks import BoxMasks, PrototypeMasks
 from utils.qat.graph.deepstream import deepstream_layout
 from utils.qat.prediction.detections import detect
 from utils.qat.prediction.onnxruntime import OnnxModel
-from zoo import program
 
 client = program('scripts/infer_onnx.py')
 SIZE, CONF, IOU = 128, 0.01, 0.6
@@ -64,14 +66,22 @@ def evaluated(demo, files):
 def end2end(found, most=40):
     """A file whose outputs are the detections `found` [n, 6], whatever it is given; rows behind the last are rubbish."""
     rows = np.full((most, 6), 77, np.float32)
-    rows[:len(found)] = found
-    outputs = {'num_dets': np.int32([[len(found)]]), 'det_boxes': rows[None, :, :4], 'det_scores': rows[None, :, 4],
-               'det_classes': rows[None, :, 5].astype(np.int32)}
+    rows[: len(found)] = found
+    outputs = {
+        'num_dets': np.int32([[len(found)]]),
+        'det_boxes': rows[None, :, :4],
+        'det_scores': rows[None, :, 4],
+        'det_classes': rows[None, :, 5].astype(np.int32),
+    }
     nodes = [helper.make_node('Identity', [f'{name} stored'], [name]) for name in outputs]
     types = {name: helper.np_dtype_to_tensor_dtype(value.dtype) for name, value in outputs.items()}
-    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('images', FLOAT, [1, 3, SIZE, SIZE])],
-                              [helper.make_tensor_value_info(name, types[name], value.shape) for name, value in outputs.items()],
-                              [numpy_helper.from_array(np.ascontiguousarray(value), f'{name} stored') for name, value in outputs.items()])
+    graph = helper.make_graph(
+        nodes,
+        'by hand',
+        [helper.make_tensor_value_info('images', FLOAT, [1, 3, SIZE, SIZE])],
+        [helper.make_tensor_value_info(name, types[name], value.shape) for name, value in outputs.items()],
+        [numpy_helper.from_array(np.ascontiguousarray(value), f'{name} stored') for name, value in outputs.items()],
+    )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8)
 
 
@@ -118,7 +128,9 @@ def test_nothing_found(tmp_path, evaluated):
     onnx.save(end2end(np.zeros((0, 6))), tmp_path / 'end2end.onnx')
     assert detected(tmp_path / 'end2end.onnx', evaluated[0][0]).shape == (0, 6)
     plain, deepstream = np.zeros((1, 14, 21), np.float32), np.zeros((1, 21, 6), np.float32)
-    assert [client.read_outputs({'output': o}, (SIZE, SIZE), 0.25, 0.45)[0].shape for o in (plain, deepstream)] == [(0, 6)] * 2
+    assert [client.read_outputs({'output': o}, (SIZE, SIZE), 0.25, 0.45)[0].shape for o in (plain, deepstream)] == [
+        (0, 6)
+    ] * 2
 
 
 def test_a_fixed_batch_takes_one_image(demo, files, evaluated, tmp_path):
@@ -129,6 +141,7 @@ def test_a_fixed_batch_takes_one_image(demo, files, evaluated, tmp_path):
 
 # ---- its parts ----------------------------------------------------------------------------------------------------------
 
+
 def test_the_model_sees_what_the_evaluation_shows_it(evaluated):
     for path, pixels, _, _ in evaluated:
         assert np.array_equal(client.letterbox(cv2.imread(path), SIZE, SIZE)[0], pixels)
@@ -137,11 +150,25 @@ def test_the_model_sees_what_the_evaluation_shows_it(evaluated):
 def test_every_shape_of_image(tmp_path):
     """Odd, tall, wide, small and large: the same pixels, and boxes back where they were."""
     rng = np.random.default_rng(0)
-    shapes = [(128, 128), (97, 131), (131, 97), (33, 500), (500, 31), (40, 30), (255, 129), (64, 128), (300, 299), (99, 128), (128, 99)]
+    shapes = [
+        (128, 128),
+        (97, 131),
+        (131, 97),
+        (33, 500),
+        (500, 31),
+        (40, 30),
+        (255, 129),
+        (64, 128),
+        (300, 299),
+        (99, 128),
+        (128, 99),
+    ]
     for folder in ('images', 'labels'):
         (tmp_path / folder).mkdir()
     for i, shape in enumerate(shapes):
-        cv2.imwrite(str(tmp_path / f'images/{i}.png'), cv2.resize(rng.integers(0, 255, (9, 9, 3)).astype(np.uint8), shape[::-1]))
+        cv2.imwrite(
+            str(tmp_path / f'images/{i}.png'), cv2.resize(rng.integers(0, 255, (9, 9, 3)).astype(np.uint8), shape[::-1])
+        )
         (tmp_path / f'labels/{i}.txt').write_text('0 0.5 0.5 0.5 0.25\n')
     (tmp_path / 'data.yaml').write_text(f'path: {tmp_path}\ntrain: images\nval: images\nnames: [a]\n')
     config = EvalConfig(tmp_path, tmp_path, batch_size=1, imgsz=SIZE, workers=0)
@@ -191,7 +218,9 @@ def test_what_is_drawn():
 
 # ---- masks --------------------------------------------------------------------------------------------------------------
 
-BOXES = np.float32([[20, 10, 90, 70], [5.5, 30.2, 60.8, 101.7], [64, 64, 128, 128], [-20, 40, 30, 140], [50, 50, 50, 80]])
+BOXES = np.float32(
+    [[20, 10, 90, 70], [5.5, 30.2, 60.8, 101.7], [64, 64, 128, 128], [-20, 40, 30, 140], [50, 50, 50, 80]]
+)
 
 
 def outputs_of(layout, number=4):
@@ -203,12 +232,21 @@ def outputs_of(layout, number=4):
     coefficients, scores = torch.randn(number, 8, generator=generator), torch.linspace(0.9, 0.3, number)
     if layout == 'plain':
         predictions = torch.cat((xyxy2xywh(boxes), scores[:, None], torch.zeros(number, 2), coefficients), 1).T[None]
-        return {'output0': predictions.numpy(), 'output1': prototypes[None].numpy()}, PrototypeMasks(coefficients, prototypes, boxes, (SIZE, SIZE))
+        return {'output0': predictions.numpy(), 'output1': prototypes[None].numpy()}, PrototypeMasks(
+            coefficients, prototypes, boxes, (SIZE, SIZE)
+        )
     rows = torch.cat((boxes, scores[:, None], torch.zeros(number, 1), coefficients), 1)
     [crops] = torch_masks([rows], prototypes[None], Pooling(28))
-    outputs = {'num_dets': [[number]], 'det_boxes': boxes[None], 'det_scores': scores[None], 'det_classes': torch.zeros(1, number),
-               'det_masks': crops[None]}
-    return {name: np.asarray(o) for name, o in outputs.items()}, BoxMasks(crops.unflatten(1, (28, 28)), boxes, (SIZE, SIZE))
+    outputs = {
+        'num_dets': [[number]],
+        'det_boxes': boxes[None],
+        'det_scores': scores[None],
+        'det_classes': torch.zeros(1, number),
+        'det_masks': crops[None],
+    }
+    return {name: np.asarray(o) for name, o in outputs.items()}, BoxMasks(
+        crops.unflatten(1, (28, 28)), boxes, (SIZE, SIZE)
+    )
 
 
 @pytest.mark.parametrize('layout', ['plain', 'end2end'])
@@ -223,7 +261,7 @@ def test_masks_are_those_of_the_evaluation(layout):
         left, top, right, bottom = (box[:4] + (2, 2, -2, -2)).round().astype(int).clip(0, SIZE)
         inside[top:bottom, left:right] = True
         assert (ours == theirs)[inside].mean() > 0.995 and 0.1 < ours[inside].mean() < 0.9
-        inside[max(top - 4, 0):bottom + 4, max(left - 4, 0):right + 4] = True
+        inside[max(top - 4, 0) : bottom + 4, max(left - 4, 0) : right + 4] = True
         assert not ours[~inside].any()
 
 
@@ -245,7 +283,7 @@ def test_masks_are_where_the_objects_are(shape):
         x = area[0, 0] + (np.arange(cells, dtype=np.float32) + 0.5) / cells * (area[0, 2] - area[0, 0])
         mask = np.tile(0.5 + 0.1 * (middle - x).clip(-4, 4), (cells, 1)).astype(np.float32)
         there = client.paste(mask, *client.unscaled(np.vstack((area, box)), gain, border), shape)
-        assert there[:, :width // 2 - 1].all() and not there[:, width // 2 + 1:].any()
+        assert there[:, : width // 2 - 1].all() and not there[:, width // 2 + 1 :].any()
 
 
 def test_a_mask_without_area_is_empty():
@@ -264,18 +302,26 @@ def test_masks_are_drawn_in_the_colour_of_the_class():
 
 # ---- numbers that are none ----------------------------------------------------------------------------------------------
 
+
 def spoilt(layout, value, column):
     """Outputs of `layout` with three detections, the second of which has `value` in a column: 0 to 3 of the box, 4 its score."""
     rows = np.float32([[20, 10, 90, 70, 0.9, 0], [5, 30, 60, 100, 0.8, 0], [64, 64, 128, 128, 0.7, 0]])
     if layout == 'plain':  # centre, size, the scores of two classes, coefficients of masks
-        rows = np.column_stack(((rows[:, :2] + rows[:, 2:4]) / 2, rows[:, 2:4] - rows[:, :2], rows[:, 4], np.zeros((3, 9), np.float32)))
+        rows = np.column_stack(
+            ((rows[:, :2] + rows[:, 2:4]) / 2, rows[:, 2:4] - rows[:, :2], rows[:, 4], np.zeros((3, 9), np.float32))
+        )
     rows[1, column] = value
     if layout == 'plain':
         return {'output0': rows.T[None], 'output1': np.ones((1, 8, 32, 32), np.float32)}
     if layout == 'deepstream':
         return {'output': rows[None]}
-    return {'num_dets': np.int32([[3]]), 'det_boxes': rows[None, :, :4], 'det_scores': rows[None, :, 4], 'det_classes': rows[None, :, 5],
-            'det_masks': np.ones((1, 3, 49), np.float32)}
+    return {
+        'num_dets': np.int32([[3]]),
+        'det_boxes': rows[None, :, :4],
+        'det_scores': rows[None, :, 4],
+        'det_classes': rows[None, :, 5],
+        'det_masks': np.ones((1, 3, 49), np.float32),
+    }
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
@@ -295,18 +341,27 @@ def test_the_last_line_counts_them(files, tmp_path):
     found = np.float32([[20, 10, 90, 70, 0.9, 0], [np.nan, 30, 60, 100, 0.8, 0], [64, 64, 128, 128, np.inf, 0]])
     onnx.save(end2end(found), tmp_path / 'model.onnx')
     said, complaint = run(tmp_path, tmp_path / 'model.onnx', next((files / 'images').iterdir()), '--save', '--quiet')
-    assert said == '1 detections (2 more left out: NaN or infinite) in 1 images, pictures in runs/infer\n' and not complaint
+    assert (
+        said == '1 detections (2 more left out: NaN or infinite) in 1 images, pictures in runs/infer\n'
+        and not complaint
+    )
 
 
 # ---- the programs -------------------------------------------------------------------------------------------------------
+
 
 def run(folder, *arguments, code=0, largest=resource.RLIM_INFINITY):
     """Run a copy of the client in `folder`, where torch and the packages of this tree cannot be imported; returns stdout, stderr."""
     shutil.copy(REPO / 'scripts/infer_onnx.py', folder)
     for name in ('torch', 'torchvision', 'models', 'utils'):
         (folder / f'{name}.py').write_text('raise ImportError("not where it was copied to")')
-    done = subprocess.run([sys.executable, 'infer_onnx.py', *map(str, arguments)], cwd=folder, text=True, capture_output=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)))
+    done = subprocess.run(
+        [sys.executable, 'infer_onnx.py', *map(str, arguments)],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 
@@ -318,7 +373,9 @@ def test_a_copy_runs_alone(files, evaluated, tmp_path):
     for path, *_ in sorted(evaluated, key=lambda one: one[0]):
         found = detected(files / 'plain.onnx', path, 0.3)
         name = path.split('/')[-1]
-        wanted += [f"{name}: {int(n)} {score:.3f}  {' '.join(f'{x:.1f}' for x in box)}" for *box, score, n in found.tolist()] or [f'{name}: nothing found']
+        wanted += [
+            f'{name}: {int(n)} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}' for *box, score, n in found.tolist()
+        ] or [f'{name}: nothing found']
         drawn, image = cv2.imread(str(tmp_path / 'runs/infer' / name)), cv2.imread(path)
         assert drawn.shape == image.shape and (len(found) == 0 or np.abs(drawn.astype(int) - image).max() > 60)
     assert lines == wanted and len(lines) > 20 and last.endswith(' images, pictures in runs/infer')
@@ -329,7 +386,9 @@ def test_a_copy_runs_alone_on_a_segmentation_model(files, tmp_path, kind):
     export_onnx(segmenter(), tmp_path / 'plain.onnx', (SIZE, SIZE))
     if kind == 'end2end':
         export_end2end(tmp_path / 'plain.onnx', tmp_path / 'end2end.onnx', Nms('standard', 20, IOU, 0.3), Pooling(28))
-    said, _ = run(tmp_path, tmp_path / f'{kind}.onnx', files / 'images', '--save', '--conf-thres', 0.3, '--iou-thres', IOU)
+    said, _ = run(
+        tmp_path, tmp_path / f'{kind}.onnx', files / 'images', '--save', '--conf-thres', 0.3, '--iou-thres', IOU
+    )
     *lines, last = said.splitlines()
     pixels = [int(line.split('  ')[2].removesuffix(' px')) for line in lines if 'nothing found' not in line]
     assert len(pixels) > 5 and max(pixels) > 20 and last.endswith(' images, pictures in runs/infer')
@@ -341,7 +400,11 @@ def test_an_unreadable_image_is_named_and_the_others_done(files, tmp_path):
     (tmp_path / 'some/a.jpg').write_bytes(b'no image')
     shutil.copy(next((files / 'images').iterdir()), tmp_path / 'some/b.JPG')
     said, complaint = run(tmp_path, files / 'deepstream.onnx', 'some', code=1)
-    assert said.startswith('b.JPG: ') and complaint == 'some/a.jpg: OpenCV cannot read it\n' and not (tmp_path / 'runs').exists()
+    assert (
+        said.startswith('b.JPG: ')
+        and complaint == 'some/a.jpg: OpenCV cannot read it\n'
+        and not (tmp_path / 'runs').exists()
+    )
 
 
 def test_no_room_for_the_pictures(files, tmp_path):
@@ -352,10 +415,19 @@ def test_no_room_for_the_pictures(files, tmp_path):
     (tmp_path / 'runs/infer').mkdir(parents=True)
     (tmp_path / 'runs/infer/c.bmp').write_bytes(b'of an earlier run')
     said, complaint = run(tmp_path, files / 'plain.onnx', 'some', '--save', code=2, largest=50_000)
-    assert re.fullmatch(r'infer_onnx.py: error: runs/infer/c.bmp could not be written \(File too large, [\d.]+ MB are free\), nor what follows; '
-                        r'2 pictures are whole\n', complaint)
-    assert 'pictures in' not in said and sorted(f.name for f in (tmp_path / 'runs/infer').iterdir()) == ['a.bmp', 'b.bmp', 'c.bmp']
-    assert (tmp_path / 'runs/infer/c.bmp').read_bytes() == b'of an earlier run' and cv2.imread(str(tmp_path / 'runs/infer/b.bmp')).shape == (20, 20, 3)
+    assert re.fullmatch(
+        r'infer_onnx.py: error: runs/infer/c.bmp could not be written \(File too large, [\d.]+ MB are free\), nor what follows; '
+        r'2 pictures are whole\n',
+        complaint,
+    )
+    assert 'pictures in' not in said and sorted(f.name for f in (tmp_path / 'runs/infer').iterdir()) == [
+        'a.bmp',
+        'b.bmp',
+        'c.bmp',
+    ]
+    assert (tmp_path / 'runs/infer/c.bmp').read_bytes() == b'of an earlier run' and cv2.imread(
+        str(tmp_path / 'runs/infer/b.bmp')
+    ).shape == (20, 20, 3)
 
 
 def test_pictures_that_cannot_be_written(files, tmp_path):
@@ -376,16 +448,18 @@ def test_pictures_that_cannot_be_written(files, tmp_path):
     assert (tmp_path / 'runs/infer' / image.name).read_bytes() == image.read_bytes()
 
 
-BAD = {'model': (['images.onnx', 'images'], 'images.onnx: expected a file ending in .onnx'),
-       'suffix': (['plain.pt', 'images'], 'plain.pt: expected a file'),
-       'not ONNX': (['broken.onnx', 'images'], 'broken.onnx: ONNX Runtime cannot load it'),
-       'images': (['plain.onnx', 'missing'], 'missing: no such image, nor a folder with images'),
-       'empty folder': (['plain.onnx', 'empty'], 'empty: no such image, nor a folder with images'),
-       'no images': (['plain.onnx'], 'arguments are required: IMAGE|FOLDER'),
-       'confidence': (['plain.onnx', 'images', '--conf-thres', '25'], '--conf-thres 25.0: must lie in 0 to 1'),
-       'IoU': (['plain.onnx', 'images', '--iou-thres', '-1'], '--iou-thres -1.0: must lie in 0 to 1'),
-       'device': (['plain.onnx', 'images', '--device', 'gpu'], '--device gpu: must be the number of a GPU, or cpu'),
-       'open size': (['open.onnx', 'images'], "open.onnx: takes [1, 3, 'height', 'width']; expected images")}
+BAD = {
+    'model': (['images.onnx', 'images'], 'images.onnx: expected a file ending in .onnx'),
+    'suffix': (['plain.pt', 'images'], 'plain.pt: expected a file'),
+    'not ONNX': (['broken.onnx', 'images'], 'broken.onnx: ONNX Runtime cannot load it'),
+    'images': (['plain.onnx', 'missing'], 'missing: no such image, nor a folder with images'),
+    'empty folder': (['plain.onnx', 'empty'], 'empty: no such image, nor a folder with images'),
+    'no images': (['plain.onnx'], 'arguments are required: IMAGE|FOLDER'),
+    'confidence': (['plain.onnx', 'images', '--conf-thres', '25'], '--conf-thres 25.0: must lie in 0 to 1'),
+    'IoU': (['plain.onnx', 'images', '--iou-thres', '-1'], '--iou-thres -1.0: must lie in 0 to 1'),
+    'device': (['plain.onnx', 'images', '--device', 'gpu'], '--device gpu: must be the number of a GPU, or cpu'),
+    'open size': (['open.onnx', 'images'], "open.onnx: takes [1, 3, 'height', 'width']; expected images"),
+}
 
 
 @pytest.mark.parametrize('arguments, says', BAD.values(), ids=BAD)
@@ -410,8 +484,11 @@ def test_names_of_cuda_python():
     """Every name that the engine's client takes from cuda-python is there; tests/engine/test_tensorrt_api.py has those of TensorRT."""
     cudart = pytest.importorskip('cuda.bindings.runtime', reason='no cuda-python: pip install cuda-bindings')
     tree = ast.parse((REPO / 'examples/infer_engine.py').read_text(encoding='utf-8'))
-    names = {ast.unparse(node).partition('.')[2] for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-             and re.fullmatch(r'cudart(\.\w+)+', ast.unparse(node))}
+    names = {
+        ast.unparse(node).partition('.')[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and re.fullmatch(r'cudart(\.\w+)+', ast.unparse(node))
+    }
     assert {'cudaMemcpyAsync', 'cudaError_t.cudaSuccess', 'cudaMemcpyKind.cudaMemcpyDeviceToHost'} <= names
     for name in names:
         assert operator.attrgetter(name)(cudart) is not None
@@ -423,6 +500,7 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
     pytest.importorskip('cuda.bindings.runtime')
     from utils.qat.config.engine import BuildConfig
     from utils.qat.engine.build import EngineFromOnnx
+
     engine = program('examples/infer_engine.py')
     for name in ('plain', 'deepstream'):
         EngineFromOnnx(BuildConfig(files / f'{name}.onnx', engine=tmp_path / f'{name}.engine')).build()
@@ -430,5 +508,7 @@ def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
         assert model.shape == [1, 3, SIZE, SIZE] and len(model.names) == 10
         for path, pixels, *_ in evaluated:
             ours, *_ = client.read_outputs(model(pixels), (SIZE, SIZE), 0.5, IOU)
-            theirs, *_ = client.read_outputs(client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), (SIZE, SIZE), 0.5, IOU)
+            theirs, *_ = client.read_outputs(
+                client.OnnxModel(files / f'{name}.onnx', 'cpu')(pixels), (SIZE, SIZE), 0.5, IOU
+            )
             assert abs(len(ours) - len(theirs)) <= 1 + len(theirs) // 5

@@ -1,4 +1,5 @@
 """Laws of masks: upstream's figures, the same from both forms in which models give them, and what can be said by hand."""
+
 import ast
 import json
 from copy import deepcopy
@@ -10,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from faults import sampled
+from torchvision.ops import roi_align
+from zoo import build, fuse, image, program, python, settings
+
 from models.quantize.calibration.divergence import divergence, mask_logits, strongest
 from models.quantize.calibration.fisher import backward, probe_masks
 from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, parts
-from torchvision.ops import roi_align
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -26,7 +29,6 @@ from utils.qat.evaluation.chance import points_lost
 from utils.qat.evaluation.evaluate import IOUS, _correct, evaluate
 from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.detections import Detections
-from zoo import build, fuse, image, program, python, settings
 
 CPU = torch.device('cpu')
 SIZE, CLASSES, PERFECT = 128, 10, 0.995  # pixels; upstream's interpolation makes 0.995 of a perfect result
@@ -65,51 +67,77 @@ def blobs(number, size=SIZE, seed=0):
 
 # ---- the two forms of masks ---------------------------------------------------------------------------------------------
 
+
 def test_masks_cut_out_and_pasted_are_the_masks_there_were():
     """A model with NMS inside gives each mask as a grid over its box: pasting undoes RoiAlign."""
     boxes, soft = blobs(12)
-    crops = roi_align(soft[:, None], torch.cat((torch.arange(12.)[:, None], boxes), 1), 64, aligned=True)[:, 0]
+    crops = roi_align(soft[:, None], torch.cat((torch.arange(12.0)[:, None], boxes), 1), 64, aligned=True)[:, 0]
     pasted = BoxMasks(crops, boxes, (SIZE, SIZE))
     inside = PrototypeMasks(torch.eye(12), F.avg_pool2d(soft, 4).logit(1e-6), boxes, (SIZE, SIZE))
     for ours, theirs in ((pasted.coarse(), inside.coarse()), (pasted.fine(), inside.fine())):
         assert ours.shape == theirs.shape and same_place_iou(ours, theirs).min() > 0.9
         assert same_place_iou(ours, theirs).mean() > 0.97
-    assert torch.equal(pasted[[3, 1]].coarse(), pasted.coarse()[[3, 1]]) and torch.equal(inside[2:4].fine(), inside.fine()[2:4])
+    assert torch.equal(pasted[[3, 1]].coarse(), pasted.coarse()[[3, 1]]) and torch.equal(
+        inside[2:4].fine(), inside.fine()[2:4]
+    )
 
 
 def test_masks_are_cut_at_their_box():
-    for masks in (BoxMasks(torch.ones(2, 8, 8), torch.tensor([[10., 20, 50, 70], [0, 0, 128, 128]]), (SIZE, SIZE)),
-                  PrototypeMasks(torch.ones(2, 1), torch.full((1, 32, 32), 9.0), torch.tensor([[10., 20, 50, 70], [0, 0, 128, 128]]), (SIZE, SIZE))):
+    for masks in (
+        BoxMasks(torch.ones(2, 8, 8), torch.tensor([[10.0, 20, 50, 70], [0, 0, 128, 128]]), (SIZE, SIZE)),
+        PrototypeMasks(
+            torch.ones(2, 1),
+            torch.full((1, 32, 32), 9.0),
+            torch.tensor([[10.0, 20, 50, 70], [0, 0, 128, 128]]),
+            (SIZE, SIZE),
+        ),
+    ):
         first, second = masks.fine()
         assert first.sum() == 40 * 50 and first[20:70, 10:50].all() and second.all()
 
 
 def test_truth_in_both_forms_of_upstream(data):
     """Objects of the demo hide each other little, so the index map loses little."""
-    one_by_one, as_map = ([(batch[1], batch[4]) for batch in loader_of(data, square=True, overlap=o)] for o in (False, True))
+    one_by_one, as_map = (
+        [(batch[1], batch[4]) for batch in loader_of(data, square=True, overlap=o)] for o in (False, True)
+    )
     for (targets, masks), (sorted_targets, maps) in zip(one_by_one, as_map):
         for i, (mask, index) in enumerate(zip(masks, maps)):
             number = int((targets[:, 0] == i).sum())
             theirs = true_masks(index, number)
-            order = [next(k for k, t in enumerate(targets[targets[:, 0] == i]) if torch.equal(t, s)) for s in sorted_targets[sorted_targets[:, 0] == i]]
+            order = [
+                next(k for k, t in enumerate(targets[targets[:, 0] == i]) if torch.equal(t, s))
+                for s in sorted_targets[sorted_targets[:, 0] == i]
+            ]
             ours = true_masks(mask, number)[order]
             assert ours.shape == theirs.shape and ours.sum() > 0 and same_place_iou(ours, theirs).mean() > 0.95
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------------
 
+
 def test_matching_is_upstreams():
     """That of val.py, on random boxes with many near misses."""
     from utils.metrics import box_iou
     from val import process_batch
+
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         corner = torch.rand(6, 2, generator=generator) * 60
-        labels = torch.cat((torch.randint(3, (6, 1), generator=generator), corner, corner + 10 + torch.rand(6, 2, generator=generator) * 40), 1)
+        labels = torch.cat(
+            (
+                torch.randint(3, (6, 1), generator=generator),
+                corner,
+                corner + 10 + torch.rand(6, 2, generator=generator) * 40,
+            ),
+            1,
+        )
         which = torch.randint(6, (40,), generator=generator)
         boxes = labels[which, 1:] + torch.randn(40, 4, generator=generator) * 4
         classes = torch.where(torch.rand(40, generator=generator) < 0.8, labels[which, 0], 1.0)
-        rows = torch.cat((boxes, torch.rand(40, 1, generator=generator).sort(0, descending=True).values, classes[:, None]), 1)
+        rows = torch.cat(
+            (boxes, torch.rand(40, 1, generator=generator).sort(0, descending=True).values, classes[:, None]), 1
+        )
         ours = _correct(Detections(rows), labels, box_iou(labels[:, 1:], boxes))
         assert torch.equal(ours, process_batch(rows, labels, IOUS)) and ours.any()
 
@@ -127,7 +155,13 @@ class Oracle:
             mine = batch[1][batch[1][:, 0] == i]
             boxes = mine[:, 2:] * torch.tensor((shape[1], shape[0]) * 2)
             boxes = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1)
-            masks = F.interpolate(true_masks(batch[4][i], len(mine))[None], (shape[0] // 4, shape[1] // 4), mode='bilinear')[0].gt(0.5).float()
+            masks = (
+                F.interpolate(
+                    true_masks(batch[4][i], len(mine))[None], (shape[0] // 4, shape[1] // 4), mode='bilinear'
+                )[0]
+                .gt(0.5)
+                .float()
+            )
             masks = self.change(masks)
             rows = torch.cat((boxes, torch.full((len(mine), 1), 0.9), mine[:, 1:2]), 1)
             found.append(Detections(rows, PrototypeMasks(torch.eye(len(mine)), 20 * masks - 10, boxes, shape)))
@@ -139,8 +173,11 @@ def halved(masks):
     return masks * (torch.arange(masks.shape[1]) % 2)[:, None]
 
 
-@pytest.mark.parametrize('change, low, high', [(lambda m: m, 0.85, PERFECT), (torch.zeros_like, 0, 0), (lambda m: m.roll(1, 0), 0, 0.2),
-                                               (halved, 0.0, 0.2)], ids=['perfect', 'empty', 'swapped', 'half'])
+@pytest.mark.parametrize(
+    'change, low, high',
+    [(lambda m: m, 0.85, PERFECT), (torch.zeros_like, 0, 0), (lambda m: m.roll(1, 0), 0, 0.2), (halved, 0.0, 0.2)],
+    ids=['perfect', 'empty', 'swapped', 'half'],
+)
 @pytest.mark.parametrize('square', [True, False])
 def test_figures_by_hand(data, change, low, high, square):
     """Whatever becomes of the masks, the boxes are perfect. Perfect masks are cut at these, and lose some points at the edge."""
@@ -154,6 +191,7 @@ def test_masks_are_written_as_coco_has_them(data, tmp_path):
     """Run lengths in the size of the original: those of perfect detections are the outlines of the labels, and COCO's scorer agrees."""
     import cv2
     from pycocotools import mask as coco
+
     loader = loader_of(data)
     names = load_data(data).names
     evaluate(Oracle(loader, lambda m: m), loader, names, CPU, predictions_file=tmp_path / 'predictions.json')
@@ -166,17 +204,38 @@ def test_masks_are_written_as_coco_has_them(data, tmp_path):
             c, *points = map(float, line.split())
             outline = np.array(points).reshape(-1, 2) * (width, height)
             x, y = outline.min(0)
-            truth.append({'id': len(truth) + 1, 'image_id': int(file.stem), 'category_id': int(c), 'iscrowd': 0, 'bbox': [x, y, *np.ptp(outline, 0)],
-                          'segmentation': coco.merge(coco.frPyObjects([outline.flatten().tolist()], height, width))})
-    ious = [max(coco.iou([row['segmentation']], [t['segmentation']], [0]).item() for t in truth
-                if (t['image_id'], t['category_id']) == (row['image_id'], row['category_id'])) for row in rows]
+            truth.append(
+                {
+                    'id': len(truth) + 1,
+                    'image_id': int(file.stem),
+                    'category_id': int(c),
+                    'iscrowd': 0,
+                    'bbox': [x, y, *np.ptp(outline, 0)],
+                    'segmentation': coco.merge(coco.frPyObjects([outline.flatten().tolist()], height, width)),
+                }
+            )
+    ious = [
+        max(
+            coco.iou([row['segmentation']], [t['segmentation']], [0]).item()
+            for t in truth
+            if (t['image_id'], t['category_id']) == (row['image_id'], row['category_id'])
+        )
+        for row in rows
+    ]
     assert len(rows) == len(truth) and min(ious) > 0.6 and np.mean(ious) > 0.85
     for t in truth:
         t['area'] = float(coco.area(t['segmentation']))
         t['segmentation'] = {**t['segmentation'], 'counts': t['segmentation']['counts'].decode()}
         t['category_id'] += 1  # COCO's number of the first classes
-    (tmp_path / 'instances.json').write_text(json.dumps({'images': [{'id': i, 'height': h, 'width': w} for i, h, w in sizes], 'annotations': truth,
-                                                         'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)]}))
+    (tmp_path / 'instances.json').write_text(
+        json.dumps(
+            {
+                'images': [{'id': i, 'height': h, 'width': w} for i, h, w in sizes],
+                'annotations': truth,
+                'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)],
+            }
+        )
+    )
     metrics = evaluate(Oracle(loader, lambda m: m), loader, names, CPU, annotations=tmp_path / 'instances.json')
     assert metrics.coco['ap50'] > 0.99 and metrics.mask['coco']['ap50'] > 0.99
     empty = evaluate(Oracle(loader, torch.zeros_like), loader, names, CPU, annotations=tmp_path / 'instances.json')
@@ -185,15 +244,22 @@ def test_masks_are_written_as_coco_has_them(data, tmp_path):
 
 # ---- what a calibration is chosen by ------------------------------------------------------------------------------------
 
+
 def tame(raw):
     """`raw` with mask logits that are neither huge nor all alike, which random weights do not give."""
-    return Raw(raw.maps, raw.boxes, raw.coefficients / raw.coefficients.std(), raw.prototypes / raw.prototypes.std() / 8)
+    return Raw(
+        raw.maps, raw.boxes, raw.coefficients / raw.coefficients.std(), raw.prototypes / raw.prototypes.std() / 8
+    )
 
 
 def moved(raw, amount, seed=0):
     """`raw` with noise on what masks are made of."""
     generator = torch.Generator().manual_seed(seed)
-    return Raw(raw.maps, raw.boxes, *(x + amount * torch.randn(x.shape, generator=generator) for x in (raw.coefficients, raw.prototypes)))
+    return Raw(
+        raw.maps,
+        raw.boxes,
+        *(x + amount * torch.randn(x.shape, generator=generator) for x in (raw.coefficients, raw.prototypes)),
+    )
 
 
 class Fixed(torch.nn.Module):
@@ -219,13 +285,22 @@ def test_divergence_of_masks_by_hand(model):
     total = 0.0
     for place, weight in zip(places[0].tolist(), weights[0]):
         x, y, w, h = (raw.boxes[0, :, place] / 4).tolist()
-        t, m = ((r.coefficients[0, :, place] @ r.prototypes[0].flatten(1)).view(SIZE // 4, SIZE // 4).double() for r in (raw, changed))
+        t, m = (
+            (r.coefficients[0, :, place] @ r.prototypes[0].flatten(1)).view(SIZE // 4, SIZE // 4).double()
+            for r in (raw, changed)
+        )
         kl = t.sigmoid() * (F.logsigmoid(t) - F.logsigmoid(m)) + (-t).sigmoid() * (F.logsigmoid(-t) - F.logsigmoid(-m))
-        inside = [kl[j, i].item() for j in range(SIZE // 4) for i in range(SIZE // 4)
-                  if x - w / 2 <= i < x + w / 2 and y - h / 2 <= j < y + h / 2]
+        inside = [
+            kl[j, i].item()
+            for j in range(SIZE // 4)
+            for i in range(SIZE // 4)
+            if x - w / 2 <= i < x + w / 2 and y - h / 2 <= j < y + h / 2
+        ]
         assert weight.sum().item() == pytest.approx(scores[place].item() * bool(inside), rel=1e-4)
         total += scores[place].item() * sum(inside) / max(len(inside), 1)
-    assert total > 0 and divergence(Fixed(model.model[-1], changed), [images], [raw]) == pytest.approx(total / scores.sum().item(), rel=1e-3)
+    assert total > 0 and divergence(Fixed(model.model[-1], changed), [images], [raw]) == pytest.approx(
+        total / scores.sum().item(), rel=1e-3
+    )
     assert divergence(model, [images], [Raw.of(model(images))]) == pytest.approx(0, abs=1e-9)
 
 
@@ -247,9 +322,16 @@ def test_probes_of_masks_measure_the_divergence(model):
 
 def test_the_backward_pass_reaches_what_masks_are_made_of(model):
     seen = {}
-    convs = {'prototypes': model.model[-1].proto.cv3.conv, 'coefficients': model.model[-1].cv4[0][2], 'boxes': model.model[-1].cv2[0][2]}
+    convs = {
+        'prototypes': model.model[-1].proto.cv3.conv,
+        'coefficients': model.model[-1].cv4[0][2],
+        'boxes': model.model[-1].cv2[0][2],
+    }
+
     def watch(name):
-        return lambda conv, inputs, output: output.register_hook(lambda gradient: seen.__setitem__(name, gradient.norm().item())) and None
+        return lambda conv, inputs, output: (
+            output.register_hook(lambda gradient: seen.__setitem__(name, gradient.norm().item())) and None
+        )
 
     hooks = [conv.register_forward_hook(watch(name)) for name, conv in convs.items()]
     backward(model, image(64, 2), torch.Generator().manual_seed(0))
@@ -260,20 +342,26 @@ def test_the_backward_pass_reaches_what_masks_are_made_of(model):
 
 # ---- fine-tuning --------------------------------------------------------------------------------------------------------
 
+
 def test_the_loss_on_labels_is_upstreams(data):
     """Boxes, classes and masks with upstream's gains, per image; the masks as its training loads them."""
     from types import SimpleNamespace
 
     from utils.segment.loss_tal import ComputeLoss
+
     model, config = fuse(build('demo-seg')), settings(imgsz=SIZE, task_loss=1.0, batch_size=4)
     batches = list(training_images(load_data(data, segments=True), config, 32, CPU))
     head_emits_raw_maps(model)
     for images, labels, masks in batches:
         assert masks[0].shape[1:] == (SIZE // 4, SIZE // 4)
         outputs = model(images)
-        theirs, parts = ComputeLoss(SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0}))(
-            outputs, labels, torch.cat(masks).float())
-        assert label_loss(model, 2.0)(outputs, labels, masks).item() == pytest.approx(2 * theirs.item() / len(images)) and (parts > 0).all()
+        theirs, parts = ComputeLoss(
+            SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
+        )(outputs, labels, torch.cat(masks).float())
+        assert (
+            label_loss(model, 2.0)(outputs, labels, masks).item() == pytest.approx(2 * theirs.item() / len(images))
+            and (parts > 0).all()
+        )
 
 
 def test_all_parts_of_the_head_count_alike(model):
@@ -283,11 +371,19 @@ def test_all_parts_of_the_head_count_alike(model):
         maps, coefficients, prototypes = output = model(image(64, 2))
     model.eval()
     groups = parts(output)
-    assert [len(g) for g in groups] == [3, 1, 1] and groups[1][0] is coefficients and groups[2][0] is prototypes and groups[0][0] is maps[0]
-    assert [len(g) for g in parts([coefficients, [prototypes]])] == [2] and [len(g) for g in parts((coefficients, prototypes))] == [2]
+    assert (
+        [len(g) for g in groups] == [3, 1, 1]
+        and groups[1][0] is coefficients
+        and groups[2][0] is prototypes
+        and groups[0][0] is maps[0]
+    )
+    assert [len(g) for g in parts([coefficients, [prototypes]])] == [2] and [
+        len(g) for g in parts((coefficients, prototypes))
+    ] == [2]
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
+
 
 def command(name, *arguments):
     return run_command(program(name).main, [str(a) for a in arguments])
@@ -301,7 +397,21 @@ def checkpoint(tmp_path_factory):
 
 
 def test_labels_without_outlines_are_named(demo, checkpoint, tmp_path, capfd):
-    assert command('qat.py', 'quantize', '--weights', checkpoint, '--data', demo.data, '--device', 'cpu', '--project', tmp_path / 'runs') == 2
+    assert (
+        command(
+            'qat.py',
+            'quantize',
+            '--weights',
+            checkpoint,
+            '--data',
+            demo.data,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'runs',
+        )
+        == 2
+    )
     said = capfd.readouterr().err.strip().splitlines()[-1]  # behind upstream's progress bar
     assert 'error: label ' in said and '.txt: has boxes, and the model gives masks' in said and 'use data with' in said
     assert not (tmp_path / 'runs').exists()
@@ -309,6 +419,7 @@ def test_labels_without_outlines_are_named(demo, checkpoint, tmp_path, capfd):
 
 def test_a_line_without_outline_among_others_is_named(data, tmp_path):
     import shutil
+
     shutil.copytree(data.parent, tmp_path / 'data')
     file = next((tmp_path / 'data' / 'labels' / 'val').glob('*.txt'))
     file.write_text(file.read_text() + '3 0.5 0.5 0.1 0.1\n')
@@ -327,16 +438,54 @@ def test_boxes_and_masks_count_alike():
 @pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'dry run'], 4, 2))
 def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path):
     verb, *extra = ('quantize', '--dry-run') if verb == 'dry run' else (verb,)
-    said = python('segment/qat_seg.py', verb, '--weights', demo.quantized if verb == 'eval' else demo.single, '--data', demo.data, '--device', 'cpu',
-                  '--project', tmp_path / 'runs', *extra, code=2).strip().splitlines()[-1]
-    assert said.startswith('qat_seg.py: error: --weights ') and 'a detection model (its head is DDetect)' in said and 'use: python qat.py' in said
+    said = (
+        python(
+            'segment/qat_seg.py',
+            verb,
+            '--weights',
+            demo.quantized if verb == 'eval' else demo.single,
+            '--data',
+            demo.data,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'runs',
+            *extra,
+            code=2,
+        )
+        .strip()
+        .splitlines()[-1]
+    )
+    assert (
+        said.startswith('qat_seg.py: error: --weights ')
+        and 'a detection model (its head is DDetect)' in said
+        and 'use: python qat.py' in said
+    )
     assert not (tmp_path / 'runs').exists()
 
 
 @pytest.mark.parametrize('option', [['--overlap'], ['--mask-ratio', 4], ['--mask-downsample-ratio', 2]])
 def test_options_of_masks_are_refused_without_masks(demo, option, tmp_path, capfd):
-    assert command('qat.py', 'eval', '--weights', demo.quantized, '--data', demo.data, '--device', 'cpu', *option, '--project', tmp_path / 'runs') == 2
-    assert f"{option[0].replace('-downsample', '')}" in (said := capfd.readouterr().err) and 'only for a segmentation model' in said
+    assert (
+        command(
+            'qat.py',
+            'eval',
+            '--weights',
+            demo.quantized,
+            '--data',
+            demo.data,
+            '--device',
+            'cpu',
+            *option,
+            '--project',
+            tmp_path / 'runs',
+        )
+        == 2
+    )
+    assert (
+        f'{option[0].replace("-downsample", "")}' in (said := capfd.readouterr().err)
+        and 'only for a segmentation model' in said
+    )
 
 
 def test_the_entry_point_holds_no_logic():

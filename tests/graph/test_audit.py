@@ -1,4 +1,5 @@
 """Laws of the audit: every rule has graphs that break it, which are found by name, and graphs that keep it, which are not."""
+
 import json
 import subprocess
 import sys
@@ -8,23 +9,35 @@ import onnx
 import pytest
 import torch
 from conftest import REPO
+from onnx import TensorProto, helper, numpy_helper
+from torch.utils.flop_counter import FlopCounterMode
+from zoo import image, program, python, settings
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
-from onnx import TensorProto, helper, numpy_helper
-from torch.utils.flop_counter import FlopCounterMode
 from utils.qat.graph import audit
 from utils.qat.graph.audit_cost import Cost, kernels, tensor_types
 from utils.qat.graph.audit_rules import DFL, FINDINGS, HEAD
 from utils.qat.graph.onnx_graph import Graph
-from zoo import image, program, python, settings
 
 C, SIZE = 16, 8  # every activation is [1, C, SIZE, SIZE] unless a graph says otherwise
 WEIGHT = np.linspace(-1, 1, C * C, dtype=np.float32).reshape(C, C, 1, 1)
-VALUES = {'s': np.float32(0.1), 't': np.float32(0.2), 'z': np.int8(0), 'w': WEIGHT, 'ws': np.full(C, 0.01, np.float32),
-          'wz': np.zeros(C, np.int8), 'w8': WEIGHT.astype(np.int8), 'one': np.float32(1), 'axes': np.int64([1]),
-          'flat': np.int64([1, C, -1]), 'halves': np.int64([C // 2, C // 2]), 'sizes': np.int64([1, C, 2 * SIZE, 2 * SIZE])}
+VALUES = {
+    's': np.float32(0.1),
+    't': np.float32(0.2),
+    'z': np.int8(0),
+    'w': WEIGHT,
+    'ws': np.full(C, 0.01, np.float32),
+    'wz': np.zeros(C, np.int8),
+    'w8': WEIGHT.astype(np.int8),
+    'one': np.float32(1),
+    'axes': np.int64([1]),
+    'flat': np.int64([1, C, -1]),
+    'halves': np.int64([C // 2, C // 2]),
+    'sizes': np.int64([1, C, 2 * SIZE, 2 * SIZE]),
+}
 
 
 def node(op, given, out, **attributes):
@@ -36,8 +49,10 @@ def node(op, given, out, **attributes):
 def pair(given, out, s='s', z='z', dq_scale=None, **attributes):
     """given → 'OUT q' → out: a Q and a DQ."""
     zero = [z] if z else []
-    return [node('QuantizeLinear', [given, s, *zero], f'{out} q', **attributes),
-            node('DequantizeLinear', [f'{out} q', dq_scale or s, *zero], out, **attributes)]
+    return [
+        node('QuantizeLinear', [given, s, *zero], f'{out} q', **attributes),
+        node('DequantizeLinear', [f'{out} q', dq_scale or s, *zero], out, **attributes),
+    ]
 
 
 def conv(given, out, op='Conv', **attributes):
@@ -52,9 +67,13 @@ def pool(op, given, out):
 def graph_of(nodes, outputs=('y',), values=None, opset=17, dtype=TensorProto.FLOAT, batch=1):
     values = {**VALUES, **(values or {})}
     used = {name for n in nodes for name in n.input} - {name for n in nodes for name in n.output}
-    graph = helper.make_graph(nodes, 'by hand', [helper.make_tensor_value_info('x', dtype, [batch, C, SIZE, SIZE])],
-                              [helper.make_tensor_value_info(name, dtype, [None] * 4) for name in outputs],
-                              [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used])
+    graph = helper.make_graph(
+        nodes,
+        'by hand',
+        [helper.make_tensor_value_info('x', dtype, [batch, C, SIZE, SIZE])],
+        [helper.make_tensor_value_info(name, dtype, [None] * 4) for name in outputs],
+        [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=9)
     onnx.checker.check_model(model)
     return model
@@ -75,115 +94,277 @@ def silu(given, out):
 
 GRAPHS = {  # name → nodes, findings as (kind, where), and what graph_of needs besides
     'clean': ([*START, *end('c')], []),
-    'clean: pre-quantized weight': ([*pair('x', 'x1'), node('DequantizeLinear', ['w8', 'ws', 'wz'], 'w1', axis=0),
-                                     node('Conv', ['x1', 'w1'], 'y')], []),
+    'clean: pre-quantized weight': (
+        [*pair('x', 'x1'), node('DequantizeLinear', ['w8', 'ws', 'wz'], 'w1', axis=0), node('Conv', ['x1', 'w1'], 'y')],
+        [],
+    ),
     'clean: ReLU': ([*START, node('Relu', 'c', 'r'), *end('r')], []),
     'clean: SiLU': ([*START, *silu('c', 'r'), *end('r')], []),
-
     'float input': ([*START, *conv('c', 'f'), *end('f')], [('float conv', 'f')]),
     'float weight': ([*START, *pair('c', 'c1'), node('Conv', ['c1', 'w'], 'f'), *end('f')], [('float conv', 'f')]),
     'float in the middle': ([*START, node('Conv', ['c', 'w'], 'f'), *end('f')], [('float conv', 'f')]),
     'float weight at the end': ([*START, *pair('c', 'c1'), node('Conv', ['c1', 'w'], 'y')], [('float conv', 'y')]),
     'one float convolution at the end': ([*START, node('Conv', ['c', 'w'], 'y')], []),
-    'two float convolutions at the end': ([*START, node('Conv', ['c', 'w'], 'f'), node('Conv', ['f', 'w'], 'y')], [('float conv', 'f')]),
-    'DFL': ([*START, node('Conv', ['c', 'w'], 'f'), node('Softmax', 'f', 'p', axis=1), node('Transpose', 'p', 'm', perm=[0, 1, 3, 2]),
-             node('Conv', ['m', 'w'], 'y')], []),
-    'attention, no DFL': ([*START, node('Conv', ['c', 'w'], 'f'), node('Softmax', 'f', 'p', axis=1), node('Mul', ['p', 'c'], 'm'),
-                           node('Conv', ['m', 'w'], 'y')], [('float conv', 'f')]),
-    'nothing quantized': ([node('Conv', ['x', 'w'], 'f'), node('Conv', ['f', 'w'], 'y')], [('not quantized', 'the graph'), ('float conv', 'f')]),
-
+    'two float convolutions at the end': (
+        [*START, node('Conv', ['c', 'w'], 'f'), node('Conv', ['f', 'w'], 'y')],
+        [('float conv', 'f')],
+    ),
+    'DFL': (
+        [
+            *START,
+            node('Conv', ['c', 'w'], 'f'),
+            node('Softmax', 'f', 'p', axis=1),
+            node('Transpose', 'p', 'm', perm=[0, 1, 3, 2]),
+            node('Conv', ['m', 'w'], 'y'),
+        ],
+        [],
+    ),
+    'attention, no DFL': (
+        [
+            *START,
+            node('Conv', ['c', 'w'], 'f'),
+            node('Softmax', 'f', 'p', axis=1),
+            node('Mul', ['p', 'c'], 'm'),
+            node('Conv', ['m', 'w'], 'y'),
+        ],
+        [('float conv', 'f')],
+    ),
+    'nothing quantized': (
+        [node('Conv', ['x', 'w'], 'f'), node('Conv', ['f', 'w'], 'y')],
+        [('not quantized', 'the graph'), ('float conv', 'f')],
+    ),
     'two scales': ([*START, *end('c'), *end('c', 't', 'y2')], [('two scales', 'c')], {'outputs': ('y', 'y2')}),
-    'two scales of the image': ([*pair('x', 'a'), *conv('a', 'y'), *pair('x', 'b', 't'), *conv('b', 'y2')], [('two scales', 'x')],
-                                {'outputs': ('y', 'y2')}),
-    'two scales behind a move': ([*START, pool('MaxPool', 'c', 'm'), *end('m'), *end('c', 't', 'y2')], [('two scales', 'c'), ('unequal move', 'm')],
-                                 {'outputs': ('y', 'y2')}),
-    'one scale, two readers': ([*START, *pair('c', 'c1'), *conv('c1', 'y'), *conv('c1', 'y2')], [], {'outputs': ('y', 'y2')}),
-    'one scale by two names': ([*START, *pair('c', 'c1'), *conv('c1', 'y'), pool('MaxPool', 'c1', 'm'), *end('m', 'same', 'y2')], [],
-                               {'outputs': ('y', 'y2'), 'values': {'same': np.float32(0.1)}}),
+    'two scales of the image': (
+        [*pair('x', 'a'), *conv('a', 'y'), *pair('x', 'b', 't'), *conv('b', 'y2')],
+        [('two scales', 'x')],
+        {'outputs': ('y', 'y2')},
+    ),
+    'two scales behind a move': (
+        [*START, pool('MaxPool', 'c', 'm'), *end('m'), *end('c', 't', 'y2')],
+        [('two scales', 'c'), ('unequal move', 'm')],
+        {'outputs': ('y', 'y2')},
+    ),
+    'one scale, two readers': (
+        [*START, *pair('c', 'c1'), *conv('c1', 'y'), *conv('c1', 'y2')],
+        [],
+        {'outputs': ('y', 'y2')},
+    ),
+    'one scale by two names': (
+        [*START, *pair('c', 'c1'), *conv('c1', 'y'), pool('MaxPool', 'c1', 'm'), *end('m', 'same', 'y2')],
+        [],
+        {'outputs': ('y', 'y2'), 'values': {'same': np.float32(0.1)}},
+    ),
     'also returned': ([*START, *end('c')], [('mixed', 'c')], {'outputs': ('y', 'c')}),
     'also read in float': ([*START, *end('c'), node('Sigmoid', 'c', 'y2')], [('mixed', 'c')], {'outputs': ('y', 'y2')}),
-    'also read in float behind a move': ([*START, *end('c'), node('Reshape', ['c', 'flat'], 'r'), node('Sigmoid', 'r', 'y2')], [('mixed', 'c')],
-                                         {'outputs': ('y', 'y2')}),
-    'two scales and float': ([*START, *end('c'), *end('c', 't', 'y2')], [('two scales', 'c'), ('mixed', 'c')], {'outputs': ('y', 'y2', 'c')}),
+    'also read in float behind a move': (
+        [*START, *end('c'), node('Reshape', ['c', 'flat'], 'r'), node('Sigmoid', 'r', 'y2')],
+        [('mixed', 'c')],
+        {'outputs': ('y', 'y2')},
+    ),
+    'two scales and float': (
+        [*START, *end('c'), *end('c', 't', 'y2')],
+        [('two scales', 'c'), ('mixed', 'c')],
+        {'outputs': ('y', 'y2', 'c')},
+    ),
     'only its shape is read': ([*START, *end('c'), node('Shape', 'c', 'y2')], [], {'outputs': ('y', 'y2')}),
-
     'concat': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Concat', ['c1', 'd1'], 'k', axis=2), *end('k')], []),
-    'concat of two scales': ([*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), node('Concat', ['c1', 'd1'], 'k', axis=2), *end('k')],
-                             [('unequal concat', 'k')]),
-    'concat to another scale': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Concat', ['c1', 'd1'], 'k', axis=2), *end('k', 't')],
-                                [('unequal concat', 'k')]),
-    'concat with a float input': ([*START2, *pair('c', 'c1'), node('Concat', ['c1', 'd'], 'k', axis=2), *end('k')], [('unequal concat', 'k')]),
-    'concat of float to a scale': ([*START2, node('Concat', ['c', 'd'], 'k', axis=2), *end('k')], [('unequal concat', 'k')]),
-    'concat to float': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Concat', ['c1', 'd1'], 'y', axis=2)],
-                        [('unequal concat', 'y'), ('not absorbed', 'c1'), ('not absorbed', 'd1')]),
+    'concat of two scales': (
+        [*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), node('Concat', ['c1', 'd1'], 'k', axis=2), *end('k')],
+        [('unequal concat', 'k')],
+    ),
+    'concat to another scale': (
+        [*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Concat', ['c1', 'd1'], 'k', axis=2), *end('k', 't')],
+        [('unequal concat', 'k')],
+    ),
+    'concat with a float input': (
+        [*START2, *pair('c', 'c1'), node('Concat', ['c1', 'd'], 'k', axis=2), *end('k')],
+        [('unequal concat', 'k')],
+    ),
+    'concat of float to a scale': (
+        [*START2, node('Concat', ['c', 'd'], 'k', axis=2), *end('k')],
+        [('unequal concat', 'k')],
+    ),
+    'concat to float': (
+        [*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Concat', ['c1', 'd1'], 'y', axis=2)],
+        [('unequal concat', 'y'), ('not absorbed', 'c1'), ('not absorbed', 'd1')],
+    ),
     'concat wholly in float': ([*START2, node('Concat', ['c', 'd'], 'y', axis=2)], []),
-    'concat with a constant': ([*START, *pair('c', 'c1'), node('Concat', ['c1', 'zeros'], 'k', axis=2), *end('k')], [],
-                               {'values': {'zeros': np.zeros((1, C, SIZE, SIZE), np.float32)}}),
-    'moves in a row': ([*START, *pair('c', 'c1'), node('Split', ['c1', 'halves'], ['a', 'b'], axis=1), pool('MaxPool', 'b', 'm'),
-                        node('Concat', ['a', 'm'], 'k', axis=1), *end('k')], []),
-    'max pool to another scale': ([*START, *pair('c', 'c1'), pool('MaxPool', 'c1', 'm'), *end('m', 't')], [('unequal move', 'm')]),
+    'concat with a constant': (
+        [*START, *pair('c', 'c1'), node('Concat', ['c1', 'zeros'], 'k', axis=2), *end('k')],
+        [],
+        {'values': {'zeros': np.zeros((1, C, SIZE, SIZE), np.float32)}},
+    ),
+    'moves in a row': (
+        [
+            *START,
+            *pair('c', 'c1'),
+            node('Split', ['c1', 'halves'], ['a', 'b'], axis=1),
+            pool('MaxPool', 'b', 'm'),
+            node('Concat', ['a', 'm'], 'k', axis=1),
+            *end('k'),
+        ],
+        [],
+    ),
+    'max pool to another scale': (
+        [*START, *pair('c', 'c1'), pool('MaxPool', 'c1', 'm'), *end('m', 't')],
+        [('unequal move', 'm')],
+    ),
     'max pool in float': ([*START, pool('MaxPool', 'c', 'm'), *end('m')], [('unequal move', 'm')]),
-    'nearest resize': ([*START, *pair('c', 'c1'), node('Resize', ['c1', '', '', 'sizes'], 'r', mode='nearest'), *end('r')], []),
-    'linear resize': ([*START, *pair('c', 'c1'), node('Resize', ['c1', '', '', 'sizes'], 'r', mode='linear'), *end('r')],
-                      [('not absorbed', 'c1'), ('not absorbed', 'y1 q')]),
-
+    'nearest resize': (
+        [*START, *pair('c', 'c1'), node('Resize', ['c1', '', '', 'sizes'], 'r', mode='nearest'), *end('r')],
+        [],
+    ),
+    'linear resize': (
+        [*START, *pair('c', 'c1'), node('Resize', ['c1', '', '', 'sizes'], 'r', mode='linear'), *end('r')],
+        [('not absorbed', 'c1'), ('not absorbed', 'y1 q')],
+    ),
     'add': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'a'), *end('a')], []),
-    'add of two scales': ([*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), node('Add', ['c1', 'd1'], 'a'), *end('a')], [('unequal add', 'a')]),
+    'add of two scales': (
+        [*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), node('Add', ['c1', 'd1'], 'a'), *end('a')],
+        [('unequal add', 'a')],
+    ),
     'shortcut quantized': ([*START2, *pair('c', 'c1'), node('Add', ['c1', 'd'], 'a'), *end('a')], []),
-    'shortcut quantized, SiLU': ([*START2, *pair('c', 'c1'), *silu('d', 'e'), node('Add', ['e', 'c1'], 'a'), *end('a')], []),
-    'half of an add': ([*START2, *pair('c', 'c1'), node('Exp', 'd', 'e'), node('Add', ['c1', 'e'], 'a'), *end('a')], [('half add', 'a')]),
-    'half of an add, float convolution': ([*START2, *pair('c', 'c1'), node('Conv', ['d', 'w'], 'f'), node('Add', ['c1', 'f'], 'a'), *end('a')],
-                                          [('float conv', 'f'), ('half add', 'a')]),
+    'shortcut quantized, SiLU': (
+        [*START2, *pair('c', 'c1'), *silu('d', 'e'), node('Add', ['e', 'c1'], 'a'), *end('a')],
+        [],
+    ),
+    'half of an add': (
+        [*START2, *pair('c', 'c1'), node('Exp', 'd', 'e'), node('Add', ['c1', 'e'], 'a'), *end('a')],
+        [('half add', 'a')],
+    ),
+    'half of an add, float convolution': (
+        [*START2, *pair('c', 'c1'), node('Conv', ['d', 'w'], 'f'), node('Add', ['c1', 'f'], 'a'), *end('a')],
+        [('float conv', 'f'), ('half add', 'a')],
+    ),
     'add in float': ([*START2, node('Add', ['c', 'd'], 'a'), *end('a')], []),
     'add a constant': ([*START, *pair('c', 'c1'), node('Add', ['c1', 'one'], 'a'), *end('a')], []),
-    'add that makes float': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'y')],
-                             [('not absorbed', 'c1'), ('not absorbed', 'd1')]),
-    'sum of three': ([*START2, *conv('x1', 'e'), *(n for i in 'cde' for n in pair(i, i + '1')), node('Add', ['c1', 'd1'], 'a'),
-                      node('Add', ['a', 'e1'], 'b'), *end('b')], []),
-    'sum of three, one in float': ([*START2, node('Exp', 'd', 'e'), *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'a'),
-                                    node('Add', ['a', 'e'], 'b'), *end('b')], [('mixed', 'd'), ('half add', 'b')]),
-    'sum behind a resize': ([*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Resize', ['c1', '', '', 'sizes'], 'r', mode='nearest'),
-                             node('Resize', ['d1', '', '', 'sizes'], 'q', mode='nearest'), node('Add', ['r', 'q'], 'a'), *end('a')], []),
-
+    'add that makes float': (
+        [*START2, *pair('c', 'c1'), *pair('d', 'd1'), node('Add', ['c1', 'd1'], 'y')],
+        [('not absorbed', 'c1'), ('not absorbed', 'd1')],
+    ),
+    'sum of three': (
+        [
+            *START2,
+            *conv('x1', 'e'),
+            *(n for i in 'cde' for n in pair(i, i + '1')),
+            node('Add', ['c1', 'd1'], 'a'),
+            node('Add', ['a', 'e1'], 'b'),
+            *end('b'),
+        ],
+        [],
+    ),
+    'sum of three, one in float': (
+        [
+            *START2,
+            node('Exp', 'd', 'e'),
+            *pair('c', 'c1'),
+            *pair('d', 'd1'),
+            node('Add', ['c1', 'd1'], 'a'),
+            node('Add', ['a', 'e'], 'b'),
+            *end('b'),
+        ],
+        [('mixed', 'd'), ('half add', 'b')],
+    ),
+    'sum behind a resize': (
+        [
+            *START2,
+            *pair('c', 'c1'),
+            *pair('d', 'd1'),
+            node('Resize', ['c1', '', '', 'sizes'], 'r', mode='nearest'),
+            node('Resize', ['d1', '', '', 'sizes'], 'q', mode='nearest'),
+            node('Add', ['r', 'q'], 'a'),
+            *end('a'),
+        ],
+        [],
+    ),
     'average pool': ([*START, *pair('c', 'c1'), pool('AveragePool', 'c1', 'a'), *end('a', 't')], []),
     'average pool of float': ([*START, pool('AveragePool', 'c', 'a'), *end('a')], [('not absorbed', 'y1 q')]),
     'average pool to float': ([*START, *pair('c', 'c1'), pool('AveragePool', 'c1', 'y')], [('not absorbed', 'c1')]),
     'Q/DQ before ReLU': ([*START, *pair('c', 'c1'), node('Relu', 'c1', 'r'), *end('r')], [('not absorbed', 'c1')]),
     'Q/DQ before SiLU': ([*START, *pair('c', 'c1'), *silu('c1', 'r'), *end('r')], [('not absorbed', 'c1')]),
-    'Q/DQ around a softmax': ([*START, *pair('c', 'c1'), node('Softmax', 'c1', 'p'), *end('p')], [('not absorbed', 'c1'), ('not absorbed', 'y1 q')]),
-    'Q/DQ around a reduction': ([*START, *pair('c', 'c1'), node('ReduceSum', ['c1', 'axes'], 'r'), node('Concat', ['r'] * C, 'k', axis=1)]
-                                + [node('Sigmoid', 'k', 'y')], [('not absorbed', 'c1')]),
+    'Q/DQ around a softmax': (
+        [*START, *pair('c', 'c1'), node('Softmax', 'c1', 'p'), *end('p')],
+        [('not absorbed', 'c1'), ('not absorbed', 'y1 q')],
+    ),
+    'Q/DQ around a reduction': (
+        [*START, *pair('c', 'c1'), node('ReduceSum', ['c1', 'axes'], 'r'), node('Concat', ['r'] * C, 'k', axis=1)]
+        + [node('Sigmoid', 'k', 'y')],
+        [('not absorbed', 'c1')],
+    ),
     'DQ returned': ([*START, *pair('c', 'y')], [('not absorbed', 'y')]),
     'DQ not read': ([*START, *end('c'), *pair('c', 'unread', 't')], [('two scales', 'c'), ('not absorbed', 'unread')]),
     'Q not read': ([*START, *end('c'), pair('c', 'unread')[0]], [('not absorbed', 'unread q'), ('duplicate', 'c')]),
     'Q after DQ': ([*START, *pair('c', 'c1'), *end('c1')], [('not absorbed', 'c1')]),
-    'INT8 returned': ([*START, pair('c', 'y2')[0], *end('c', 't')], [('two scales', 'c'), ('not absorbed', 'y2 q')], {'outputs': ('y',)}),
-    'bias quantized': ([*START, *pair('b', 'b1'), *pair('w', 'w1', 'ws', 'wz', axis=0), *pair('c', 'c1'), node('Conv', ['c1', 'w1', 'b1'], 'y')],
-                       [('not absorbed', 'b1')], {'values': {'b': np.ones(C, np.float32)}}),
-
+    'INT8 returned': (
+        [*START, pair('c', 'y2')[0], *end('c', 't')],
+        [('two scales', 'c'), ('not absorbed', 'y2 q')],
+        {'outputs': ('y',)},
+    ),
+    'bias quantized': (
+        [
+            *START,
+            *pair('b', 'b1'),
+            *pair('w', 'w1', 'ws', 'wz', axis=0),
+            *pair('c', 'c1'),
+            node('Conv', ['c1', 'w1', 'b1'], 'y'),
+        ],
+        [('not absorbed', 'b1')],
+        {'values': {'b': np.ones(C, np.float32)}},
+    ),
     'two equal Q': ([*START, *end('c'), *end('c', 's', 'y2')], [('duplicate', 'c')], {'outputs': ('y', 'y2')}),
-    'Identity in a pair': ([*START, node('QuantizeLinear', ['c', 's', 'z'], 'q'), node('Identity', 'q', 'i'),
-                            node('DequantizeLinear', ['i', 's', 'z'], 'd'), *conv('d', 'y')], [('in the way', 'i')]),
-    'Cast before a convolution': ([*START, *pair('c', 'c1'), node('Cast', 'c1', 'i', to=TensorProto.FLOAT), *conv('i', 'y')],
-                                  [('float conv', 'y'), ('in the way', 'i')]),
+    'Identity in a pair': (
+        [
+            *START,
+            node('QuantizeLinear', ['c', 's', 'z'], 'q'),
+            node('Identity', 'q', 'i'),
+            node('DequantizeLinear', ['i', 's', 'z'], 'd'),
+            *conv('d', 'y'),
+        ],
+        [('in the way', 'i')],
+    ),
+    'Cast before a convolution': (
+        [*START, *pair('c', 'c1'), node('Cast', 'c1', 'i', to=TensorProto.FLOAT), *conv('i', 'y')],
+        [('float conv', 'y'), ('in the way', 'i')],
+    ),
     'Cast before a Q': ([*START, node('Cast', 'c', 'i', to=TensorProto.FLOAT), *end('i')], [('in the way', 'i')]),
     'Cast of the image': ([node('Cast', 'x', 'i', to=TensorProto.FLOAT), *end('i')], []),
     'Constant as scale': ([*START, node('Constant', [], 'u', value_float=0.1), *end('c', 'u')], [('in the way', 'u')]),
-    'Identity as zero point': ([*START, node('Identity', 'z', 'u'), *pair('c', 'c1', z='u'), *conv('c1', 'y')], [('in the way', 'u')]),
-
-    'zero point': ([*START, *pair('c', 'c1', z='three'), *conv('c1', 'y')], [('zero point', 'c1')], {'values': {'three': np.int8(3)}}),
-    'UINT8': ([*START, *pair('c', 'c1', z='u'), *conv('c1', 'y')], [('zero point', 'c1')], {'values': {'u': np.uint8(0)}}),
+    'Identity as zero point': (
+        [*START, node('Identity', 'z', 'u'), *pair('c', 'c1', z='u'), *conv('c1', 'y')],
+        [('in the way', 'u')],
+    ),
+    'zero point': (
+        [*START, *pair('c', 'c1', z='three'), *conv('c1', 'y')],
+        [('zero point', 'c1')],
+        {'values': {'three': np.int8(3)}},
+    ),
+    'UINT8': (
+        [*START, *pair('c', 'c1', z='u'), *conv('c1', 'y')],
+        [('zero point', 'c1')],
+        {'values': {'u': np.uint8(0)}},
+    ),
     'no zero point': ([*START, *pair('c', 'c1', z=None), *conv('c1', 'y')], [('zero point', 'c1')]),
     'DQ with another scale': ([*START, *pair('c', 'c1', dq_scale='t'), *conv('c1', 'y')], [('scale', 'c1')]),
-    **{f'scale {value!r}': ([*START, *end('c', 'v')], [('scale', 'y1')] if bad else [], {'values': {'v': value}})
-       for bad, values in ((True, (0, -1, 1e-39, np.inf, np.nan)), (False, (2e-38, 1e-5))) for value in map(np.float32, values)},
-    'a weight with a dead channel': ([*START, *pair('c', 'c1'), *pair('w', 'w1', 'v', 'wz', axis=0), node('Conv', ['c1', 'w1'], 'y')],
-                                     [('scale', 'w1')],
-                                     {'values': {'v': np.float32([0] + [0.1] * (C - 1))}}),
-    'no axis': ([*START, *pair('c', 'c1'), *pair('w', 'w1', 'ws', 'wz'), node('Conv', ['c1', 'w1'], 'y')], [('axis', 'w1')]),
+    **{
+        f'scale {value!r}': ([*START, *end('c', 'v')], [('scale', 'y1')] if bad else [], {'values': {'v': value}})
+        for bad, values in ((True, (0, -1, 1e-39, np.inf, np.nan)), (False, (2e-38, 1e-5)))
+        for value in map(np.float32, values)
+    },
+    'a weight with a dead channel': (
+        [*START, *pair('c', 'c1'), *pair('w', 'w1', 'v', 'wz', axis=0), node('Conv', ['c1', 'w1'], 'y')],
+        [('scale', 'w1')],
+        {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
+    ),
+    'no axis': (
+        [*START, *pair('c', 'c1'), *pair('w', 'w1', 'ws', 'wz'), node('Conv', ['c1', 'w1'], 'y')],
+        [('axis', 'w1')],
+    ),
     'wrong axis': ([*START, *pair('c', 'c1'), *conv('c1', 'y', axis=1)], [('axis', 'y w')]),
     'transposed convolution': ([*START, *pair('c', 'c1'), *conv('c1', 'y', 'ConvTranspose', axis=1)], []),
-    'wrong axis, transposed convolution': ([*START, *pair('c', 'c1'), *conv('c1', 'y', 'ConvTranspose', axis=0)], [('axis', 'y w')]),
+    'wrong axis, transposed convolution': (
+        [*START, *pair('c', 'c1'), *conv('c1', 'y', 'ConvTranspose', axis=0)],
+        [('axis', 'y w')],
+    ),
     'activation per channel': ([*START, *pair('c', 'c1', 'ws', 'wz', axis=1), *conv('c1', 'y')], [('axis', 'c1')]),
 }
 
@@ -202,28 +383,38 @@ def test_every_kind_is_shown_by_a_graph():
     assert {kind for _, findings, *_ in GRAPHS.values() for kind, _ in findings} == set(FINDINGS)
 
 
-FP16_SCALES = {2.0 ** -14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 number is subnormal; 1e-8 becomes 0
+FP16_SCALES = {2.0**-14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 number is subnormal; 1e-8 becomes 0
 
 
 @pytest.mark.parametrize('value', FP16_SCALES)
 def test_fp16_scales(value):
     half = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
-    model = graph_of([*START, *end('c', 'v')], values={**half, 'v': np.float16(value)}, opset=19, dtype=TensorProto.FLOAT16)
+    model = graph_of(
+        [*START, *end('c', 'v')], values={**half, 'v': np.float16(value)}, opset=19, dtype=TensorProto.FLOAT16
+    )
     found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == ([('scale', 'y1')] if FP16_SCALES[value] else [])
     assert found.typing == {'FP16': 2} and found.opset == 19
     assert found.cost['as typed'] == found.cost['float parts in FP16']
 
 
-@pytest.mark.parametrize('name, reasons', [
-    ('DFL', ['', HEAD, DFL]), ('two float convolutions at the end', ['', 'input and weight not quantized', HEAD]),
-    ('float input', ['', 'input not quantized', '']), ('float weight at the end', ['', 'weight not quantized'])])
+@pytest.mark.parametrize(
+    'name, reasons',
+    [
+        ('DFL', ['', HEAD, DFL]),
+        ('two float convolutions at the end', ['', 'input and weight not quantized', HEAD]),
+        ('float input', ['', 'input not quantized', '']),
+        ('float weight at the end', ['', 'weight not quantized']),
+    ],
+)
 def test_why_a_convolution_is_float(name, reasons):
     found = audit_of(name)
     assert [c.reason for c in found.convs] == reasons and [c.int8 for c in found.convs] == [not r for r in reasons]
 
 
-@pytest.mark.parametrize('name, inside', [('Q/DQ before ReLU', True), ('Q/DQ before SiLU', True), ('Q/DQ around a softmax', False)])
+@pytest.mark.parametrize(
+    'name, inside', [('Q/DQ before ReLU', True), ('Q/DQ before SiLU', True), ('Q/DQ around a softmax', False)]
+)
 def test_a_pair_between_convolution_and_activation_is_called_that(name, inside):
     [detail] = [f.detail for f in audit_of(name).findings if f.where == 'c1']
     assert ('activation of the convolution in front' in detail) == inside
@@ -233,13 +424,24 @@ def test_channels_are_counted_per_group():
     weights = {'w1': (24, 16), 'w2': (16, 12), 'w3': (48, 16)}  # 16 -> 24, two groups of 12 -> 8, 16 -> 48
     nodes, given = [*pair('x', 'x1')], 'x1'
     for i, (name, group) in enumerate(zip(weights, (1, 2, 1))):
-        nodes += [*pair(name, f'{name} dq', 's'), node('Conv', [given, f'{name} dq'], f'c{i}', group=group), *pair(f'c{i}', f'd{i}')]
+        nodes += [
+            *pair(name, f'{name} dq', 's'),
+            node('Conv', [given, f'{name} dq'], f'c{i}', group=group),
+            *pair(f'c{i}', f'd{i}'),
+        ]
         given = f'd{i}'
-    found = audit.audit(graph_of([*nodes, node('Conv', [given, 'last'], 'y')], values={
-        **{k: np.ones((*v, 1, 1), np.float32) for k, v in weights.items()}, 'last': np.ones((1, 48, 1, 1), np.float32)}))
+    found = audit.audit(
+        graph_of(
+            [*nodes, node('Conv', [given, 'last'], 'y')],
+            values={
+                **{k: np.ones((*v, 1, 1), np.float32) for k, v in weights.items()},
+                'last': np.ones((1, 48, 1, 1), np.float32),
+            },
+        )
+    )
     assert [c.channels for c in found.convs] == [(16, 24), (12, 8), (16, 48), (48, 1)]
     assert [c.name for c in found.misaligned] == ['c1'], 'c0 reads the image, the last is float'
-    assert [c.flops for c in found.convs] == [2 * SIZE ** 2 * n for n in (24 * 16, 16 * 12, 48 * 16, 48)]
+    assert [c.flops for c in found.convs] == [2 * SIZE**2 * n for n in (24 * 16, 16 * 12, 48 * 16, 48)]
     assert found.parameters == 24 * 16 + 16 * 12 + 48 * 16 + 48
 
 
@@ -249,7 +451,10 @@ CONV = node('Conv', ['x', 'w'], 'c')
 KERNELS = {  # nodes → those that share a kernel, by output
     'SiLU': ([CONV, *silu('c', 'y')], ['c, y gate, y']),
     'ReLU': ([CONV, node('Relu', 'c', 'y')], ['c, y']),
-    'ReLU of a tensor that is read twice': ([CONV, node('Relu', 'c', 'r'), node('Add', ['r', 'c'], 'y')], ['c', 'r, y']),
+    'ReLU of a tensor that is read twice': (
+        [CONV, node('Relu', 'c', 'r'), node('Add', ['r', 'c'], 'y')],
+        ['c', 'r, y'],
+    ),
     'Add': ([CONV, node('Add', ['x', 'c'], 'a'), node('Relu', 'a', 'y')], ['c, a, y']),
     'SiLU, then Add': ([CONV, *silu('c', 's1'), node('Add', ['x', 's1'], 'y')], ['c, s1 gate, s1', 'y']),
     'elementwise': ([node('Exp', 'x', 'a'), node('Sigmoid', 'a', 'b'), node('Sub', ['b', 'x'], 'y')], ['a, b, y']),
@@ -265,7 +470,7 @@ def test_what_runs_as_one_kernel(name):
     assert [', '.join(n.output[0] for n in group) for group in kernels(Graph(graph_of(nodes)))] == expected
 
 
-E, W = C * SIZE ** 2, C * C  # elements of an activation, of a weight
+E, W = C * SIZE**2, C * C  # elements of an activation, of a weight
 CONV8, LAST = E + W + E, E + W + 4 * E  # bytes: INT8 in and out; INT8 in, FP32 out
 COSTS = {
     'clean': Cost(2, CONV8 + LAST),
@@ -331,8 +536,12 @@ def exports(demo, tmp_path_factory):
     """{name: file} of the demo: float; INT8 with free scales; INT8 with tied scales, as traced and in FP16."""
     folder = tmp_path_factory.mktemp('exports')
     free, tied = free_scales(demo), demo.quantized_model()
-    for name, model, options in (('float', demo.float_model(), {}), ('free', free, {}), ('tied', tied, {}),
-                                 ('half', tied, {'half': True, 'opset': 19})):
+    for name, model, options in (
+        ('float', demo.float_model(), {}),
+        ('free', free, {}),
+        ('tied', tied, {}),
+        ('half', tied, {'half': True, 'opset': 19}),
+    ):
         export_onnx(model, folder / f'{name}.onnx', IMGSZ, **options)
     return {file.stem: file for file in folder.iterdir()}
 
@@ -371,8 +580,14 @@ def test_typing_is_what_is_in_the_file(audits):
     little that is not INT8."""
     typed, half = audits['tied'], audits['half']
     assert set(typed.typing) - {'other'} == {'FP32'} and half.typing['FP16'] > 500 > half.typing['FP32'] > 0
-    assert abs(half.cost['as typed'].kernels - typed.cost['as typed'].kernels) <= 7, 'Casts: the image, two of each stride'
-    assert typed.cost['float parts in FP16'].bytes < half.cost['as typed'].bytes < 1.2 * typed.cost['float parts in FP16'].bytes
+    assert abs(half.cost['as typed'].kernels - typed.cost['as typed'].kernels) <= 7, (
+        'Casts: the image, two of each stride'
+    )
+    assert (
+        typed.cost['float parts in FP16'].bytes
+        < half.cost['as typed'].bytes
+        < 1.2 * typed.cost['float parts in FP16'].bytes
+    )
 
 
 @pytest.mark.faults
@@ -388,7 +603,11 @@ def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_pa
 
 def test_the_baseline_is_the_float_export(audits):
     """Taking Q and DQ away gives what the float model exports to."""
-    assert audits['free'].cost['FP16, no Q/DQ'] == audits['float'].cost['FP16, no Q/DQ'] == audits['float'].cost['float parts in FP16']
+    assert (
+        audits['free'].cost['FP16, no Q/DQ']
+        == audits['float'].cost['FP16, no Q/DQ']
+        == audits['float'].cost['float parts in FP16']
+    )
     assert audits['float'].cost['as typed'].bytes == 2 * audits['float'].cost['FP16, no Q/DQ'].bytes
     counts = audit.counts(audits['float'])
     assert counts['not quantized'] == 1 and sum(counts.values()) == 1 + counts['float conv']
@@ -401,8 +620,12 @@ def test_shapes_are_those_that_onnx_infers(exports):
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
         del model.graph.output[0].type.tensor_type.shape.dim[:]
         inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
-        theirs = {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in inferred
-                  if all(d.HasField('dim_value') for d in v.type.tensor_type.shape.dim) and v.type.tensor_type.HasField('shape')}
+        theirs = {
+            v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim)
+            for v in inferred
+            if all(d.HasField('dim_value') for d in v.type.tensor_type.shape.dim)
+            and v.type.tensor_type.HasField('shape')
+        }
         ours = tensor_types(model)
         assert len(theirs) > 500 and {k: ours[k][1] for k in theirs} == theirs
         assert {n for node in model.graph.node for n in node.output} <= ours.keys()
@@ -410,22 +633,35 @@ def test_shapes_are_those_that_onnx_infers(exports):
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
+
 def test_the_command(exports, tmp_path):
     out = python('scripts/audit_onnx.py', exports['free'], '--json', tmp_path / 'audit.json')
     content = json.loads((tmp_path / 'audit.json').read_text())
     assert content['counts'] == audit.counts(audit.audit(onnx.load(exports['free'])))
-    assert len(content['findings']) == sum(content['counts'].values()) and f"{len(content['findings'])} findings" in out
-    assert 'not measured' in out and '... and' in out and content['findings'][-1]['where'] not in out.split('... and')[0]
+    assert len(content['findings']) == sum(content['counts'].values()) and f'{len(content["findings"])} findings' in out
+    assert (
+        'not measured' in out and '... and' in out and content['findings'][-1]['where'] not in out.split('... and')[0]
+    )
     whole = python('scripts/audit_onnx.py', exports['free'], '--verbose')
-    assert '... and' not in whole and all(f"{f['where']}: {f['detail']}" in whole for f in content['findings'])
+    assert '... and' not in whole and all(f'{f["where"]}: {f["detail"]}' in whole for f in content['findings'])
 
 
-@pytest.mark.parametrize('name, strict, code', [('clean', True, 0), ('two scales', True, 1), ('two scales', False, 0), ('nothing quantized', True, 1),
-                                                ('nothing quantized', False, 0)])
+@pytest.mark.parametrize(
+    'name, strict, code',
+    [
+        ('clean', True, 0),
+        ('two scales', True, 1),
+        ('two scales', False, 0),
+        ('nothing quantized', True, 1),
+        ('nothing quantized', False, 0),
+    ],
+)
 def test_strict_is_the_exit_code(tmp_path, name, strict, code):
     nodes, _, *more = GRAPHS[name]
     onnx.save(graph_of(nodes, **(more[0] if more else {})), tmp_path / 'model.onnx')
-    assert (program('scripts/audit_onnx.py').main([str(tmp_path / 'model.onnx'), *(['--strict'] if strict else [])]) or 0) == code
+    assert (
+        program('scripts/audit_onnx.py').main([str(tmp_path / 'model.onnx'), *(['--strict'] if strict else [])]) or 0
+    ) == code
 
 
 def contradictory():
@@ -433,14 +669,19 @@ def contradictory():
     return graph_of([node('Concat', ['x', 'w'], 'y', axis=1)]).SerializeToString()
 
 
-BAD = [('none.onnx', None, 'no such file'), ('model.pt', b'', 'expected a file ending in .onnx'),
-       ('text.onnx', b'no graph', 'no valid ONNX file'), ('shapes.onnx', contradictory(), 'shapes.onnx: y: '),
-       ('empty.onnx', b'', 'no valid ONNX file')]
+BAD = [
+    ('none.onnx', None, 'no such file'),
+    ('model.pt', b'', 'expected a file ending in .onnx'),
+    ('text.onnx', b'no graph', 'no valid ONNX file'),
+    ('shapes.onnx', contradictory(), 'shapes.onnx: y: '),
+    ('empty.onnx', b'', 'no valid ONNX file'),
+]
 
 
 @pytest.mark.parametrize('name, content, says', BAD, ids=[b[0] for b in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, says):
     from utils.qat.core.command import run_command
+
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert run_command(program('scripts/audit_onnx.py').main, [str(tmp_path / name)]) == 2
@@ -450,19 +691,21 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, 
 
 def test_it_needs_neither_torch_nor_yolov9(exports):
     """From the toolkit's own folder, where upstream's utils/__init__.py, and so torch, is not."""
-    code = f'''import runpy, sys
+    code = f"""import runpy, sys
 sys.argv = ['audit_onnx.py', {str(exports['free'])!r}]
 try:
     runpy.run_path({str(REPO / 'scripts/audit_onnx.py')!r}, run_name='__main__')
 except SystemExit as done:
     assert not done.code
 assert 'torch' not in sys.modules and 'models' not in sys.modules
-'''
+"""
     done = subprocess.run([sys.executable, '-c', code], cwd=REPO / 'scripts', capture_output=True, text=True)
     assert done.returncode == 0 and 'INT8 coverage' in done.stdout, done.stderr
 
 
 def test_it_runs_in_a_copied_tree(clone, exports):
     subprocess.run([REPO / 'patch_yolov9.sh', clone], check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run([sys.executable, 'scripts/audit_onnx.py', exports['free']], cwd=clone, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, 'scripts/audit_onnx.py', exports['free']], cwd=clone, capture_output=True, text=True
+    )
     assert done.returncode == 0 and 'INT8 coverage' in done.stdout, done.stderr

@@ -1,4 +1,5 @@
 """The audit ends on every graph: with its report, or with one line that names the file, in seconds that grow with the graph."""
+
 import signal
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 from faults import sampled
 from graphs import dq, node, pair
 from onnx import TensorProto, helper, numpy_helper
+from zoo import program
+
 from utils.qat.core.command import run_command
 from utils.qat.graph.onnx_graph import Graph
-from zoo import program
 
 MANY = 10_000
 SECONDS = 20  # of the processor; what is walked as often as it is long takes hours
@@ -20,16 +22,33 @@ def values(**arrays):
     return [numpy_helper.from_array(np.asarray(value), name) for name, value in arrays.items()]
 
 
-CONSTANTS = values(scale=np.float32(0.1), zero=np.int8(0), w=np.ones((C, C, 1, 1), np.float32), starts=np.int64([0]), ends=np.int64([C]),
-                   axes=np.int64([1]), huge=np.int64([2 ** 33]), trips=np.int64(2 ** 40), true=np.bool_(True), zeros=np.int64([0, 0]))
+CONSTANTS = values(
+    scale=np.float32(0.1),
+    zero=np.int8(0),
+    w=np.ones((C, C, 1, 1), np.float32),
+    starts=np.int64([0]),
+    ends=np.int64([C]),
+    axes=np.int64([1]),
+    huge=np.int64([2**33]),
+    trips=np.int64(2**40),
+    true=np.bool_(True),
+    zeros=np.int64([0, 0]),
+)
 
 
 def graph(nodes, outputs=('y',), constants=(), inputs=(('x', [1, C, 8, 8]),), opset=17, **metadata):
     used = {name for n in nodes for name in n.input} | {'w'}
-    model = helper.make_model(helper.make_graph(
-        nodes, 'g', [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in outputs],
-        [c for c in CONSTANTS if c.name in used] + list(constants)), opset_imports=[helper.make_opsetid('', opset)], ir_version=9)
+    model = helper.make_model(
+        helper.make_graph(
+            nodes,
+            'g',
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * 4) for name in outputs],
+            [c for c in CONSTANTS if c.name in used] + list(constants),
+        ),
+        opset_imports=[helper.make_opsetid('', opset)],
+        ir_version=9,
+    )
     helper.set_model_props(model, metadata)
     return model
 
@@ -44,71 +63,173 @@ def chain(n, step, end='y'):
 
 
 def doubled(i, given, out):
-    return [node('Concat', given, given, f'{out} two', axis=1), node('Slice', f'{out} two', 'starts', 'ends', 'axes', out)]
+    return [
+        node('Concat', given, given, f'{out} two', axis=1),
+        node('Slice', f'{out} two', 'starts', 'ends', 'axes', out),
+    ]
 
 
 def branch(op, given, out):
     """The body of an If: `op` of a tensor outside of it."""
-    return helper.make_graph([node(op, given, out)], 'branch', [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, [1, C, 8, 8])])
+    return helper.make_graph(
+        [node(op, given, out)], 'branch', [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, [1, C, 8, 8])]
+    )
 
 
 LOOP = helper.make_graph(
-    [node('Identity', 'go', 'going'), node('Relu', 'before', 'after')], 'body',
-    [helper.make_tensor_value_info('i', TensorProto.INT64, []), helper.make_tensor_value_info('go', TensorProto.BOOL, []),
-     helper.make_tensor_value_info('before', TensorProto.FLOAT, [C, C, 1, 1])],
-    [helper.make_tensor_value_info('going', TensorProto.BOOL, []), helper.make_tensor_value_info('after', TensorProto.FLOAT, [C, C, 1, 1])])
+    [node('Identity', 'go', 'going'), node('Relu', 'before', 'after')],
+    'body',
+    [
+        helper.make_tensor_value_info('i', TensorProto.INT64, []),
+        helper.make_tensor_value_info('go', TensorProto.BOOL, []),
+        helper.make_tensor_value_info('before', TensorProto.FLOAT, [C, C, 1, 1]),
+    ],
+    [
+        helper.make_tensor_value_info('going', TensorProto.BOOL, []),
+        helper.make_tensor_value_info('after', TensorProto.FLOAT, [C, C, 1, 1]),
+    ],
+)
 
 FINE = {  # name → a graph with a report
     'doubled 40 times': lambda: graph(chain(40, doubled)),
-    'doubled, then quantized': lambda: graph([*chain(40, doubled, 'd'), *pair('d', 'd1'), node('Conv', 'd1', 'w', 'y')]),
-    'doubled weights': lambda: graph([node('Concat', 'w', 'w', 'w0', axis=0), *(node('Concat', f'w{i}', f'w{i}', f'w{i + 1}', axis=0) for i in range(40)),
-                                      node('Identity', 'x', 'y'), node('Shape', 'w40', 's')]),
+    'doubled, then quantized': lambda: graph(
+        [*chain(40, doubled, 'd'), *pair('d', 'd1'), node('Conv', 'd1', 'w', 'y')]
+    ),
+    'doubled weights': lambda: graph(
+        [
+            node('Concat', 'w', 'w', 'w0', axis=0),
+            *(node('Concat', f'w{i}', f'w{i}', f'w{i + 1}', axis=0) for i in range(40)),
+            node('Identity', 'x', 'y'),
+            node('Shape', 'w40', 's'),
+        ]
+    ),
     'transposed many times': lambda: graph(chain(MANY, lambda i, x, y: node('Transpose', x, y, perm=[0, 1, 3, 2]))),
     'many activations': lambda: graph(chain(MANY, lambda i, x, y: node('Relu', x, y))),
-    'a sum of many': lambda: graph([*pair('x', 'a'), *chain(MANY, lambda i, x, y: node('Add', 'a' if x == 'x' else x, 'a', y), 's'), *pair('s', 's1'),
-                                    node('Conv', 's1', 'w', 'y')]),
-    'a sum of many, each read once': lambda: graph([*pair('x', 'a'), *(node('Identity', 'a', f'a{i}') for i in range(MANY // 2)),
-                                                    *chain(MANY // 2, lambda i, x, y: node('Add', x, f'a{i}', y))]),
+    'a sum of many': lambda: graph(
+        [
+            *pair('x', 'a'),
+            *chain(MANY, lambda i, x, y: node('Add', 'a' if x == 'x' else x, 'a', y), 's'),
+            *pair('s', 's1'),
+            node('Conv', 's1', 'w', 'y'),
+        ]
+    ),
+    'a sum of many, each read once': lambda: graph(
+        [
+            *pair('x', 'a'),
+            *(node('Identity', 'a', f'a{i}') for i in range(MANY // 2)),
+            *chain(MANY // 2, lambda i, x, y: node('Add', x, f'a{i}', y)),
+        ]
+    ),
     'many Q and DQ': lambda: graph(chain(MANY // 2, lambda i, x, y: pair(x, y))),
-    'many Q and DQ, read by convolutions': lambda: graph(chain(MANY // 4, lambda i, x, y: [*pair(x, y), node('Conv', y, 'w', f'c{i}')])),
-    'many convolutions side by side': lambda: graph([*(node('Conv', 'x', 'w', f'c{i}') for i in range(MANY)), node('Sum', *(f'c{i}' for i in range(MANY)), 'y')]),
+    'many Q and DQ, read by convolutions': lambda: graph(
+        chain(MANY // 4, lambda i, x, y: [*pair(x, y), node('Conv', y, 'w', f'c{i}')])
+    ),
+    'many convolutions side by side': lambda: graph(
+        [*(node('Conv', 'x', 'w', f'c{i}') for i in range(MANY)), node('Sum', *(f'c{i}' for i in range(MANY)), 'y')]
+    ),
     'many convolutions in a row': lambda: graph(chain(MANY, lambda i, x, y: node('Conv', x, 'w', y))),
-    'convolutions before a long tail': lambda: graph([*(node('Conv', 'x', 'w', f'c{i}') for i in range(MANY // 2)),
-                                                      node('Sum', *(f'c{i}' for i in range(MANY // 2)), 't'),
-                                                      *chain(MANY // 2, lambda i, x, y: node('Relu', 't' if x == 'x' else x, y))]),
-    'one concat of many': lambda: graph([*(node('Relu', 'x', f'r{i}') for i in range(MANY)), node('Concat', *(f'r{i}' for i in range(MANY)), 'y', axis=1)]),
+    'convolutions before a long tail': lambda: graph(
+        [
+            *(node('Conv', 'x', 'w', f'c{i}') for i in range(MANY // 2)),
+            node('Sum', *(f'c{i}' for i in range(MANY // 2)), 't'),
+            *chain(MANY // 2, lambda i, x, y: node('Relu', 't' if x == 'x' else x, y)),
+        ]
+    ),
+    'one concat of many': lambda: graph(
+        [
+            *(node('Relu', 'x', f'r{i}') for i in range(MANY)),
+            node('Concat', *(f'r{i}' for i in range(MANY)), 'y', axis=1),
+        ]
+    ),
     'one concat of one, many times': lambda: graph([*pair('x', 'a'), node('Concat', *(['a'] * MANY), 'y', axis=1)]),
     'one sum of one, many times': lambda: graph([node('Relu', 'x', 'a'), node('Sum', *(['a'] * MANY), 'y')]),
-    'many outputs': lambda: graph([*pair('x', 'a'), *(dq('a int8', f'y{i}') for i in range(MANY // 2))], [f'y{i}' for i in range(MANY // 2)]),
-    'much shape arithmetic': lambda: graph([node('Shape', 'x', 'x0'), *(node('Add', f'x{i}', f'x{i}', f'x{i + 1}') for i in range(MANY)), node('Relu', 'x', 'y')]),
-    'a constant of 2^33 values': lambda: graph([node('ConstantOfShape', 'huge', 'c'), node('Relu', 'c', 'd'), node('Relu', 'x', 'y')]),
-    'an input of 2^60 values': lambda: graph([node('Conv', 'x', 'w', 'y')], inputs=[('x', [1, C, 2 ** 30, 2 ** 30])]),
+    'many outputs': lambda: graph(
+        [*pair('x', 'a'), *(dq('a int8', f'y{i}') for i in range(MANY // 2))], [f'y{i}' for i in range(MANY // 2)]
+    ),
+    'much shape arithmetic': lambda: graph(
+        [
+            node('Shape', 'x', 'x0'),
+            *(node('Add', f'x{i}', f'x{i}', f'x{i + 1}') for i in range(MANY)),
+            node('Relu', 'x', 'y'),
+        ]
+    ),
+    'a constant of 2^33 values': lambda: graph(
+        [node('ConstantOfShape', 'huge', 'c'), node('Relu', 'c', 'd'), node('Relu', 'x', 'y')]
+    ),
+    'an input of 2^60 values': lambda: graph([node('Conv', 'x', 'w', 'y')], inputs=[('x', [1, C, 2**30, 2**30])]),
     'an input of negative size': lambda: graph([node('Conv', 'x', 'w', 'y')], inputs=[('x', [1, C, -8, -8])]),
-    'a loop of 2^40 rounds': lambda: graph([helper.make_node('Loop', ['trips', 'true', 'w'], ['l'], body=LOOP), node('Conv', 'x', 'w', 'y')]),
-    'an If of what is outside': lambda: graph([*pair('x', 'a'), node('Relu', 'a', 'r'), helper.make_node(
-        'If', ['true'], ['y'], then_branch=branch('Relu', 'r', 'y1'), else_branch=branch('Abs', 'r', 'y2'))]),
-    'no names of nodes': lambda: graph([helper.make_node('Split', ['x', ''], ['', 'b'], axis=1, num_outputs=2), node('Relu', 'b', 'y')], opset=18),
+    'a loop of 2^40 rounds': lambda: graph(
+        [helper.make_node('Loop', ['trips', 'true', 'w'], ['l'], body=LOOP), node('Conv', 'x', 'w', 'y')]
+    ),
+    'an If of what is outside': lambda: graph(
+        [
+            *pair('x', 'a'),
+            node('Relu', 'a', 'r'),
+            helper.make_node(
+                'If', ['true'], ['y'], then_branch=branch('Relu', 'r', 'y1'), else_branch=branch('Abs', 'r', 'y2')
+            ),
+        ]
+    ),
+    'no names of nodes': lambda: graph(
+        [helper.make_node('Split', ['x', ''], ['', 'b'], axis=1, num_outputs=2), node('Relu', 'b', 'y')], opset=18
+    ),
     'kept_float, a layer': lambda: graph([node('Conv', 'x', 'w', 'y')], kept_float="['model.0']"),
-    'division by zero in a shape': lambda: graph([node('Shape', 'x', 's'), node('Sub', 's', 's', 'o'), node('Div', 's', 'o', 'd'), node('Relu', 'x', 'y')]),
+    'division by zero in a shape': lambda: graph(
+        [node('Shape', 'x', 's'), node('Sub', 's', 's', 'o'), node('Div', 's', 'o', 'd'), node('Relu', 'x', 'y')]
+    ),
 }
 CONV = node('Conv', 'x', 'w', 'y')
 BROKEN = {  # name → a graph that is refused
-    **{f'kept_float, {text[:12]}': (lambda text=text: graph([CONV], kept_float=text)) for text in (
-        'None', '3', '[1]', '{', '', "'model.0'", '[[]]', '(' * 5000, '[' * 100_000, '-' * 100_000 + '1', "__import__('os')", '{}', "[b'a']", '1' * 10_000)},
-    'too many ways': lambda: graph(chain(MANY, lambda i, x, y: [node('Relu', 'x', f'r{i}'), node('Concat', x, f'r{i}', y, axis=1)])),
+    **{
+        f'kept_float, {text[:12]}': (lambda text=text: graph([CONV], kept_float=text))
+        for text in (
+            'None',
+            '3',
+            '[1]',
+            '{',
+            '',
+            "'model.0'",
+            '[[]]',
+            '(' * 5000,
+            '[' * 100_000,
+            '-' * 100_000 + '1',
+            "__import__('os')",
+            '{}',
+            "[b'a']",
+            '1' * 10_000,
+        )
+    },
+    'too many ways': lambda: graph(
+        chain(MANY, lambda i, x, y: [node('Relu', 'x', f'r{i}'), node('Concat', x, f'r{i}', y, axis=1)])
+    ),
     'a cycle': lambda: graph([node('Add', 'x', 'b', 'a'), node('Relu', 'a', 'b'), node('Relu', 'b', 'y')]),
     'itself': lambda: graph([node('Concat', 'x', 'y', 'y', axis=1)]),
     'one name twice': lambda: graph([node('Relu', 'x', 'y'), node('Abs', 'x', 'y')]),
-    'no data': lambda: graph([CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[2 ** 40])]),
-    'fewer data than its shape': lambda: graph([CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[2 ** 40], raw_data=b'1234')]),
-    'a negative shape': lambda: graph([CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[-4], raw_data=b'1' * 16)]),
-    'a constant of a negative shape': lambda: graph([helper.make_node('Constant', [], ['c'], value=TensorProto(
-        data_type=TensorProto.FLOAT, dims=[-1], raw_data=b'1' * 4)), CONV]),
-    'an unknown type': lambda: graph([CONV], constants=[TensorProto(name='c', data_type=99, dims=[1], raw_data=b'1234')]),
+    'no data': lambda: graph([CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[2**40])]),
+    'fewer data than its shape': lambda: graph(
+        [CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[2**40], raw_data=b'1234')]
+    ),
+    'a negative shape': lambda: graph(
+        [CONV], constants=[TensorProto(name='c', data_type=TensorProto.FLOAT, dims=[-4], raw_data=b'1' * 16)]
+    ),
+    'a constant of a negative shape': lambda: graph(
+        [
+            helper.make_node(
+                'Constant', [], ['c'], value=TensorProto(data_type=TensorProto.FLOAT, dims=[-1], raw_data=b'1' * 4)
+            ),
+            CONV,
+        ]
+    ),
+    'an unknown type': lambda: graph(
+        [CONV], constants=[TensorProto(name='c', data_type=99, dims=[1], raw_data=b'1234')]
+    ),
     'no opset': lambda: without(graph([CONV]), 'opset_import'),
-    'inputs left out': lambda: foreign('QuantizeLinear', []), 'outputs left out': lambda: foreign('Any', ['x'], []),
+    'inputs left out': lambda: foreign('QuantizeLinear', []),
+    'outputs left out': lambda: foreign('Any', ['x'], []),
     'an operator without its inputs': lambda: graph([helper.make_node('Conv', ['x'], ['y'])]),
-    'an index out of range': lambda: graph([node('Shape', 'x', 's'), node('Gather', 's', 'ends', 'i'), node('Relu', 'x', 'y')]),
+    'an index out of range': lambda: graph(
+        [node('Shape', 'x', 's'), node('Gather', 's', 'ends', 'i'), node('Relu', 'x', 'y')]
+    ),
 }
 
 
@@ -127,6 +248,7 @@ def foreign(op, inputs, outputs=('o',)):
 @pytest.fixture
 def clock():
     """Ends a test after SECONDS of the processor's time."""
+
     def over(*_):
         raise TimeoutError(f'not done after {SECONDS} s')
 
@@ -151,8 +273,17 @@ def test_every_graph(tmp_path, capfd, clock, name):
 
 def test_ways_that_meet_again_count_once():
     """Each use and origin is named once, however many ways lead there, and in the order of the graph."""
-    model = graph([*pair('x', 'a'), node('Concat', 'a', 'a', 'k', axis=1), node('Transpose', 'k', 'm', perm=[0, 1, 3, 2]), node('Concat', 'k', 'm', 'n', axis=1),
-                   node('Relu', 'n', 'y'), node('Abs', 'm', 'y2')], ('y', 'y2'))
+    model = graph(
+        [
+            *pair('x', 'a'),
+            node('Concat', 'a', 'a', 'k', axis=1),
+            node('Transpose', 'k', 'm', perm=[0, 1, 3, 2]),
+            node('Concat', 'k', 'm', 'n', axis=1),
+            node('Relu', 'n', 'y'),
+            node('Abs', 'm', 'y2'),
+        ],
+        ('y', 'y2'),
+    )
     onnx.checker.check_model(model)
     found = Graph(model)
     assert found.origins('n') == {'a'} and [(n.op_type, i) for n, i in found.uses('a')] == [('Relu', 0), ('Abs', 0)]

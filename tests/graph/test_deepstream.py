@@ -1,4 +1,5 @@
 """Laws of export_yoloV9.py: the graph returns what the plain export returns, in DeepStream-Yolo's layout, and is the same graph before that."""
+
 import configparser
 
 import numpy as np
@@ -7,15 +8,16 @@ import pytest
 import torch
 from faults import sampled
 from graphs import copy, dims, run_onnx
+from onnx import TensorProto, helper
+from zoo import build, full, program
+
 from models.deploy.load import load_main_branch
 from models.deploy.onnx_export import export_onnx
-from onnx import TensorProto, helper
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.deepstream import deepstream_config, deepstream_layout
 from utils.qat.prediction.onnxruntime import OnnxModel
-from zoo import build, full, program
 
 export_yolov9 = program('export_yoloV9.py').main
 
@@ -24,7 +26,9 @@ def decoded(plain):
     """output0 [B, 4 + nc, N] → [B, N, 6], in NumPy."""
     rows = plain.transpose(0, 2, 1).astype(np.float64)
     centre, size, scores = rows[..., :2], rows[..., 2:4], rows[..., 4:]
-    return np.concatenate((centre - size / 2, centre + size / 2, scores.max(2, keepdims=True), scores.argmax(2)[..., None]), 2)
+    return np.concatenate(
+        (centre - size / 2, centre + size / 2, scores.max(2, keepdims=True), scores.argmax(2)[..., None]), 2
+    )
 
 
 def images_of(number, height, width):
@@ -34,9 +38,14 @@ def images_of(number, height, width):
 # ---- the graph ----------------------------------------------------------------------------------------------------------
 
 WIDE = {'imgsz': (64, 96), 'dynamic': True, 'simplify': True}
-EXPORTS = {'static': ('float', {}), 'wide and dynamic': ('float', WIDE), 'FP16, high': ('float', {'imgsz': (96, 64), 'half': True, 'opset': 19}),
-           'INT8, batch of 2': ('quantized', {'batch': 2, 'opset': 13}), 'INT8, wide and dynamic': ('quantized', WIDE),
-           'INT8 and FP16, dynamic': ('quantized', {'half': True, 'opset': 20, 'dynamic': True})}
+EXPORTS = {
+    'static': ('float', {}),
+    'wide and dynamic': ('float', WIDE),
+    'FP16, high': ('float', {'imgsz': (96, 64), 'half': True, 'opset': 19}),
+    'INT8, batch of 2': ('quantized', {'batch': 2, 'opset': 13}),
+    'INT8, wide and dynamic': ('quantized', WIDE),
+    'INT8 and FP16, dynamic': ('quantized', {'half': True, 'opset': 20, 'dynamic': True}),
+}
 
 
 @pytest.mark.parametrize('kind, options', sampled(EXPORTS.values(), 3), ids=EXPORTS)
@@ -49,15 +58,20 @@ def test_it_is_the_plain_export_in_another_layout(demo, tmp_path, kind, options)
 
     (height, width), first = options['imgsz'], 'batch' if options.get('dynamic') else options.get('batch', 1)
     [given], [returned] = graph.graph.input, graph.graph.output
-    anchors = sum(height * width // stride ** 2 for stride in (8, 16, 32))
+    anchors = sum(height * width // stride**2 for stride in (8, 16, 32))
     assert (given.name, dims(given)) == ('input', [first, 3, height, width])
     assert (returned.name, dims(returned)) == ('output', [first, anchors, 6])
     assert returned.type.tensor_type.elem_type == given.type.tensor_type.elem_type == TensorProto.FLOAT
 
     # node by node the same, names included, up to output0; behind it FP32
-    types = {v.name: v.type.tensor_type.elem_type
-             for v in onnx.shape_inference.infer_shapes(graph, strict_mode=True, data_prop=True).graph.value_info}
-    assert {types[name] for n in graph.graph.node[len(plain.graph.node):-1] for name in n.output} == {TensorProto.FLOAT, TensorProto.INT64}
+    types = {
+        v.name: v.type.tensor_type.elem_type
+        for v in onnx.shape_inference.infer_shapes(graph, strict_mode=True, data_prop=True).graph.value_info
+    }
+    assert {types[name] for n in graph.graph.node[len(plain.graph.node) : -1] for name in n.output} == {
+        TensorProto.FLOAT,
+        TensorProto.INT64,
+    }
     before = [n for n in graph.graph.node if not n.name.startswith('deepstream/')]
     for node in before:
         node.input[:] = ['images' if name == 'input' else name for name in node.input]
@@ -79,9 +93,14 @@ def test_it_is_the_plain_export_in_another_layout(demo, tmp_path, kind, options)
 @pytest.mark.parametrize('opset', [13, 17, 18, 23])
 @pytest.mark.parametrize('nc', [1, 3])
 def test_boxes_in_numbers(opset, nc):
-    given, returned = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ['batch', 4 + nc, 2]) for name in ('images', 'output0'))
-    plain = helper.make_model(helper.make_graph([helper.make_node('Identity', ['images'], ['output0'])], 'by hand', [given], [returned]),
-                              opset_imports=[helper.make_opsetid('', opset)], ir_version=10)
+    given, returned = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ['batch', 4 + nc, 2]) for name in ('images', 'output0')
+    )
+    plain = helper.make_model(
+        helper.make_graph([helper.make_node('Identity', ['images'], ['output0'])], 'by hand', [given], [returned]),
+        opset_imports=[helper.make_opsetid('', opset)],
+        ir_version=10,
+    )
     graph = deepstream_layout(copy(plain))
     onnx.checker.check_model(graph, full_check=True)
     rows = np.float32([[100, 50, 20, 10, *[0.2, 0.7, 0.1][:nc]], [5000.25, 6, 2, 4, *[0.3, 0.1, 0.9][:nc]]])
@@ -99,13 +118,16 @@ def test_it_is_not_taken_for_a_plain_file(demo, tmp_path):
 
 # ---- the configuration --------------------------------------------------------------------------------------------------
 
+
 def settings_of(text):
     parser = configparser.ConfigParser()
     parser.read_string(text)
     return parser['property'], parser['class-attrs-all']
 
 
-@pytest.mark.parametrize('int8, mode, engine', [(True, '1', 'model_b4_gpu0_int8.engine'), (False, '2', 'model_b4_gpu0_fp16.engine')])
+@pytest.mark.parametrize(
+    'int8, mode, engine', [(True, '1', 'model_b4_gpu0_int8.engine'), (False, '2', 'model_b4_gpu0_fp16.engine')]
+)
 def test_configuration(int8, mode, engine):
     settings, classes = settings_of(deepstream_config('m.pt.onnx', 7, batch=4, int8=int8))
     assert settings['network-mode'] == mode and settings['model-engine-file'] == engine
@@ -113,18 +135,40 @@ def test_configuration(int8, mode, engine):
     assert settings['num-detected-classes'] == '7' and settings['batch-size'] == '4'
     assert 'int8-calib-file' not in settings, 'the scales are in the file'
     assert float(settings['net-scale-factor']) == pytest.approx(1 / 255) and settings['model-color-format'] == '0'
-    assert (settings['maintain-aspect-ratio'], settings['symmetric-padding'], settings['cluster-mode']) == ('1', '1', '2')
-    assert settings['parse-bbox-func-name'] == 'NvDsInferParseYolo' and settings['engine-create-func-name'] == 'NvDsInferYoloCudaEngineGet'
+    assert (settings['maintain-aspect-ratio'], settings['symmetric-padding'], settings['cluster-mode']) == (
+        '1',
+        '1',
+        '2',
+    )
+    assert (
+        settings['parse-bbox-func-name'] == 'NvDsInferParseYolo'
+        and settings['engine-create-func-name'] == 'NvDsInferYoloCudaEngineGet'
+    )
     assert settings['custom-lib-path'].endswith('libnvdsinfer_custom_impl_Yolo.so')
     assert dict(classes) == {'nms-iou-threshold': '0.45', 'pre-cluster-threshold': '0.25', 'topk': '300'}
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind, arguments, says, mode', [
-    ('dual', ['-s', '64', '96', '--dynamic', '--simplify'], ['float', 'DualDDetect, its main branch (DDetect)', '[batch, 3, 64, 96]', 'opset 17'], '2'),
-    ('single', ['-s', '64', '--batch', '2'], ['float', 'head DDetect\n', '[2, 3, 64, 64]'], '2'),
-    ('quantized', ['--weights', '--size', '64', '--trt', '11'], ['INT8', 'head DDetect\n', 'opset 19', 'FP16'], '1')])
+
+@pytest.mark.parametrize(
+    'kind, arguments, says, mode',
+    [
+        (
+            'dual',
+            ['-s', '64', '96', '--dynamic', '--simplify'],
+            ['float', 'DualDDetect, its main branch (DDetect)', '[batch, 3, 64, 96]', 'opset 17'],
+            '2',
+        ),
+        ('single', ['-s', '64', '--batch', '2'], ['float', 'head DDetect\n', '[2, 3, 64, 64]'], '2'),
+        (
+            'quantized',
+            ['--weights', '--size', '64', '--trt', '11'],
+            ['INT8', 'head DDetect\n', 'opset 19', 'FP16'],
+            '1',
+        ),
+    ],
+)
 def test_the_command(demo, tmp_path, monkeypatch, capsys, kind, arguments, says, mode):
     """Files are named as DeepStream-Yolo's own script names them, and are where it puts them."""
     weights, here = tmp_path / 'models/yolov9 é.pt', tmp_path / 'here'
@@ -141,7 +185,11 @@ def test_the_command(demo, tmp_path, monkeypatch, capsys, kind, arguments, says,
     assert (here / 'labels.txt').read_text(encoding='utf-8') == ''.join(f'{digit}\n' for digit in range(10))
     settings, _ = settings_of((here / 'config_infer_primary_yoloV9.txt').read_text(encoding='utf-8'))
     graph = onnx.load(f'{weights}.onnx')
-    assert settings['onnx-file'] == 'yolov9 é.pt.onnx' and settings['network-mode'] == mode and settings['num-detected-classes'] == '10'
+    assert (
+        settings['onnx-file'] == 'yolov9 é.pt.onnx'
+        and settings['network-mode'] == mode
+        and settings['num-detected-classes'] == '10'
+    )
     assert any(onnx_graph.count_qdq(graph)) == (mode == '1')
     first = dims(graph.graph.input[0])[0]
     assert settings['batch-size'] == ('1' if first == 'batch' else str(first))
@@ -154,19 +202,26 @@ def test_the_main_branch_of_a_dual_checkpoint(demo):
     assert head == 'DualDDetect'
     with torch.no_grad():
         ours, theirs = dual(images)[0], single(images)[0]
-    assert (ours[:, :4] - theirs[:, :4]).abs().max() < 0.5 and (ours[:, 4:] - theirs[:, 4:]).abs().max() < 5e-3, 'one of the files is in FP16'
+    assert (ours[:, :4] - theirs[:, :4]).abs().max() < 0.5 and (ours[:, 4:] - theirs[:, 4:]).abs().max() < 5e-3, (
+        'one of the files is in FP16'
+    )
 
 
-BAD = {'a size between strides': (['-s', '100'], "--size 100 100: must be multiples of the model's stride, 32; the next are --size 128 128"),
-       'a width between strides': (['-s', '64', '70'], '--size 64 70: must be multiples'),
-       'no size': (['-s', '0'], '--size 0 0: must be multiples'),
-       'three sizes': (['-s', '64', '64', '64'], '--size 64 64 64: one number, or height and width'),
-       'dynamic and a batch': (['--dynamic', '--batch', '4'], '--dynamic, --batch 4: give one of the two'),
-       'batch 0': (['--batch', '0'], '--batch 0: must be 1 or more'),
-       'opset': (['--opset', '12'], '--opset 12: must lie in 13 to 20 for --trt 10'),
-       'opset of TensorRT 8': (['--trt', '8', '--opset', '18'], '--opset 18: must lie in 13 to 17 for --trt 8'),
-       'trt': (['--trt', '9'], '--trt 9: must be one of 8, 10, 11'),
-       'weights': (['-w', 'missing.pt'], '--weights missing.pt: no such file')}
+BAD = {
+    'a size between strides': (
+        ['-s', '100'],
+        "--size 100 100: must be multiples of the model's stride, 32; the next are --size 128 128",
+    ),
+    'a width between strides': (['-s', '64', '70'], '--size 64 70: must be multiples'),
+    'no size': (['-s', '0'], '--size 0 0: must be multiples'),
+    'three sizes': (['-s', '64', '64', '64'], '--size 64 64 64: one number, or height and width'),
+    'dynamic and a batch': (['--dynamic', '--batch', '4'], '--dynamic, --batch 4: give one of the two'),
+    'batch 0': (['--batch', '0'], '--batch 0: must be 1 or more'),
+    'opset': (['--opset', '12'], '--opset 12: must lie in 13 to 20 for --trt 10'),
+    'opset of TensorRT 8': (['--trt', '8', '--opset', '18'], '--opset 18: must lie in 13 to 17 for --trt 8'),
+    'trt': (['--trt', '9'], '--trt 9: must be one of 8, 10, 11'),
+    'weights': (['-w', 'missing.pt'], '--weights missing.pt: no such file'),
+}
 
 
 @pytest.mark.parametrize('arguments, says', BAD.values(), ids=BAD)

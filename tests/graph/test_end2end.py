@@ -1,4 +1,5 @@
 """Laws of files with NMS inside: the detections are those of NMS outside, one by one; what was in the file before is still there, node for node."""
+
 import ast
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 import torch
 from faults import sampled
 from graphs import copy, dims, graph_of, node, run_onnx
-from models.deploy.end2end import _check, export_end2end, test_predictions as made_predictions, torch_nms
-from models.deploy.onnx_export import export_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
+
+from models.deploy.end2end import _check, export_end2end, torch_nms
+from models.deploy.end2end import test_predictions as made_predictions
+from models.deploy.onnx_export import export_onnx
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -31,6 +34,7 @@ EVALUATION = {'topk_all': 300, 'iou_thres': 0.7, 'conf_thres': 0.001}  # as util
 
 # ---- the reference: NMS by the book ---------------------------------------------------------------------------------------
 
+
 def iou(a, b):
     """IoU of two boxes xyxy; 0 of boxes without area."""
     width, height = np.maximum(np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2]), 0)
@@ -42,19 +46,25 @@ def by_the_book(predictions, nms):
     """Detections [n, 6] of one image: predictions FP32 [4 + nc, N]. Best first, each drops what overlaps it; no library involved."""
     (centre, size), scores = (predictions[:2], predictions[2:4]), predictions[4:]
     boxes = np.concatenate((centre - size / 2, centre + size / 2)).T
-    candidates = [(-score, box, c) for (c, box), score in np.ndenumerate(scores) if score > nms.conf_thres
-                  and (not nms.class_agnostic or c == scores[:, box].argmax())]
+    candidates = [
+        (-score, box, c)
+        for (c, box), score in np.ndenumerate(scores)
+        if score > nms.conf_thres and (not nms.class_agnostic or c == scores[:, box].argmax())
+    ]
     kept = []
     for score, box, c in sorted(candidates):
         if all(iou(boxes[box], boxes[other]) <= nms.iou_thres for _, other, d in kept if nms.class_agnostic or c == d):
             kept.append((score, box, c))
-    return np.float32([[*boxes[box], -score, c] for score, box, c in kept[:nms.topk_all]]).reshape(-1, 6)
+    return np.float32([[*boxes[box], -score, c] for score, box, c in kept[: nms.topk_all]]).reshape(-1, 6)
 
 
 def detections(outputs):
     """The four outputs of a file, as a list of [n, 6]; the types and the rows that do not count are checked on the way."""
     number, boxes, scores, classes = outputs
-    assert [a.dtype for a in outputs] == [np.int32, np.float32, np.float32, np.int32] and number.shape == (len(boxes), 1)
+    assert [a.dtype for a in outputs] == [np.int32, np.float32, np.float32, np.int32] and number.shape == (
+        len(boxes),
+        1,
+    )
     found = np.concatenate((boxes, scores[..., None], classes[..., None]), 2).astype(np.float32)
     assert not any(image[n:].any() for image, [n] in zip(found, number)), 'zeros behind the last'
     return [image[:n] for image, [n] in zip(found, number)]
@@ -62,7 +72,9 @@ def detections(outputs):
 
 def bare(nms, batch=1, classes=3, number=40, version=17):
     """A detector that returns what it is given, predictions, with NMS behind."""
-    model = graph_of([node('Identity', 'x', 'output0')], ('output0',), shape=(batch, 4 + classes, number), opset=version)
+    model = graph_of(
+        [node('Identity', 'x', 'output0')], ('output0',), shape=(batch, 4 + classes, number), opset=version
+    )
     return add_nms(model, nms)
 
 
@@ -76,8 +88,18 @@ def crowd(batch, classes=3, number=40, seed=0):
 
 # ---- the nodes, on predictions made by hand -------------------------------------------------------------------------------
 
-SETTINGS = [{}, {'class_agnostic': True}, {'topk_all': 7}, {'topk_all': 7, 'class_agnostic': True}, EVALUATION | {'topk_all': 40},
-            {'iou_thres': 0.0}, {'iou_thres': 1.0}, {'conf_thres': 0.0}, {'conf_thres': 1.0}, {'iou_thres': 0.5, 'conf_thres': 0.5}]
+SETTINGS = [
+    {},
+    {'class_agnostic': True},
+    {'topk_all': 7},
+    {'topk_all': 7, 'class_agnostic': True},
+    EVALUATION | {'topk_all': 40},
+    {'iou_thres': 0.0},
+    {'iou_thres': 1.0},
+    {'conf_thres': 0.0},
+    {'conf_thres': 1.0},
+    {'iou_thres': 0.5, 'conf_thres': 0.5},
+]
 
 
 @pytest.mark.parametrize('settings', SETTINGS, ids=str)
@@ -111,7 +133,12 @@ def test_empty_and_full_images_in_one_batch():
     assert [len(f) for f in detections(run_onnx(bare(nms, 3), {'x': predictions}))] == [0, 0, 0]
 
 
-A, HALF, NEAR, FAR = (5, 5, 10, 10), (5, 2.5, 10, 5), (5, 6, 10, 10), (50, 50, 10, 10)  # IoU of A with HALF is 0.5, with NEAR 9 / 11
+A, HALF, NEAR, FAR = (
+    (5, 5, 10, 10),
+    (5, 2.5, 10, 5),
+    (5, 6, 10, 10),
+    (50, 50, 10, 10),
+)  # IoU of A with HALF is 0.5, with NEAR 9 / 11
 BY_HAND = {  # boxes and their scores per class, settings → (box, class) in order
     'the better one stays': ([A, NEAR], [[0.5], [0.9]], {}, [(1, 0)]),
     'an IoU at the threshold stays': ([A, HALF], [[0.9], [0.5]], {'iou_thres': 0.5}, [(0, 0), (1, 0)]),
@@ -124,7 +151,12 @@ BY_HAND = {  # boxes and their scores per class, settings → (box, class) in or
     'equal scores: the earlier box stays': ([A, NEAR], [[0.5], [0.5]], {}, [(0, 0)]),
     'equal scores: box, then class': ([A, FAR], [[0.0, 0.5], [0.5, 0.5]], {}, [(0, 1), (1, 0), (1, 1)]),
     'equal scores: the earlier class': ([A], [[0.5, 0.5]], {'class_agnostic': True}, [(0, 0)]),
-    'what is dropped drops nothing': ([A, NEAR, (5, 7, 10, 10)], [[0.9], [0.8], [0.7]], {'iou_thres': 0.7}, [(0, 0), (2, 0)]),
+    'what is dropped drops nothing': (
+        [A, NEAR, (5, 7, 10, 10)],
+        [[0.9], [0.8], [0.7]],
+        {'iou_thres': 0.7},
+        [(0, 0), (2, 0)],
+    ),
     'boxes without area stay': ([(5, 5, 0, 0)] * 2, [[0.9], [0.8]], {}, [(0, 0), (1, 0)]),
     'the best K': ([A, FAR, (90, 90, 9, 9)], [[0.3], [0.9], [0.6]], {'topk_all': 2}, [(1, 0), (2, 0)]),
 }
@@ -152,8 +184,16 @@ def test_more_detections_than_candidates_are_refused():
 # ---- the plugin -----------------------------------------------------------------------------------------------------------
 
 # TensorRT's plugin/efficientNMSPlugin/README.md, and createPlugin in efficientNMSPlugin.cpp, which wants all but class_agnostic
-DOCUMENTED = {'score_threshold': 'FLOAT', 'iou_threshold': 'FLOAT', 'max_output_boxes': 'INT', 'background_class': 'INT', 'score_activation': 'INT',
-              'box_coding': 'INT', 'class_agnostic': 'INT', 'plugin_version': 'STRING'}
+DOCUMENTED = {
+    'score_threshold': 'FLOAT',
+    'iou_threshold': 'FLOAT',
+    'max_output_boxes': 'INT',
+    'background_class': 'INT',
+    'score_activation': 'INT',
+    'box_coding': 'INT',
+    'class_agnostic': 'INT',
+    'plugin_version': 'STRING',
+}
 
 
 @pytest.fixture
@@ -161,10 +201,18 @@ def schema():
     """EfficientNMS_TRT made known to ONNX's checker, with the inputs, outputs and attributes that TensorRT documents."""
     S = onnx.defs.OpSchema
     kinds = [('T', ['tensor(float)', 'tensor(float16)'], ''), ('I', ['tensor(int32)'], '')]
-    known = S(PLUGIN, DOMAIN, 1, type_constraints=kinds,
-              inputs=[S.FormalParameter('boxes', 'T'), S.FormalParameter('scores', 'T')],
-              outputs=[S.FormalParameter(name, kind) for name, kind in zip(END2END, 'ITTI')],
-              attributes=[S.Attribute(name, getattr(S.AttrType, kind), required=name != 'class_agnostic') for name, kind in DOCUMENTED.items()])
+    known = S(
+        PLUGIN,
+        DOMAIN,
+        1,
+        type_constraints=kinds,
+        inputs=[S.FormalParameter('boxes', 'T'), S.FormalParameter('scores', 'T')],
+        outputs=[S.FormalParameter(name, kind) for name, kind in zip(END2END, 'ITTI')],
+        attributes=[
+            S.Attribute(name, getattr(S.AttrType, kind), required=name != 'class_agnostic')
+            for name, kind in DOCUMENTED.items()
+        ],
+    )
     onnx.defs.register_schema(known)
     yield
     onnx.defs.deregister_schema(PLUGIN, 1, DOMAIN)
@@ -181,12 +229,23 @@ def test_the_attributes_of_the_plugin(schema, agnostic):
     onnx.checker.check_model(model, full_check=True)
     made = plugin_of(model)
     assert {a.name: helper.get_attribute_value(a) for a in made.attribute} == {
-        'score_threshold': 0.125, 'iou_threshold': 0.5, 'max_output_boxes': 30, 'background_class': -1, 'score_activation': 0, 'box_coding': 1,
-        'plugin_version': b'1', **({'class_agnostic': 1} if agnostic else {})}
-    assert (made.domain, list(made.output)) == ('TRT', list(END2END)) and ('TRT', 1) in {(o.domain, o.version) for o in model.opset_import}
+        'score_threshold': 0.125,
+        'iou_threshold': 0.5,
+        'max_output_boxes': 30,
+        'background_class': -1,
+        'score_activation': 0,
+        'box_coding': 1,
+        'plugin_version': b'1',
+        **({'class_agnostic': 1} if agnostic else {}),
+    }
+    assert (made.domain, list(made.output)) == ('TRT', list(END2END)) and ('TRT', 1) in {
+        (o.domain, o.version) for o in model.opset_import
+    }
     types = {v.name: v.type.tensor_type for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     boxes, scores = ([d.dim_param or d.dim_value for d in types[name].shape.dim] for name in made.input)
-    assert (boxes, scores) == (['batch', 40, 4], ['batch', 40, 3]) and {types[name].elem_type for name in made.input} == {TensorProto.FLOAT}
+    assert (boxes, scores) == (['batch', 40, 4], ['batch', 40, 3]) and {
+        types[name].elem_type for name in made.input
+    } == {TensorProto.FLOAT}
 
     made.attribute.remove(next(a for a in made.attribute if a.name == 'box_coding'))
     with pytest.raises(onnx.checker.ValidationError, match='box_coding'):
@@ -200,8 +259,17 @@ def with_plugin_as_function(model, nms, classes):
     constants = [helper.make_node('Constant', [], [i.name], value=i) for i in body.graph.initializer]
     model = copy(model)
     imports = [o for o in model.opset_import if o.domain != DOMAIN]
-    model.functions.append(helper.make_function(DOMAIN, PLUGIN, ['boxes', 'scores'], list(END2END), [*constants, *body.graph.node], imports,
-                                                list(DOCUMENTED)))
+    model.functions.append(
+        helper.make_function(
+            DOMAIN,
+            PLUGIN,
+            ['boxes', 'scores'],
+            list(END2END),
+            [*constants, *body.graph.node],
+            imports,
+            list(DOCUMENTED),
+        )
+    )
     return model
 
 
@@ -224,9 +292,16 @@ def test_onnx_runtime_says_that_the_plugin_is_tensorrts(tmp_path):
 # ---- whole models ---------------------------------------------------------------------------------------------------------
 
 SMALL = {'imgsz': (64, 96)}  # what no image of the demo is shown to
-EXPORTS = {'float': {}, 'int8 open': {'dynamic': True}, 'int8 of 8': {'batch': 8, 'opset': 20},
-           'typed': {'half': True, 'opset': 19, 'dynamic': True}, 'float open': {'dynamic': True, 'simplify': True, 'opset': 13, **SMALL},
-           'int8': {'opset': 13, **SMALL}, 'typed float': {'half': True, **SMALL}, 'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True, **SMALL}}
+EXPORTS = {
+    'float': {},
+    'int8 open': {'dynamic': True},
+    'int8 of 8': {'batch': 8, 'opset': 20},
+    'typed': {'half': True, 'opset': 19, 'dynamic': True},
+    'float open': {'dynamic': True, 'simplify': True, 'opset': 13, **SMALL},
+    'int8': {'opset': 13, **SMALL},
+    'typed float': {'half': True, **SMALL},
+    'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True, **SMALL},
+}
 
 
 @pytest.fixture(scope='module')
@@ -240,6 +315,7 @@ def exported(demo, tmp_path_factory):
             model = demo.float_model() if 'float' in name else demo.quantized_model()
             export_onnx(model, file, **{'imgsz': (SIZE, SIZE), **EXPORTS[name]})
         return file
+
     return export
 
 
@@ -260,21 +336,36 @@ def test_what_was_there_is_there_node_for_node(demo, exported, tmp_path, name, k
     onnx.checker.check_model(model, full_check=True)
     assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
 
-    assert list(model.graph.node)[:len(plain.graph.node)] == list(plain.graph.node)
-    assert list(model.graph.initializer)[:len(plain.graph.initializer)] == list(plain.graph.initializer)
-    assert list(model.graph.input) == list(plain.graph.input) and opset(model) == opset(plain) and model.ir_version == plain.ir_version
-    added = list(model.graph.node)[len(plain.graph.node):]
+    assert list(model.graph.node)[: len(plain.graph.node)] == list(plain.graph.node)
+    assert list(model.graph.initializer)[: len(plain.graph.initializer)] == list(plain.graph.initializer)
+    assert (
+        list(model.graph.input) == list(plain.graph.input)
+        and opset(model) == opset(plain)
+        and model.ir_version == plain.ir_version
+    )
+    added = list(model.graph.node)[len(plain.graph.node) :]
     assert all(n.name.startswith('/end2end/') for n in added) and count_qdq(model) == count_qdq(plain)
-    assert {i.name for i in model.graph.initializer} - {i.name for i in plain.graph.initializer} <= {name for n in added for name in n.input}
+    assert {i.name for i in model.graph.initializer} - {i.name for i in plain.graph.initializer} <= {
+        name for n in added for name in n.input
+    }
     assert [n.op_type for n in added].count({'plugin': PLUGIN, 'standard': 'NonMaxSuppression'}[kind]) == 1
 
     batch = dims(plain.graph.output[0])[0]
     assert {o.name: (o.type.tensor_type.elem_type, dims(o)) for o in model.graph.output} == {
-        'num_dets': (TensorProto.INT32, [batch, 1]), 'det_boxes': (TensorProto.FLOAT, [batch, 20, 4]),
-        'det_scores': (TensorProto.FLOAT, [batch, 20]), 'det_classes': (TensorProto.INT32, [batch, 20])}
+        'num_dets': (TensorProto.INT32, [batch, 1]),
+        'det_boxes': (TensorProto.FLOAT, [batch, 20, 4]),
+        'det_scores': (TensorProto.FLOAT, [batch, 20]),
+        'det_classes': (TensorProto.INT32, [batch, 20]),
+    }
     meta = {p.key: p.value for p in model.metadata_props}
     assert ast.literal_eval(meta['names']) == demo.float_model().names and meta['stride'] == '32'
-    assert [meta[k] for k in ('nms', 'topk_all', 'iou_thres', 'conf_thres', 'class_agnostic')] == [kind, '20', '0.5', '0.125', 'True']
+    assert [meta[k] for k in ('nms', 'topk_all', 'iou_thres', 'conf_thres', 'class_agnostic')] == [
+        kind,
+        '20',
+        '0.5',
+        '0.125',
+        'True',
+    ]
 
 
 @pytest.mark.parametrize('kind', NMS_LIMITS)
@@ -294,11 +385,18 @@ def predictions(exported, images):
         if (name, size) not in done:
             done[name, size] = [OnnxModel(exported(name))(part) for part in images.split(size)]
         return done[name, size]
+
     return predict
 
 
-@pytest.mark.parametrize('settings', sampled([{}, {'class_agnostic': True}, {'topk_all': 3}, EVALUATION, EVALUATION | {'class_agnostic': True}], 2), ids=str)
-@pytest.mark.parametrize('name, sizes', [('float', [1]), ('int8 of 8', [8]), pytest.param('typed', [1, 8], marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    'settings',
+    sampled([{}, {'class_agnostic': True}, {'topk_all': 3}, EVALUATION, EVALUATION | {'class_agnostic': True}], 2),
+    ids=str,
+)
+@pytest.mark.parametrize(
+    'name, sizes', [('float', [1]), ('int8 of 8', [8]), pytest.param('typed', [1, 8], marks=pytest.mark.faults)]
+)
 def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_path, name, sizes, settings):
     """Two files, two runs: what ONNX Runtime makes of the nodes in front of the NMS is the same in both."""
     nms = Nms('standard', **settings)
@@ -309,7 +407,11 @@ def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_
         wanted = [d for part in predictions(name, size) for d in torch_nms(part, nms)]
         assert len(found) == 8 and all(map(torch.equal, found, wanted))
         lengths = [len(d) for d in wanted]
-        assert max(lengths) >= 3 and (nms.conf_thres < 0.1 or min(lengths) == 0) and (nms.topk_all > 3 or lengths.count(3) > 3)
+        assert (
+            max(lengths) >= 3
+            and (nms.conf_thres < 0.1 or min(lengths) == 0)
+            and (nms.topk_all > 3 or lengths.count(3) > 3)
+        )
 
 
 def test_torch_nms_is_upstreams(predictions):
@@ -323,7 +425,10 @@ def test_torch_nms_is_upstreams(predictions):
 def test_ap_with_nms_inside_is_that_of_nms_outside(demo, exported, tmp_path, name):
     export_end2end(exported(name), tmp_path / 'model.onnx', Nms('standard', **EVALUATION))
     loader = val_loader(load_data(demo.data), EvalConfig(demo.single, demo.data, 5, SIZE, workers=0), 32, square=True)
-    inside, outside = (evaluate(OnnxModel(file), loader, load_data(demo.data).names, CPU) for file in (tmp_path / 'model.onnx', exported(name)))
+    inside, outside = (
+        evaluate(OnnxModel(file), loader, load_data(demo.data).names, CPU)
+        for file in (tmp_path / 'model.onnx', exported(name))
+    )
     for figure in ('ap', 'ap50', 'precision', 'recall'):
         assert abs(getattr(inside, figure) - getattr(outside, figure)) < 1e-3, figure
     assert outside.ap > 0.5
@@ -347,6 +452,7 @@ def test_in_place(exported, tmp_path):
 
 # ---- failures -------------------------------------------------------------------------------------------------------------
 
+
 def test_what_cannot_be_exported_leaves_the_old_file(exported, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')
     with pytest.raises(QatError, match='only 2100 candidates'):
@@ -354,9 +460,13 @@ def test_what_cannot_be_exported_leaves_the_old_file(exported, tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'model.onnx': b'the old one'}
 
 
-CHANGES = {'one box less': lambda n, b, s, c: n.sub_(1), 'a box moved by rounding': lambda n, b, s, c: b[0, 0].mul_(1 + 1e-6),
-           'another class': lambda n, b, s, c: c[0, 1].add_(1), 'another order': lambda n, b, s, c: s[0, :2].copy_(s[0, [1, 0]]),
-           'something behind the last': lambda n, b, s, c: s[1, -1].fill_(1)}
+CHANGES = {
+    'one box less': lambda n, b, s, c: n.sub_(1),
+    'a box moved by rounding': lambda n, b, s, c: b[0, 0].mul_(1 + 1e-6),
+    'another class': lambda n, b, s, c: c[0, 1].add_(1),
+    'another order': lambda n, b, s, c: s[0, :2].copy_(s[0, [1, 0]]),
+    'something behind the last': lambda n, b, s, c: s[1, -1].fill_(1),
+}
 
 
 @pytest.mark.parametrize('what', [None, *CHANGES])

@@ -1,4 +1,5 @@
 """Laws of segmentation models with NMS inside: each detection has its own mask, the one that it has outside, cell by cell over its box."""
+
 import json
 import re
 import shutil
@@ -10,12 +11,15 @@ import torch
 from conftest import REPO
 from faults import sampled
 from graphs import dims, node, run_onnx
-from models.deploy.end2end import (MASK_TOLERANCE, _check, export_end2end, outside, test_predictions as made_predictions,
-                                   torch_masks, torch_nms)
-from models.deploy.onnx_export import export_onnx, test_images as made_images
 from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
+from zoo import program
+
+from models.deploy.end2end import MASK_TOLERANCE, _check, export_end2end, outside, torch_masks, torch_nms
+from models.deploy.end2end import test_predictions as made_predictions
+from models.deploy.onnx_export import export_onnx
+from models.deploy.onnx_export import test_images as made_images
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -24,13 +28,13 @@ from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.prediction.onnxruntime import OnnxModel
-from zoo import program
 
 export_qat = program('export_qat.py').main
 SIDE = 64  # of the images that the graphs made by hand are for
 
 
 # ---- the reference: one prototype after the other -------------------------------------------------------------------------
+
 
 def sample(values, y, x):
     """The value of [h, w] at a point in units of its cells, whose centres are at 0.5, 1.5 ...: linear between centres, at most half a cell
@@ -41,7 +45,7 @@ def sample(values, y, x):
         return 0.0
     y, x = min(max(y, 0), h - 1), min(max(x, 0), w - 1)
     top, left = min(int(y), h - 2), min(int(x), w - 2)
-    rows = values[top:top + 2, left:left + 2] @ (1 - (x - left), x - left)
+    rows = values[top : top + 2, left : left + 2] @ (1 - (x - left), x - left)
     return rows @ (1 - (y - top), y - top)
 
 
@@ -53,8 +57,14 @@ def mask_by_the_book(box, coefficients, prototypes, pooling):
     logits = np.zeros((r, r))
     for weight, p in zip(np.float64(coefficients), np.float64(prototypes)):
         for i, j in np.ndindex(r, r):
-            logits[i, j] += weight * np.mean([sample(p, y1 + (i + (k + 0.5) / points_y) * height, x1 + (j + (m + 0.5) / points_x) * width)
-                                              for k in range(points_y) for m in range(points_x)] or [0])  # a box without area has none
+            logits[i, j] += weight * np.mean(
+                [
+                    sample(p, y1 + (i + (k + 0.5) / points_y) * height, x1 + (j + (m + 0.5) / points_x) * width)
+                    for k in range(points_y)
+                    for m in range(points_x)
+                ]
+                or [0]
+            )  # a box without area has none
     return 1 / (1 + np.exp(-logits))
 
 
@@ -62,18 +72,36 @@ def masks_of_prototypes(found, prototypes, pooling):
     """As torch_masks, in the other order: RoiAlign of all prototypes for each detection, then the sums."""
     made = []
     for each, p in zip(found, prototypes):
-        pooled = roi_align(p[None], [each[:, :4]], pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True)
+        pooled = roi_align(
+            p[None], [each[:, :4]], pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True
+        )
         made.append(torch.einsum('kc,kcyx->kyx', each[:, 6:], pooled).sigmoid().flatten(1))
     return made
 
 
-def bare(nms, pooling=Pooling(), batch=1, classes=3, nm=4, number=40, version=17, sides=(SIDE // 4, SIDE // 4), imgsz=(SIDE, SIDE)):
+def bare(
+    nms,
+    pooling=Pooling(),
+    batch=1,
+    classes=3,
+    nm=4,
+    number=40,
+    version=17,
+    sides=(SIDE // 4, SIDE // 4),
+    imgsz=(SIDE, SIDE),
+):
     """A model that returns what it is given, predictions and prototypes, with NMS behind."""
     shapes = {'images': (batch, 3, *imgsz), 'x': (batch, 4 + classes + nm, number), 'p': (batch, nm, *sides)}
     given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    returned = [helper.make_tensor_value_info(f'output{i}', TensorProto.FLOAT, shapes[name]) for i, name in enumerate('xp')]
-    graph = helper.make_graph([node('Identity', 'x', 'output0'), node('Identity', 'p', 'output1')], 'by hand', given, returned)
-    return add_nms(helper.make_model(graph, opset_imports=[helper.make_opsetid('', version)], ir_version=8), nms, pooling)
+    returned = [
+        helper.make_tensor_value_info(f'output{i}', TensorProto.FLOAT, shapes[name]) for i, name in enumerate('xp')
+    ]
+    graph = helper.make_graph(
+        [node('Identity', 'x', 'output0'), node('Identity', 'p', 'output1')], 'by hand', given, returned
+    )
+    return add_nms(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid('', version)], ir_version=8), nms, pooling
+    )
 
 
 def crowd(batch, classes=3, nm=4, number=40, seed=0):
@@ -81,7 +109,9 @@ def crowd(batch, classes=3, nm=4, number=40, seed=0):
     rng = np.random.default_rng(seed)
     boxes = np.concatenate((rng.uniform(-5, SIDE + 5, (batch, 2, number)), rng.uniform(1, SIDE, (batch, 2, number))), 1)
     boxes[:, 2:, ::11] = 0
-    predictions = np.concatenate((boxes, rng.uniform(0, 0.6, (batch, classes, number)), rng.normal(size=(batch, nm, number))), 1)
+    predictions = np.concatenate(
+        (boxes, rng.uniform(0, 0.6, (batch, classes, number)), rng.normal(size=(batch, nm, number))), 1
+    )
     return predictions.astype(np.float32), rng.normal(size=(batch, nm, SIDE // 4, SIDE // 4)).astype(np.float32)
 
 
@@ -93,18 +123,28 @@ def run_bare(model, predictions, prototypes):
 def detections(outputs, nm=0):
     """The five outputs of a file → per image ([n, 6], masks [n, R * R]); types and the rows that do not count are checked on the way."""
     number, boxes, scores, classes, masks = outputs
-    assert [a.dtype for a in outputs] == [np.int32, np.float32, np.float32, np.int32, np.float32] and number.shape == (len(boxes), 1)
+    assert [a.dtype for a in outputs] == [np.int32, np.float32, np.float32, np.int32, np.float32] and number.shape == (
+        len(boxes),
+        1,
+    )
     assert np.isfinite(masks).all() and masks.min() >= 0 and masks.max() <= 1
     found = np.concatenate((boxes, scores[..., None], classes[..., None]), 2).astype(np.float32)
-    assert not any(image[n:].any() or m[n:].any() for image, m, [n] in zip(found, masks, number)), 'zeros behind the last'
+    assert not any(image[n:].any() or m[n:].any() for image, m, [n] in zip(found, masks, number)), (
+        'zeros behind the last'
+    )
     return [(image[:n], m[:n]) for image, m, [n] in zip(found, masks, number)]
 
 
 # ---- the nodes, on predictions made by hand -------------------------------------------------------------------------------
 
-SETTINGS = [({}, {'mask_resolution': 16}), ({'class_agnostic': True}, {'mask_resolution': 3}), ({'topk_all': 5}, {'mask_resolution': 7}),
-            ({'iou_thres': 1.0, 'conf_thres': 0.0}, {'mask_resolution': 5, 'sampling_ratio': 2}), ({}, {'mask_resolution': 1}),
-            ({'class_agnostic': True, 'topk_all': 5}, {'mask_resolution': 2, 'sampling_ratio': 1})]
+SETTINGS = [
+    ({}, {'mask_resolution': 16}),
+    ({'class_agnostic': True}, {'mask_resolution': 3}),
+    ({'topk_all': 5}, {'mask_resolution': 7}),
+    ({'iou_thres': 1.0, 'conf_thres': 0.0}, {'mask_resolution': 5, 'sampling_ratio': 2}),
+    ({}, {'mask_resolution': 1}),
+    ({'class_agnostic': True, 'topk_all': 5}, {'mask_resolution': 2, 'sampling_ratio': 1}),
+]
 
 
 @pytest.mark.parametrize('settings, pooling', SETTINGS, ids=str)
@@ -151,7 +191,10 @@ def test_which_cell_is_where():
     [(_, masks)] = detections(run_bare(model, predictions, prototypes))
     x, y = 4 * np.log(masks / (1 - masks)).reshape(2, r, r) + SIDE / 2  # in pixels of the image
     centres = (np.arange(r) + 0.5) / r
-    assert np.abs(x - (x1 + centres * (x2 - x1))).max() < 1e-3 and np.abs(y - (y1 + centres * (y2 - y1))[:, None]).max() < 1e-3
+    assert (
+        np.abs(x - (x1 + centres * (x2 - x1))).max() < 1e-3
+        and np.abs(y - (y1 + centres * (y2 - y1))[:, None]).max() < 1e-3
+    )
 
 
 def test_outside_the_image_a_mask_is_undecided():
@@ -179,8 +222,13 @@ def test_one_channel_is_cut_out_for_each_detection():
         assert dims(made)[1:] == [1, 7, 7]
 
 
-@pytest.mark.parametrize('sides, scale, says', [((16, 16), 0.5, 'are 16 x 16 for images of 64 x 64; give 0.25'),
-                                                ((8, 8), 0.25, 'are 8 x 8 for images of 64 x 64; give 0.125')])
+@pytest.mark.parametrize(
+    'sides, scale, says',
+    [
+        ((16, 16), 0.5, 'are 16 x 16 for images of 64 x 64; give 0.25'),
+        ((8, 8), 0.25, 'are 8 x 8 for images of 64 x 64; give 0.125'),
+    ],
+)
 def test_a_scale_that_is_not_that_of_the_prototypes(sides, scale, says):
     with pytest.raises(QatError, match=f'--pooler-scale {scale}: the prototypes of this model {says}'):
         bare(Nms('standard', 12), Pooling(7, scale), sides=sides)
@@ -190,9 +238,14 @@ def test_a_scale_that_is_not_that_of_the_prototypes(sides, scale, says):
 # ---- whole models ---------------------------------------------------------------------------------------------------------
 
 IMGSZ = (64, 96)
-EXPORTS = {'float': {}, 'float open': {'dynamic': True, 'simplify': True}, 'int8 open': {'dynamic': True, 'simplify': True},
-           'int8 of 4': {'batch': 4, 'opset': 20}, 'typed': {'half': True, 'opset': 19, 'dynamic': True},
-           'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True}}
+EXPORTS = {
+    'float': {},
+    'float open': {'dynamic': True, 'simplify': True},
+    'int8 open': {'dynamic': True, 'simplify': True},
+    'int8 of 4': {'batch': 4, 'opset': 20},
+    'typed': {'half': True, 'opset': 19, 'dynamic': True},
+    'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True},
+}
 
 
 @pytest.fixture(scope='module')
@@ -205,6 +258,7 @@ def exported(tmp_path_factory):
         if not file.exists():
             export_onnx(segmenter(head, 'float' not in name), file, IMGSZ, **EXPORTS[name])
         return file
+
     return export
 
 
@@ -212,25 +266,35 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_what_was_there_is_there_node_for_node(exported, tmp_path, head, name):
     plain = onnx.load(exported(head, name))
-    export_end2end(exported(head, name), tmp_path / 'model.onnx', Nms('standard', 20), Pooling(28), runnable=name != 'fp32 scales')
+    export_end2end(
+        exported(head, name), tmp_path / 'model.onnx', Nms('standard', 20), Pooling(28), runnable=name != 'fp32 scales'
+    )
     model = onnx.load(tmp_path / 'model.onnx')
     onnx.checker.check_model(model, full_check=True)
     assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
 
-    assert list(model.graph.node)[:len(plain.graph.node)] == list(plain.graph.node)
-    assert list(model.graph.initializer)[:len(plain.graph.initializer)] == list(plain.graph.initializer)
-    assert list(model.graph.input) == list(plain.graph.input) and opset(model) == opset(plain) and count_qdq(model) == count_qdq(plain)
-    added = [n.op_type for n in list(model.graph.node)[len(plain.graph.node):]]
+    assert list(model.graph.node)[: len(plain.graph.node)] == list(plain.graph.node)
+    assert list(model.graph.initializer)[: len(plain.graph.initializer)] == list(plain.graph.initializer)
+    assert (
+        list(model.graph.input) == list(plain.graph.input)
+        and opset(model) == opset(plain)
+        and count_qdq(model) == count_qdq(plain)
+    )
+    added = [n.op_type for n in list(model.graph.node)[len(plain.graph.node) :]]
     assert [added.count(op) for op in ('NonMaxSuppression', 'RoiAlign', 'MatMul')] == [1, 1, 1]
 
     batch = dims(plain.graph.output[0])[0]
     assert {o.name: (o.type.tensor_type.elem_type, dims(o)) for o in model.graph.output} == {
-        'num_dets': (TensorProto.INT32, [batch, 1]), 'det_boxes': (TensorProto.FLOAT, [batch, 20, 4]),
-        'det_scores': (TensorProto.FLOAT, [batch, 20]), 'det_classes': (TensorProto.INT32, [batch, 20]),
-        'det_masks': (TensorProto.FLOAT, [batch, 20, 28 * 28])}
+        'num_dets': (TensorProto.INT32, [batch, 1]),
+        'det_boxes': (TensorProto.FLOAT, [batch, 20, 4]),
+        'det_scores': (TensorProto.FLOAT, [batch, 20]),
+        'det_classes': (TensorProto.INT32, [batch, 20]),
+        'det_masks': (TensorProto.FLOAT, [batch, 20, 28 * 28]),
+    }
     meta = {p.key: p.value for p in model.metadata_props}
-    assert [meta[k] for k in ('task', 'nm', 'nms', 'topk_all', 'mask_resolution', 'pooler_scale', 'sampling_ratio')] == [
-        'segment', str(NM), 'standard', '20', '28', '0.25', '0']
+    assert [
+        meta[k] for k in ('task', 'nm', 'nms', 'topk_all', 'mask_resolution', 'pooler_scale', 'sampling_ratio')
+    ] == ['segment', str(NM), 'standard', '20', '28', '0.25', '0']
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: ' in triton_config(model, 'm', 4)
 
 
@@ -243,7 +307,9 @@ def test_detections_and_masks_are_those_outside(exported, tmp_path, head, name, 
     export_end2end(exported(head, name), tmp_path / 'model.onnx', nms, pooling)
     images = made_images(4, IMGSZ)
     for part in [part for size in sizes for part in images.split(size)]:
-        predictions, prototypes = (torch.from_numpy(a) for a in run_onnx(exported(head, name), {'images': part.numpy()}))
+        predictions, prototypes = (
+            torch.from_numpy(a) for a in run_onnx(exported(head, name), {'images': part.numpy()})
+        )
         wanted = torch_nms(predictions, nms, NM)
         found = detections(run_onnx(tmp_path / 'model.onnx', {'images': part.numpy()}))
         assert len(found) == len(part) == len(wanted)
@@ -263,13 +329,16 @@ def test_outside_is_inside(exported, tmp_path):
     assert [len(d) for d in found] == [len(d) for d in wanted] and min(map(len, found)) > 3
     for ours, theirs in zip(found, wanted):
         assert torch.equal(ours.rows, theirs.rows) and torch.allclose(ours.masks.crops, theirs.masks.crops, atol=1e-4)
-        assert (ours.masks.fine() != theirs.masks.fine()).float().mean() < 1e-3 and 0.01 < ours.masks.fine().mean() < 0.9
+        assert (
+            ours.masks.fine() != theirs.masks.fine()
+        ).float().mean() < 1e-3 and 0.01 < ours.masks.fine().mean() < 0.9
 
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """(checkpoint of the trained demo that segments, its data)."""
     import models.yolo as upstream
+
     folder = tmp_path_factory.mktemp('trained')
     program('demo/make_data.py').make_data(folder / 'data', 'segment', train=1, val=8)
     with quiet_upstream():
@@ -280,10 +349,33 @@ def trained(tmp_path_factory):
 def test_the_trained_demo_is_verified_and_scores_the_same(trained):
     """Boxes the same. Masks nearly: upstream takes cells whose left upper corners are in the box, so of the last ones more than half is not."""
     weights, data = trained
-    assert run_command(export_qat, ['--weights', str(weights), '--include', 'onnx', 'onnx_end2end', '--imgsz', '320', '--verify', str(data),
-                                    '--conf-thres', '0.001', '--iou-thres', '0.7', '--topk-all', '100']) == 0
+    assert (
+        run_command(
+            export_qat,
+            [
+                '--weights',
+                str(weights),
+                '--include',
+                'onnx',
+                'onnx_end2end',
+                '--imgsz',
+                '320',
+                '--verify',
+                str(data),
+                '--conf-thres',
+                '0.001',
+                '--iou-thres',
+                '0.7',
+                '--topk-all',
+                '100',
+            ],
+        )
+        == 0
+    )
     verified = json.loads(weights.with_name('seg-end2end.verify.json').read_text())
-    assert verified['matched'] == 1 and verified['other']['mask']['ap'] == pytest.approx(verified['reference']['mask']['ap'], abs=1e-3)
+    assert verified['matched'] == 1 and verified['other']['mask']['ap'] == pytest.approx(
+        verified['reference']['mask']['ap'], abs=1e-3
+    )
     plain = json.loads(weights.with_name('seg.verify.json').read_text())['other']
     inside = verified['other']
     assert inside['ap'] == pytest.approx(plain['ap'], abs=1e-3) and inside['ap'] > 0.8
@@ -302,39 +394,83 @@ def checkpoint(tmp_path_factory):
 def test_the_command(checkpoint, tmp_path, caplog, trt):
     file = shutil.copy(checkpoint, tmp_path)
     with caplog.at_level('INFO'):
-        assert run_command(export_qat, ['--weights', file, '--include', 'onnx', 'onnx_end2end', '--imgsz', '64', '--dynamic', '--trt', trt,
-                                        '--batch-size', '4', '--topk-all', '20', '--mask-resolution', '28']) == 0
+        assert (
+            run_command(
+                export_qat,
+                [
+                    '--weights',
+                    file,
+                    '--include',
+                    'onnx',
+                    'onnx_end2end',
+                    '--imgsz',
+                    '64',
+                    '--dynamic',
+                    '--trt',
+                    trt,
+                    '--batch-size',
+                    '4',
+                    '--topk-all',
+                    '20',
+                    '--mask-resolution',
+                    '28',
+                ],
+            )
+            == 0
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ['seg-end2end.onnx', 'seg-end2end.pbtxt', 'seg.onnx', 'seg.pt']
     assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+%; allowed', caplog.text)
     assert 'det_masks of up to 20 detections; NMS standard' in caplog.text and 'output0, output1\n' in caplog.text
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: [20, 784]' in (tmp_path / 'seg-end2end.pbtxt').read_text()
 
 
-@pytest.mark.parametrize('arguments, says', [('--nms plugin', '--nms plugin: EfficientNMS_TRT does not tell'), ('--opset 13', '--opset 13: masks take'),
-                                             ('--pooler-scale 0.5', '--pooler-scale 0.5: the prototypes of this model are 16 x 16')])
+@pytest.mark.parametrize(
+    'arguments, says',
+    [
+        ('--nms plugin', '--nms plugin: EfficientNMS_TRT does not tell'),
+        ('--opset 13', '--opset 13: masks take'),
+        ('--pooler-scale 0.5', '--pooler-scale 0.5: the prototypes of this model are 16 x 16'),
+    ],
+)
 def test_the_command_refuses(checkpoint, tmp_path, capsys, arguments, says):
     file = shutil.copy(checkpoint, tmp_path)
-    assert run_command(export_qat, ['--weights', file, '--include', 'onnx_end2end', '--imgsz', '64', *arguments.split()]) == 2
+    assert (
+        run_command(export_qat, ['--weights', file, '--include', 'onnx_end2end', '--imgsz', '64', *arguments.split()])
+        == 2
+    )
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and says in said[0] and [p.name for p in tmp_path.iterdir()] == ['seg.pt']
 
 
 def test_the_command_refuses_masks_of_a_detector(demo, tmp_path, capsys):
-    assert run_command(export_qat, ['--weights', str(demo.single), '--include', 'onnx_end2end', '--imgsz', '64', '--mask-resolution', '28']) == 2
+    assert (
+        run_command(
+            export_qat,
+            ['--weights', str(demo.single), '--include', 'onnx_end2end', '--imgsz', '64', '--mask-resolution', '28'],
+        )
+        == 2
+    )
     assert f'--mask-resolution: only for a segmentation model, which {demo.single} is not' in capsys.readouterr().err
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------------
 
+
 def test_what_cannot_be_exported_leaves_the_old_file(exported, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')
     with pytest.raises(QatError, match='--pooler-scale 0.5: .* 16 x 24 for images of 64 x 96; give 0.25'):
-        export_end2end(exported('Segment', 'float'), tmp_path / 'model.onnx', Nms('standard'), Pooling(pooler_scale=0.5))
+        export_end2end(
+            exported('Segment', 'float'), tmp_path / 'model.onnx', Nms('standard'), Pooling(pooler_scale=0.5)
+        )
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'model.onnx': b'the old one'}
 
 
-CHANGES = {'the mask of another': lambda masks: masks[0, :2].copy_(masks[0, [1, 0]]), 'one cell': lambda masks: masks[0, 0, :1].add_(0.01),
-           'not a number': lambda masks: masks[0, 0, :1].fill_(np.nan), 'something behind the last': lambda masks: masks[1, -1].fill_(0.5)}
+CHANGES = {
+    'the mask of another': lambda masks: masks[0, :2].copy_(masks[0, [1, 0]]),
+    'one cell': lambda masks: masks[0, 0, :1].add_(0.01),
+    'not a number': lambda masks: masks[0, 0, :1].fill_(np.nan),
+    'something behind the last': lambda masks: masks[1, -1].fill_(0.5),
+}
 
 
 @pytest.mark.parametrize('what', [None, *CHANGES])
@@ -364,19 +500,34 @@ def test_a_segmentation_model_takes_the_standard_kind(trt):
         assert settings_of(trt=trt, nms=kind).end2end(segments=False)[0].kind == kind
 
 
-@pytest.mark.parametrize('changes, segments, says', [
-    ({'nms': 'plugin'}, True, '--nms plugin: EfficientNMS_TRT does not tell which candidates it keeps'),
-    ({'nms': 'plugin', 'trt': 11}, True, '--nms plugin: .*a segmentation model takes --nms standard'),
-    ({'opset': 15}, True, '--opset 15: masks take RoiAlign of opset 16'),
-    ({'topk_all': 3841}, True, '--topk-all 3841: must lie in 1 to 3840 for --nms standard'),
-    ({'mask_resolution': 28, 'sampling_ratio': 1}, False, '^--mask-resolution, --sampling-ratio: only for a segmentation model, which seg.pt is not$')])
+@pytest.mark.parametrize(
+    'changes, segments, says',
+    [
+        ({'nms': 'plugin'}, True, '--nms plugin: EfficientNMS_TRT does not tell which candidates it keeps'),
+        ({'nms': 'plugin', 'trt': 11}, True, '--nms plugin: .*a segmentation model takes --nms standard'),
+        ({'opset': 15}, True, '--opset 15: masks take RoiAlign of opset 16'),
+        ({'topk_all': 3841}, True, '--topk-all 3841: must lie in 1 to 3840 for --nms standard'),
+        (
+            {'mask_resolution': 28, 'sampling_ratio': 1},
+            False,
+            '^--mask-resolution, --sampling-ratio: only for a segmentation model, which seg.pt is not$',
+        ),
+    ],
+)
 def test_flags_that_do_not_fit_the_model(changes, segments, says):
     with pytest.raises(QatError, match=says):
         settings_of(**changes).end2end(segments)
 
 
-@pytest.mark.parametrize('changes, says', [({'mask_resolution': 0}, '--mask-resolution 0: must lie in 1 to 1024'), ({'sampling_ratio': -1}, '--sampling-ratio -1'),
-                                           ({'pooler_scale': 0.0}, r'--pooler-scale 0.0: must lie in \(0, 1\]'), ({'pooler_scale': float('nan')}, 'nan')])
+@pytest.mark.parametrize(
+    'changes, says',
+    [
+        ({'mask_resolution': 0}, '--mask-resolution 0: must lie in 1 to 1024'),
+        ({'sampling_ratio': -1}, '--sampling-ratio -1'),
+        ({'pooler_scale': 0.0}, r'--pooler-scale 0.0: must lie in \(0, 1\]'),
+        ({'pooler_scale': float('nan')}, 'nan'),
+    ],
+)
 def test_flags_that_fit_no_model(changes, says):
     with pytest.raises(QatError, match=says):
         settings_of(**changes)

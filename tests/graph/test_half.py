@@ -1,5 +1,6 @@
 """Laws of the FP16 graph: FP16 exactly where features are computed, the very same INT8 weights, every Q and DQ in place; and
 of the same graph with FP32 scales."""
+
 import warnings
 
 import numpy as np
@@ -7,12 +8,27 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import (FLOAT, INT8_BLOCK, WEIGHT, between_quantized, copy, dq, graph_of, nchw, node, pair, q, run_onnx,
-                    with_values)
-from models.deploy.onnx_export import LIMITS, differences, export_onnx, prepare
-from models.quantize.blocks import QuantConv2d
+from graphs import (
+    FLOAT,
+    INT8_BLOCK,
+    WEIGHT,
+    between_quantized,
+    copy,
+    dq,
+    graph_of,
+    nchw,
+    node,
+    pair,
+    q,
+    run_onnx,
+    with_values,
+)
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from zoo import build, fuse, image
+
+from models.deploy.onnx_export import LIMITS, differences, export_onnx, prepare
+from models.quantize.blocks import QuantConv2d
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.audit import audit
@@ -20,7 +36,6 @@ from utils.qat.graph.half import fp32_scales, to_half
 from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
 from utils.qat.prediction.onnxruntime import OnnxModel
-from zoo import build, fuse, image
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
@@ -31,15 +46,20 @@ def types_of(model):
     bare = copy(model)
     del bare.graph.value_info[:]
     graph = onnx.shape_inference.infer_shapes(bare, strict_mode=True, data_prop=True).graph
-    return {**{v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)},
-            **{i.name: i.data_type for i in graph.initializer}}
+    return {
+        **{v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)},
+        **{i.name: i.data_type for i in graph.initializer},
+    }
 
 
 def casts(model):
     """[(tensor, type)] of every Cast to or from FP16."""
     types = types_of(model)
-    return [(n.input[0], types[n.output[0]]) for n in model.graph.node
-            if n.op_type == 'Cast' and HALF in (types[n.input[0]], types[n.output[0]])]
+    return [
+        (n.input[0], types[n.output[0]])
+        for n in model.graph.node
+        if n.op_type == 'Cast' and HALF in (types[n.input[0]], types[n.output[0]])
+    ]
 
 
 # ---- graphs made by hand ------------------------------------------------------------------------------------------------
@@ -49,50 +69,157 @@ FEATURE = [('x', HALF), ('c', FLOAT)]  # of a graph whose only feature convoluti
 
 GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
     'convolution, then decoding': (nchw([CONV, node('Sigmoid', 'c', 'y')]), FEATURE, (0, 0)),
-    'softmax, then the DFL': (nchw([CONV, node('Softmax', 'c', 's', axis=1), node('Conv', 's', 'w', 'y')]), FEATURE, (0, 0)),
-    'activation between convolutions': (nchw([CONV, node('Sigmoid', 'c', 's'), node('Mul', 'c', 's', 'm'),
-                                              node('Conv', 'm', 'w', 'd'), node('Add', 'd', 'x', 'y')]),
-                                        [('x', HALF), ('d', FLOAT)], (0, 0)),
+    'softmax, then the DFL': (
+        nchw([CONV, node('Softmax', 'c', 's', axis=1), node('Conv', 's', 'w', 'y')]),
+        FEATURE,
+        (0, 0),
+    ),
+    'activation between convolutions': (
+        nchw(
+            [
+                CONV,
+                node('Sigmoid', 'c', 's'),
+                node('Mul', 'c', 's', 'm'),
+                node('Conv', 'm', 'w', 'd'),
+                node('Add', 'd', 'x', 'y'),
+            ]
+        ),
+        [('x', HALF), ('d', FLOAT)],
+        (0, 0),
+    ),
     'no convolution': (nchw([node('Relu', 'x', 'y')]), [], (0, 0)),
-    'a constant on both sides': (nchw([node('Mul', 'x', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'two', 'y')]),
-                                 FEATURE, (0, 0)),
-    'constants as nodes': (nchw([onnx.helper.make_node('Constant', [], ['k'], value=numpy_helper.from_array(np.float32(3))),
-                                 node('Mul', 'x', 'k', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'k', 'y')]),
-                           FEATURE, (0, 0)),
-    'a feature is returned': (nchw([node('Conv', 'x', 'w', 'b', 'y'), node('Conv', 'y', 'w', 'c'), node('Relu', 'y', 'r'),
-                                    node('Add', 'c', 'r', 'z')], outputs=('y', 'z')),
-                              [('x', HALF), ('y_fp16', FLOAT), ('c', FLOAT)], (0, 0)),
-    'bytes in': (nchw([node('Cast', 'x', 'f', to=FLOAT), node('Div', 'f', 'two', 'd'), node('Conv', 'd', 'w', 'c'),
-                       node('Relu', 'c', 'y')], given=TensorProto.UINT8), FEATURE, (0, 0)),
-    'Resize by scales': (nchw([CONV, node('Resize', 'c', 'roi', 'scales', 'r'), node('Conv', 'r', 'w', 'd'),
-                               node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)), [('x', HALF), ('d', FLOAT)], (0, 0)),
-    'Resize by sizes, CBFuse': (nchw([CONV, node('Resize', 'c', '', '', 'sizes', 'r'), node('Conv', 'r', 'w', 'd'),
-                                      node('Add', 'r', 'd', 'e'), node('Conv', 'e', 'w', 'f'), node('Relu', 'f', 'y')], returns=(1, 4, 8, 8)),
-                                [('x', HALF), ('f', FLOAT)], (0, 0)),
-    'sizes computed in floats': (nchw([CONV, node('Shape', 'c', 'shape'), node('Cast', 'shape', 'f', to=FLOAT),
-                                       node('Mul', 'f', 'scales', 'g'), node('Cast', 'g', 'i', to=TensorProto.INT64), node('Resize', 'c', '', '', 'i', 'r'),
-                                       node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')], returns=(1, 4, 8, 8)),
-                                 [('x', HALF), ('d', FLOAT)], (0, 0)),
+    'a constant on both sides': (
+        nchw([node('Mul', 'x', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'two', 'y')]),
+        FEATURE,
+        (0, 0),
+    ),
+    'constants as nodes': (
+        nchw(
+            [
+                onnx.helper.make_node('Constant', [], ['k'], value=numpy_helper.from_array(np.float32(3))),
+                node('Mul', 'x', 'k', 'm'),
+                node('Conv', 'm', 'w', 'c'),
+                node('Mul', 'c', 'k', 'y'),
+            ]
+        ),
+        FEATURE,
+        (0, 0),
+    ),
+    'a feature is returned': (
+        nchw(
+            [
+                node('Conv', 'x', 'w', 'b', 'y'),
+                node('Conv', 'y', 'w', 'c'),
+                node('Relu', 'y', 'r'),
+                node('Add', 'c', 'r', 'z'),
+            ],
+            outputs=('y', 'z'),
+        ),
+        [('x', HALF), ('y_fp16', FLOAT), ('c', FLOAT)],
+        (0, 0),
+    ),
+    'bytes in': (
+        nchw(
+            [
+                node('Cast', 'x', 'f', to=FLOAT),
+                node('Div', 'f', 'two', 'd'),
+                node('Conv', 'd', 'w', 'c'),
+                node('Relu', 'c', 'y'),
+            ],
+            given=TensorProto.UINT8,
+        ),
+        FEATURE,
+        (0, 0),
+    ),
+    'Resize by scales': (
+        nchw(
+            [CONV, node('Resize', 'c', 'roi', 'scales', 'r'), node('Conv', 'r', 'w', 'd'), node('Relu', 'd', 'y')],
+            returns=(1, 4, 8, 8),
+        ),
+        [('x', HALF), ('d', FLOAT)],
+        (0, 0),
+    ),
+    'Resize by sizes, CBFuse': (
+        nchw(
+            [
+                CONV,
+                node('Resize', 'c', '', '', 'sizes', 'r'),
+                node('Conv', 'r', 'w', 'd'),
+                node('Add', 'r', 'd', 'e'),
+                node('Conv', 'e', 'w', 'f'),
+                node('Relu', 'f', 'y'),
+            ],
+            returns=(1, 4, 8, 8),
+        ),
+        [('x', HALF), ('f', FLOAT)],
+        (0, 0),
+    ),
+    'sizes computed in floats': (
+        nchw(
+            [
+                CONV,
+                node('Shape', 'c', 'shape'),
+                node('Cast', 'shape', 'f', to=FLOAT),
+                node('Mul', 'f', 'scales', 'g'),
+                node('Cast', 'g', 'i', to=TensorProto.INT64),
+                node('Resize', 'c', '', '', 'i', 'r'),
+                node('Conv', 'r', 'w', 'd'),
+                node('Relu', 'd', 'y'),
+            ],
+            returns=(1, 4, 8, 8),
+        ),
+        [('x', HALF), ('d', FLOAT)],
+        (0, 0),
+    ),
     'INT8': (INT8_BLOCK, [('x', HALF), ('d', FLOAT)], (3, 4)),
     'INT8, images with a scale that is an FP16 number': (with_values(INT8_BLOCK, scale=0.125), [('d', FLOAT)], (3, 4)),
-    'moved, then decoding': (nchw([CONV, node('Concat', 'c', 'c', 'm', axis=2), node('Transpose', 'm', 't'), node('Sigmoid', 't', 'y')],
-                                  returns=(4, 8, 4, 1)), [('x', HALF), ('t', FLOAT)], (0, 0)),
-    'moved with something else': (nchw([CONV, node('Concat', 'c', 'x', 'm', axis=2), node('Sigmoid', 'm', 'y')],
-                                       returns=(1, 4, 8, 4)), [('x', HALF), ('c', FLOAT)], (0, 0)),
-    'INT8 moved between Q and DQ': (nchw([q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
-                                          dq('p', 'e'), *WEIGHT, node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')]), FEATURE, (1, 2)),
-    'a DQ that both sides read': (nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
-                                  [('x', HALF), ('a', FLOAT), ('c', FLOAT)], (1, 1)),
+    'moved, then decoding': (
+        nchw(
+            [CONV, node('Concat', 'c', 'c', 'm', axis=2), node('Transpose', 'm', 't'), node('Sigmoid', 't', 'y')],
+            returns=(4, 8, 4, 1),
+        ),
+        [('x', HALF), ('t', FLOAT)],
+        (0, 0),
+    ),
+    'moved with something else': (
+        nchw([CONV, node('Concat', 'c', 'x', 'm', axis=2), node('Sigmoid', 'm', 'y')], returns=(1, 4, 8, 4)),
+        [('x', HALF), ('c', FLOAT)],
+        (0, 0),
+    ),
+    'INT8 moved between Q and DQ': (
+        nchw(
+            [
+                q('x', 'a'),
+                node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+                dq('p', 'e'),
+                *WEIGHT,
+                node('Conv', 'e', 'dw', 'c'),
+                node('Relu', 'c', 'y'),
+            ]
+        ),
+        FEATURE,
+        (1, 2),
+    ),
+    'a DQ that both sides read': (
+        nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
+        [('x', HALF), ('a', FLOAT), ('c', FLOAT)],
+        (1, 1),
+    ),
     'Q/DQ in the decoding': (nchw([CONV, *pair('c', 'a'), node('Relu', 'a', 'y')]), FEATURE, (1, 1)),
-    'opset 21': (nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'c'), node('Relu', 'c', 'y')], opset=21),
-                 FEATURE, (1, 2)),
+    'opset 21': (
+        nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'c'), node('Relu', 'c', 'y')], opset=21),
+        FEATURE,
+        (1, 2),
+    ),
 }
 
 
 def x_of(model):
     """An input for `model`, the same every time."""
     kind, rng = NP[model.graph.input[0].type.tensor_type.elem_type], np.random.default_rng(0)
-    return {'x': (rng.uniform(0, 255, (1, 4, 4, 4)) if kind is np.uint8 else rng.normal(size=(1, 4, 4, 4))).astype(kind)}
+    return {
+        'x': (rng.uniform(0, 255, (1, 4, 4, 4)) if kind is np.uint8 else rng.normal(size=(1, 4, 4, 4))).astype(kind)
+    }
 
 
 @pytest.mark.parametrize('name', GRAPHS)
@@ -130,24 +257,32 @@ def test_a_constant_that_both_sides_read_is_there_twice():
     assert sorted(v.dtype.name for v in twos) == ['float16', 'float32'] and all(v == 2 for v in twos)
 
 
-@pytest.mark.parametrize('name, values, message', [
-    ('INT8', {'scale': 6e-5}, '^a int8: scale 6e-05 is no normal FP16 number'),
-    ('INT8', {'scale': 0}, '^a: scale 0 is no normal'),
-    ('INT8', {'scale': 7e4}, '^a int8: scale 7e[+]04 is no normal'),
-    ('INT8', {'per channel': 1e-9}, '^dw: scale 1e-09 is no normal'),
-    ('INT8', {'b': -65505}, '^b: 65505 is beyond FP16'),
-    ('convolution, then decoding', {'w': 1e5}, '^w: 100000 is beyond FP16'),
-])
+@pytest.mark.parametrize(
+    'name, values, message',
+    [
+        ('INT8', {'scale': 6e-5}, '^a int8: scale 6e-05 is no normal FP16 number'),
+        ('INT8', {'scale': 0}, '^a: scale 0 is no normal'),
+        ('INT8', {'scale': 7e4}, '^a int8: scale 7e[+]04 is no normal'),
+        ('INT8', {'per channel': 1e-9}, '^dw: scale 1e-09 is no normal'),
+        ('INT8', {'b': -65505}, '^b: 65505 is beyond FP16'),
+        ('convolution, then decoding', {'w': 1e5}, '^w: 100000 is beyond FP16'),
+    ],
+)
 def test_what_has_no_place_in_fp16_is_named(name, values, message):
     with pytest.raises(QatError, match=message):
         to_half(with_values(GRAPHS[name][0], **values))
 
 
-@pytest.mark.parametrize('name, values', [
-    ('INT8', {'scale': 2 ** -14}), ('INT8', {'b': 65504}), ('INT8', {'b': -np.inf}),
-    ('Q/DQ in the decoding', {'scale': 1e-6}),  # stays FP32
-    ('INT8 moved between Q and DQ', {'w': 1e5}),  # becomes INT8
-])
+@pytest.mark.parametrize(
+    'name, values',
+    [
+        ('INT8', {'scale': 2**-14}),
+        ('INT8', {'b': 65504}),
+        ('INT8', {'b': -np.inf}),
+        ('Q/DQ in the decoding', {'scale': 1e-6}),  # stays FP32
+        ('INT8 moved between Q and DQ', {'w': 1e5}),  # becomes INT8
+    ],
+)
 def test_what_has_a_place_is_accepted(name, values):
     onnx.checker.check_model(to_half(with_values(GRAPHS[name][0], **values)), full_check=True)
 
@@ -161,20 +296,37 @@ def test_an_opset_without_fp16_scales_is_refused():
 
 def test_a_cast_before_a_convolution_is_refused():
     """One DQ for a feature convolution and for one behind a Softmax, which is FP32: TensorRT could not fuse the second."""
-    model = nchw([CONV, *WEIGHT, node('Conv', 'x', 'dw', 'd'), node('Add', 'c', 'd', 'e'), node('Softmax', 'e', 's'),
-                  node('Conv', 's', 'dw', 'y')])
+    model = nchw(
+        [
+            CONV,
+            *WEIGHT,
+            node('Conv', 'x', 'dw', 'd'),
+            node('Add', 'c', 'd', 'e'),
+            node('Softmax', 'e', 's'),
+            node('Conv', 's', 'dw', 'y'),
+        ]
+    )
     with pytest.raises(QatError, match='please report this model'):
         to_half(model)
 
 
 # ---- INT8 weights -------------------------------------------------------------------------------------------------------
 
-STEPS = np.float32([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 127.5, 126.5, -128.5, 200, -200, 3, 0.49999997, 1e-30, -0.0, 100.3])
+STEPS = np.float32(
+    [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 127.5, 126.5, -128.5, 200, -200, 3, 0.49999997, 1e-30, -0.0, 100.3]
+)
 ROUNDED = np.int8([0, 2, 2, 0, -2, -2, 127, 126, -128, 127, -128, 3, 0, 0, 0, 100])
 
 
-@pytest.mark.parametrize('axis, scale', [(None, np.float32(0.25)), (0, np.float32([0.25, 4])),
-                                         (1, np.float32([0.25, 2, 1, 8])), (-1, np.float32([0.5, 4]))])
+@pytest.mark.parametrize(
+    'axis, scale',
+    [
+        (None, np.float32(0.25)),
+        (0, np.float32([0.25, 4])),
+        (1, np.float32([0.25, 2, 1, 8])),
+        (-1, np.float32([0.5, 4])),
+    ],
+)
 def test_weights_are_what_their_q_computes(axis, scale):
     """Half to even, saturated; per tensor and per channel."""
     shape = (2, 4, 2)
@@ -182,7 +334,9 @@ def test_weights_are_what_their_q_computes(axis, scale):
     weight = STEPS.reshape(shape) * along
     options = {} if axis is None else {'axis': axis}
     initializers = {'weight': weight, 'scale': scale, 'zero': np.zeros(scale.shape, np.int8)}
-    model = graph_of([*pair('weight', 'w', **options), node('Add', 'x', 'w', 'y')], shape=shape, initializers=initializers)
+    model = graph_of(
+        [*pair('weight', 'w', **options), node('Add', 'x', 'w', 'y')], shape=shape, initializers=initializers
+    )
     before = run_onnx(model, {'x': np.zeros(shape, np.float32)})[0]
     stored = store_int8_weights(copy(model))
     onnx.checker.check_model(stored, full_check=True)
@@ -194,8 +348,16 @@ def test_weights_are_what_their_q_computes(axis, scale):
 
 def test_only_the_q_of_weights_go():
     """A weight that is read in two ways is stored for each; what reads it in float finds it."""
-    model = graph_of([*pair('x', 'a'), *pair('weight', 'b'), *pair('weight', 'c', scale='other scale'),
-                      node('MatMul', 'a', 'b', 'd'), node('MatMul', 'd', 'c', 'e'), node('MatMul', 'e', 'weight', 'y')])
+    model = graph_of(
+        [
+            *pair('x', 'a'),
+            *pair('weight', 'b'),
+            *pair('weight', 'c', scale='other scale'),
+            node('MatMul', 'a', 'b', 'd'),
+            node('MatMul', 'd', 'c', 'e'),
+            node('MatMul', 'e', 'weight', 'y'),
+        ]
+    )
     stored, x = store_int8_weights(copy(model)), {'x': np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)}
     assert onnx_graph.count_qdq(model) == (3, 3) and onnx_graph.count_qdq(stored) == (1, 3)
     assert np.array_equal(run_onnx(stored, x)[0], run_onnx(model, x)[0])
@@ -213,11 +375,15 @@ def test_weights_are_not_rounded_twice():
 
 # ---- FP32 scales --------------------------------------------------------------------------------------------------------
 
+
 def scale_types(model):
     """(operator, type of scale, type of the values beside it) of every Q and DQ."""
     types = types_of(model)
-    return [(n.op_type, types[n.input[1]], types[n.input[0] if n.op_type == 'QuantizeLinear' else n.output[0]])
-            for n in model.graph.node if n.op_type in onnx_graph.QDQ]
+    return [
+        (n.op_type, types[n.input[1]], types[n.input[0] if n.op_type == 'QuantizeLinear' else n.output[0]])
+        for n in model.graph.node
+        if n.op_type in onnx_graph.QDQ
+    ]
 
 
 def assert_same_but_scales(wide, typed):
@@ -255,12 +421,25 @@ def test_every_fp16_number_is_quantized_as_by_onnx_runtime_with_fp16_scales(scal
     """Bit for bit, there and back: what ONNX Runtime was asked about one graph holds for the other. With an FP16 scale a runtime
     may divide in FP16 as well, as ONNX's reference does, and then takes another step for some. (Two channels of one scale, because NumPy 1
     has a scalar of any type divide in FP16.)"""
-    x = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
+    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     x = {'x': x[np.isfinite(x)].astype(np.float32).reshape(1, 2, -1)}
-    typed = to_half(graph_of([*pair('x', 'a'), node('Conv', 'a', 'w', 'y')], shape=x['x'].shape, returns=(1, 1, x['x'].shape[2]), opset=19,
-                             initializers={'scale': np.float32([scale] * 2), 'zero': np.int8([0, 0]), 'w': np.ones((1, 2, 1), np.float32)}))
-    typed.graph.output.extend(onnx.helper.make_tensor_value_info(name, kind, x['x'].shape)
-                              for name, kind in (('a int8', TensorProto.INT8), ('a', HALF)))
+    typed = to_half(
+        graph_of(
+            [*pair('x', 'a'), node('Conv', 'a', 'w', 'y')],
+            shape=x['x'].shape,
+            returns=(1, 1, x['x'].shape[2]),
+            opset=19,
+            initializers={
+                'scale': np.float32([scale] * 2),
+                'zero': np.int8([0, 0]),
+                'w': np.ones((1, 2, 1), np.float32),
+            },
+        )
+    )
+    typed.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, kind, x['x'].shape)
+        for name, kind in (('a int8', TensorProto.INT8), ('a', HALF))
+    )
     (_, *ours), (_, *theirs) = ReferenceEvaluator(fp32_scales(copy(typed))).run(None, x), run_onnx(typed, x)
     assert all(map(np.array_equal, ours, theirs)) and len(np.unique(theirs[0])) == 256
     assert (ReferenceEvaluator(typed).run(None, x)[1] != theirs[0]).any()
@@ -269,11 +448,23 @@ def test_every_fp16_number_is_quantized_as_by_onnx_runtime_with_fp16_scales(scal
 @pytest.mark.parametrize('scale', [0.0123, 0.1, 3.3])
 def test_every_version_of_onnx_runtime_rounds_fp16_values(scale):
     """As it is, or, up to 1.29, through `quantize_in_fp32`, which is the same where the other is right."""
-    x = np.arange(2 ** 16, dtype=np.uint16).view(np.float16)
+    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     x = x[np.isfinite(x)].reshape(1, -1)
-    typed = graph_of([node('Cast', 'x', 'f', to=HALF), q('f', 'one'), q('f', 'two'), dq('one', 'd'), node('Cast', 'd', 'y', to=FLOAT)],
-                     shape=x.shape, opset=19, initializers={'scale': np.float16(scale)})
-    typed.graph.output.extend(onnx.helper.make_tensor_value_info(name, TensorProto.INT8, x.shape) for name in ('one', 'two'))
+    typed = graph_of(
+        [
+            node('Cast', 'x', 'f', to=HALF),
+            q('f', 'one'),
+            q('f', 'two'),
+            dq('one', 'd'),
+            node('Cast', 'd', 'y', to=FLOAT),
+        ],
+        shape=x.shape,
+        opset=19,
+        initializers={'scale': np.float16(scale)},
+    )
+    typed.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, TensorProto.INT8, x.shape) for name in ('one', 'two')
+    )
     wanted = np.clip(np.rint(x.astype(np.float32) / np.float32(np.float16(scale))), -128, 127)
     wide = quantize_in_fp32(copy(typed))
     assert [n.op_type for n in wide.graph.node].count('Cast') == 3, 'one for both Q'
@@ -285,11 +476,22 @@ def test_every_version_of_onnx_runtime_rounds_fp16_values(scale):
 
 
 def test_a_scale_that_others_read_too_stays_for_them():
-    model = nchw([node('Relu', 'x', 'r'), *pair('r', 'a', scale='two'), node('Mul', 'a', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Relu', 'c', 'y')])
+    model = nchw(
+        [
+            node('Relu', 'x', 'r'),
+            *pair('r', 'a', scale='two'),
+            node('Mul', 'a', 'two', 'm'),
+            node('Conv', 'm', 'w', 'c'),
+            node('Relu', 'c', 'y'),
+        ]
+    )
     typed = to_half(copy(model))
     wide = fp32_scales(copy(typed))
     assert_same_but_scales(wide, typed)
-    assert {i.name: i.data_type for i in wide.graph.initializer if 'two' in i.name} == {'two_fp16': HALF, 'two_fp32': FLOAT}
+    assert {i.name: i.data_type for i in wide.graph.initializer if 'two' in i.name} == {
+        'two_fp16': HALF,
+        'two_fp32': FLOAT,
+    }
 
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
@@ -306,7 +508,9 @@ def int8_weights(model):
 
 
 @pytest.mark.parametrize('kind', ['float', 'quantized'])
-@pytest.mark.parametrize('options', sampled([{'opset': 19}, {'opset': 20, 'dynamic': True, 'simplify': True}], 2), ids=['static', 'dynamic'])
+@pytest.mark.parametrize(
+    'options', sampled([{'opset': 19}, {'opset': 20, 'dynamic': True, 'simplify': True}], 2), ids=['static', 'dynamic']
+)
 def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     model = demo.float_model() if kind == 'float' else demo.quantized_model()
     file = tmp_path / 'model.onnx'
@@ -333,7 +537,9 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
         between = between_quantized(typed.graph.node)
         assert {'Conv', 'Mul', 'Sigmoid', 'Add', 'Concat', 'DequantizeLinear'} <= {n.op_type for n in between}
         assert {types[o] for n in between for o in n.output} <= {HALF, TensorProto.INT8, INT64}
-        assert int8_weights(typed) == int8_weights(store_int8_weights(copy(fp32))) and len(int8_weights(typed)) == number
+        assert (
+            int8_weights(typed) == int8_weights(store_int8_weights(copy(fp32))) and len(int8_weights(typed)) == number
+        )
 
     if kind == 'quantized':
         assert_same_but_scales(fp32_scales(copy(typed)), typed)
@@ -342,7 +548,9 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
         images = image(64, n, seed=n)
         with torch.no_grad():
             figures = differences(OnnxModel(file)(images), prepare(model)(images))
-        assert max(figures['boxes'], figures['scores']) <= LIMITS['float' if kind == 'float' else 'INT8', 'FP16'], figures
+        assert max(figures['boxes'], figures['scores']) <= LIMITS['float' if kind == 'float' else 'INT8', 'FP16'], (
+            figures
+        )
 
 
 def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(demo, tmp_path):
@@ -369,4 +577,6 @@ def test_a_segmentation_head(tmp_path):
     types, convs = types_of(typed), [n for n in typed.graph.node if n.op_type == 'Conv']
     assert [types[n.output[0]] for n in convs].count(FLOAT) == 1, 'the DFL alone'
     assert {t for _, t in casts(typed)[1:]} == {FLOAT}
-    assert len(casts(typed)) == 1 + 3 + 1 + 3, 'the image; boxes, classes and coefficients; prototypes; raw maps, which it returns'
+    assert len(casts(typed)) == 1 + 3 + 1 + 3, (
+        'the image; boxes, classes and coefficients; prototypes; raw maps, which it returns'
+    )

@@ -2,9 +2,12 @@
 
 The judge is the audit (see test_audit.py), which reads the ONNX file and knows nothing of how scales were shared.
 """
+
 import onnx
 import pytest
 from faults import sampled
+from zoo import DUAL, SEGMENT, SINGLE, build, full, fuse, image, settings
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
@@ -12,7 +15,6 @@ from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.graph.audit import audit, counts
 from utils.qat.graph.audit_rules import DFL, HEAD
-from zoo import DUAL, SEGMENT, SINGLE, build, full, fuse, image, settings
 
 
 def exported(name, file, add_policy='both', tie=True, **changes):
@@ -47,12 +49,18 @@ def test_nor_in_what_masks_are_made_of(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'), ends=9)
 
 
-@pytest.mark.parametrize('options', sampled([{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], 3, 1), ids=str)
+@pytest.mark.parametrize(
+    'options',
+    sampled([{'activation': 'nn.ReLU()'}, {'add_policy': 'residual'}, {'activation': 'nn.LeakyReLU(0.1)'}], 3, 1),
+    ids=str,
+)
 def test_other_activations_and_policies(options, tmp_path):
     done, graph = exported('demo', tmp_path / 'model.onnx', **options)
     assert_all_int8(done, graph)
     ops = {n.op_type for n in graph.graph.node}
-    assert ('Relu' in ops) == (options.get('activation') == 'nn.ReLU()') and ('LeakyRelu' in ops) == ('Leaky' in str(options))
+    assert ('Relu' in ops) == (options.get('activation') == 'nn.ReLU()') and ('LeakyRelu' in ops) == (
+        'Leaky' in str(options)
+    )
 
 
 def test_free_scales_do_leave_something(tmp_path):

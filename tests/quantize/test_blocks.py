@@ -1,16 +1,27 @@
 """Laws of the quantized twins and of the fake-quantizer inside them."""
+
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
+from models.yolo import BaseModel
+from zoo import same
+
 from models.quantize.blocks import TWINS
 from models.quantize.checkpoint import fuse
-from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, Quantizer, collecting, named_quantizers, quantizers_off
-from models.yolo import BaseModel
+from models.quantize.quantizers import (
+    MAX_AMAX,
+    MIN_AMAX,
+    QMAX,
+    QMIN,
+    Quantizer,
+    collecting,
+    named_quantizers,
+    quantizers_off,
+)
 from utils.qat.core.log import quiet_upstream
-from zoo import same
 
 SAMPLES = {  # upstream class → a block with the operation its twin is for
     nn.Conv2d: lambda: nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=2),
@@ -69,6 +80,7 @@ def reference(x, scale):
 
 # ---- twins --------------------------------------------------------------------------------------------------------------
 
+
 def test_every_twin_is_tested():
     assert set(SAMPLES) == set(TWINS)
 
@@ -92,7 +104,9 @@ def test_there_and_back(cls):
     back = calibrated(twin).to_float()
     assert type(back) is cls and isinstance(twin, cls) and type(block) is cls
     for other in (twin, back):
-        assert all(dict(other.named_parameters())[name] is p for name, p in block.named_parameters()), 'shared, not copied'
+        assert all(dict(other.named_parameters())[name] is p for name, p in block.named_parameters()), (
+            'shared, not copied'
+        )
         assert (other.i, other.f, other.type, other.np) == (7, [-1, 4], 'models.common.X', 123)
         assert other.training == block.training
     assert set(block.state_dict()) == set(back.state_dict()) == keys
@@ -109,8 +123,11 @@ def test_an_instance_forward_does_not_shadow_the_twin(cls):
     calibrated(twin)(input_of(cls))
 
 
-@pytest.mark.parametrize('block', [Bottleneck(8, 8, shortcut=False), Bottleneck(8, 16), RepNBottleneck(8, 16),
-                                   type('Derived', (AConv,), {})(8, 8)], ids=['no shortcut', 'widens', 'widens', 'derived'])
+@pytest.mark.parametrize(
+    'block',
+    [Bottleneck(8, 8, shortcut=False), Bottleneck(8, 16), RepNBottleneck(8, 16), type('Derived', (AConv,), {})(8, 8)],
+    ids=['no shortcut', 'widens', 'widens', 'derived'],
+)
 def test_blocks_without_the_operation_get_no_twin(block):
     assert not any(twin.suits(block) for twin in TWINS.values())
 
@@ -153,12 +170,20 @@ def test_quant_conv_is_the_reference():
     assert (x * 64 % 1 == 0.5).float().mean() > 0.3, 'many inputs lie between two steps'
     scales = (conv.weight.detach().abs().amax((1, 2, 3)) / 127).half().double().numpy()  # a scale is an FP16 number
     weight = torch.from_numpy(reference(conv.weight, scales[:, None, None, None]))
-    expected = F.conv2d(torch.from_numpy(reference(x, 1 / 64)), weight, conv.bias.double(), conv.stride, conv.padding,
-                        conv.dilation, conv.groups)
+    expected = F.conv2d(
+        torch.from_numpy(reference(x, 1 / 64)),
+        weight,
+        conv.bias.double(),
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+    )
     torch.testing.assert_close(twin(x).double(), expected, rtol=1e-5, atol=1e-5)  # one step is 1/64
 
 
 # ---- the fake-quantizer -------------------------------------------------------------------------------------------------
+
 
 def test_exact_on_powers_of_two():
     q = Quantizer()
@@ -190,7 +215,9 @@ def test_without_gradient_the_values_are_the_same(axis):
     q.set_amax(torch.tensor(2.7) if axis is None else torch.tensor([2.7, 0.3, 127 / 64, 1e-9, 3e4]))
     step = q.scale if axis is None else q.scale.view([5 if i == axis else 1 for i in range(3)])
     x = torch.randint(-150, 150, (5, 5, 4000)) * 0.5 * step
-    x = torch.cat((x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(-torch.tensor(torch.inf)), torch.randn(5, 5, 4000)), 2)
+    x = torch.cat(
+        (x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(-torch.tensor(torch.inf)), torch.randn(5, 5, 4000)), 2
+    )
     expected = q(x)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -244,7 +271,9 @@ def test_state_dict_round_trip(axis, amax):
 def test_scale_is_never_too_small():
     q = Quantizer(0)
     q.set_amax(torch.tensor([0, 1e-30, 127 / 128]))
-    assert q._amax.tolist() == [MIN_AMAX, MIN_AMAX, 127 / 128] and q.scale.half().min() >= torch.finfo(torch.float16).tiny
+    assert (
+        q._amax.tolist() == [MIN_AMAX, MIN_AMAX, 127 / 128] and q.scale.half().min() >= torch.finfo(torch.float16).tiny
+    )
     assert q(torch.zeros(3, 1)).tolist() == [[0], [0], [0]]
 
 
@@ -255,18 +284,21 @@ def test_every_scale_is_an_fp16_number_close_to_what_was_asked():
     scale = q.scale
     assert torch.equal(scale.half().float(), scale) and scale.isfinite().all()
     inside = (amax >= MIN_AMAX) & (amax <= MAX_AMAX)
-    assert inside.sum() > 1000 and ((q._amax - amax).abs() / amax)[inside].max() <= 2.0 ** -11
+    assert inside.sum() > 1000 and ((q._amax - amax).abs() / amax)[inside].max() <= 2.0**-11
     assert torch.equal(scale * QMAX / QMAX, scale) and torch.equal(scale * QMAX, q._amax), 'exact both ways'
 
 
 # ---- contexts -----------------------------------------------------------------------------------------------------------
 
+
 def flags(model):
     return [(q._disabled, q._if_quant, q._if_calib) for _, q in named_quantizers(model)]
 
 
-@pytest.mark.parametrize('context, inside', [(quantizers_off, {(True, True, False), (True, False, False)}),
-                                             (collecting, {(False, False, True)})])
+@pytest.mark.parametrize(
+    'context, inside',
+    [(quantizers_off, {(True, True, False), (True, False, False)}), (collecting, {(False, False, True)})],
+)
 def test_contexts_restore_what_was(context, inside):
     model = nn.Sequential(*(TWINS[nn.Conv2d].from_float(nn.Conv2d(3, 3, 1)) for _ in range(3)))
     model[1].input_quantizer._disabled = True  # whatever was there before, not a default

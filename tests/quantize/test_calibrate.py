@@ -1,18 +1,20 @@
 """Laws of calibration: histograms lose nothing, each search finds what brute force finds, and what cannot be is named."""
+
 import numpy as np
 import pytest
 import torch
 from faults import sampled
+from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
+from pytorch_quantization.nn import QuantConv2d
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import image, same, settings, state
+
 from models.quantize.calibration.amax_search import SEARCH
 from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, Histogram, bin_width, calibrate, weight_amax
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
-from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator, calibrate_weights
-from pytorch_quantization.nn import QuantConv2d
-from torch.utils._python_dispatch import TorchDispatchMode
 from utils.qat.config.qat import CALIB_METHODS, WEIGHT_METHODS
 from utils.qat.core.errors import QatError
-from zoo import image, same, settings, state
 
 
 def activations(seed, size=20_000, scale=1.0):
@@ -43,6 +45,7 @@ def search(method, *batches, **changes):
 
 # ---- histograms ---------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('scales', [(1, 1, 1), (1e-3, 1, 40), (40, 1, 1e-3), (1e-20, 1e20, 1), (2.0, 1.0, 0.5)])
 def test_counts_are_those_of_numpy(scales):
     batches = [activations(seed, scale=scale) for seed, scale in enumerate(scales)]
@@ -57,14 +60,18 @@ def test_counts_are_those_of_numpy(scales):
 def test_order_and_slicing_do_not_matter():
     batches = [activations(seed, scale=scale) for seed, scale in enumerate((1, 30, 0.01))]
     first = histogram(*batches)
-    for other in (histogram(*batches[::-1]), histogram(torch.cat(batches).view(3, -1)), histogram(*(-b for b in batches))):
+    for other in (
+        histogram(*batches[::-1]),
+        histogram(torch.cat(batches).view(3, -1)),
+        histogram(*(-b for b in batches)),
+    ):
         assert torch.equal(other.counts, first.counts) and other.exponent == first.exponent
 
 
-@pytest.mark.parametrize('largest', [1.0, 2.0, 0.5, 127.0, 2.0 ** 127, 3.4e38, 2.0 ** -100, 2.0 ** -130])
+@pytest.mark.parametrize('largest', [1.0, 2.0, 0.5, 127.0, 2.0**127, 3.4e38, 2.0**-100, 2.0**-130])
 def test_a_power_of_two_still_fits(largest):
     hist = histogram(torch.tensor([largest, largest / 3]))
-    assert hist.counts.sum() == 2 and largest < edges(hist)[-1] <= max(2 * largest, 2.0 ** MIN_EXPONENT)
+    assert hist.counts.sum() == 2 and largest < edges(hist)[-1] <= max(2 * largest, 2.0**MIN_EXPONENT)
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])
@@ -84,7 +91,7 @@ def test_histograms_of_parts_add_up():
 
 
 def test_more_than_fp32_can_count():
-    n = 2 ** 24 + 3
+    n = 2**24 + 3
     hist = histogram(torch.full((n,), 0.7), torch.full((5,), 0.7))
     assert hist.counts.max() == hist.counts.sum() == n + 5
 
@@ -111,8 +118,13 @@ def test_half_precision_is_counted_as_it_is():
 
 # ---- searches -----------------------------------------------------------------------------------------------------------
 
-SAMPLES = {'activations': activations(0, 50_000), 'uniform': torch.rand(50_000), 'large': activations(1, scale=300.0),
-           'few values': torch.tensor([0.1, 0.1, 3.0]), 'one outlier': torch.cat((activations(2), torch.tensor([90.0])))}
+SAMPLES = {
+    'activations': activations(0, 50_000),
+    'uniform': torch.rand(50_000),
+    'large': activations(1, scale=300.0),
+    'few values': torch.tensor([0.1, 0.1, 3.0]),
+    'one outlier': torch.cat((activations(2), torch.tensor([90.0]))),
+}
 each_sample = pytest.mark.parametrize('x', SAMPLES.values(), ids=SAMPLES)
 
 
@@ -149,7 +161,9 @@ def test_a_power_of_the_error_is_the_least_of_all_edges(x, method, power):
     assert error[int(found) - 128] <= error.min() * (1 + 1e-9)
 
 
-@pytest.mark.parametrize('x', [x for x in SAMPLES.values() if len(x) > 1000], ids=[k for k, x in SAMPLES.items() if len(x) > 1000])
+@pytest.mark.parametrize(
+    'x', [x for x in SAMPLES.values() if len(x) > 1000], ids=[k for k, x in SAMPLES.items() if len(x) > 1000]
+)
 def test_mse_loses_no_more_than_brute_force(x):
     values = x.abs().double().numpy()
     best = squared_error(values, np.linspace(values.max() / 64, values.max() * 1.01, 1500)).min()
@@ -176,16 +190,21 @@ def librarys(monkeypatch, x, method, bins):
     return calibrator.compute_amax(method, **({'percentile': 99.9} if method == 'percentile' else {}))
 
 
-ALIKE = {'activations': activations(3), 'heavy tail': activations(4) ** 3, 'uniform': image(size=82).flatten(),
-         'two peaks': torch.cat((activations(5), 6 + 0.1 * activations(6, 500))),
-         'zeros': activations(7).clamp(min=0), 'few': activations(8, 600)}
+ALIKE = {
+    'activations': activations(3),
+    'heavy tail': activations(4) ** 3,
+    'uniform': image(size=82).flatten(),
+    'two peaks': torch.cat((activations(5), 6 + 0.1 * activations(6, 500))),
+    'zeros': activations(7).clamp(min=0),
+    'few': activations(8, 600),
+}
 
 
 @pytest.mark.parametrize('method', ['mse', 'entropy', 'percentile', 'max'])
 @pytest.mark.parametrize('x', sampled(ALIKE.values(), 2), ids=ALIKE)
 def test_agrees_with_the_library_to_a_bin(x, method, monkeypatch):
     """Both with the same bins: ours end at a power of two, theirs at the largest value, which is therefore one bin above it."""
-    x = x / x.abs().max() * (1 + 2 ** -11 - 2 ** -22)
+    x = x / x.abs().max() * (1 + 2**-11 - 2**-22)
     expected = librarys(monkeypatch, x, method, BINS // 2 + 1).item()
     assert abs(search(method, x, percentile=99.9) - expected) <= 1.01 / (BINS // 2)
 
@@ -206,6 +225,7 @@ def test_agrees_with_the_library_as_it_comes(x, method, monkeypatch):
 
 # ---- weights ------------------------------------------------------------------------------------------------------------
 
+
 def test_weights_lose_least_per_channel():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 32, 3, 3, generator=generator) * torch.tensor([1, 1e-3, 50, 1, 1, 1]).view(-1, 1, 1, 1)
@@ -214,7 +234,9 @@ def test_weights_lose_least_per_channel():
     weight[5] = 0
     largest, least = (weight_amax(weight, method) for method in ('max', 'mse'))
     assert torch.equal(largest, weight.abs().amax((1, 2, 3)))
-    assert (least <= largest)[:5].all() and (least < largest)[:3].any() and least[3] == largest[3] and least[5] < MIN_AMAX
+    assert (
+        (least <= largest)[:5].all() and (least < largest)[:3].any() and least[3] == largest[3] and least[5] < MIN_AMAX
+    )
     for channel, amax in zip(weight.double().numpy()[:5], least.tolist()):
         values = np.abs(channel.ravel())
         best = squared_error(values, np.linspace(values.max() / 16, values.max(), 2000)).min()
@@ -234,6 +256,7 @@ def test_weights_agree_with_the_library(monkeypatch):
 
 
 # ---- models -------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def model(demo):
@@ -285,14 +308,19 @@ def test_it_is_the_float_model_that_is_measured(model):
     largest, hooks = {}, []
     for name, m in model.named_modules():
         if hasattr(m, 'input_quantizer'):
-            hooks.append(m.register_forward_pre_hook(lambda m, x, name=name: largest.__setitem__(
-                name, max(largest.get(name, 0), max(t.abs().max().item() for t in _flat(m, x[0]))))))
+            hooks.append(
+                m.register_forward_pre_hook(
+                    lambda m, x, name=name: largest.__setitem__(
+                        name, max(largest.get(name, 0), max(t.abs().max().item() for t in _flat(m, x[0])))
+                    )
+                )
+            )
     with torch.no_grad(), quantizers_off(model):
         for images in BATCHES:
             model(images)
     for name, value in largest.items():
         amax = model.get_submodule(name).input_quantizer._amax.item()
-        rounding = 1 + 2.0 ** -11  # to an FP16 scale
+        rounding = 1 + 2.0**-11  # to an FP16 scale
         assert value <= amax * rounding and amax <= max(value * (1 + 2 / BINS), MIN_AMAX) * rounding, name
 
 
@@ -328,11 +356,16 @@ def test_ranges_too_small_are_raised_and_named(model):
     assert (conv.weight_quantizer._amax == MIN_AMAX).tolist()[:6] == [False, False, True, True, True, False]
 
 
-@pytest.mark.parametrize('batches, message', [
-    ([], r'(?s)quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer.*…'),
-    ([torch.zeros(1, 3, 64, 64)], r'1 quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer;'),
-    ([torch.full((1, 3, 64, 64), float('nan'))], r'model\.0\.conv\.input_quantizer met a value that is not finite'),
-    ([BATCHES[0], torch.full((1, 3, 64, 64), float('inf'))], 'not finite')], ids=['none', 'zeros', 'nan', 'inf'])
+@pytest.mark.parametrize(
+    'batches, message',
+    [
+        ([], r'(?s)quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer.*…'),
+        ([torch.zeros(1, 3, 64, 64)], r'1 quantizer\(s\) saw no data or only zeros: model\.0\.conv\.input_quantizer;'),
+        ([torch.full((1, 3, 64, 64), float('nan'))], r'model\.0\.conv\.input_quantizer met a value that is not finite'),
+        ([BATCHES[0], torch.full((1, 3, 64, 64), float('inf'))], 'not finite'),
+    ],
+    ids=['none', 'zeros', 'nan', 'inf'],
+)
 def test_what_cannot_be_calibrated_is_named_and_can_be_tried_again(model, batches, message):
     with pytest.raises(QatError, match=message):
         calibrate(model, batches, settings())

@@ -1,4 +1,5 @@
 """Laws of checkpoint files: what is saved is what runs, in any process; every other file is refused by name, unexecuted."""
+
 import io
 import pickle
 import random
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from zoo import image, output, python, same, state
+
 from models.quantize import blocks
 from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
 from models.quantize.convert import is_quantized
@@ -14,11 +17,15 @@ from models.quantize.quantizers import Quantizer
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.untrusted.torch_archive import read_archive
-from zoo import image, output, python, same, state
 
 EVERY = load_float, load_quantized, load_any, load_dual_or_float
-FROZEN = {'models.quantize.quantizers.Quantizer', *(f'models.quantize.blocks.{name}' for name in (
-    'QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse'))}
+FROZEN = {
+    'models.quantize.quantizers.Quantizer',
+    *(
+        f'models.quantize.blocks.{name}'
+        for name in ('QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse')
+    ),
+}
 
 RELOAD = """
 import sys, torch
@@ -36,6 +43,7 @@ with torch.no_grad():
 
 
 # ---- what is saved ------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('loader', ['ours', 'upstream'])
 def test_a_fresh_process_computes_the_same(demo, tmp_path, loader):
@@ -57,7 +65,10 @@ def test_class_paths_are_a_file_format(demo):
 
 def test_saving_changes_neither_the_model_nor_its_output(demo, tmp_path):
     model = demo.quantized_model().train().requires_grad_(True)
-    before, flags = state(model), [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()]
+    before, flags = (
+        state(model),
+        [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()],
+    )
     save_quantized(tmp_path / 'new.pt', model, {}, sha256(demo.single))
     assert same(state(model), before)
     assert [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()] == flags
@@ -98,6 +109,7 @@ def test_a_failed_save_leaves_the_old_file(demo, tmp_path):
 
 
 # ---- what is loaded -----------------------------------------------------------------------------------------------------
+
 
 def test_kinds(demo):
     assert [kind_of(f) for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
@@ -153,8 +165,11 @@ def test_judging_executes_nothing(tmp_path):
 
 
 def test_a_peer_is_recognized_by_its_class_names(tmp_path):
-    for names in (['models.yolo.DetectionModel', 'pytorch_quantization.nn.modules.quant_conv.QuantConv2d'],
-                  ['models.yolo.DetectionModel', 'models.quantize.QuantADown'], ['models.quantize_rules.Anything']):
+    for names in (
+        ['models.yolo.DetectionModel', 'pytorch_quantization.nn.modules.quant_conv.QuantConv2d'],
+        ['models.yolo.DetectionModel', 'models.quantize.QuantADown'],
+        ['models.quantize_rules.Anything'],
+    ):
         file = archive(tmp_path / 'peer.pt', pickle_of(*names))
         assert read_archive(file).names == set(names) and kind_of(file) == 'foreign'
 
@@ -171,8 +186,13 @@ MISTAKES = {  # kind of file → who is asked to load it, and what the answer na
     'other module': [(EVERY, 'upstream train.py')],
     'peer': [(EVERY, 'another yolov9-qat tool.*python qat.py quantize')],
     'wrong suffix': [(EVERY, 'ending in .pt or .pth')],
-    DUAL: [((load_float, load_any), 'auxiliary branch.*python reparameterization.py --weights .*dual.pt --save .*converted.pt'),
-           ((load_quantized,), 'not quantized.*python qat.py quantize')],
+    DUAL: [
+        (
+            (load_float, load_any),
+            'auxiliary branch.*python reparameterization.py --weights .*dual.pt --save .*converted.pt',
+        ),
+        ((load_quantized,), 'not quantized.*python qat.py quantize'),
+    ],
     FLOAT: [((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt')],
     QUANTIZED: [((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py')],
 }
@@ -181,8 +201,12 @@ MISTAKES = {  # kind of file → who is asked to load it, and what the answer na
 @pytest.fixture
 def mistakes(demo, tmp_path):
     """name → file of every kind in MISTAKES."""
-    files = {DUAL: demo.dual, FLOAT: demo.single, QUANTIZED: demo.quantized,
-             **{name: tmp_path / f'{name}.pt' for name in MISTAKES if name not in (DUAL, FLOAT, QUANTIZED)}}
+    files = {
+        DUAL: demo.dual,
+        FLOAT: demo.single,
+        QUANTIZED: demo.quantized,
+        **{name: tmp_path / f'{name}.pt' for name in MISTAKES if name not in (DUAL, FLOAT, QUANTIZED)},
+    }
     files['folder'].mkdir()
     files['text'].write_text('hello')
     files['empty'].write_bytes(b'')
@@ -211,7 +235,7 @@ def test_another_format_is_refused(demo, tmp_path):
     ckpt = torch.load(demo.quantized, weights_only=False)
     for quant in ({**ckpt['quant'], 'format': 1}, None):
         torch.save({**ckpt, 'quant': quant}, tmp_path / 'new.pt')
-        with pytest.raises(QatError, match=f"new.pt: quantized checkpoint of format {1 if quant else None}"):
+        with pytest.raises(QatError, match=f'new.pt: quantized checkpoint of format {1 if quant else None}'):
             load_quantized(tmp_path / 'new.pt')
 
 
@@ -224,13 +248,13 @@ def test_damaged_files_are_mistakes_not_bugs(demo, tmp_path):
     for _ in range(60):
         start = rng.randrange(len(pickled))
         damaged = bytearray(pickled)
-        damaged[start:start + 8] = rng.randbytes(8)
+        damaged[start : start + 8] = rng.randbytes(8)
         for content in (bytes(damaged), pickled[:start]):
             archive(file, content)
             _judge(file)
         damaged = bytearray(whole)
         start = rng.choice([rng.randrange(len(whole)), rng.randrange(2000), len(whole) - rng.randrange(1, 20000)])
-        damaged[start:start + 16] = rng.randbytes(16)
+        damaged[start : start + 16] = rng.randbytes(16)
         file.write_bytes(damaged)
         _judge(file)
 

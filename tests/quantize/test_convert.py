@@ -1,4 +1,5 @@
 """Laws of float model ↔ quantized model, on every model size: nothing is lost, nothing is forgotten, nothing is patched."""
+
 import inspect
 from copy import deepcopy
 
@@ -9,11 +10,12 @@ import torch
 import torch.nn as nn
 from faults import sampled
 from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
+from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
+
 from models.quantize.blocks import TWINS, QuantConv2d, QuantResidual, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
-from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 
 
 @pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 5))
@@ -22,9 +24,16 @@ def test_every_law_on_every_model(name):
     model = fuse(deepcopy(unfused))
     quantized = deepcopy(model)
     done = quantize_model(quantized)
-    for law in (fusing_changes_nothing_and_is_complete, off_is_float, every_convolution_is_accounted_for,
-                only_the_ends_of_the_head_stay_float, every_other_operation_is_swapped, nothing_is_unknown_but_a_dual_head, upstream_finds_its_attributes,
-                and_back):
+    for law in (
+        fusing_changes_nothing_and_is_complete,
+        off_is_float,
+        every_convolution_is_accounted_for,
+        only_the_ends_of_the_head_stay_float,
+        every_other_operation_is_swapped,
+        nothing_is_unknown_but_a_dual_head,
+        upstream_finds_its_attributes,
+        and_back,
+    ):
         law(unfused=unfused, model=model, quantized=quantized, done=done)
 
 
@@ -33,11 +42,15 @@ def fusing_changes_nothing_and_is_complete(unfused, model, **_):
     exact, default = unfused.double(), torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        for ours, theirs in zip(output(fuse(deepcopy(exact)), image().double()), output(exact, image().double()), strict=True):
+        for ours, theirs in zip(
+            output(fuse(deepcopy(exact)), image().double()), output(exact, image().double()), strict=True
+        ):
             assert ours.dtype == torch.float64 and (ours - theirs).norm() <= 1e-9 * theirs.norm()
     finally:
         torch.set_default_dtype(default)
-    assert not [m for m in model.modules() if isinstance(m, nn.BatchNorm2d) or isinstance(m, RepConvN) and hasattr(m, 'conv1')]
+    assert not [
+        m for m in model.modules() if isinstance(m, nn.BatchNorm2d) or (isinstance(m, RepConvN) and hasattr(m, 'conv1'))
+    ]
 
 
 def off_is_float(model, quantized, **_):
@@ -56,7 +69,11 @@ def only_the_ends_of_the_head_stay_float(model, done, **_):
     """A branch has two towers of convolutions (box, class), with masks three, on each of three levels, and one DFL."""
     head, i = type(model.model[-1]).__name__, len(model.model) - 1
     branches = {'Dual': 2, 'Trip': 3}.get(head[:4], 1)
-    ends = {f'model.{i}.cv{2 + tower}.{level}.2' for tower in range((3 if 'Segment' in head else 2) * branches) for level in range(3)}
+    ends = {
+        f'model.{i}.cv{2 + tower}.{level}.2'
+        for tower in range((3 if 'Segment' in head else 2) * branches)
+        for level in range(3)
+    }
     ends |= {f'model.{i}.dfl{branch or ""}.conv' for branch in (0, 2, 3)[:branches]}
     assert set(done.kept_float) == ends and all(done.kept_float.values())
     assert all(type(model.get_submodule(n)) is nn.Conv2d and model.get_submodule(n).kernel_size == (1, 1) for n in ends)
@@ -65,7 +82,9 @@ def only_the_ends_of_the_head_stay_float(model, done, **_):
 def every_other_operation_is_swapped(model, quantized, done, **_):
     left = [n for n, m in quantized.named_modules() if type(m) in TWINS and TWINS[type(m)].suits(m)]
     assert set(left) == set(done.kept_float)
-    wanted = [type(m).__name__ for m in model.modules() if isinstance(m, (AConv, ADown, CBFuse)) or getattr(m, 'add', False)]
+    wanted = [
+        type(m).__name__ for m in model.modules() if isinstance(m, (AConv, ADown, CBFuse)) or getattr(m, 'add', False)
+    ]
     found = [kind for kind in done.swapped.values() if kind != 'Conv2d']
     assert sorted(found) == sorted(wanted) and found
     assert all(str(n) in done.summary() for n in (len(done.swapped), len(done.kept_float), found.count(found[0])))
@@ -94,7 +113,9 @@ def test_quantized_model_has_only_quantizers_more():
     model = fuse(build('demo'))
     before = dict(model.named_parameters())
     quantize_model(model)
-    assert all(p is before[n] for n, p in model.named_parameters()) and len(dict(model.named_parameters())) == len(before)
+    assert all(p is before[n] for n, p in model.named_parameters()) and len(dict(model.named_parameters())) == len(
+        before
+    )
     twins = sum(len(m.quantizer_names) for m in model.modules() if isinstance(m, Twin))
     assert len(named_quantizers(model)) == twins, 'every quantizer belongs to a twin'
 
@@ -108,7 +129,9 @@ def test_quantizing_again_changes_nothing():
 
 def test_no_class_is_patched():
     """Neither upstream's classes nor PyTorch's change when a model is quantized, run and turned back."""
-    spaces = [cls for module in (models.common, models.yolo, nn) for _, cls in inspect.getmembers(module, inspect.isclass)]
+    spaces = [
+        cls for module in (models.common, models.yolo, nn) for _, cls in inspect.getmembers(module, inspect.isclass)
+    ]
     spaces += [models.common, models.yolo, nn, nn.functional, torch.Tensor]
     model = fuse(build('demo'))
     before = [dict(vars(space)) for space in spaces]

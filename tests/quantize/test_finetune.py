@@ -1,16 +1,19 @@
 """Laws of fine-tuning: it learns, repeats itself, moves weights and nothing else, and stops at what is not finite."""
+
 import contextlib
+import itertools
 import math
 
 import pytest
 import torch
 from faults import sampled
+from zoo import build, image, output, program, same, settings, state, tensors
+
 from models.quantize.finetuning.loop import finetune, rate, supervised_layers
 from models.quantize.finetuning.losses import TINY, relative_error
 from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, Step
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
-from zoo import build, image, output, program, same, settings, state, tensors
 
 LOADER = [image(96, 2, seed) for seed in range(4)]
 
@@ -18,7 +21,9 @@ LOADER = [image(96, 2, seed) for seed in range(4)]
 def run(demo, loader=LOADER, **changes):
     """(student, [Epoch, ...]) after fine-tuning the calibrated demo model."""
     student = demo.quantized_model()
-    return student, list(finetune(student, demo.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes})))
+    return student, list(
+        finetune(student, demo.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes}))
+    )
 
 
 def test_the_loss_falls_and_the_student_comes_closer(demo):
@@ -59,7 +64,9 @@ def test_the_teacher_stays_as_it_is(demo):
 
 def test_nothing_is_left_on_the_student(demo):
     student, _ = run(demo, epochs=1, iters=1)
-    assert not any(m._forward_hooks for m in student.modules()) and not any(p.grad is not None for p in student.parameters())
+    assert not any(m._forward_hooks for m in student.modules()) and not any(
+        p.grad is not None for p in student.parameters()
+    )
     with torch.no_grad():
         decoded, raw = student.eval()(LOADER[0])
     assert decoded.shape[1] == 14 and len(raw) == 3
@@ -91,6 +98,7 @@ def test_progress_wraps_the_batches(demo):
 
 # ---- what is not finite -------------------------------------------------------------------------------------------------
 
+
 class Loader(list):
     """Good batches in the first epoch, a bad one in the second."""
 
@@ -103,7 +111,9 @@ def test_not_finite_stops_and_keeps_what_was_learnt(demo):
     student = demo.quantized_model()
     epochs = finetune(student, demo.float_model(), Loader(LOADER), settings(epochs=3, iters=2))
     assert next(epochs).number == 1
-    with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'):
+    with pytest.raises(
+        QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'
+    ):
         next(epochs)
     assert all(t.isfinite().all() for t in state(student).values()), 'the bad step was not taken'
     assert not any(m._forward_hooks for m in student.modules())
@@ -141,6 +151,7 @@ def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
 
 
 # ---- precision and speed ------------------------------------------------------------------------------------------------
+
 
 def new_step(demo, amp='off'):
     student = demo.quantized_model()
@@ -199,16 +210,24 @@ def test_the_loss_keeps_what_autograd_would(demo):
     for dtype in (torch.float32, torch.bfloat16):
         s = student.to(dtype).requires_grad_()
         loss = relative_error([s], [teacher])
-        gradients[dtype], = torch.autograd.grad(loss, s)
+        (gradients[dtype],) = torch.autograd.grad(loss, s)
         error, energy = ((x * x).flatten(1).sum(1) for x in (s.float() - teacher, teacher))
-        formula, = torch.autograd.grad((error / energy + TINY).sqrt().mean(), s)
+        (formula,) = torch.autograd.grad((error / energy + TINY).sqrt().mean(), s)
         assert gradients[dtype].dtype == dtype
-        assert torch.equal(gradients[dtype], formula) if dtype == torch.float32 else \
-            torch.allclose(gradients[dtype], formula, rtol=0.01)
+        assert (
+            torch.equal(gradients[dtype], formula)
+            if dtype == torch.float32
+            else torch.allclose(gradients[dtype], formula, rtol=0.01)
+        )
 
 
-@pytest.mark.parametrize('amp, compile, says', [('fp16', False, '--amp fp16: only on a GPU, and the device is cpu; leave out --amp'),
-                                                (None, True, '--compile: .*device is cpu; leave out --compile')])
+@pytest.mark.parametrize(
+    'amp, compile, says',
+    [
+        ('fp16', False, '--amp fp16: only on a GPU, and the device is cpu; leave out --amp'),
+        (None, True, '--compile: .*device is cpu; leave out --compile'),
+    ],
+)
 def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
     with pytest.raises(QatError, match=says):
         program('qat.py').choose_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
@@ -231,7 +250,9 @@ def test_a_graph_learns_what_single_launches_learn(demo, amp):
     states = []
     for compile in (False, True):
         student = demo.quantized_model().cuda()
-        list(finetune(student, demo.float_model().cuda(), batches, settings(epochs=2, iters=9, amp=amp, compile=compile)))
+        list(
+            finetune(student, demo.float_model().cuda(), batches, settings(epochs=2, iters=9, amp=amp, compile=compile))
+        )
         states.append(state(student))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(states[0].values(), states[1].values()))
 
@@ -259,6 +280,7 @@ def test_no_step_waits_and_a_fault_is_named(demo, amp, compile):
 
 # ---- what is supervised -------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('stride', [1, 2, 3, 7, 1000])
 def test_supervision_stride(stride):
     model = build('demo')
@@ -267,7 +289,7 @@ def test_supervision_stride(stride):
     assert chosen == sorted(set(chosen)) and set(chosen) <= set(weighted) and chosen[-1] == len(model.model) - 1
     assert len(chosen) == math.ceil((len(weighted) - 1) / stride) + 1
     places = [weighted.index(i) for i in chosen[:-1]]
-    assert all(b - a == stride for a, b in zip(places, places[1:])) and places[-1] == len(weighted) - 2
+    assert all(b - a == stride for a, b in itertools.pairwise(places)) and places[-1] == len(weighted) - 2
 
 
 def test_fewer_layers_are_another_loss(demo):
@@ -279,7 +301,7 @@ def test_relative_error_by_hand():
     targets = [torch.tensor([[2.0], [3.0]]), torch.tensor([[0.0], [4.0]])]  # two tensors of two images
     second = relative_error([torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [2.0]])], targets)
     assert first.item() == pytest.approx(1 / 5) and second.item() == pytest.approx(((2 / 4) ** 0.5 + 2 / 5) / 2)
-    assert relative_error(targets, targets) == pytest.approx(TINY ** 0.5), 'what keeps its gradient finite'
+    assert relative_error(targets, targets) == pytest.approx(TINY**0.5), 'what keeps its gradient finite'
 
 
 def test_an_image_far_beyond_the_ranges_counts_as_one():
@@ -304,7 +326,7 @@ def test_a_student_without_quantizers_has_nothing_to_learn(demo):
     student = demo.quantized_model()
     with quantizers_off(student):
         [epoch] = finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1))
-    assert epoch.loss == pytest.approx(TINY ** 0.5)
+    assert epoch.loss == pytest.approx(TINY**0.5)
 
 
 @pytest.mark.parametrize('share', [False, True])

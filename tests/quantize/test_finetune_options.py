@@ -1,4 +1,5 @@
 """Laws of what the fine-tuning does only when asked, labels that count and scales that learn; and of masks at a bit per value."""
+
 import io
 import math
 from dataclasses import replace
@@ -7,6 +8,8 @@ import pytest
 import torch
 from conftest import REPO
 from faults import sampled
+from zoo import image, same, settings, state, tensors
+
 from models.quantize.finetuning.learned_scales import LearnedScales, _Quantize, rounded_scales
 from models.quantize.finetuning.loop import Epoch, finetune, supervised_layers
 from models.quantize.finetuning.losses import LabelLoss, relative_error
@@ -16,7 +19,6 @@ from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import training_images
-from zoo import image, same, settings, state, tensors
 
 LOADER = [image(64, 2, seed) for seed in range(3)]
 EACH_AMP = pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
@@ -37,9 +39,12 @@ def new_step(demo, amp='off', **options):
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------
 
+
 def labelled(demo, task_loss=1.0):
     """Batches as `quantize` trains on them."""
-    return list(training_images(load_data(demo.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml')))
+    return list(
+        training_images(load_data(demo.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml'))
+    )
 
 
 def raw_maps(model, images):
@@ -52,7 +57,9 @@ def test_the_loader_gives_the_labels_of_its_images(demo):
     batches, images_alone = labelled(demo), labelled(demo, 0.0)
     assert len(batches) == 3
     for (images, labels), alone in zip(batches, images_alone, strict=True):
-        assert torch.equal(images, alone) and images.shape == (4, 3, 128, 128) and 0 <= images.min() and images.max() <= 1
+        assert (
+            torch.equal(images, alone) and images.shape == (4, 3, 128, 128) and 0 <= images.min() and images.max() <= 1
+        )
         assert labels.shape[1] == 6 and len(labels) > 4 and set(labels[:, 0].tolist()) <= {0, 1, 2, 3}
         assert labels[:, 2:].min() >= 0 and labels[:, 2:].max() <= 1
 
@@ -65,7 +72,9 @@ def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
     maps = raw_maps(model, images)
     value = loss(maps, labels).item()
     second = labels + torch.tensor([len(images), 0, 0, 0, 0, 0])
-    assert loss([m.repeat(2, 1, 1, 1) for m in maps], torch.cat((labels, second))).item() == pytest.approx(value, rel=1e-3)
+    assert loss([m.repeat(2, 1, 1, 1) for m in maps], torch.cat((labels, second))).item() == pytest.approx(
+        value, rel=1e-3
+    )
     assert LabelLoss(model, 3.0)(maps, labels).item() == pytest.approx(3 * value)
     wrong = torch.cat(((labels[:, :1] + 1) % len(images), labels[:, 1:]), 1)
     assert loss(maps, wrong).item() > 1.5 * value
@@ -99,15 +108,21 @@ def test_labels_that_cannot_be_learnt_are_named(demo):
         step(LOADER[0], None)
 
 
-@pytest.mark.parametrize('changes, says', [
-    ({'task_loss': 1.0, 'compile': True}, r'--task-loss 1\.0: not with --compile.*leave one of the two out'),
-    ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'), ({'task_loss': math.nan}, '--task-loss nan')])
+@pytest.mark.parametrize(
+    'changes, says',
+    [
+        ({'task_loss': 1.0, 'compile': True}, r'--task-loss 1\.0: not with --compile.*leave one of the two out'),
+        ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'),
+        ({'task_loss': math.nan}, '--task-loss nan'),
+    ],
+)
 def test_what_cannot_be_is_refused(changes, says):
     with pytest.raises(QatError, match=says):
         replace(settings(), **changes)
 
 
 # ---- scales that learn --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_scale(dtype):
@@ -126,7 +141,9 @@ def test_the_gradient_of_a_scale(dtype):
     (y, to_x, to_scale), (_, _, expected), (native_y, native_x, _) = results
     assert same([y, to_x], [native_y, native_x])
     assert to_scale.dtype == torch.float32 and to_scale.shape == () and expected.abs() > 100
-    assert to_scale.item() == pytest.approx(expected.item(), abs=weights.norm().item() / 252 + 0.01 * (dtype == torch.bfloat16) * x.numel() ** 0.5)
+    assert to_scale.item() == pytest.approx(
+        expected.item(), abs=weights.norm().item() / 252 + 0.01 * (dtype == torch.bfloat16) * x.numel() ** 0.5
+    )
 
 
 def by_hand(x, scale):
@@ -151,7 +168,7 @@ def test_a_scale_that_learns_is_the_number_that_is_stored():
     quantizer = Quantizer(0)
     quantizer.set_amax(scales * QMAX)
     assert torch.equal(quantizer.scale, scales.detach()) and torch.equal(scales.half().float(), scales)
-    gradient, = torch.autograd.grad(scales.sum(), log2)
+    (gradient,) = torch.autograd.grad(scales.sum(), log2)
     assert torch.allclose(gradient, log2.detach().exp2() * math.log(2))
 
 
@@ -235,7 +252,7 @@ def test_learning_scales_goes_on_from_every_epoch(demo):
         epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
         assert next(epochs) is after and same(state(other), at_that_time)
         rest = list(epochs)
-        assert [e.loss for e in rest] == [e.loss for e, _ in finished[last.number:]]
+        assert [e.loss for e in rest] == [e.loss for e, _ in finished[last.number :]]
         assert same(state(other), finished[-1][1]) and same(rest[-1].state, finished[-1][0].state)
 
 
@@ -248,7 +265,16 @@ def test_scales_learn_in_a_graph(demo, amp):
     states = []
     for graphed in (False, True):
         student = demo.quantized_model().cuda()
-        step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, graphed, learn_scales=True)
+        step = Step(
+            student,
+            demo.float_model().cuda(),
+            supervised_layers(student, 1),
+            relative_error,
+            1e-5,
+            amp,
+            graphed,
+            learn_scales=True,
+        )
         run_step = GraphedStep(step) if graphed else step
         for number, images in enumerate(batches):
             torch.cuda.set_sync_debug_mode('error' if number > 4 else 'default')
@@ -260,6 +286,7 @@ def test_scales_learn_in_a_graph(demo, amp):
 
 
 # ---- masks at a bit per value -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('shape', [(2, 16, 6, 6), (16,), (3, 5), (64, 3, 3, 3), (2, 8, 1, 1)])
 @pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])

@@ -1,12 +1,14 @@
 """Laws of the Fisher metric: a probe stands for the divergence, and ranges are those of least error as the detections see it."""
+
 import pytest
 import torch
+from zoo import image, same, settings, state
+
 from models.quantize.calibration.calibrate import histogram_amax, observe
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import TRIED, fisher_amax, probe
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
-from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(2)]
 
@@ -53,10 +55,15 @@ def test_the_range_is_the_best_of_all_tried(demo):
     histograms = observe(model, BATCHES)
     found = fisher_amax(model, histograms, BATCHES, config)
     assert found.keys() == histograms.keys()
-    path = next(p for p, q in named_quantizers(model) if q._axis is None and sum(m is q for m in model.modules()) == 1
-                and p.endswith('cv1.conv.input_quantizer'))
+    path = next(
+        p
+        for p, q in named_quantizers(model)
+        if q._axis is None and sum(m is q for m in model.modules()) == 1 and p.endswith('cv1.conv.input_quantizer')
+    )
     quantizer, seen = model.get_submodule(path), []
-    low = 0.8 * min(histogram_amax(histograms, method, config)[list(histograms).index(path)].item() for method in ('mse', 'l3'))
+    low = 0.8 * min(
+        histogram_amax(histograms, method, config)[list(histograms).index(path)].item() for method in ('mse', 'l3')
+    )
     high = histograms[path].largest.item()
 
     def keep(q, inputs, output):

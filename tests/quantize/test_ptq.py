@@ -1,10 +1,13 @@
 """Laws of what follows calibration: biases take back what rounding moves for certain, the calibration that keeps the
 detections best on images that nothing was fitted to is chosen, and SQNR is what its formula says."""
+
 import math
 
 import pytest
 import torch
 from faults import sampled
+from zoo import image, same, settings, state
+
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
@@ -17,7 +20,6 @@ from models.quantize.quantizers import quantizers_off
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images
 from utils.qat.prediction.pytorch import TorchModel
-from zoo import image, same, settings, state
 
 BATCHES = [image(96, 2, seed) for seed in range(3)]
 
@@ -41,7 +43,9 @@ def test_own_errors_by_hand(demo):
             model(images)
         hook.remove()
         for x, y in seen:
-            errors.append((y - torch.nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)).mean((2, 3)))
+            errors.append(
+                (y - torch.nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)).mean((2, 3))
+            )
         assert torch.allclose(found[path], torch.cat(errors), atol=1e-6) and found[path].shape == (6, conv.out_channels)
 
 
@@ -67,7 +71,10 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
         correct_biases(model, {path: model.get_submodule(path).bias.clone() for path in shifts}, shifts)
         model(images[0])
     hook.remove()
-    assert torch.allclose(means[0] - means[1], errors['model.0.conv'][0], atol=1e-5) and max(s.abs().max() for s in shifts.values()) > 0.01
+    assert (
+        torch.allclose(means[0] - means[1], errors['model.0.conv'][0], atol=1e-5)
+        and max(s.abs().max() for s in shifts.values()) > 0.01
+    )
     moved = {k for k, v in state(model).items() if not torch.equal(v, before[k])}
     assert moved and moved <= {f'{path}.bias' for path in shifts} and not any(m._forward_hooks for m in model.modules())
 
@@ -79,6 +86,7 @@ def test_a_float_model_needs_no_correction(demo):
 
 
 # ---- which calibration --------------------------------------------------------------------------------------------------
+
 
 def test_divergence_by_hand(demo):
     """Place by place, in plain Python, for one image."""
@@ -95,7 +103,10 @@ def test_divergence_by_hand(demo):
                 sides, true = (raw[0, :64, y, x].double().view(4, 16).softmax(1) for raw in (m, t))
                 total += p.max().item() * (true * (true / sides).log()).sum(1).mean().item()
                 weights += p.max().item()
-    assert divergence(model, [images], raw_maps(reference, [images])) == pytest.approx(total / weights, rel=1e-6) and total > 0
+    assert (
+        divergence(model, [images], raw_maps(reference, [images])) == pytest.approx(total / weights, rel=1e-6)
+        and total > 0
+    )
     assert divergence(reference, [images], raw_maps(demo.float_model(), [images])) == pytest.approx(0, abs=1e-12)
 
 
@@ -112,7 +123,9 @@ def held_out(demo, model, images=BATCHES):
 
 def test_halves_share_no_image():
     fitting, others = halves(BATCHES)
-    assert torch.equal(torch.cat(fitting), torch.cat(BATCHES)[::2]) and torch.equal(torch.cat(others), torch.cat(BATCHES)[1::2])
+    assert torch.equal(torch.cat(fitting), torch.cat(BATCHES)[::2]) and torch.equal(
+        torch.cat(others), torch.cat(BATCHES)[1::2]
+    )
     assert {len(x) for x in (*fitting, *others)} <= {1, 2}
     one = BATCHES[0][:1]
     assert all(torch.equal(torch.cat(half), one) for half in halves([one]))
@@ -123,12 +136,16 @@ def test_no_alternative_is_better_than_the_choice(demo, correcting):
     """By the divergence on images that nothing was fitted to."""
     best, found, method, corrected = calibrated(demo, calib_method='auto', bias_correction=correcting)
     promising = sorted(CANDIDATES, key=found.get)[:PROMISING] if correcting else []
-    assert {*found} == {*CANDIDATES, *(name + CORRECTED for name in promising)} and len(set(found.values())) == len(found)
+    assert {*found} == {*CANDIDATES, *(name + CORRECTED for name in promising)} and len(set(found.values())) == len(
+        found
+    )
     kept = method + CORRECTED * corrected
     assert kept == min(found, key=found.get) and held_out(demo, best) == pytest.approx(found[kept], rel=1e-9)
     for name in CANDIDATES:
         model, alone, same_name, _ = calibrated(demo, calib_method=name, bias_correction=correcting)
-        assert same_name == name and alone == {key: pytest.approx(found.get(key, alone[key]), rel=1e-9) for key in alone}
+        assert same_name == name and alone == {
+            key: pytest.approx(found.get(key, alone[key]), rel=1e-9) for key in alone
+        }
         assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
 
 
@@ -138,7 +155,9 @@ def biases(model):
 
 def test_a_correction_that_harms_is_not_kept(demo):
     """It is fitted to images of another kind than those that it is compared on: far brighter ones."""
-    kinds = torch.stack((20 * torch.cat(BATCHES), torch.cat(BATCHES)), 1).flatten(0, 1).split(4)  # the even ones are bright
+    kinds = (
+        torch.stack((20 * torch.cat(BATCHES), torch.cat(BATCHES)), 1).flatten(0, 1).split(4)
+    )  # the even ones are bright
     model, found, method, corrected = calibrated(demo, kinds, calib_method='mse')
     assert found['mse' + CORRECTED] > found['mse'] and method == 'mse' and not corrected
     assert same(biases(model), biases(demo.float_model())), 'and taken back bit for bit'
@@ -148,7 +167,11 @@ def test_a_correction_that_harms_is_not_kept(demo):
 def test_a_correction_that_helps_is_kept(demo):
     """Ranges so small that what they clip is a shift."""
     model, found, _, corrected = calibrated(demo, calib_method='percentile', percentile=99.0)
-    assert corrected and found['percentile' + CORRECTED] < found['percentile'] and not same(biases(model), biases(demo.float_model()))
+    assert (
+        corrected
+        and found['percentile' + CORRECTED] < found['percentile']
+        and not same(biases(model), biases(demo.float_model()))
+    )
 
 
 def test_without_correction_no_bias_moves(demo):
@@ -156,18 +179,30 @@ def test_without_correction_no_bias_moves(demo):
     assert not corrected and same(biases(model), biases(demo.float_model()))
 
 
-@pytest.mark.parametrize('changes, said', [
-    ({'calib_method': 'percentile', 'percentile': 50.0}, True), ({'calib_method': 'max'}, False), ({'calib_method': 'auto'}, False)])
+@pytest.mark.parametrize(
+    'changes, said',
+    [
+        ({'calib_method': 'percentile', 'percentile': 50.0}, True),
+        ({'calib_method': 'max'}, False),
+        ({'calib_method': 'auto'}, False),
+    ],
+)
 def test_an_unusable_calibration_is_said(demo, caplog, changes, said):
     config = settings(imgsz=96, calib_images=12, **changes)
     images = calibration_images(load_data(demo.data), config, 32, torch.device('cpu'))
     with caplog.at_level('INFO'):
         _, found = ptq.calibrated(demo.float_model(), images, config, lambda them, *_, **__: them)
-    assert said == (min(found['divergence'].values()) >= UNUSABLE) == ('unusable' in caplog.text) == ('--calib-images' in caplog.text)
+    assert (
+        said
+        == (min(found['divergence'].values()) >= UNUSABLE)
+        == ('unusable' in caplog.text)
+        == ('--calib-images' in caplog.text)
+    )
     assert found['biases'] in ('all', 'none') and ('no bias corrected' in caplog.text) == (found['biases'] == 'none')
 
 
 # ---- SQNR ---------------------------------------------------------------------------------------------------------------
+
 
 @torch.no_grad()
 def test_sqnr_by_hand(demo):

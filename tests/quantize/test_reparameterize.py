@@ -1,4 +1,5 @@
 """Laws of dual-branch → single-branch: same main outputs, the parameters of the single model and no others."""
+
 import math
 import re
 import resource
@@ -8,21 +9,27 @@ import pytest
 import torch
 from conftest import FULL_TREE, TREE
 from faults import sampled
+from zoo import build, command, config, config_file, full, image, output, program, python, same, state
+
 from models.quantize.checkpoint import load_float
 from models.quantize.reparameterize import largest_difference, reparameterize
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import quiet_upstream
-from zoo import build, command, config, config_file, full, image, output, program, python, same, state
 
 TWIN_OF = {**{f'yolov9-{size}': f'gelan-{size}' for size in 'tsmce'}, 'yolov9-cf': 'gelan-c'}
 CUSTOM = config('demo')['head']
 CUSTOM = {'nc': 1, 'head': [*CUSTOM[:13], [-1, 1, 'RepNCSPELAN4', [56, 80, 24, 2]], *CUSTOM[14:]]}  # another P3 output
-MODELS = [pytest.param('demo', {'nc': 7}, id='demo'), pytest.param('demo', CUSTOM, id='custom'),
-          pytest.param('yolov9-t', {'nc': 5, 'width_multiple': 0.5}, id='custom width', marks=pytest.mark.full_tree),
-          *(pytest.param(p.values[0], {'nc': nc}, id=p.values[0], marks=p.marks)
-            for p, nc in zip(full(*TWIN_OF, 'yolov9-c-dseg'), (1, 2, 3, 80, 11, 4, 5)))]
+MODELS = [
+    pytest.param('demo', {'nc': 7}, id='demo'),
+    pytest.param('demo', CUSTOM, id='custom'),
+    pytest.param('yolov9-t', {'nc': 5, 'width_multiple': 0.5}, id='custom width', marks=pytest.mark.full_tree),
+    *(
+        pytest.param(p.values[0], {'nc': nc}, id=p.values[0], marks=p.marks)
+        for p, nc in zip(full(*TWIN_OF, 'yolov9-c-dseg'), (1, 2, 3, 80, 11, 4, 5))
+    ),
+]
 # (gelan-c-dseg.yaml is not the main branch of yolov9-c-dseg.yaml: their last blocks differ in depth)
 
 
@@ -59,8 +66,13 @@ def test_every_law_on_every_model(name, changes):
     assert not single.training and type(single) is type(dual)
 
     # every layer is kept or dropped
-    assert sorted([*done.kept, *done.dropped]) in (list(range(len(dual.model) - 1)), list(range(1, len(dual.model) - 1)))
-    assert [m.i for m in single.model] == list(range(len(done.kept) + 1)) and type(single.model[-1]).__name__ == done.head
+    assert sorted([*done.kept, *done.dropped]) in (
+        list(range(len(dual.model) - 1)),
+        list(range(1, len(dual.model) - 1)),
+    )
+    assert [m.i for m in single.model] == list(range(len(done.kept) + 1)) and type(
+        single.model[-1]
+    ).__name__ == done.head
     assert [type(m) for m in single.model[:-1]] == [type(dual.model[i]) for i in done.kept]
 
     # its YAML makes the same model
@@ -117,11 +129,15 @@ def test_a_single_model_has_nothing_to_remove():
 def test_parameters_that_do_not_fit_are_named():
     dual = build('demo')
     dual.model[-1].cv5[0].register_parameter('surplus', torch.nn.Parameter(torch.zeros(1)))
-    with quiet_upstream(), pytest.raises(QatError, match=r'1 parameters do not match, the first is model\.\d+\.cv3\.0\.surplus'):
+    with (
+        quiet_upstream(),
+        pytest.raises(QatError, match=r'1 parameters do not match, the first is model\.\d+\.cv3\.0\.surplus'),
+    ):
         reparameterize(dual)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
+
 
 def test_command_converts(demo, tmp_path):
     before = sha256(demo.dual)
@@ -130,8 +146,15 @@ def test_command_converts(demo, tmp_path):
     model = torch.load(tmp_path / 'out.pt', weights_only=False)['model']
     assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
     assert same(output(load_float(tmp_path / 'out.pt'), image()), output(demo.float_model(), image()))
-    for word in ('DualDDetect', 'DDetect', 'layers', 'parameters', f'{sum(p.numel() for p in model.parameters()):,}', 'classes     10',
-                 f'python qat.py quantize --weights {tmp_path / "out.pt"}'):
+    for word in (
+        'DualDDetect',
+        'DDetect',
+        'layers',
+        'parameters',
+        f'{sum(p.numel() for p in model.parameters()):,}',
+        'classes     10',
+        f'python qat.py quantize --weights {tmp_path / "out.pt"}',
+    ):
         assert word in out
     assert out.count('\n') <= 10 and 'model.0.' not in out, 'a summary, not a line per tensor'
 
@@ -140,7 +163,10 @@ def mistakes(demo, folder):
     """arguments → what the one line names."""
     save = ('--save', folder / 'out.pt')
     yield ('--weights', demo.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
-    yield ('--weights', demo.single, *save), 'has one branch .its head is DDetect.*go on with: python qat.py quantize --weights'
+    yield (
+        ('--weights', demo.single, *save),
+        'has one branch .its head is DDetect.*go on with: python qat.py quantize --weights',
+    )
     yield ('--weights', demo.quantized, *save), 'already quantized'
     yield ('--weights', folder / 'none.pt', *save), '--weights .*none.pt: no such file'
     yield ('--weights', demo.dual, '--save', demo.dual), '--save'
@@ -174,9 +200,27 @@ def test_model_goes_unchecked_where_the_tree_has_no_configs(demo, tmp_path):
 def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
     monkeypatch.chdir(TREE)
     torch.save({'model': build('yolov9-t', nc=3).half(), 'ema': None}, tmp_path / 'dual.pt')
-    program('reparameterization.py').main(list(map(str, (
-        '--weights', tmp_path / 'dual.pt', '--save', tmp_path / 'out.pt', '--model', 't', '--classes_num', 3,
-        '--cfg', config_file('gelan-t'), '--device', 'cpu'))))
+    program('reparameterization.py').main(
+        list(
+            map(
+                str,
+                (
+                    '--weights',
+                    tmp_path / 'dual.pt',
+                    '--save',
+                    tmp_path / 'out.pt',
+                    '--model',
+                    't',
+                    '--classes_num',
+                    3,
+                    '--cfg',
+                    config_file('gelan-t'),
+                    '--device',
+                    'cpu',
+                ),
+            )
+        )
+    )
     assert load_float(tmp_path / 'out.pt').nc == 3
 
 
@@ -185,7 +229,14 @@ def test_a_full_disk_leaves_no_half_file(demo, tmp_path):
     """The file-size limit of the process stands in for the disk: the write itself fails half-way."""
     (tmp_path / 'out.pt').write_bytes(b'the old one')
     limit = Path(demo.single).stat().st_size // 2
-    said = python('reparameterization.py', '--weights', demo.dual, '--save', tmp_path / 'out.pt', code=2,
-                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    said = python(
+        'reparameterization.py',
+        '--weights',
+        demo.dual,
+        '--save',
+        tmp_path / 'out.pt',
+        code=2,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
     assert f'error: {tmp_path}/out.pt: File too large' in said and 'Traceback' not in said
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'out.pt': b'the old one'}

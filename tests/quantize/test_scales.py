@@ -1,9 +1,12 @@
 """Laws of scale sharing: every quantizer is in one group, sharing survives a reload, and the exported graph needs no requantization."""
+
 from copy import deepcopy
 
 import onnx
 import pytest
 from faults import sampled
+from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.checkpoint import load_quantized, save_quantized
@@ -12,9 +15,18 @@ from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.files import sha256
 from utils.qat.graph.onnx_graph import constants
-from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
 
-MOVES = {'Concat', 'MaxPool', 'Resize', 'Split', 'Slice', 'Reshape', 'Transpose', 'Unsqueeze', 'Gather'}  # Q commutes with these
+MOVES = {
+    'Concat',
+    'MaxPool',
+    'Resize',
+    'Split',
+    'Slice',
+    'Reshape',
+    'Transpose',
+    'Unsqueeze',
+    'Gather',
+}  # Q commutes with these
 
 
 def quantized(name):
@@ -43,7 +55,10 @@ def test_groups_are_a_partition_and_tying_changes_no_float_value(name):
 def test_what_is_known_of_the_blocks():
     groups = {path: set(g) for g in scale_groups(quantized('demo')) for path in g}
     elan = 'model.3.'  # RepNCSPELAN4: cv1 -> chunk -> (y0, y1, cv2(y1), cv3(...)) -> cat -> cv4
-    assert groups[f'{elan}cv4.conv.input_quantizer'] >= {f'{elan}cv2.0.cv1.conv.input_quantizer', f'{elan}cv3.0.cv2.conv.input_quantizer'}
+    assert groups[f'{elan}cv4.conv.input_quantizer'] >= {
+        f'{elan}cv2.0.cv1.conv.input_quantizer',
+        f'{elan}cv3.0.cv2.conv.input_quantizer',
+    }
     assert f'{elan}cv1.conv.input_quantizer' not in groups[f'{elan}cv4.conv.input_quantizer'], 'a convolution computes'
     residual = f'{elan}cv2.0.m.0.'
     assert groups[f'{residual}add_quantizer'] == {f'{residual}add_quantizer', f'{residual}cv1.conv.input_quantizer'}
@@ -58,7 +73,10 @@ def test_equal_poolings_of_one_tensor_share_a_scale(demo):
     quantize_model(model)
     groups = {path: set(g) for g in scale_groups(model) for path in g}
     assert [model.model[i].f + i if model.model[i].f < 0 else model.model[i].f for i in (3, 12)] == [2, 2]
-    assert groups['model.3.cv1.conv.input_quantizer'] == {'model.3.cv1.conv.input_quantizer', 'model.12.cv1.conv.input_quantizer'}
+    assert groups['model.3.cv1.conv.input_quantizer'] == {
+        'model.3.cv1.conv.input_quantizer',
+        'model.12.cv1.conv.input_quantizer',
+    }
 
 
 @pytest.fixture(scope='module')

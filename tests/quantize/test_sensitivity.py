@@ -1,5 +1,6 @@
 """Laws of the sensitivity analysis: units are what they say, what is measured is what a whole model does, estimates rank as
 measuring does, a damaged block is found, and what it says can be followed: kept in float, exported, within a budget."""
+
 import json
 from dataclasses import asdict
 
@@ -7,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from zoo import build, full, fuse, image, program, same, settings
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, Forms, measure
@@ -29,7 +32,6 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, dearest, read_summary, worst
-from zoo import build, full, fuse, image, program, same, settings
 
 CPU = torch.device('cpu')
 
@@ -44,6 +46,7 @@ def plain_progress(iterable, text=''):
 
 
 # ---- units --------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('granularity', ['layer', 'block', 'conv'])
 def test_every_twin_is_in_one_unit(demo, granularity):
@@ -61,8 +64,14 @@ def test_blocks_are_the_parts_of_an_elan_and_of_the_head(name):
     model = fuse(build(name, width_multiple=0.25))
     units = find_units(model, find_twins(model), 'block')
     inside = [u for u in units if u.startswith('model.2')]
-    assert [u for u in inside if u.split('.')[1] == '2'] == ['model.2.cv1', 'model.2.cv2.0', 'model.2.cv2.1', 'model.2.cv3.0',
-                                                              'model.2.cv3.1', 'model.2.cv4']
+    assert [u for u in inside if u.split('.')[1] == '2'] == [
+        'model.2.cv1',
+        'model.2.cv2.0',
+        'model.2.cv2.1',
+        'model.2.cv3.0',
+        'model.2.cv3.1',
+        'model.2.cv4',
+    ]
     assert {'model.0', 'model.1', 'model.3', 'model.9', 'model.22.cv2.0.0', 'model.22.cv3.2.1'} <= units.keys()
     assert 'model.3.cv1' not in units, 'a layer without containers is one block'
 
@@ -74,8 +83,11 @@ def test_paths_are_matched_from_their_start_to_a_dot():
     assert left_out(paths, only=[r'model\.2']) == paths[2:]
     assert left_out(paths, ['.*cv1'], [r'model\.(2|3)']) == ['model.2.cv1.conv', 'model.22.cv1.conv']
     assert left_out(paths) == []
-    for wrong, says in (({'exclude': ['model.4']}, '--exclude model.4: matches no'), ({'only': ['(']}, r'--only \(: no regular expression'),
-                        ({'exclude': ['model']}, 'nothing is left')):
+    for wrong, says in (
+        ({'exclude': ['model.4']}, '--exclude model.4: matches no'),
+        ({'only': ['(']}, r'--only \(: no regular expression'),
+        ({'exclude': ['model']}, 'nothing is left'),
+    ):
         with pytest.raises(QatError, match=says):
             left_out(paths, **wrong)
 
@@ -93,6 +105,7 @@ def test_costs_are_counted_once(demo):
 
 # ---- what is measured ---------------------------------------------------------------------------------------------------
 
+
 def test_measured_is_what_the_whole_model_does(demo, loader):
     """Beginning in the middle of the network changes nothing; the divergence is that of divergence.py."""
     model, reference = demo.quantized_model(), demo.float_model()
@@ -109,7 +122,8 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
         wanted = [Raw.of(reference(x)) for x in images]
         assert same([forms.model(x)[1] for x in images], [raw.maps for raw in wanted]), 'it is left in float'
     assert found['float']['divergence'] == pytest.approx(0, abs=1e-9) and found['int8']['divergence'] == pytest.approx(
-        divergence(model, images, wanted), rel=1e-9)
+        divergence(model, images, wanted), rel=1e-9
+    )
     assert found['int8']['ap'] != found['float']['ap'] > 0.5
     for unit, twins in some.items():
         forms.take(FLOAT)
@@ -123,6 +137,7 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
 
 def test_estimates_rank_as_measuring_does(demo, loader):
     from scipy.stats import spearmanr
+
     reference = demo.float_model()
     forms = Forms(demo.quantized_model(), reference)
     units = find_units(reference, list(forms.twins), 'block')
@@ -172,7 +187,11 @@ def partly(demo):
 def test_what_is_kept_is_upstreams_own(demo, partly):
     model, kept, done = partly
     reference = demo.float_model()
-    assert kept and {path for path, why in done.kept_float.items() if why == CHOSEN} == set(kept) and not set(kept) & set(done.swapped)
+    assert (
+        kept
+        and {path for path, why in done.kept_float.items() if why == CHOSEN} == set(kept)
+        and not set(kept) & set(done.swapped)
+    )
     for path in kept:
         assert type(model.get_submodule(path)) is type(reference.get_submodule(path))
     assert set(done.swapped) | set(kept) == set(find_twins(reference))
@@ -182,8 +201,10 @@ def test_the_others_keep_their_groups(demo, partly):
     """A group loses what is float now, and nothing else: it is neither split nor without a range."""
     whole = demo.float_model()
     quantize_model(whole)
-    before = [[p for p in group if not any(p == f'{k}.{n}' for k in partly[1] for n in ('input_quantizer', 'add_quantizer'))]
-              for group in scale_groups(whole)]
+    before = [
+        [p for p in group if not any(p == f'{k}.{n}' for k in partly[1] for n in ('input_quantizer', 'add_quantizer'))]
+        for group in scale_groups(whole)
+    ]
     model = demo.float_model()
     quantize_model(model, keep_float=partly[1])
     assert sorted(map(sorted, scale_groups(model))) == sorted(sorted(g) for g in before if g)
@@ -206,22 +227,56 @@ def test_the_file_and_the_audit_know_the_choice(partly, tmp_path, trt):
 
 # ---- choosing by a summary ----------------------------------------------------------------------------------------------
 
+
 def summary_of(demo, **changes):
     model = demo.float_model()
     units = find_units(model, list(find_twins(model)), 'layer')
-    rows = [{'unit': u, 'kind': 'X', 'convolutions': 1, 'flops': 10 + i, 'parameters': 1, 'estimated': {'only': 0.1, 'without': 0.2}, 'measured': None,
-             'distortion': float((i * 7) % 5), 'twins': paths, 'ranges': {}} for i, (u, paths) in enumerate(units.items())]
+    rows = [
+        {
+            'unit': u,
+            'kind': 'X',
+            'convolutions': 1,
+            'flops': 10 + i,
+            'parameters': 1,
+            'estimated': {'only': 0.1, 'without': 0.2},
+            'measured': None,
+            'distortion': float((i * 7) % 5),
+            'twins': paths,
+            'ranges': {},
+        }
+        for i, (u, paths) in enumerate(units.items())
+    ]
     figures = {'divergence': 0.1, 'sqnr': {}}
     settings = json.loads(json.dumps(asdict(SensitiveConfig(demo.single, demo.data)), default=str))
-    return {'kind': KIND, 'version': VERSION, 'weights': 'single.pt', 'weights_sha256': sha256(demo.single), 'settings': settings,
-            'versions': versions(), 'device': 'CPU', 'images': 1, 'calibration': {'method': 'mse', 'divergence': {}}, 'times': {}, 'float': figures,
-            'int8': figures, 'flops': 10_000, 'units': rows, **changes}
+    return {
+        'kind': KIND,
+        'version': VERSION,
+        'weights': 'single.pt',
+        'weights_sha256': sha256(demo.single),
+        'settings': settings,
+        'versions': versions(),
+        'device': 'CPU',
+        'images': 1,
+        'calibration': {'method': 'mse', 'divergence': {}},
+        'times': {},
+        'float': figures,
+        'int8': figures,
+        'flops': 10_000,
+        'units': rows,
+        **changes,
+    }
 
 
-@pytest.mark.parametrize('changes, says', [
-    ({'kind': 'something'}, 'of another kind'), ({'version': 99}, 'of another kind or version'), ({'units': 3}, 'no summary of a sensitivity'),
-    ({'weights_sha256': '0'}, 'of another checkpoint'),
-    ({'unit': 'model.99', 'twins': ['model.99.conv']}, 'no unit model.99 to quantize')])
+@pytest.mark.parametrize(
+    'changes, says',
+    [
+        ({'kind': 'something'}, 'of another kind'),
+        ({'version': 99}, 'of another kind or version'),
+        ({'units': 3}, 'no summary of a sensitivity'),
+        ({'weights_sha256': '0'}, 'of another checkpoint'),
+        ({'unit': 'model.99', 'twins': ['model.99.conv']}, 'no unit model.99 to quantize'),
+    ],
+)
 def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
     path = tmp_path / FILE
     summary = summary_of(demo)
@@ -232,7 +287,11 @@ def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
 
 
 def test_orders():
-    units = [{'unit': 'a', 'distortion': 1.0, 'flops': 1}, {'unit': 'b', 'distortion': 3.0, 'flops': 10}, {'unit': 'c', 'distortion': 2.0, 'flops': 1}]
+    units = [
+        {'unit': 'a', 'distortion': 1.0, 'flops': 1},
+        {'unit': 'b', 'distortion': 3.0, 'flops': 10},
+        {'unit': 'c', 'distortion': 2.0, 'flops': 1},
+    ]
     assert [u['unit'] for u in worst({'units': units})] == ['b', 'c', 'a']
     assert [u['unit'] for u in dearest({'units': units})] == ['c', 'a', 'b']
 
@@ -260,6 +319,7 @@ def test_a_budget_that_cannot_be_kept_is_said(demo):
 
 # ---- a damaged model ----------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope='module')
 def damaged(demo, tmp_path_factory):
     """The demo with one convolution of heavy-tailed outputs: a few of its channels 200 times as large, which the next convolution
@@ -281,8 +341,27 @@ def run(*argv, code=0):
 
 
 def common(demo, weights, folder):
-    return ('--weights', weights, '--data', demo.data, '--imgsz', 128, '--device', 'cpu', '--workers', 0, '--batch-size', 4,
-            '--calib-images', 8, '--calib-method', 'mse', '--project', folder, '--exist-ok')
+    return (
+        '--weights',
+        weights,
+        '--data',
+        demo.data,
+        '--imgsz',
+        128,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--batch-size',
+        4,
+        '--calib-images',
+        8,
+        '--calib-method',
+        'mse',
+        '--project',
+        folder,
+        '--exist-ok',
+    )
 
 
 @pytest.fixture(scope='module')
@@ -295,8 +374,13 @@ def analysed(demo, damaged):
 
 def test_the_damaged_block_is_the_worst(analysed):
     summary = json.loads((analysed / FILE).read_text())
-    assert worst(summary)[0]['unit'] == 'model.14' and worst(summary)[0]['distortion'] > 3 * worst(summary)[1]['distortion']
-    gains = {u['unit']: u['measured']['without']['ap'] - summary['int8']['ap'] for u in summary['units'] if u['measured']}
+    assert (
+        worst(summary)[0]['unit'] == 'model.14'
+        and worst(summary)[0]['distortion'] > 3 * worst(summary)[1]['distortion']
+    )
+    gains = {
+        u['unit']: u['measured']['without']['ap'] - summary['int8']['ap'] for u in summary['units'] if u['measured']
+    }
     assert max(gains, key=gains.get) == 'model.14' and len(gains) == 10
     estimated = {u['unit']: u['estimated']['only'] for u in summary['units']}
     assert max(estimated, key=estimated.get) == 'model.14'
@@ -307,7 +391,7 @@ def test_what_an_analysis_leaves(analysed):
     assert {p.name for p in analysed.iterdir()} == {FILE, 'sensitivity.md', 'sensitivity.png', 'log.txt'}
     table = (analysed / 'sensitivity.md').read_text()
     for unit in summary['units']:
-        assert f"| {unit['unit']} " in table
+        assert f'| {unit["unit"]} ' in table
         assert {'kind', 'flops', 'parameters', 'estimated', 'ranges'} <= unit.keys() and unit['ranges']
     assert sum(u['flops'] for u in summary['units']) < summary['flops']
     assert (analysed / 'log.txt').read_text().count('model.14 ') == 1, 'the ten worst are shown'
@@ -330,16 +414,34 @@ def test_the_budget_is_kept_where_int8_does_not_keep_it(demo, damaged, analysed,
 
 
 def test_the_worst_units_stay_in_float(demo, damaged, analysed, tmp_path, capsys):
-    run('quantize', *common(demo, damaged, tmp_path), '--epochs', 0, '--no-eval-origin', '--no-eval-ptq', '--sensitive', analysed / FILE,
-        '--keep-float', 1, '--exclude', 'model.0')
+    run(
+        'quantize',
+        *common(demo, damaged, tmp_path),
+        '--epochs',
+        0,
+        '--no-eval-origin',
+        '--no-eval-ptq',
+        '--sensitive',
+        analysed / FILE,
+        '--keep-float',
+        1,
+        '--exclude',
+        'model.0',
+    )
     kept = json.loads((tmp_path / 'exp' / 'report.json').read_text())['kept_float']
     assert {path.split('.')[1] for path in kept} <= {'0', '14'} and len(kept) > 5
 
 
-@pytest.mark.parametrize('more, says', [
-    (('--keep-float', 1), 'needs --sensitive'), (('--sensitive', 'x.json'), 'say what to do with it'),
-    (('--sensitive', 'x.json', '--max-drop', 0.2), 'x.json: no such file'), (('--exclude', 'model.99'), 'matches no quantized layer'),
-    (('--sensitive', '{analysed}', '--keep-float', 1), 'of another checkpoint')])
+@pytest.mark.parametrize(
+    'more, says',
+    [
+        (('--keep-float', 1), 'needs --sensitive'),
+        (('--sensitive', 'x.json'), 'say what to do with it'),
+        (('--sensitive', 'x.json', '--max-drop', 0.2), 'x.json: no such file'),
+        (('--exclude', 'model.99'), 'matches no quantized layer'),
+        (('--sensitive', '{analysed}', '--keep-float', 1), 'of another checkpoint'),
+    ],
+)
 def test_wrong_choices_are_answered_with_one_line(demo, analysed, tmp_path, capfd, more, says):
     more = [str(m).format(analysed=analysed / FILE) for m in more]
     run('quantize', *common(demo, demo.single, tmp_path), '--epochs', 0, *more, code=2)

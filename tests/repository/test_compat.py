@@ -31,14 +31,19 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 @pytest.fixture
 def fresh(tmp_path):
     """run(code, hide="IPython pkg_resources") -> stdout + stderr of a new process in the tree; it must end well."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site' / 'sitecustomize.py').write_text(HIDE)
 
-    def run(code, hide="", **env):
-        env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "HIDE": hide, "YOLOV5_CONFIG_DIR": str(tmp_path / "config"),
-               **env}
-        env.pop("YOLOv5_AUTOINSTALL", None)
-        command = [sys.executable, "-c", textwrap.dedent(code)] if isinstance(code, str) else [sys.executable, *code]
+    def run(code, hide='', **env):
+        env = {
+            **os.environ,
+            'PYTHONPATH': str(tmp_path / 'site'),
+            'HIDE': hide,
+            'YOLOV5_CONFIG_DIR': str(tmp_path / 'config'),
+            **env,
+        }
+        env.pop('YOLOv5_AUTOINSTALL', None)
+        command = [sys.executable, '-c', textwrap.dedent(code)] if isinstance(code, str) else [sys.executable, *code]
         result = subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout + result.stderr
@@ -52,7 +57,7 @@ def upstream_caller():
     made = []
 
     def make(source):
-        file = TREE / f"caller_{os.getpid()}_{len(made)}.py"
+        file = TREE / f'caller_{os.getpid()}_{len(made)}.py'
         file.write_text(textwrap.dedent(source))
         made.append(file)
         return file.stem
@@ -70,17 +75,22 @@ def test_apply_once_is_enough(fresh):
     """)
 
 
-ORDERS = [("import utils", "import torch, numpy", "import models.common"), ("import models", "import torch", "import utils.general"),
-          ("import torch, numpy", "import utils", "import utils.general"), ("import torch", "import models.experimental"),
-          ("import utils.qat.config.qat, models.quantize", "import torch", "import utils.torch_utils"), ("import utils.loggers",)]
+ORDERS = [
+    ('import utils', 'import torch, numpy', 'import models.common'),
+    ('import models', 'import torch', 'import utils.general'),
+    ('import torch, numpy', 'import utils', 'import utils.general'),
+    ('import torch', 'import models.experimental'),
+    ('import utils.qat.config.qat, models.quantize', 'import torch', 'import utils.torch_utils'),
+    ('import utils.loggers',),
+]
 
 
-@pytest.mark.parametrize("order", sampled(map(pytest.param, ORDERS), 3), ids="; ".join)
+@pytest.mark.parametrize('order', sampled(map(pytest.param, ORDERS), 3), ids='; '.join)
 def test_shims_are_there_in_every_order_of_imports(fresh, order):
     """The last import is the first of a module inside upstream."""
     fresh(f"""
         import sys
-        {"; ".join(order[:-1]) or "pass"}
+        {'; '.join(order[:-1]) or 'pass'}
         compat = sys.modules.get("utils.qat.compat")
         assert not (compat and compat._fired), "before upstream needs them"
         {order[-1]}
@@ -92,7 +102,7 @@ def test_shims_are_there_in_every_order_of_imports(fresh, order):
     """)
 
 
-@pytest.mark.parametrize("package", ["utils", "models"])
+@pytest.mark.parametrize('package', ['utils', 'models'])
 def test_upstreams_packages_alone_load_nothing(fresh, package):
     fresh(f"""
         import sys, {package}, utils.qat.compat as compat
@@ -126,17 +136,21 @@ def test_every_warning_filter_names_its_message(fresh):
 
 
 def test_fired_shims_are_logged(fresh):
-    out = fresh("""
+    out = fresh(
+        """
         import logging
         logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
         import utils.general
-    """, hide="IPython")
-    line = next(line for line in out.splitlines() if line.startswith("yolov9_qat.compat"))
-    assert "ipython_module" in line and "auto_install_off" in line
+    """,
+        hide='IPython',
+    )
+    line = next(line for line in out.splitlines() if line.startswith('yolov9_qat.compat'))
+    assert 'ipython_module' in line and 'auto_install_off' in line
 
 
 def test_without_pkg_resources(fresh):
-    fresh("""
+    fresh(
+        """
         import utils.general as general, utils.loggers
         pkg = general.pkg
         assert "yolov9-qat" in pkg.__doc__
@@ -152,32 +166,39 @@ def test_without_pkg_resources(fresh):
             raise SystemExit(requirement)
         lines = ["# comment", "", "numpy>=1.18.5  # why", "-r other.txt", "thop"]
         assert [r.name for r in pkg.parse_requirements(lines)] == ["numpy", "thop"]
-    """, hide="pkg_resources")
+    """,
+        hide='pkg_resources',
+    )
 
 
 def test_pkg_resources_that_does_not_import(fresh, tmp_path):
     # setuptools before 66 on Python 3.12
-    (tmp_path / "site" / "pkg_resources.py").write_text("import pkgutil\npkgutil.ImpImporterThatIsGone\n")
+    (tmp_path / 'site' / 'pkg_resources.py').write_text('import pkgutil\npkgutil.ImpImporterThatIsGone\n')
     fresh("import utils.general as general; assert general.check_version('2.0', '1.0')")
 
 
-@pytest.mark.parametrize("hide", sampled(["", "pkg_resources"], 2, 1))
+@pytest.mark.parametrize('hide', sampled(['', 'pkg_resources'], 2, 1))
 def test_missing_packages_are_reported_and_pip_is_not_run(fresh, tmp_path, hide):
-    pip = tmp_path / "bin" / "pip"
+    pip = tmp_path / 'bin' / 'pip'
     pip.parent.mkdir()
     pip.write_text(f"#!/bin/sh\ntouch '{tmp_path / 'pip ran'}'\n")
     pip.chmod(0o755)
-    out = fresh("""
+    out = fresh(
+        """
         from utils.general import AUTOINSTALL, check_requirements
         assert not AUTOINSTALL
         check_requirements(["no-such-package>=1.0", "torch", "opencv-python>=4.1.1", "ipython"])
-    """, hide=f"IPython {hide}", PATH=f"{pip.parent}:{os.environ['PATH']}")
-    assert "no-such-package>=1.0" in out and "opencv" not in out and "ipython" not in out
-    assert not (tmp_path / "pip ran").exists()
+    """,
+        hide=f'IPython {hide}',
+        PATH=f'{pip.parent}:{os.environ["PATH"]}',
+    )
+    assert 'no-such-package>=1.0' in out and 'opencv' not in out and 'ipython' not in out
+    assert not (tmp_path / 'pip ran').exists()
 
 
 def test_without_ipython(fresh):
-    out = fresh("""
+    out = fresh(
+        """
         import models.common, utils.general, sys
         import matplotlib.pyplot as plt  # looks for a running IPython
         from tqdm.auto import tqdm
@@ -185,8 +206,11 @@ def test_without_ipython(fresh):
         models.common.display("shown")
         assert not utils.general.is_notebook()
         assert "yolov9-qat" in sys.modules["IPython"].__doc__
-    """, hide="IPython", MPLBACKEND="agg")
-    assert "shown" in out
+    """,
+        hide='IPython',
+        MPLBACKEND='agg',
+    )
+    assert 'shown' in out
 
 
 def test_numpy_names(fresh):
@@ -219,20 +243,25 @@ def test_pillow_getsize(fresh):
     """)
 
 
-@pytest.mark.parametrize("name", sampled(["Arial.ttf", "Arial.Unicode.ttf"], 2))
+@pytest.mark.parametrize('name', sampled(['Arial.ttf', 'Arial.Unicode.ttf'], 2))
 def test_font_without_network(fresh, tmp_path, name):
-    fresh(NO_NETWORK + textwrap.dedent(f"""
+    fresh(
+        NO_NETWORK
+        + textwrap.dedent(f"""
         from PIL import ImageFont
         from utils.general import CONFIG_DIR, check_font
         check_font("{name}")
         assert ImageFont.truetype(str(CONFIG_DIR / "{name}"), 10).getname()[0] == "DejaVu Sans"
-    """))
-    assert [file.name for file in (tmp_path / "config").glob("Arial*")] == [name]
+    """)
+    )
+    assert [file.name for file in (tmp_path / 'config').glob('Arial*')] == [name]
 
 
 def test_font_for_two_threads_that_plot(fresh):
     """Both have copied it before either gives it its name."""
-    fresh(NO_NETWORK + textwrap.dedent("""
+    fresh(
+        NO_NETWORK
+        + textwrap.dedent("""
         import shutil, threading
         from concurrent.futures import ThreadPoolExecutor
         from PIL import ImageFont
@@ -243,12 +272,15 @@ def test_font_for_two_threads_that_plot(fresh):
             for done in [pool.submit(check_font, "Arial.ttf") for _ in range(2)]:
                 done.result()
         assert ImageFont.truetype(str(CONFIG_DIR / "Arial.ttf"), 10).getname()[0] == "DejaVu Sans"
-    """))
+    """)
+    )
 
 
 def test_other_downloads_still_go_out(fresh, upstream_caller):
-    module = upstream_caller("import torch\ndef get(url, to):\n    torch.hub.download_url_to_file(url, to)\n")
-    fresh(NO_NETWORK + textwrap.dedent(f"""
+    module = upstream_caller('import torch\ndef get(url, to):\n    torch.hub.download_url_to_file(url, to)\n')
+    fresh(
+        NO_NETWORK
+        + textwrap.dedent(f"""
         import utils.general, {module}, torch
         for get, url in ({module}.get, "http://localhost/weights.pt"), (torch.hub.download_url_to_file, "http://localhost/Arial.ttf"):
             try:
@@ -256,11 +288,12 @@ def test_other_downloads_still_go_out(fresh, upstream_caller):
             except AssertionError:
                 continue
             raise SystemExit(url)
-    """))
+    """)
+    )
 
 
 def test_torch_load_from_upstream_tries_weights_only_first(fresh, upstream_caller, tmp_path):
-    torch.save({"w": torch.ones(2)}, tmp_path / "weights.pt")
+    torch.save({'w': torch.ones(2)}, tmp_path / 'weights.pt')
     module = upstream_caller("""
         import torch
         class Pickled:
@@ -314,7 +347,7 @@ def test_cuda_amp_is_quiet(fresh):
         with torch.cuda.amp.autocast(False):
             torch.cuda.amp.GradScaler(enabled=False)
     """)
-    assert "deprecated" not in out
+    assert 'deprecated' not in out
 
 
 def test_cuda_amp_that_is_gone(fresh):
@@ -335,18 +368,22 @@ def test_onnx_export_of_upstream_uses_torchscript(fresh, upstream_caller, tmp_pa
         def export(model, x, file):
             torch.onnx.export(model, x, file, opset_version=13, input_names=["images"], dynamic_axes={"images": {0: "batch"}})
     """)
-    fresh(f"""
+    fresh(
+        f"""
         import utils.general, {module}, torch, onnx
         {module}.export(torch.nn.Conv2d(3, 4, 1).eval(), torch.rand(1, 3, 8, 8), r"{tmp_path}/conv.onnx")
         assert onnx.load(r"{tmp_path}/conv.onnx").graph.node[0].op_type == "Conv"
-    """, hide="onnxscript")
+    """,
+        hide='onnxscript',
+    )
 
 
 # ---- upstream's own commands --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("script", sampled(["train_dual.py", "val.py", "detect.py", "export.py"], 4))
+
+@pytest.mark.parametrize('script', sampled(['train_dual.py', 'val.py', 'detect.py', 'export.py'], 4))
 def test_upstream_commands_start_offline(fresh, script):
-    assert "--weights" in fresh([script, "-h"], hide="IPython pkg_resources")
+    assert '--weights' in fresh([script, '-h'], hide='IPython pkg_resources')
 
 
 TINY = """
@@ -365,45 +402,106 @@ backbone:
 head:
   - [[4, 6, 4, 6], 1, DualDDetect, [nc]]
 """
-HYP = dict(lr0=0.01, lrf=0.01, momentum=0.9, weight_decay=0.0005, warmup_epochs=0.0, warmup_momentum=0.8, warmup_bias_lr=0.1,
-           box=7.5, cls=0.5, cls_pw=1.0, obj=0.7, obj_pw=1.0, dfl=1.5, iou_t=0.2, anchor_t=5.0, fl_gamma=0.0, hsv_h=0.015,
-           hsv_s=0.7, hsv_v=0.4, degrees=0.0, translate=0.1, scale=0.5, shear=0.0, perspective=0.0, flipud=0.0, fliplr=0.5,
-           mosaic=1.0, mixup=0.1, copy_paste=0.0)
+HYP = dict(
+    lr0=0.01,
+    lrf=0.01,
+    momentum=0.9,
+    weight_decay=0.0005,
+    warmup_epochs=0.0,
+    warmup_momentum=0.8,
+    warmup_bias_lr=0.1,
+    box=7.5,
+    cls=0.5,
+    cls_pw=1.0,
+    obj=0.7,
+    obj_pw=1.0,
+    dfl=1.5,
+    iou_t=0.2,
+    anchor_t=5.0,
+    fl_gamma=0.0,
+    hsv_h=0.015,
+    hsv_s=0.7,
+    hsv_v=0.4,
+    degrees=0.0,
+    translate=0.1,
+    scale=0.5,
+    shear=0.0,
+    perspective=0.0,
+    flipud=0.0,
+    fliplr=0.5,
+    mosaic=1.0,
+    mixup=0.1,
+    copy_paste=0.0,
+)
 
 
 @pytest.fixture
 def tiny_data(tmp_path):
     """Bright squares on dark ground, four images to train and two to validate."""
-    cv2, np = pytest.importorskip("cv2"), pytest.importorskip("numpy")
+    cv2, np = pytest.importorskip('cv2'), pytest.importorskip('numpy')
     draw = np.random.default_rng(0)
-    for split, count in (("train", 4), ("val", 2)):
-        for kind in ("images", "labels"):
+    for split, count in (('train', 4), ('val', 2)):
+        for kind in ('images', 'labels'):
             (tmp_path / kind / split).mkdir(parents=True)
         for i in range(count):
             x, y = draw.integers(0, 40, 2)
             image = draw.integers(0, 60, (64, 64, 3)).astype(np.uint8)
-            image[y:y + 24, x:x + 24] = 230
-            cv2.imwrite(str(tmp_path / "images" / split / f"{i}.png"), image)
-            (tmp_path / "labels" / split / f"{i}.txt").write_text(f"0 {(x + 12) / 64} {(y + 12) / 64} 0.375 0.375\n")
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "hyp.yaml").write_text(yaml.safe_dump(HYP))
-    (tmp_path / "data.yaml").write_text(yaml.safe_dump(
-        dict(path=str(tmp_path), train="images/train", val="images/val", nc=1, names=["square"])))
+            image[y : y + 24, x : x + 24] = 230
+            cv2.imwrite(str(tmp_path / 'images' / split / f'{i}.png'), image)
+            (tmp_path / 'labels' / split / f'{i}.txt').write_text(f'0 {(x + 12) / 64} {(y + 12) / 64} 0.375 0.375\n')
+    (tmp_path / 'tiny.yaml').write_text(TINY)
+    (tmp_path / 'hyp.yaml').write_text(yaml.safe_dump(HYP))
+    (tmp_path / 'data.yaml').write_text(
+        yaml.safe_dump(dict(path=str(tmp_path), train='images/train', val='images/val', nc=1, names=['square']))
+    )
     return tmp_path
 
 
 @pytest.mark.slow
 def test_train_validate_detect(fresh, tiny_data):
     """One epoch of train_dual.py, then its checkpoint in val_dual.py and detect.py, offline, without IPython and pkg_resources."""
-    hide, common = "IPython pkg_resources", ["--device", "cpu", "--project", str(tiny_data), "--exist-ok"]
-    weights = str(tiny_data / "train" / "weights" / "best.pt")
-    data = ["--data", str(tiny_data / "data.yaml"), "--batch-size", "2", "--workers", "0"]
-    fresh(["train_dual.py", *data, "--weights", "", "--cfg", str(tiny_data / "tiny.yaml"), "--hyp", str(tiny_data / "hyp.yaml"),
-           "--img", "64", "--epochs", "1", "--name", "train", *common], hide=hide)
-    out = fresh(["val_dual.py", *data, "--weights", weights, "--img", "64", "--name", "val", *common], hide=hide)
-    assert "mAP50" in out
-    if not (TREE / "detect_dual.py").exists():
-        pytest.skip("trained and validated; this tree has no detect_dual.py, and its detect.py takes single-branch models only")
-    fresh(["detect_dual.py", "--weights", weights, "--source", str(tiny_data / "images" / "val"), "--img", "64", "--name", "detect",
-           *common], hide=hide)
-    assert len(list((tiny_data / "detect").glob("*.png"))) == 2
+    hide, common = 'IPython pkg_resources', ['--device', 'cpu', '--project', str(tiny_data), '--exist-ok']
+    weights = str(tiny_data / 'train' / 'weights' / 'best.pt')
+    data = ['--data', str(tiny_data / 'data.yaml'), '--batch-size', '2', '--workers', '0']
+    fresh(
+        [
+            'train_dual.py',
+            *data,
+            '--weights',
+            '',
+            '--cfg',
+            str(tiny_data / 'tiny.yaml'),
+            '--hyp',
+            str(tiny_data / 'hyp.yaml'),
+            '--img',
+            '64',
+            '--epochs',
+            '1',
+            '--name',
+            'train',
+            *common,
+        ],
+        hide=hide,
+    )
+    out = fresh(['val_dual.py', *data, '--weights', weights, '--img', '64', '--name', 'val', *common], hide=hide)
+    assert 'mAP50' in out
+    if not (TREE / 'detect_dual.py').exists():
+        pytest.skip(
+            'trained and validated; this tree has no detect_dual.py, and its detect.py takes single-branch models only'
+        )
+    fresh(
+        [
+            'detect_dual.py',
+            '--weights',
+            weights,
+            '--source',
+            str(tiny_data / 'images' / 'val'),
+            '--img',
+            '64',
+            '--name',
+            'detect',
+            *common,
+        ],
+        hide=hide,
+    )
+    assert len(list((tiny_data / 'detect').glob('*.png'))) == 2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import torch
+
 from utils.qat.core.errors import QatError
 
 DEMO = Path(__file__).resolve().parents[2] / 'demo'
@@ -47,6 +48,7 @@ def data(tmp_path_factory, task):
 
 
 # --- data ---------------------------------------------------------------------------------------------------------
+
 
 def test_same_arguments_same_bytes(data, task, tmp_path):
     make_data.make_data(tmp_path / 'again', task, train=12, val=6)
@@ -117,8 +119,9 @@ def test_boxes_are_tight(task, monkeypatch):
     monkeypatch.setitem(make_data.TASKS, task, make_data.TASKS[task]._replace(per_image=(1, 1)))
     source = sklearn.datasets.load_digits()
     for i in range(20):
-        image, [(_, x1, y1, mask)] = make_data.make_image(np.random.default_rng(i), source.images, source.target, 320,
-                                                          make_data.TASKS[task])
+        image, [(_, x1, y1, mask)] = make_data.make_image(
+            np.random.default_rng(i), source.images, source.target, 320, make_data.TASKS[task]
+        )
         x2, y2 = x1 + mask.shape[1], y1 + mask.shape[0]
         rng = np.random.default_rng(i)  # the same stream again, up to the canvas
         rng.integers(len(make_data.ASPECTS))
@@ -145,26 +148,39 @@ def test_a_sticker_is_one_piece_without_holes_around_its_digit():
 
 def test_upstream_reads_the_very_masks_and_their_boxes(tmp_path):
     from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
+
     make_data.make_data(tmp_path / 'data', 'segment', train=1, val=12)
     source, split = sklearn.datasets.load_digits(), make_data.source_split(0, 1797)['val']
     loaded = LoadImagesAndLabelsAndMasks(str(tmp_path / 'data' / 'images' / 'val'), 320)
     for i, (image, labels, _, (_, (_, pad)), masks) in enumerate(loaded):
-        _, things = make_data.make_image(np.random.default_rng([0, 1, i]), source.images[split], source.target[split], 320,
-                                         make_data.TASKS['segment'])
+        _, things = make_data.make_image(
+            np.random.default_rng([0, 1, i]),
+            source.images[split],
+            source.target[split],
+            320,
+            make_data.TASKS['segment'],
+        )
         assert len(things) == len(labels) == len(masks)
         whole = np.zeros((len(things), *image.shape[1:]), bool)
         for (c, x, y, mask), here, (_, label, *box) in zip(things, whole, labels.tolist()):
             x, y, (h, w) = x + int(pad[0]), y + int(pad[1]), mask.shape
-            here[y:y + h, x:x + w] = mask
+            here[y : y + h, x : x + w] = mask
             assert label == c and np.allclose(np.array(box) * 320, [x + w / 2, y + h / 2, w - 1, h - 1], atol=0.01)
         assert np.array_equal(masks.numpy() > 0, whole), i
         assert whole.sum(0).max() == 1  # no sticker covers another
 
 
-@pytest.mark.parametrize('arguments, word', [
-    ([], '--out'), (['--out', 'x', '--task', 'pose'], '--task'),
-    (['--out', 'x', '--train', '0'], '--train'), (['--out', 'x', '--val', '-1'], '--val'),
-    (['--out', 'x', '--size', 'big'], '--size'), (['--out', str(DEMO)], 'choose another folder')])
+@pytest.mark.parametrize(
+    'arguments, word',
+    [
+        ([], '--out'),
+        (['--out', 'x', '--task', 'pose'], '--task'),
+        (['--out', 'x', '--train', '0'], '--train'),
+        (['--out', 'x', '--val', '-1'], '--val'),
+        (['--out', 'x', '--size', 'big'], '--size'),
+        (['--out', str(DEMO)], 'choose another folder'),
+    ],
+)
 def test_bad_arguments_get_one_line_and_code_2(arguments, word):
     run = subprocess.run([sys.executable, str(DEMO / 'make_data.py'), *arguments], capture_output=True, text=True)
     assert run.returncode == 2 and word in run.stderr and run.stderr.count('\n') == 1 and not run.stdout
@@ -172,9 +188,11 @@ def test_bad_arguments_get_one_line_and_code_2(arguments, word):
 
 # --- model --------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope='module')
 def upstream():
     import models.yolo
+
     return models.yolo
 
 
@@ -192,7 +210,7 @@ def model(upstream, request):
 def blocks_of_main_branch(model):
     """Indices of the blocks that the main branch's outputs are made of, the names of their kinds, and the head."""
     head = model.model[-1]
-    reached, todo = set(), list(head.f[-head.nl:])
+    reached, todo = set(), list(head.f[-head.nl :])
     while todo:
         i = todo.pop()
         if i >= 0 and i not in reached:
@@ -206,7 +224,18 @@ def blocks_of_main_branch(model):
 def test_main_branch_holds_every_block_kind(model):
     reached, kinds, head = blocks_of_main_branch(model)
     assert type(head).__name__ == 'DualDDetect' and head.stride.tolist() == [8, 16, 32]
-    assert kinds == {'Silence', 'Conv', 'RepNCSPELAN4', 'AConv', 'ADown', 'SPPELAN', 'Upsample', 'Concat', 'CBLinear', 'CBFuse'}
+    assert kinds == {
+        'Silence',
+        'Conv',
+        'RepNCSPELAN4',
+        'AConv',
+        'ADown',
+        'SPPELAN',
+        'Upsample',
+        'Concat',
+        'CBLinear',
+        'CBFuse',
+    }
     assert set(range(len(model.model) - 1)) - reached == set(range(22, 29))  # the auxiliary branch, as the config says
     assert sum(p.numel() for p in model.parameters()) < 1.5e6
 
@@ -230,15 +259,20 @@ def test_round_trip_is_strict_and_exact(model, upstream, tmp_path):
 
     weights.build(tmp_path / 'packed.pt', tmp_path / 'built.pt', upstream)
     from models.experimental import attempt_load
+
     built = attempt_load(str(tmp_path / 'built.pt'), device='cpu', fuse=False)
-    expected = {key: value.half().float() if value.is_floating_point() else value for key, value in model.state_dict().items()}
+    expected = {
+        key: value.half().float() if value.is_floating_point() else value for key, value in model.state_dict().items()
+    }
     found = built.state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
     assert type(built) is type(model) and built.names == model.names and built.nc == 10 and built.yaml['nc'] == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ['built.pt', 'packed.pt', 'trained.pt']  # no left-overs
 
 
-@pytest.mark.parametrize('spoil', [lambda state: state.pop(next(iter(state))), lambda state: state.update(extra=torch.zeros(1))])
+@pytest.mark.parametrize(
+    'spoil', [lambda state: state.pop(next(iter(state))), lambda state: state.update(extra=torch.zeros(1))]
+)
 def test_missing_and_surplus_keys_are_errors(model, upstream, tmp_path, spoil):
     state = weights.state_of(model)
     spoil(state['state_dict'])
@@ -258,8 +292,10 @@ def test_wrong_files_are_mistakes(upstream, tmp_path):
     (tmp_path / 'text.pt').write_text('hello')
     torch.save({'optimizer': 1}, tmp_path / 'other.pt')
     for name in 'none.pt', 'text.pt', 'other.pt':
-        for call in (lambda: weights.pack(tmp_path / name, tmp_path / 'out.pt'),
-                     lambda: weights.build(tmp_path / name, tmp_path / 'out.pt', upstream)):
+        for call in (
+            lambda: weights.pack(tmp_path / name, tmp_path / 'out.pt'),
+            lambda: weights.build(tmp_path / name, tmp_path / 'out.pt', upstream),
+        ):
             with pytest.raises((weights.Mistake, QatError), match=name):
                 call()
     assert not (tmp_path / 'out.pt').exists()
@@ -268,6 +304,7 @@ def test_wrong_files_are_mistakes(upstream, tmp_path):
 @pytest.mark.parametrize('name', ['demo', 'demo-seg'])
 def test_committed_weights_fit_the_committed_config(name, upstream, tmp_path):
     import yaml
+
     file = DEMO / f'{name}-weights.pt'
     packed = torch.load(file, weights_only=True)
     config = yaml.safe_load((DEMO / f'yolov9-{name}.yaml').read_text())

@@ -1,5 +1,6 @@
 """README and docs against the code: every option and command that they show exists, every message is one that the code has, every link leads
 somewhere, every page can be reached, and the commands of docs/walkthrough.md run."""
+
 import ast
 import re
 import shlex
@@ -15,7 +16,9 @@ from zoo import python
 DOCS = sorted((REPO / 'docs').glob('*.md'))
 PAGES = [REPO / 'README.md', REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *DOCS]
 BLOCK = re.compile(r'^ *```(bash|console)\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)')
+COMMAND = re.compile(
+    r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)'
+)
 TORCHRUN = re.compile(r'torchrun (?:--\w+ \S+ )*')
 VERBS = {'quantize', 'sensitive', 'eval'}
 
@@ -43,6 +46,7 @@ def typed(block):
 
 # ---- commands and options -----------------------------------------------------------------------------------------------
 
+
 @cache
 def help_of(command, verb):
     """What `command -h` prints; None if it is not ours."""
@@ -54,7 +58,11 @@ def help_of(command, verb):
         return None
     text = text_of(script)
     # run_tests.sh hands -h to pytest, after its set-up
-    return text if '--help' not in text else subprocess.run([script, '-h'], capture_output=True, text=True, cwd=TREE).stdout + text
+    return (
+        text
+        if '--help' not in text
+        else subprocess.run([script, '-h'], capture_output=True, text=True, cwd=TREE).stdout + text
+    )
 
 
 def commands(text):
@@ -72,8 +80,16 @@ def shown(page):
 
 def test_commands_are_found():
     found = {(command, verb) for page in PAGES for command, verb, _ in shown(page)}
-    assert {('qat.py', ('quantize',)), ('qat.py', ('eval',)), ('qat.py', ('sensitive',)), ('val_trt.py', ()), ('benchmark_trt.py', ()),
-            ('scripts/val_trt.sh', ()), ('scripts/build_engine.py', ()), ('export_yoloV9.py', ())} <= found
+    assert {
+        ('qat.py', ('quantize',)),
+        ('qat.py', ('eval',)),
+        ('qat.py', ('sensitive',)),
+        ('val_trt.py', ()),
+        ('benchmark_trt.py', ()),
+        ('scripts/val_trt.sh', ()),
+        ('scripts/build_engine.py', ()),
+        ('export_yoloV9.py', ()),
+    } <= found
 
 
 @each_page
@@ -82,19 +98,29 @@ def test_options_exist(page):
         text = help_of(command, verb)
         assert text is not None, f'{page.name}: no {command}'
         for option in options:
-            assert re.search(rf'(?<![\w-]){option}(?![\w-])', text), f'{page.name}: {command} {" ".join(verb)} has no {option}'
+            assert re.search(rf'(?<![\w-]){option}(?![\w-])', text), (
+                f'{page.name}: {command} {" ".join(verb)} has no {option}'
+            )
 
 
-CONTAINERS = [(page, line) for page in PAGES for block in blocks(page) for line in block.splitlines() if line.startswith('docker run ')]
+CONTAINERS = [
+    (page, line)
+    for page in PAGES
+    for block in blocks(page)
+    for line in block.splitlines()
+    if line.startswith('docker run ')
+]
 
 
-@pytest.mark.parametrize('page, line', CONTAINERS, ids=[f'{name_of(page)} {n}' for n, (page, _) in enumerate(CONTAINERS)])
+@pytest.mark.parametrize(
+    'page, line', CONTAINERS, ids=[f'{name_of(page)} {n}' for n, (page, _) in enumerate(CONTAINERS)]
+)
 def test_what_runs_in_a_container_is_ours_and_complete(page, line):
     """The image comes last of docker's own words; what is handed to `bash -c` is shell that parses, and its commands are ours."""
     words = shlex.split(line)
     image = next(i for i, w in enumerate(words) if w.startswith('nvcr.io/') or w == '$IMAGE')
     assert {'--gpus', '--rm', '-v', '-w'} <= set(words[:image])
-    inside = words[image + 1:]
+    inside = words[image + 1 :]
     if not inside:  # a shell, in which the page goes on
         assert '-it' in words
         return
@@ -114,6 +140,7 @@ def test_blocks_are_shell_that_parses(page):
 
 # ---- messages ------------------------------------------------------------------------------------------------------------
 
+
 def written(node):
     """A string constant, or an f-string with … for what it fills in; None for other nodes."""
     if isinstance(node, ast.JoinedStr):
@@ -124,9 +151,14 @@ def written(node):
 @cache
 def code():
     """All strings of the Python files, a line each, and the shell scripts."""
-    files = [*REPO.glob('*.py'), *(f for folder in ('models', 'utils', 'scripts') for f in (REPO / folder).rglob('*.py'))]
+    files = [
+        *REPO.glob('*.py'),
+        *(f for folder in ('models', 'utils', 'scripts') for f in (REPO / folder).rglob('*.py')),
+    ]
     strings = filter(None, (written(node) for file in files for node in ast.walk(ast.parse(text_of(file)))))
-    return '\n'.join([*strings, *(text_of(f) for f in (*REPO.glob('*.sh'), *REPO.glob('scripts/*.sh'), REPO / 'demo' / 'setup.sh'))])
+    return '\n'.join(
+        [*strings, *(text_of(f) for f in (*REPO.glob('*.sh'), *REPO.glob('scripts/*.sh'), REPO / 'demo' / 'setup.sh'))]
+    )
 
 
 def section(page, title):
@@ -156,9 +188,12 @@ def test_messages_are_those_of_the_code(title):
 
 # ---- links ---------------------------------------------------------------------------------------------------------------
 
+
 def links(page):
     """(target as written, file or None, anchor) of the links on a page that stay in this tree."""
-    for target in re.findall(r'\]\(([^)\s]+)\)', re.sub(r'^ *```.*?^ *```', '', text_of(page), flags=re.DOTALL | re.MULTILINE)):
+    for target in re.findall(
+        r'\]\(([^)\s]+)\)', re.sub(r'^ *```.*?^ *```', '', text_of(page), flags=re.DOTALL | re.MULTILINE)
+    ):
         if not target.startswith('https://'):
             file, _, anchor = target.partition('#')
             yield target, (page.parent / file).resolve() if file else page, anchor
@@ -170,7 +205,9 @@ def test_links_lead_somewhere(page):
         assert path.exists(), f'{page.name}: {target}'
         if anchor:
             titles = re.findall(r'^#+ (.+)$', text_of(path), re.MULTILINE)
-            assert anchor in {re.sub(r'[^\w -]', '', t).lower().replace(' ', '-') for t in titles}, f'{page.name}: {target}'
+            assert anchor in {re.sub(r'[^\w -]', '', t).lower().replace(' ', '-') for t in titles}, (
+                f'{page.name}: {target}'
+            )
     text = text_of(page)
     for name in re.findall(r'\]\[([^]]+)\]', text):
         assert f'[{name}]: ' in text, f'{page.name}: [{name}] is nowhere'
@@ -194,17 +231,32 @@ def test_each_reader_has_a_page_that_the_readme_names():
 
 # ---- licence, citation, versions, picture ----------------------------------------------------------------------------------
 
+
 def test_the_licence_is_the_one_that_is_named():
     text = text_of(REPO / 'LICENSE')
-    assert 'GNU GENERAL PUBLIC LICENSE\n                       Version 3, 29 June 2007' in text and 'END OF TERMS AND CONDITIONS' in text
+    assert (
+        'GNU GENERAL PUBLIC LICENSE\n                       Version 3, 29 June 2007' in text
+        and 'END OF TERMS AND CONDITIONS' in text
+    )
     citation = yaml.safe_load(text_of(REPO / 'CITATION.cff'))
     assert citation['license'] == 'GPL-3.0-or-later'
-    assert all('GPL-3.0-or-later' in text_of(REPO / page) for page in ('README.md', 'CONTRIBUTING.md', 'docs/licences.md'))
+    assert all(
+        'GPL-3.0-or-later' in text_of(REPO / page) for page in ('README.md', 'CONTRIBUTING.md', 'docs/licences.md')
+    )
 
 
 def test_the_citation_is_complete():
     citation = yaml.safe_load(text_of(REPO / 'CITATION.cff'))
-    assert {'cff-version', 'message', 'title', 'authors', 'version', 'license', 'date-released', 'type'} <= citation.keys()
+    assert {
+        'cff-version',
+        'message',
+        'title',
+        'authors',
+        'version',
+        'license',
+        'date-released',
+        'type',
+    } <= citation.keys()
     assert citation['cff-version'] == '1.2.0' and citation['type'] == 'software' and citation['authors']
     assert citation['version'] == text_of(REPO / 'VERSION').strip()
     for paper in citation['references']:
@@ -227,13 +279,17 @@ def test_every_requirement_has_a_licence():
 def test_the_picture_is_that_of_its_script(tmp_path, graphviz):
     """Its words; places of them differ between versions of Graphviz."""
     subprocess.run([sys.executable, REPO / 'docs' / 'draw_pipeline.py', tmp_path / 'pipeline.svg'], check=True)
-    words = [sorted(re.findall(r'<text[^>]*>(.*?)</text>', text_of(file))) for file in (tmp_path / 'pipeline.svg', REPO / 'docs' / 'pipeline.svg')]
+    words = [
+        sorted(re.findall(r'<text[^>]*>(.*?)</text>', text_of(file)))
+        for file in (tmp_path / 'pipeline.svg', REPO / 'docs' / 'pipeline.svg')
+    ]
     assert words[0] == words[1] and 'qat.py quantize' in ' '.join(words[0])
     named = set(re.findall(r'(?:scripts/)?\w+\.py', ' '.join(words[0])))
     assert named and all((REPO / name).is_file() for name in named)
 
 
 # ---- the walkthrough's commands, run -------------------------------------------------------------------------------------
+
 
 def walkthrough():
     """The commands of docs/walkthrough.md, each as a list of words."""
@@ -243,28 +299,41 @@ def walkthrough():
 
 def test_the_walkthrough_shows_the_commands_of_the_quickstart():
     """From the data to the first evaluation: each command is one of the quickstart's, with the options and numbers that it has there."""
-    script = re.sub(r'\\\n\s*', ' ', text_of(REPO / 'quickstart.sh')).replace('"${DATA[@]}"', '--data $OUT/data/data.yaml --imgsz 320')
+    script = re.sub(r'\\\n\s*', ' ', text_of(REPO / 'quickstart.sh')).replace(
+        '"${DATA[@]}"', '--data $OUT/data/data.yaml --imgsz 320'
+    )
     runs = [set(line.split()) for line in re.findall(r' python (.*)$', script, re.MULTILINE)]
     for words in walkthrough()[:6]:
         if '--dry-run' not in words:
             fixed = {words[1], *(w for w in words[2:] if w.startswith('--') or re.fullmatch(r'[\d.]+', w))}
-            assert any(fixed <= run for run in runs), f"quickstart.sh runs no {' '.join(words)}"
+            assert any(fixed <= run for run in runs), f'quickstart.sh runs no {" ".join(words)}'
 
 
 @pytest.mark.slow
 def test_the_walkthrough_is_run(tmp_path):
     """Each command of the walkthrough, in its order, in a tree of its own; on fewer images, for fewer steps."""
     from conftest import copy_upstream
+
     tree = copy_upstream(tmp_path / 'yolov9')
     subprocess.run([REPO / 'patch_yolov9.sh', tree, '--link'], check=True, stdout=subprocess.DEVNULL)
-    small = {'--train': '12', '--val': '6', '--iters': '2', '--epochs': '1', '--calib-images': '8', '--duration': '0.2', '--num-image': '4'}
+    small = {
+        '--train': '12',
+        '--val': '6',
+        '--iters': '2',
+        '--epochs': '1',
+        '--calib-images': '8',
+        '--duration': '0.2',
+        '--num-image': '4',
+    }
     ran = []
     for words in walkthrough():
         assert words[0] == 'python', words
         words = [small.get(before, word) for before, word in zip(['', *words], words)]
         words = [word.replace('../../demo/', f'{REPO}/demo/') for word in words]
         run = subprocess.run([sys.executable, *words[1:]], cwd=tree, capture_output=True, text=True)
-        assert run.returncode in (0, 1 if '--verify' in words else 0), f"{' '.join(words)}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}"
+        assert run.returncode in (0, 1 if '--verify' in words else 0), (
+            f'{" ".join(words)}\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}'
+        )
         ran.append(words[1])
     commands_of_ours = {f.name for f in REPO.glob('*.py')} | {'scripts/audit_onnx.py', 'scripts/infer_onnx.py'}
     assert commands_of_ours <= set(ran)

@@ -1,4 +1,5 @@
 """`-h` of every command: it needs none of the packages, and loads none where they are installed."""
+
 import os
 import re
 import subprocess
@@ -8,10 +9,17 @@ import pytest
 from conftest import REPO, copy_upstream
 
 VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
-FILES = sorted(f.relative_to(REPO).as_posix() for folder in ('', 'segment', 'scripts', 'examples', 'demo') for f in (REPO / folder).glob('*.py'))
+FILES = sorted(
+    f.relative_to(REPO).as_posix()
+    for folder in ('', 'segment', 'scripts', 'examples', 'demo')
+    for f in (REPO / folder).glob('*.py')
+)
 COMMANDS = [command for file in FILES for command in ((file,), *((file, verb) for verb in VERBS.get(file, ())))]
 OWN = {  # what a file is made of, beyond Python
-    'scripts/infer_onnx.py': {'cv2', 'numpy'}, 'examples/infer_engine.py': {'cv2', 'numpy', 'tensorrt'}, 'demo/make_data.py': {'cv2', 'numpy'}}
+    'scripts/infer_onnx.py': {'cv2', 'numpy'},
+    'examples/infer_engine.py': {'cv2', 'numpy', 'tensorrt'},
+    'demo/make_data.py': {'cv2', 'numpy'},
+}
 
 each_command = pytest.mark.parametrize('command', COMMANDS, ids=' '.join)
 
@@ -28,12 +36,21 @@ def show_help(patched, command, *options, **environment):
     """The finished `python OPTIONS COMMAND -h`; demo/ and examples/ are not laid over the tree."""
     file, *verb = command
     path = REPO / file if file.startswith(('demo/', 'examples/')) else patched / file
-    return subprocess.run([sys.executable, *options, path, *verb, '-h'], cwd=patched, capture_output=True, text=True, errors='replace',
-                          stdin=subprocess.DEVNULL, env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, *options, path, *verb, '-h'],
+        cwd=patched,
+        capture_output=True,
+        text=True,
+        errors='replace',
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
 
 
 def test_all_commands_are_there():
-    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/summary.py',)} <= set(COMMANDS)
+    assert {('qat.py', 'eval'), ('reparameterization.py',), ('scripts/build_engine.py',), ('demo/summary.py',)} <= set(
+        COMMANDS
+    )
 
 
 @each_command
@@ -58,8 +75,27 @@ def test_help_loads_no_package(patched, command):
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = {name.split('.')[0] for name in re.findall(r'(?m)^import time: .*\| +(\S+)$', done.stderr)}
     assert len(loaded) > 20, 'Python says what it imports'
-    packages = {'torch', 'torchvision', 'numpy', 'scipy', 'cv2', 'PIL', 'onnx', 'onnxruntime', 'tensorrt', 'matplotlib', 'pandas',
-                'seaborn', 'sklearn', 'yaml', 'tqdm', 'pytorch_quantization', 'pkg_resources', 'packaging', 'IPython'}
+    packages = {
+        'torch',
+        'torchvision',
+        'numpy',
+        'scipy',
+        'cv2',
+        'PIL',
+        'onnx',
+        'onnxruntime',
+        'tensorrt',
+        'matplotlib',
+        'pandas',
+        'seaborn',
+        'sklearn',
+        'yaml',
+        'tqdm',
+        'pytorch_quantization',
+        'pkg_resources',
+        'packaging',
+        'IPython',
+    }
     assert not loaded & packages - OWN.get(command[0], set())
 
 

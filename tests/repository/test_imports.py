@@ -2,14 +2,20 @@
 
 Each law is one test over all files, and fails with a list of the places that break it.
 """
+
 import ast
 import functools
 
 from conftest import REPO
 
 COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
-DEPLOY, QUANTIZE, QAT = (sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat'))
-CLIENTS = [REPO / 'scripts/infer_onnx.py', *REPO.glob('examples/*.py')]  # to be copied out of this tree: they stand alone
+DEPLOY, QUANTIZE, QAT = (
+    sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat')
+)
+CLIENTS = [
+    REPO / 'scripts/infer_onnx.py',
+    *REPO.glob('examples/*.py'),
+]  # to be copied out of this tree: they stand alone
 TREES = {file: ast.parse(file.read_text(encoding='utf-8')) for file in (*COMMANDS, *DEPLOY, *QUANTIZE, *QAT, *CLIENTS)}
 OURS = [*COMMANDS, *DEPLOY, *QUANTIZE, *QAT]
 
@@ -28,8 +34,11 @@ def at_module_level(tree):
     while waiting:
         node = waiting.pop()
         yield node
-        waiting += [child for child in ast.iter_child_nodes(node)
-                    if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+        waiting += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        ]
 
 
 def imported(nodes):
@@ -39,7 +48,9 @@ def imported(nodes):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)} if not node.level else {'.'}
+            names |= (
+                {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)} if not node.level else {'.'}
+            )
     return names
 
 
@@ -70,10 +81,13 @@ def lines(files, breaks):
 def test_the_walk_finds_the_files():
     assert {'qat', 'reparameterization', 'export_qat'} <= {file.stem for file in COMMANDS}
     assert DEPLOY and QUANTIZE and QAT and len(CLIENTS) > 1
-    assert not [p for p in ('models/__init__.py', 'utils/__init__.py') if (REPO / p).exists()], 'they would replace those of upstream'
+    assert not [p for p in ('models/__init__.py', 'utils/__init__.py') if (REPO / p).exists()], (
+        'they would replace those of upstream'
+    )
 
 
 # ---- imports ------------------------------------------------------------------------------------------------------------
+
 
 def test_imports_go_one_way():
     """Commands → models.deploy → models.quantize → utils.qat; what is loaded late is named where it is used, and only there."""
@@ -82,20 +96,36 @@ def test_imports_go_one_way():
     assert not importing(QUANTIZE, 'models.deploy')
     assert not importing(QAT, 'models.deploy', 'models.quantize')
     assert not importing(QAT, 'models', names=AT_ONCE)
-    assert not importing(but(OURS, ['models/quantize/quantizers.py']), 'pytorch_quantization'), 'one file knows that library'
+    assert not importing(but(OURS, ['models/quantize/quantizers.py']), 'pytorch_quantization'), (
+        'one file knows that library'
+    )
 
 
 def test_what_loads_nothing_heavy():
     """Commands show their help before they load anything, and where it is not installed; clients need neither this toolkit nor torch."""
-    assert not importing(but(COMMANDS, map(name_of, CLIENTS)), 'torch', 'models', 'onnx', 'onnxruntime', 'numpy', names=AT_ONCE)
+    assert not importing(
+        but(COMMANDS, map(name_of, CLIENTS)), 'torch', 'models', 'onnx', 'onnxruntime', 'numpy', names=AT_ONCE
+    )
     assert not importing(CLIENTS, 'torch', 'torchvision', 'models', 'utils')
 
 
-ROOMS = 'core', 'untrusted', 'config', 'data', 'graph', 'engine', 'prediction', 'evaluation', 'benchmark', 'run'  # each imports those before it
+ROOMS = (
+    'core',
+    'untrusted',
+    'config',
+    'data',
+    'graph',
+    'engine',
+    'prediction',
+    'evaluation',
+    'benchmark',
+    'run',
+)  # each imports those before it
 
 
 def circles(graph):
     """Lists of modules of {module: modules that it imports} that import each other, directly or not. In: every module is a key."""
+
     def reached(start):
         seen, waiting = set(), [*graph[start]]
         while waiting:
@@ -106,7 +136,11 @@ def circles(graph):
         return seen
 
     reach = {module: reached(module) for module in graph}
-    found = {tuple(sorted(other for other in reach[module] if module in reach[other])) for module in graph if module in reach[module]}
+    found = {
+        tuple(sorted(other for other in reach[module] if module in reach[other]))
+        for module in graph
+        if module in reach[module]
+    }
     return sorted(map(list, found))
 
 
@@ -134,9 +168,11 @@ def test_rooms_import_those_before_them():
     for module, names in our_imports().items():
         rooms.setdefault(room_of(module), set()).update(map(room_of, names))
     assert not circles({room: others - {room} for room, others in rooms.items()})
-    assert {room for room in rooms if room.startswith('utils.qat.')} == {f'utils.qat.{name}' for name in (*ROOMS, 'compat')}
+    assert {room for room in rooms if room.startswith('utils.qat.')} == {
+        f'utils.qat.{name}' for name in (*ROOMS, 'compat')
+    }
     for i, name in enumerate(ROOMS):
-        assert not rooms[f'utils.qat.{name}'] & {f'utils.qat.{later}' for later in ROOMS[i + 1:]}, name
+        assert not rooms[f'utils.qat.{name}'] & {f'utils.qat.{later}' for later in ROOMS[i + 1 :]}, name
 
 
 def test_no_folder_is_crowded():
@@ -146,15 +182,24 @@ def test_no_folder_is_crowded():
 
 # ---- what is not done ---------------------------------------------------------------------------------------------------
 
-PRINTS = {'utils/qat/core/command.py': 'the one line on stderr that a mistake is answered with',
-          'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print"}
-SWALLOWS = {'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class'}  # file → reason
-FORWARD_SET = {'models/quantize/checkpoint.py': 'on an instance, as upstream fuse() does, for trees whose fuse() does not'}
+PRINTS = {
+    'utils/qat/core/command.py': 'the one line on stderr that a mistake is answered with',
+    'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print",
+}
+SWALLOWS = {
+    'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class'
+}  # file → reason
+FORWARD_SET = {
+    'models/quantize/checkpoint.py': 'on an instance, as upstream fuse() does, for trees whose fuse() does not'
+}
 
 
 def test_no_print():
     """Commands print; everything else returns, or logs."""
-    assert not lines(but((*DEPLOY, *QUANTIZE, *QAT), PRINTS), lambda node: isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print')
+    assert not lines(
+        but((*DEPLOY, *QUANTIZE, *QAT), PRINTS),
+        lambda node: isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print',
+    )
 
 
 def of_everything(node):
@@ -166,11 +211,22 @@ def swallows(node):
     """A handler of everything that does not raise again, at its end; or contextlib.suppress of everything."""
     if isinstance(node, ast.ExceptHandler):
         return (node.type is None or of_everything(node.type)) and not isinstance(node.body[-1], ast.Raise)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == 'suppress' and any(map(of_everything, node.args))
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == 'suppress'
+        and any(map(of_everything, node.args))
+    )
 
 
 def sets_forward(node):
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, (ast.AugAssign, ast.AnnAssign))
+        else []
+    )
     return any(isinstance(target, ast.Attribute) and target.attr == 'forward' for target in targets)
 
 
@@ -181,5 +237,9 @@ def test_nothing_is_swallowed_or_patched():
 
 def test_each_exception_is_needed():
     """A file that is excused has what it is excused for."""
-    excused = [(PRINTS, lambda node: isinstance(node, ast.Name) and node.id == 'print'), (SWALLOWS, swallows), (FORWARD_SET, sets_forward)]
+    excused = [
+        (PRINTS, lambda node: isinstance(node, ast.Name) and node.id == 'print'),
+        (SWALLOWS, swallows),
+        (FORWARD_SET, sets_forward),
+    ]
     assert not [name for names, breaks in excused for name in names if not lines([REPO / name], breaks)]

@@ -1,4 +1,5 @@
 """A small round of tests/mutate.py, on this tree; docs/faults.md has the large one."""
+
 import os
 import subprocess
 import sys
@@ -14,8 +15,12 @@ COUNT = 6  # of each kind; the large round has 1000
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, REPO / 'tests/mutate.py', '--tree', UPSTREAM, *map(str, arguments)], capture_output=True, text=True,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    return subprocess.run(
+        [sys.executable, REPO / 'tests/mutate.py', '--tree', UPSTREAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+    )
 
 
 def test_every_kind_has_its_changes():
@@ -50,7 +55,17 @@ sys.exit(mutate.main())
 
 
 def test_it_finds_bugs():
-    done = subprocess.run([sys.executable, '-c', BREAKS.format(tests=str(REPO / 'tests'), tree=str(UPSTREAM))], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, '-c', BREAKS.format(tests=str(REPO / 'tests'), tree=str(UPSTREAM))],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
-    for said in 'failures: ', "KeyError: 'a bug'", 'not done after 10.0 s', 'exit code -11', '--kind label --seed 1 --only':
+    for said in (
+        'failures: ',
+        "KeyError: 'a bug'",
+        'not done after 10.0 s',
+        'exit code -11',
+        '--kind label --seed 1 --only',
+    ):
         assert said in done.stdout, done.stdout

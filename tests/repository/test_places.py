@@ -1,6 +1,7 @@
 """The job where nothing is handy: spaces and foreign letters in every path, LC_ALL=C, a source tree and a data set that cannot be
 written to, a user with no home, no network. One run in such a place; each test looks at one side of it.
 """
+
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ NAMES = [f'Größe {i} 数' for i in range(10)]
 SETTINGS = ('--imgsz', 128, '--batch-size', 4, '--workers', 1, '--device', 'cpu')
 
 # Python reads this file at its start. Whoever asks for another machine is written down and gets an error.
-WATCH = '''
+WATCH = """
 import os
 import sys
 
@@ -46,13 +47,16 @@ def watch(event, arguments):
 
 
 sys.addaudithook(watch)
-'''
+"""
 
 
 def works(prefix):
     """Whether `PREFIX python` is this very Python, with its packages (another one may be found where this cannot be read)."""
     code = f'import sys, torch; sys.exit(sys.version != {sys.version!r})'
-    return shutil.which(prefix[0]) and not subprocess.run([*prefix, sys.executable, '-c', code], capture_output=True).returncode
+    return (
+        shutil.which(prefix[0])
+        and not subprocess.run([*prefix, sys.executable, '-c', code], capture_output=True).returncode
+    )
 
 
 def as_nobody():
@@ -69,7 +73,9 @@ def as_nobody():
 
 def offline():
     """What to put before a command so that it has no network, None if that cannot be."""
-    way = ['unshare', '--net'] if os.getuid() == 0 else ['unshare', '--map-current-user', '--net']  # as its root it could write anywhere
+    way = (
+        ['unshare', '--net'] if os.getuid() == 0 else ['unshare', '--map-current-user', '--net']
+    )  # as its root it could write anywhere
     return way if works(way) else None
 
 
@@ -80,7 +86,10 @@ COUNT = """"$@"; code=$?; awk '/^Ip: [0-9]/ { print $13 } /^Ip6OutNoRoutes/ { pr
 
 def listing(folder):
     """Path -> mode, size and time of everything in a folder, and of the folder itself."""
-    return {path: (path.lstat().st_mode, path.lstat().st_size, path.lstat().st_mtime_ns) for path in [folder, *folder.rglob('*')]}
+    return {
+        path: (path.lstat().st_mode, path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in [folder, *folder.rglob('*')]
+    }
 
 
 def allow(folder, files, folders):
@@ -94,26 +103,55 @@ def allow(folder, files, folders):
 class Place:
     """root: all of it. tree, data, weights: read-only. out: for results. home: for one command, the others have none. user, net: see
     as_nobody, offline."""
+
     root: Path
     user: list
     net: list
 
     def __post_init__(self):
         self.tree, self.data, self.weights, self.out, self.home, self.tmp, self.hook, self.watched = (
-            self.root / name for name in ('yolov9 Größe 模型', 'Ziffern und 数字', 'weights', 'out put ü', 'home', 'tmp', 'hook', 'watched'))
+            self.root / name
+            for name in (
+                'yolov9 Größe 模型',
+                'Ziffern und 数字',
+                'weights',
+                'out put ü',
+                'home',
+                'tmp',
+                'hook',
+                'watched',
+            )
+        )
         self.asked, self.counted = self.watched / 'asked', self.watched / 'counted'
 
     def environment(self, home):
         """Next to nothing: no PYTHONUTF8, no settings of upstream's."""
         kept = {k: v for k, v in os.environ.items() if k in ('PATH', 'LD_LIBRARY_PATH')}
-        return {**kept, 'LC_ALL': 'C', 'LANG': 'C', 'HOME': str(home), 'TMPDIR': str(self.tmp), 'OMP_NUM_THREADS': '1',
-                'PYTHONPATH': str(self.hook), 'WATCHED': str(self.asked), 'COUNTED': str(self.counted)}
+        return {
+            **kept,
+            'LC_ALL': 'C',
+            'LANG': 'C',
+            'HOME': str(home),
+            'TMPDIR': str(self.tmp),
+            'OMP_NUM_THREADS': '1',
+            'PYTHONPATH': str(self.hook),
+            'WATCHED': str(self.asked),
+            'COUNTED': str(self.counted),
+        }
 
     def python(self, *arguments, code=0, home='/nonexistent'):
         """stdout + stderr of `python ARGUMENTS...` in the tree; fails unless it exits with `code`."""
         prefix = [*([*self.net, 'sh', '-c', COUNT, 'sh'] if self.net else []), *(self.user or [])]
-        done = subprocess.run([*prefix, sys.executable, *map(str, arguments)], cwd=self.tree, text=True, encoding='utf-8',
-                              env=self.environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [*prefix, sys.executable, *map(str, arguments)],
+            cwd=self.tree,
+            text=True,
+            encoding='utf-8',
+            env=self.environment(home),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == code, f'{arguments}: exit code {done.returncode}\n{done.stdout[-3000:]}'
         return done.stdout
 
@@ -136,6 +174,7 @@ def place():
         yaml.write_text(f'{head}names: {json.dumps(NAMES, ensure_ascii=False)}\n', encoding='utf-8')
         with quiet_upstream():
             import models.yolo as upstream
+
             program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', place.weights / 'dual.pt', upstream)
         for folder in (place.tree, place.data, place.weights):
             allow(folder, 0o444, 0o555)
@@ -157,13 +196,36 @@ def job(place):
     data = ('--data', place.data / 'data.yaml', *SETTINGS, '--project', place.out)
     best = place.out / 'exp' / 'weights' / 'qat_best_einfach ü.pt'
     place.said = {
-        'reparameterization': place.python('reparameterization.py', '--weights', place.weights / 'dual.pt', '--save', place.out / 'einfach ü.pt'),
-        'quantize': place.python('qat.py', 'quantize', '--weights', place.out / 'einfach ü.pt', *data, '--epochs', 1, '--iters', 2),
+        'reparameterization': place.python(
+            'reparameterization.py', '--weights', place.weights / 'dual.pt', '--save', place.out / 'einfach ü.pt'
+        ),
+        'quantize': place.python(
+            'qat.py', 'quantize', '--weights', place.out / 'einfach ü.pt', *data, '--epochs', 1, '--iters', 2
+        ),
         'export': place.python('export_qat.py', '--weights', best, '--imgsz', 128),
-        'eval': place.python('qat.py', 'eval', '--weights', best.with_suffix('.onnx'), *data, '--name', 'eval 值', home=place.home),
+        'eval': place.python(
+            'qat.py', 'eval', '--weights', best.with_suffix('.onnx'), *data, '--name', 'eval 值', home=place.home
+        ),
         # upstream's own command, which wants a font
-        'val': place.python('val.py', '--weights', place.out / 'einfach ü.pt', '--data', place.data / 'data.yaml', '--imgsz', 128,
-                            '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--project', place.out, '--name', 'val'),
+        'val': place.python(
+            'val.py',
+            '--weights',
+            place.out / 'einfach ü.pt',
+            '--data',
+            place.data / 'data.yaml',
+            '--imgsz',
+            128,
+            '--batch-size',
+            4,
+            '--workers',
+            0,
+            '--device',
+            'cpu',
+            '--project',
+            place.out,
+            '--name',
+            'val',
+        ),
     }
     place.counted_after_the_job = place.counted.read_text() if place.net else ''
     return place
@@ -175,8 +237,17 @@ def test_the_job_is_done(job):
     assert report['best']['ap'] > 0.2 and metrics['ap'] == pytest.approx(report['best']['ap'], abs=0.02)
     assert list(report['classes'].values()) == NAMES and str(job.out) in report['settings']['weights']
     assert NAMES[0] in job.said['val'] or 'all' in job.said['val']
-    assert {p.name for p in (job.out / 'exp').iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
-    assert 'Größe' in (job.out / 'exp' / 'log.txt').read_text(encoding='utf-8') + (job.out / 'exp' / 'report.md').read_text(encoding='utf-8')
+    assert {p.name for p in (job.out / 'exp').iterdir()} == {
+        'weights',
+        'report.json',
+        'report.md',
+        'ap.png',
+        'classes.png',
+        'log.txt',
+    }
+    assert 'Größe' in (job.out / 'exp' / 'log.txt').read_text(encoding='utf-8') + (
+        job.out / 'exp' / 'report.md'
+    ).read_text(encoding='utf-8')
 
 
 def test_nothing_is_written_but_to_the_project(job):
@@ -205,8 +276,12 @@ def test_a_user_may_not_write_to_the_tree(job):
 
 def test_nothing_asks_for_the_network(job):
     assert not job.asked.exists(), job.asked.read_text()
-    for attempt in ('import socket; socket.create_connection(("192.0.2.1", 80))', 'import urllib.request as r; r.urlopen("http://example.org")',
-                    'import os; os.system("ping -c 1 192.0.2.1")', 'import subprocess; subprocess.run(["git", "fetch"])'):
+    for attempt in (
+        'import socket; socket.create_connection(("192.0.2.1", 80))',
+        'import urllib.request as r; r.urlopen("http://example.org")',
+        'import os; os.system("ping -c 1 192.0.2.1")',
+        'import subprocess; subprocess.run(["git", "fetch"])',
+    ):
         job.python('-c', attempt, code=1)
     assert len(job.asked.read_text().splitlines()) == 4, 'the watch sees what there is to see'
 
@@ -218,7 +293,8 @@ def test_the_kernel_saw_no_packet(job):
     counts = [int(n) for n in job.counted_after_the_job.split()]
     assert len(counts) == 2 * len(job.said) and not any(counts)
     assert 'Network is unreachable' in job.python(
-        '-S', '-c', 'import socket; socket.socket().connect(("192.0.2.1", 80))', code=1)  # -S: without the watch
+        '-S', '-c', 'import socket; socket.socket().connect(("192.0.2.1", 80))', code=1
+    )  # -S: without the watch
     assert any(map(int, job.counted.read_text().split())), 'the kernel counts'
 
 

@@ -1,4 +1,5 @@
 """The commands as a user types them: the whole job end to end, what it leaves on disk, and what bad input is answered with."""
+
 import hashlib
 import json
 import pickle
@@ -10,10 +11,11 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
+from zoo import command, program, python
+
 from models.deploy.end2end import export_end2end
 from utils.qat.config.export import Nms
 from utils.qat.core.log import quiet_upstream
-from zoo import command, program, python
 
 SIZE = '128'
 
@@ -26,6 +28,7 @@ def job(tmp_path_factory):
     program('demo/make_data.py').make_data(folder / 'data', train=16, val=8)
     with quiet_upstream():
         import models.yolo as upstream
+
         program('demo/weights.py').build(REPO / 'demo/demo-weights.pt', folder / 'dual.pt', upstream)
     command('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
     python(*quantize(folder, '--epochs', 2))
@@ -34,9 +37,29 @@ def job(tmp_path_factory):
 
 
 def quantize(folder, *more):
-    return ('qat.py', 'quantize', '--weights', folder / 'single.pt', '--data', folder / 'data/data.yaml',
-            '--hyp', REPO / 'demo/hyp.yaml', '--imgsz', SIZE, '--batch-size', 4, '--iters', 2, '--device', 'cpu',
-            '--workers', 0, '--project', folder / 'runs', *more)
+    return (
+        'qat.py',
+        'quantize',
+        '--weights',
+        folder / 'single.pt',
+        '--data',
+        folder / 'data/data.yaml',
+        '--hyp',
+        REPO / 'demo/hyp.yaml',
+        '--imgsz',
+        SIZE,
+        '--batch-size',
+        4,
+        '--iters',
+        2,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--project',
+        folder / 'runs',
+        *more,
+    )
 
 
 def report_of(folder):
@@ -47,14 +70,22 @@ def report_of(folder):
 
 # ---- what the job leaves ------------------------------------------------------------------------------------------------
 
+
 def test_files_of_quantize(job):
     exp = job / 'runs/exp'
     report = report_of(exp)
     names = sorted(p.name for p in (exp / 'weights').iterdir() if p.suffix == '.pt')
-    epochs = [f"qat_ep_{e['epoch']}_ap_{e['ap']:.4f}_single.pt" for e in report['epochs']]
-    assert names == sorted([f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt", 'qat_best_single.pt', *epochs])
+    epochs = [f'qat_ep_{e["epoch"]}_ap_{e["ap"]:.4f}_single.pt' for e in report['epochs']]
+    assert names == sorted([f'ptq_ap_{report["ptq"]["ap"]:.4f}_single.pt', 'qat_best_single.pt', *epochs])
     assert len(epochs) == 2
-    assert {p.name for p in exp.iterdir()} == {'weights', 'report.json', 'report.md', 'ap.png', 'classes.png', 'log.txt'}
+    assert {p.name for p in exp.iterdir()} == {
+        'weights',
+        'report.json',
+        'report.md',
+        'ap.png',
+        'classes.png',
+        'log.txt',
+    }
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
     assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
@@ -63,7 +94,10 @@ def test_files_of_quantize(job):
 
 
 def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
-    out, folder = command(*quantize(job, '--epochs', 1, '--lr', 0.01, '--calib-method', 'mse', '--name', 'harmed')), job / 'runs/harmed'
+    out, folder = (
+        command(*quantize(job, '--epochs', 1, '--lr', 0.01, '--calib-method', 'mse', '--name', 'harmed')),
+        job / 'runs/harmed',
+    )
     report = report_of(folder)
     assert report['epochs'][0]['ap'] < report['ptq']['ap'] - 0.01, 'the rate is meant to harm'
     assert report['best'] == {**report['ptq'], 'epoch': 0, 'file': 'weights/qat_best_single.pt'}
@@ -80,31 +114,71 @@ def test_same_seed_same_report(job):
 
 
 def test_calibration_only(job):
-    command(*quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--exist-ok', '--calib-method', 'percentile'))
+    command(
+        *quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--exist-ok', '--calib-method', 'percentile')
+    )
     report = report_of(job / 'runs/ptq')
     assert report['origin'] is None and report['epochs'] == [] and report['best'] is None and report['ptq']['ap'] > 0.2
-    assert [p.name for p in (job / 'runs/ptq/weights').iterdir()] == [f"ptq_ap_{report['ptq']['ap']:.4f}_single.pt"]
+    assert [p.name for p in (job / 'runs/ptq/weights').iterdir()] == [f'ptq_ap_{report["ptq"]["ap"]:.4f}_single.pt']
 
 
 def test_eval_repeats_the_reported_figures(job):
     best = report_of(job / 'runs/exp')['best']
-    out = command('qat.py', 'eval', '--weights', job / 'runs/exp' / best['file'], '--data', job / 'data/data.yaml', '--imgsz', SIZE,
-                  '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'pt', '--exist-ok')
+    out = command(
+        'qat.py',
+        'eval',
+        '--weights',
+        job / 'runs/exp' / best['file'],
+        '--data',
+        job / 'data/data.yaml',
+        '--imgsz',
+        SIZE,
+        '--batch-size',
+        4,
+        '--workers',
+        0,
+        '--device',
+        'cpu',
+        '--project',
+        job / 'eval',
+        '--name',
+        'pt',
+        '--exist-ok',
+    )
     metrics = json.loads((job / 'eval/pt/metrics.json').read_text())
-    assert {k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall')} == {k: best[k] for k in ('ap', 'ap50', 'precision', 'recall')}
-    assert f"{best['ap']:.4f}" in out
+    assert {k: metrics[k] for k in ('ap', 'ap50', 'precision', 'recall')} == {
+        k: best[k] for k in ('ap', 'ap50', 'precision', 'recall')
+    }
+    assert f'{best["ap"]:.4f}' in out
     detections = json.loads((job / 'eval/pt/predictions.json').read_text())
     assert {'image_id', 'category_id', 'bbox', 'score'} == set(detections[0])
 
 
 def test_val_trt_gives_the_figures_of_eval_on_the_same_file(job):
-    options = ('--weights', job / 'runs/exp/weights/qat_best_single.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--batch-size', 4,
-               '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--exist-ok')
+    options = (
+        '--weights',
+        job / 'runs/exp/weights/qat_best_single.onnx',
+        '--data',
+        job / 'data/data.yaml',
+        '--imgsz',
+        SIZE,
+        '--batch-size',
+        4,
+        '--workers',
+        0,
+        '--device',
+        'cpu',
+        '--project',
+        job / 'eval',
+        '--exist-ok',
+    )
     command('qat.py', 'eval', *options, '--name', 'onnx')
     out = command('val_trt.py', *options, '--name', 'trt')
     first, second = (json.loads((job / 'eval' / name / 'metrics.json').read_text()) for name in ('onnx', 'trt'))
-    assert {k: v for k, v in first.items() if k not in ('settings', 'times')} == {k: v for k, v in second.items() if k not in ('settings', 'times')}
-    assert f"{second['ap']:.4f}" in out and set(second['times']['ms_per_image']) == {'pre', 'inference', 'nms'}
+    assert {k: v for k, v in first.items() if k not in ('settings', 'times')} == {
+        k: v for k, v in second.items() if k not in ('settings', 'times')
+    }
+    assert f'{second["ap"]:.4f}' in out and set(second['times']['ms_per_image']) == {'pre', 'inference', 'nms'}
     assert not (job / 'eval/trt/predictions.json').exists()
     command('val_trt.py', *options, '--name', 'trt', '--save-json')
     assert (job / 'eval/trt/predictions.json').read_text() == (job / 'eval/onnx/predictions.json').read_text()
@@ -114,6 +188,7 @@ def test_coco_data_gets_pycocotools_figures(job):
     """COCO is recognised by val2017.txt; the same boxes as COCO annotations must give about the same AP."""
     from PIL import Image
     from utils.general import coco80_to_coco91_class
+
     data, categories = job / 'data', coco80_to_coco91_class()
     images, boxes = [], []
     for file in sorted((data / 'images/val').glob('*.jpg')):
@@ -122,17 +197,52 @@ def test_coco_data_gets_pycocotools_figures(job):
         for line in (data / f'labels/val/{file.stem}.txt').read_text().splitlines():
             c, x, y, w, h = map(float, line.split())
             box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
-            boxes.append({'id': len(boxes) + 1, 'image_id': int(file.stem), 'category_id': categories[int(c)], 'bbox': box,
-                          'area': box[2] * box[3], 'iscrowd': 0})
+            boxes.append(
+                {
+                    'id': len(boxes) + 1,
+                    'image_id': int(file.stem),
+                    'category_id': categories[int(c)],
+                    'bbox': box,
+                    'area': box[2] * box[3],
+                    'iscrowd': 0,
+                }
+            )
     (data / 'annotations').mkdir(exist_ok=True)
-    (data / 'annotations/instances_val2017.json').write_text(json.dumps(
-        {'info': {}, 'images': images, 'annotations': boxes, 'categories': [{'id': i, 'name': str(i)} for i in categories[:10]]}))
+    (data / 'annotations/instances_val2017.json').write_text(
+        json.dumps(
+            {
+                'info': {},
+                'images': images,
+                'annotations': boxes,
+                'categories': [{'id': i, 'name': str(i)} for i in categories[:10]],
+            }
+        )
+    )
     (data / 'val2017.txt').write_text(''.join(f'./images/val/{i["id"]:05d}.jpg\n' for i in images))
     (data / 'coco.yaml').write_text((data / 'data.yaml').read_text().replace('val: images/val', 'val: val2017.txt'))
-    out = command('qat.py', 'eval', '--weights', job / 'runs/exp/weights/qat_best_single.pt', '--data', data / 'coco.yaml', '--imgsz', SIZE,
-                  '--workers', 0, '--device', 'cpu', '--project', job / 'eval', '--name', 'coco', '--exist-ok')
+    out = command(
+        'qat.py',
+        'eval',
+        '--weights',
+        job / 'runs/exp/weights/qat_best_single.pt',
+        '--data',
+        data / 'coco.yaml',
+        '--imgsz',
+        SIZE,
+        '--workers',
+        0,
+        '--device',
+        'cpu',
+        '--project',
+        job / 'eval',
+        '--name',
+        'coco',
+        '--exist-ok',
+    )
     metrics = json.loads((job / 'eval/coco/metrics.json').read_text())
-    assert metrics['coco']['ap'] == pytest.approx(metrics['ap'], abs=0.03), out  # they interpolate precision differently
+    assert metrics['coco']['ap'] == pytest.approx(metrics['ap'], abs=0.03), (
+        out
+    )  # they interpolate precision differently
     assert 'pycocotools' in out
 
 
@@ -140,8 +250,26 @@ def test_onnx_scores_like_pytorch(job):
     weights = job / 'runs/exp/weights/qat_best_single'
     figures = {}
     for suffix, more in (('.onnx', ()), ('.pt', ('--square',))):
-        command('qat.py', 'eval', '--weights', weights.with_suffix(suffix), '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
-                '--device', 'cpu', '--project', job / 'eval', '--name', 'sq' + suffix, '--exist-ok', *more)
+        command(
+            'qat.py',
+            'eval',
+            '--weights',
+            weights.with_suffix(suffix),
+            '--data',
+            job / 'data/data.yaml',
+            '--imgsz',
+            SIZE,
+            '--workers',
+            0,
+            '--device',
+            'cpu',
+            '--project',
+            job / 'eval',
+            '--name',
+            'sq' + suffix,
+            '--exist-ok',
+            *more,
+        )
         figures[suffix] = json.loads((job / f'eval/sq{suffix}/metrics.json').read_text())
     # 8 images: one box that changes sides moves AP; on a real set the figures agree to 0.1 points (README)
     assert abs(figures['.onnx']['ap'] - figures['.pt']['ap']) < 0.03
@@ -150,14 +278,48 @@ def test_onnx_scores_like_pytorch(job):
 
 def test_verify_writes_the_comparison_beside_the_file(job):
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'verified.pt')
-    out = command('export_qat.py', '--weights', job / 'verified.pt', '--imgsz', SIZE, '--batch-size', 3, '--verify', job / 'data/data.yaml',
-                  '--max-ap-diff', 0.03, '--rtol', 0.01)  # the limit: as in the test above
+    out = command(
+        'export_qat.py',
+        '--weights',
+        job / 'verified.pt',
+        '--imgsz',
+        SIZE,
+        '--batch-size',
+        3,
+        '--verify',
+        job / 'data/data.yaml',
+        '--max-ap-diff',
+        0.03,
+        '--rtol',
+        0.01,
+    )  # the limit: as in the test above
     result = json.loads((job / 'verified.verify.json').read_text())
     assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
     assert result['onnx']['sha256'] == hashlib.sha256((job / 'verified.onnx').read_bytes()).hexdigest()
-    assert f"{result['reference']['ap']:.4f}" in out and f"{result['matched']:.2%}" in out and 'within rtol 0.01, atol 0.001' in out
-    command('qat.py', 'eval', '--weights', job / 'verified.onnx', '--data', job / 'data/data.yaml', '--imgsz', SIZE, '--workers', 0,
-            '--device', 'cpu', '--project', job / 'eval', '--name', 'verified', '--exist-ok')
+    assert (
+        f'{result["reference"]["ap"]:.4f}' in out
+        and f'{result["matched"]:.2%}' in out
+        and 'within rtol 0.01, atol 0.001' in out
+    )
+    command(
+        'qat.py',
+        'eval',
+        '--weights',
+        job / 'verified.onnx',
+        '--data',
+        job / 'data/data.yaml',
+        '--imgsz',
+        SIZE,
+        '--workers',
+        0,
+        '--device',
+        'cpu',
+        '--project',
+        job / 'eval',
+        '--name',
+        'verified',
+        '--exist-ok',
+    )
     alone = json.loads((job / 'eval/verified/metrics.json').read_text())
     assert {k: alone[k] for k in result['other']} == result['other'], 'the figures of the file, as eval finds them'
 
@@ -166,22 +328,87 @@ def test_end2end_files(job):
     """One that is verified and evaluated; one for TensorRT alone, with its deprecation said; and no plain file beside them."""
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'inside.pt')
     data = job / 'data/data.yaml'
-    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', '--nms', 'standard',
-                  '--topk-all', 300, '--conf-thres', 0.001, '--iou-thres', 0.7, '--batch-size', 4, '--verify', data, '--max-ap-diff', 0.03)
-    assert 'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
-    assert {p.name for p in job.glob('inside*')} == {'inside.pt', 'inside-end2end.onnx', 'inside-end2end.verify.json', 'inside-end2end.pbtxt'}
+    out = command(
+        'export_qat.py',
+        '--weights',
+        job / 'inside.pt',
+        '--imgsz',
+        SIZE,
+        '--include',
+        'onnx_end2end',
+        '--nms',
+        'standard',
+        '--topk-all',
+        300,
+        '--conf-thres',
+        0.001,
+        '--iou-thres',
+        0.7,
+        '--batch-size',
+        4,
+        '--verify',
+        data,
+        '--max-ap-diff',
+        0.03,
+    )
+    assert (
+        'inside-end2end.onnx' in out and 'in ONNX Runtime as by torchvision' in out and '| all predictions' not in out
+    )
+    assert {p.name for p in job.glob('inside*')} == {
+        'inside.pt',
+        'inside-end2end.onnx',
+        'inside-end2end.verify.json',
+        'inside-end2end.pbtxt',
+    }
     served = (job / 'inside-end2end.pbtxt').read_text()
-    assert 'name: "inside-end2end"' in served and all(f'name: "{name}"' in served for name in ('num_dets', 'det_boxes', 'det_scores', 'det_classes'))
+    assert 'name: "inside-end2end"' in served and all(
+        f'name: "{name}"' in served for name in ('num_dets', 'det_boxes', 'det_scores', 'det_classes')
+    )
     result = json.loads((job / 'inside-end2end.verify.json').read_text())
     assert result['above_limits'] == [] and result['boxes'] is None and result['settings']['topk_all'] == 300
     for file in (job / 'inside-end2end.onnx', job / 'runs/exp/weights/qat_best_single.onnx'):
-        command('val_trt.py', '--weights', file, '--data', data, '--imgsz', SIZE, '--workers', 0, '--device', 'cpu', '--project', job / 'nms', '--name', file.stem)
-    inside, outside = (json.loads((job / 'nms' / name / 'metrics.json').read_text()) for name in ('inside-end2end', 'qat_best_single'))
+        command(
+            'val_trt.py',
+            '--weights',
+            file,
+            '--data',
+            data,
+            '--imgsz',
+            SIZE,
+            '--workers',
+            0,
+            '--device',
+            'cpu',
+            '--project',
+            job / 'nms',
+            '--name',
+            file.stem,
+        )
+    inside, outside = (
+        json.loads((job / 'nms' / name / 'metrics.json').read_text()) for name in ('inside-end2end', 'qat_best_single')
+    )
     assert abs(inside['ap'] - outside['ap']) < 1e-3 and inside['ap'] == result['other']['ap']
 
-    out = command('export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end', 'onnx', '--nms', 'plugin', '--trt', 11)
+    out = command(
+        'export_qat.py',
+        '--weights',
+        job / 'inside.pt',
+        '--imgsz',
+        SIZE,
+        '--include',
+        'onnx_end2end',
+        'onnx',
+        '--nms',
+        'plugin',
+        '--trt',
+        11,
+    )
     assert 'warning: EfficientNMS_TRT is deprecated since TensorRT 10.12' in out and '--nms standard' in out
-    assert (job / 'inside.onnx').exists() and 'eval --weights ' + str(job / 'inside.onnx') in out and out.count('next:') == 1
+    assert (
+        (job / 'inside.onnx').exists()
+        and 'eval --weights ' + str(job / 'inside.onnx') in out
+        and out.count('next:') == 1
+    )
 
 
 def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
@@ -190,32 +417,84 @@ def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
     for branch in checkpoint['model'].model[-1].cv3:
         branch[-1].bias.data.fill_(-30)
     torch.save(checkpoint, job / 'blind.pt')
-    out = command('export_qat.py', '--weights', job / 'blind.pt', '--imgsz', SIZE, '--verify', job / 'data/data.yaml', '--verify-images', 2, code=1)
+    out = command(
+        'export_qat.py',
+        '--weights',
+        job / 'blind.pt',
+        '--imgsz',
+        SIZE,
+        '--verify',
+        job / 'data/data.yaml',
+        '--verify-images',
+        2,
+        code=1,
+    )
     assert 'neither model detects anything' in out and 'The file stays' in out and 'Traceback' not in out
     result = json.loads((job / 'blind.verify.json').read_text())
-    assert (job / 'blind.onnx').exists() and result['images'] == 2 and result['above_limits'] and result['matched'] is None
+    assert (
+        (job / 'blind.onnx').exists() and result['images'] == 2 and result['above_limits'] and result['matched'] is None
+    )
 
 
 def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     best = report_of(job / 'runs/exp')['best']
     weights = job / 'runs/exp' / best['file']
-    out = python('val.py', '--weights', weights, '--data', job / 'data/data.yaml', '--img', SIZE, '--batch', 4, '--device', 'cpu',
-              '--workers', 0, '--project', job / 'val')
+    out = python(
+        'val.py',
+        '--weights',
+        weights,
+        '--data',
+        job / 'data/data.yaml',
+        '--img',
+        SIZE,
+        '--batch',
+        4,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--project',
+        job / 'val',
+    )
     p, r, ap50, ap = map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', out).groups())
     ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
     assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
-    python('detect.py', '--weights', weights, '--source', job / 'data/images/val', '--img', SIZE, '--device', 'cpu',
-           '--project', job / 'detect')
+    python(
+        'detect.py',
+        '--weights',
+        weights,
+        '--source',
+        job / 'data/images/val',
+        '--img',
+        SIZE,
+        '--device',
+        'cpu',
+        '--project',
+        job / 'detect',
+    )
     assert len(list((job / 'detect/exp').glob('*.jpg'))) == 8
 
 
 def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
-    out = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml', '--project', tmp_path / 'runs')
+    out = command(
+        'qat.py',
+        'quantize',
+        '--dry-run',
+        '--weights',
+        job / 'single.pt',
+        '--data',
+        'none.yaml',
+        '--project',
+        tmp_path / 'runs',
+    )
     stored = torch.load(job / 'runs/exp' / report_of(job / 'runs/exp')['best']['file'], weights_only=False)['quant']
     shared = [line.split(': ', 1)[1].split() for line in out.splitlines() if line.startswith('  scale ')]
     assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
     assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] == 'both'
-    assert re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out) and 'nothing was written' in out
+    assert (
+        re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out)
+        and 'nothing was written' in out
+    )
     assert out.count('output of the head') == 6 and not list(tmp_path.iterdir())
     free = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
     assert '  none' in free and '  scale ' not in free
@@ -223,16 +502,29 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope='session')
 def wrong(job, tmp_path_factory):
     """A folder of wrong files."""
     folder = tmp_path_factory.mktemp('wrong')
     good = yaml.safe_load((job / 'data/data.yaml').read_text())
     (folder / 'empty').mkdir()
-    for name, change in {'no_train': {'train': None}, 'no_names': {'names': None}, 'classes': {'names': ['a', 'b'], 'nc': 2},
-                         'nc': {'nc': 3}, 'missing': {'val': 'images/nowhere'}, 'empty': {'val': str(folder / 'empty')}}.items():
-        (folder / f'{name}.yaml').write_text(yaml.safe_dump({k: v for k, v in {**good, **change}.items() if v is not None}))
-    for name, line in (('coordinates', '1 0.5 0.5 1.5 0.1'), ('class', '10 0.5 0.5 0.1 0.1'), ('text', 'one 0.5 0.5 0.1 0.1')):
+    for name, change in {
+        'no_train': {'train': None},
+        'no_names': {'names': None},
+        'classes': {'names': ['a', 'b'], 'nc': 2},
+        'nc': {'nc': 3},
+        'missing': {'val': 'images/nowhere'},
+        'empty': {'val': str(folder / 'empty')},
+    }.items():
+        (folder / f'{name}.yaml').write_text(
+            yaml.safe_dump({k: v for k, v in {**good, **change}.items() if v is not None})
+        )
+    for name, line in (
+        ('coordinates', '1 0.5 0.5 1.5 0.1'),
+        ('class', '10 0.5 0.5 0.1 0.1'),
+        ('text', 'one 0.5 0.5 0.1 0.1'),
+    ):
         shutil.copytree(job / 'data', folder / name, ignore=shutil.ignore_patterns('*.cache'))
         (folder / name / 'labels/val/00003.txt').write_text(line + '\n')
         (folder / f'{name}.yaml').write_text(yaml.safe_dump({**good, 'path': str(folder / name)}))
@@ -240,9 +532,11 @@ def wrong(job, tmp_path_factory):
     (folder / 'list.yaml').write_text('- 1\n')
     (folder / 'text.pt').write_text('no checkpoint')
     whole = (job / 'single.pt').read_bytes()
-    (folder / 'cut.pt').write_bytes(whole[:len(whole) // 2])
+    (folder / 'cut.pt').write_bytes(whole[: len(whole) // 2])
     torch.save({'a': 1}, folder / 'dict.pt')
-    with zipfile.ZipFile(folder / 'foreign.pt', 'w') as archive:  # what the pickle of the other tool's checkpoint refers to
+    with zipfile.ZipFile(
+        folder / 'foreign.pt', 'w'
+    ) as archive:  # what the pickle of the other tool's checkpoint refers to
         archive.writestr('foreign/data.pkl', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.')
     (folder / 'broken.onnx').write_bytes(b'no graph')
     (folder / 'model.engine').write_bytes(b'no engine')
@@ -251,12 +545,45 @@ def wrong(job, tmp_path_factory):
     return folder
 
 
-QUANTIZE = ('qat', 'quantize', '--weights', '{job}/single.pt', '--data', '{job}/data/data.yaml', '--hyp', '{repo}/demo/hyp.yaml',
-            '--imgsz', SIZE, '--workers', '0')
-EVAL = ('qat', 'eval', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--data', '{job}/data/data.yaml', '--imgsz', SIZE,
-        '--workers', '0')
-VAL = ('val_trt', '--weights', '{job}/runs/exp/weights/qat_best_single.onnx', '--data', '{job}/data/data.yaml', '--imgsz', SIZE, '--workers', '0',
-       '--device', 'cpu')
+QUANTIZE = (
+    'qat',
+    'quantize',
+    '--weights',
+    '{job}/single.pt',
+    '--data',
+    '{job}/data/data.yaml',
+    '--hyp',
+    '{repo}/demo/hyp.yaml',
+    '--imgsz',
+    SIZE,
+    '--workers',
+    '0',
+)
+EVAL = (
+    'qat',
+    'eval',
+    '--weights',
+    '{job}/runs/exp/weights/qat_best_single.pt',
+    '--data',
+    '{job}/data/data.yaml',
+    '--imgsz',
+    SIZE,
+    '--workers',
+    '0',
+)
+VAL = (
+    'val_trt',
+    '--weights',
+    '{job}/runs/exp/weights/qat_best_single.onnx',
+    '--data',
+    '{job}/data/data.yaml',
+    '--imgsz',
+    SIZE,
+    '--workers',
+    '0',
+    '--device',
+    'cpu',
+)
 EXPORT = ('export_qat', '--weights', '{job}/runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
 REPARAMETERIZE = ('reparameterization', '--weights', '{job}/dual.pt', '--save', '{job}/other.pt')
 
@@ -298,7 +625,11 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
     (EVAL, '--weights {job}/single.pt', ['is not quantized', 'qat.py quantize', 'val.py']),
     (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
-    (EVAL, '--weights {wrong}/plugin.onnx', ['plugin.onnx', 'EfficientNMS_TRT', 'TensorRT alone', '--include onnx_end2end --nms standard']),
+    (
+        EVAL,
+        '--weights {wrong}/plugin.onnx',
+        ['plugin.onnx', 'EfficientNMS_TRT', 'TensorRT alone', '--include onnx_end2end --nms standard'],
+    ),
     (EVAL, '--weights {job}/runs/exp/weights/qat_best_single.onnx --imgsz 640', ['--imgsz 640', '128 x 128']),
     (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
     (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
@@ -312,28 +643,47 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EXPORT, '--fp32-scales', ['--fp32-scales', 'only with --trt 11']),
     (EXPORT, '--trt 11 --fp32-scales --opset 23', ['--opset 23: leave it out', 'opset 23']),
     (EXPORT, '--trt 11 --fp32-scales --verify {job}/data/data.yaml', ['--verify', 'cannot run', 'without that flag']),
-    (EXPORT, '--trt 11 --fp32-scales --weights {job}/single.pt', ['--fp32-scales', 'single.pt', 'float checkpoint', '--half']),
+    (
+        EXPORT,
+        '--trt 11 --fp32-scales --weights {job}/single.pt',
+        ['--fp32-scales', 'single.pt', 'float checkpoint', '--half'],
+    ),
     (EXPORT, '--include engine', ['--include engine', 'onnx, onnx_end2end']),
     (EXPORT, '--imgsz 100', ['--imgsz 100 100', 'multiples of 32', '96 96 or 128 128']),
     (EXPORT, '--imgsz 64 100', ['--imgsz 64 100', '64 96 or 64 128']),
     (EXPORT, '--nms standard --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
     (EXPORT, '--nms fast --include onnx_end2end', ['--nms fast', 'plugin, standard']),
-    (EXPORT, '--include onnx_end2end --conf-thres -0.1 --iou-thres 1.1', ['--conf-thres -0.1', '--iou-thres 1.1', '[0, 1]']),
+    (
+        EXPORT,
+        '--include onnx_end2end --conf-thres -0.1 --iou-thres 1.1',
+        ['--conf-thres -0.1', '--iou-thres 1.1', '[0, 1]'],
+    ),
     (EXPORT, '--include onnx_end2end --conf-thres nan', ['--conf-thres nan', '[0, 1]']),
     (EXPORT, '--include onnx_end2end --iou-thres 0', ['--iou-thres 0', 'EfficientNMS_TRT', '--nms standard']),
     (EXPORT, '--include onnx_end2end --topk-all 4097', ['--topk-all 4097', '1 to 4096', '--nms plugin']),
     (EXPORT, '--include onnx_end2end --topk-all 3841 --trt 11', ['--topk-all 3841', '1 to 3840', '--nms standard']),
     (EXPORT, '--include onnx_end2end --topk-all 0', ['--topk-all 0']),
-    (EXPORT, '--include onnx_end2end --topk-all 500 --class-agnostic --nms standard', ['--topk-all 500', 'only 336 candidates']),
-    (EXPORT, '--include onnx_end2end --verify {job}/data/data.yaml', ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard']),
+    (
+        EXPORT,
+        '--include onnx_end2end --topk-all 500 --class-agnostic --nms standard',
+        ['--topk-all 500', 'only 336 candidates'],
+    ),
+    (
+        EXPORT,
+        '--include onnx_end2end --verify {job}/data/data.yaml',
+        ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard'],
+    ),
     (EXPORT, '--weights {job}/dual.pt', ['auxiliary branch', 'reparameterization.py']),
     (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
     (EXPORT, '--verify {wrong}/none.yaml', ['--verify', 'no such file']),
     (EXPORT, '--verify {wrong}/classes.yaml', ['--verify', '2 classes', 'the model has 10']),
     (EXPORT, '--verify {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
     (EXPORT, '--verify {job}/data/data.yaml --imgsz 128 96', ['--verify', 'square --imgsz']),
-    (EXPORT, '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',
-     ['--verify-images -1', '--rtol -1', '--atol nan', '--max-ap-diff 2']),
+    (
+        EXPORT,
+        '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',
+        ['--verify-images -1', '--rtol -1', '--atol nan', '--max-ap-diff 2'],
+    ),
     (REPARAMETERIZE, '--weights {job}/single.pt', ['has one branch', 'go on with: python qat.py quantize --weights']),
     (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
     (REPARAMETERIZE, '--save {job}/dual.pt', ['--save', 'choose another']),
@@ -344,6 +694,7 @@ BAD = [  # command, the arguments added to it, what the line must say
 @pytest.mark.parametrize('base, more, says', BAD, ids=[f'{b[0]} {m}' for b, m, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, monkeypatch, base, more, says):
     from utils.qat.core.command import run_command
+
     monkeypatch.chdir(TREE)
     argv = [a.format(job=job, wrong=wrong, repo=REPO) for a in (*base[1:], *more.split())]
     if base in (QUANTIZE, EVAL, VAL) and '--project' not in more:
@@ -362,6 +713,7 @@ def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, mon
 def test_out_of_gpu_memory_says_what_to_try():
     from utils.qat.core.command import explain_out_of_memory
     from utils.qat.core.errors import QatError
+
     for batch_size, advice in ((10, '--batch-size 5'), (1, '--imgsz')):
         with pytest.raises(QatError, match=advice), explain_out_of_memory(batch_size):
             raise torch.cuda.OutOfMemoryError('CUDA out of memory')

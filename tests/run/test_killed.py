@@ -3,6 +3,7 @@
 A process of its own does the work and sends itself SIGKILL, which no handler sees, at a call of one of the functions of the run. It is
 forked from this one, which has the libraries loaded. docs/faults.md has the table.
 """
+
 import importlib
 import json
 import multiprocessing
@@ -13,15 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.quantize import checkpoint
 from PIL import Image
+from zoo import program, same
+
+from models.quantize import checkpoint
 from utils.qat.core.command import run_command
 from utils.qat.run.resume import RESAMPLED, STATE
-from zoo import program, same
 
 pytestmark = pytest.mark.faults
 
-RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'  # what --resume does, or says
+RESUME, EMPTY, START = (
+    None,
+    'no report of a run there',
+    'before the calibrated model was saved',
+)  # what --resume does, or says
 FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)
     'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
@@ -42,8 +48,36 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
 
 
 def arguments(demo, project):
-    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, '--imgsz', 64, '--batch-size', 6, '--iters', 2, '--epochs', 2,
-                             '--calib-images', 8, '--calib-method', 'mse', '--device', 'cpu', '--workers', 0, '--lr', '1e-4', '--project', project)]
+    return [
+        str(a)
+        for a in (
+            'quantize',
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            '--imgsz',
+            64,
+            '--batch-size',
+            6,
+            '--iters',
+            2,
+            '--epochs',
+            2,
+            '--calib-images',
+            8,
+            '--calib-method',
+            'mse',
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--lr',
+            '1e-4',
+            '--project',
+            project,
+        )
+    ]
 
 
 @pytest.fixture(scope='module')
@@ -85,6 +119,7 @@ def deadly(function, number, how):
 
 def run_to_death(argv, target, number, how, log):
     """qat.py with `argv` in a child process, which must be killed by `deadly`; its output goes to the file `log`."""
+
     def run():
         out = os.open(log, os.O_CREAT | os.O_WRONLY)
         os.dup2(out, 1), os.dup2(out, 2)
@@ -142,5 +177,7 @@ def test_killed(demo, whole, tmp_path, capsys, point):
     else:
         assert code == 0
     (*ours, models), (*theirs, others) = content(folder), whole
-    assert ours == theirs and models.keys() == others.keys() and all(same(models[name], others[name]) for name in models)
-    assert not [f for f in folder.rglob('.*')]
+    assert (
+        ours == theirs and models.keys() == others.keys() and all(same(models[name], others[name]) for name in models)
+    )
+    assert not list(folder.rglob('.*'))

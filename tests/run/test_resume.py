@@ -1,6 +1,8 @@
 """Laws of interrupted runs: gone on with, they end as if nothing had happened; and of what they need: images that follow from
 the seed and the number of the epoch alone, and a training set that is split the same way each time."""
+
 import io
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,8 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from faults import sampled
+from zoo import image, program, same, settings, state
+
 from models.quantize import checkpoint
 from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.command import run_command
@@ -27,7 +31,6 @@ from utils.qat.core.versions import versions
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.run.resume import STATE
-from zoo import image, program, same, settings, state
 
 CPU = torch.device('cpu')
 HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr': 0.5, 'flipud': 0.5, 'hsv_h': 0.1}
@@ -46,6 +49,7 @@ def epoch_of(images, epoch):
 
 
 # ---- the images of an epoch ---------------------------------------------------------------------------------------------
+
 
 def test_workers_change_no_image(demo):
     """Two passes, as workers that stay know of the first; and one after a pass that was not taken to its end."""
@@ -109,7 +113,7 @@ def test_ranks_share_the_batches_of_one_process(demo, ranks, epoch):
     loaders = [training(demo, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
     shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
     assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
-    assert same([batch for group in zip(*shares) for batch in group], alone[:rounds * ranks])
+    assert same([batch for group in zip(*shares) for batch in group], alone[: rounds * ranks])
 
 
 def test_albumentations_with_a_random_state_of_their_own(demo):
@@ -124,6 +128,7 @@ def test_albumentations_with_a_random_state_of_their_own(demo):
 
 # ---- --val-split --------------------------------------------------------------------------------------------------------
 
+
 def files_of(dataset):
     return sorted(dataset.im_files)
 
@@ -137,14 +142,18 @@ def test_the_split_takes_from_training_and_calibration(demo, share, n):
     everything = files_of(training(demo).loader.dataset.dataset)
     assert len(held_out) == n and sorted(held_out + trained) == everything
     assert files_of(calibration_images(data, config, 32, CPU).loader.dataset.dataset) == trained
-    assert files_of(val_loader(data, config, 32).dataset) == files_of(val_loader(load_data(demo.data), config, 32).dataset)
+    assert files_of(val_loader(data, config, 32).dataset) == files_of(
+        val_loader(load_data(demo.data), config, 32).dataset
+    )
     places = [everything.index(f) for f in held_out]
-    assert all(abs((b - a) - 12 / n) < 1 for a, b in zip(places, places[1:])), 'evenly spread'
+    assert all(abs((b - a) - 12 / n) < 1 for a, b in itertools.pairwise(places)), 'evenly spread'
 
 
 @pytest.mark.parametrize('share', [0.01, 0.04, 0.99])
 def test_a_split_that_leaves_one_side_empty(demo, share):
-    with pytest.raises(QatError, match=rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'):
+    with pytest.raises(
+        QatError, match=rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'
+    ):
         training(demo, replace(load_data(demo.data), val_split=share))
 
 
@@ -213,7 +222,7 @@ def test_fine_tuning_goes_on_from_every_epoch(demo, amp):
         other = demo.quantized_model()
         epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
         assert next(epochs) is after and same(state(other), weights)
-        assert [e.loss for e in epochs] == [e.loss for e, _ in finished[last.number:]]
+        assert [e.loss for e in epochs] == [e.loss for e, _ in finished[last.number :]]
         assert same(state(other), finished[-1][1])
         assert same(after.state, last.state), 'what is gone on from is not written to'
 
@@ -235,10 +244,41 @@ def test_fine_tuning_goes_on_with_gpu_and_graph(demo, amp, compile):
 
 # ---- --resume -----------------------------------------------------------------------------------------------------------
 
+
 def arguments(demo, project, *more):
-    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, '--hyp', REPO / 'demo/hyp.yaml', '--imgsz', 64,
-                             '--batch-size', 4, '--iters', 2, '--epochs', 3, '--device', 'cpu', '--workers', 0, '--lr', '1e-4', '--calib-method', 'mse',
-                             '--val-split', 0.25, '--project', project, *more)]
+    return [
+        str(a)
+        for a in (
+            'quantize',
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            '--hyp',
+            REPO / 'demo/hyp.yaml',
+            '--imgsz',
+            64,
+            '--batch-size',
+            4,
+            '--iters',
+            2,
+            '--epochs',
+            3,
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--lr',
+            '1e-4',
+            '--calib-method',
+            'mse',
+            '--val-split',
+            0.25,
+            '--project',
+            project,
+            *more,
+        )
+    ]
 
 
 def resume(folder, *more):
@@ -273,7 +313,9 @@ def interrupt(monkeypatch, at, number=0):
     def bar(iterable, text, total=None, unit='batches'):
         for i, item in enumerate(iterable):
             if text == at and i == number:
-                before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and so a CI job, may ignore it
+                before = signal.signal(
+                    signal.SIGINT, signal.default_int_handler
+                )  # a shell's background job, and so a CI job, may ignore it
                 try:
                     signal.raise_signal(signal.SIGINT)
                 finally:
@@ -300,8 +342,13 @@ def test_interrupted_and_gone_on_with_is_the_same_run(demo, whole, tmp_path, mon
 @pytest.mark.faults
 def test_killed(demo, whole, tmp_path):
     """A process that had no time to say anything, at a moment of its own."""
-    process = subprocess.Popen([sys.executable, 'qat.py', *arguments(demo, tmp_path)], cwd=TREE,
-                               env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, 'qat.py', *arguments(demo, tmp_path)],
+        cwd=TREE,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     while not (tmp_path / 'exp' / STATE).exists() and process.poll() is None:
         time.sleep(0.01)
     process.kill()
@@ -313,16 +360,19 @@ def test_killed(demo, whole, tmp_path):
 def test_the_report_says_what_was_scored_on_which_images(whole):
     report, weights = result(whole)
     assert report['chosen_on'] == 'held out' and report['images'] == {'val': 12, 'held out': 3, 'train': 9}
-    assert [scored['images'] for scored in (report['origin'], report['ptq'], report['best'], *report['epochs'])] == [3] * 6
+    assert [scored['images'] for scored in (report['origin'], report['ptq'], report['best'], *report['epochs'])] == [
+        3
+    ] * 6
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
-    assert f"qat_ep_2_ap_{report['epochs'][1]['ap']:.4f}_single.pt" in weights
+    assert f'qat_ep_2_ap_{report["epochs"][1]["ap"]:.4f}_single.pt' in weights
     assert {k: v['images'] for k, v in report['val'].items()} == {'origin': 12, 'ptq': 12, 'best': 12}
     held_out, val = (whole / 'report.md').read_text().split('12 images of val')
-    assert '3 images held out of train' in held_out and f"| {report['best']['ap']:.4f}" in held_out
-    assert f"| {report['val']['best']['ap']:.4f}" in val and 'epoch' not in val.split('![')[0]
+    assert '3 images held out of train' in held_out and f'| {report["best"]["ap"]:.4f}' in held_out
+    assert f'| {report["val"]["best"]["ap"]:.4f}' in val and 'epoch' not in val.split('![')[0]
 
 
 # ---- what cannot be gone on with ----------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def stopped(demo, tmp_path_factory):
@@ -351,14 +401,34 @@ REFUSED = {  # what was done to the folder, options beside --resume, what the li
     'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
     'no report': (lambda f: (f / 'report.json').unlink(), (), ['no report of a run there']),
     'other JSON': (lambda f: (f / 'report.json').write_text('{}'), (), ['no report of a run there']),
-    'before PTQ': (lambda f: edit_report(f, lambda r: r.update(ptq=None, epochs=[], best=None)), (), ['before the calibrated model', 'without --resume']),
+    'before PTQ': (
+        lambda f: edit_report(f, lambda r: r.update(ptq=None, epochs=[], best=None)),
+        (),
+        ['before the calibrated model', 'without --resume'],
+    ),
     'no state': (lambda f: (f / STATE).unlink(), (), [STATE, 'is gone']),
-    'other version': (lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')), (), ['another version', 'val_split']),
-    'no source': (lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')), (), ['started with none.pt', 'not there']),
+    'other version': (
+        lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')),
+        (),
+        ['another version', 'val_split'],
+    ),
+    'no source': (
+        lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')),
+        (),
+        ['started with none.pt', 'not there'],
+    ),
     'other source': (other_source, (), ['single.pt', 'SHA-256']),
     'other data': (lambda f: edit_report(f, lambda r: r['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
-    'other option': (lambda f: None, ('--epochs', 5), ['--epochs contradicts the run, whose epochs is 3', '--device and --workers']),
-    'other options': (lambda f: None, ('--no-eval-origin', '--lr', 0.5), ['--no-eval-origin contradicts', '--lr contradicts']),
+    'other option': (
+        lambda f: None,
+        ('--epochs', 5),
+        ['--epochs contradicts the run, whose epochs is 3', '--device and --workers'],
+    ),
+    'other options': (
+        lambda f: None,
+        ('--no-eval-origin', '--lr', 0.5),
+        ['--no-eval-origin contradicts', '--lr contradicts'],
+    ),
 }
 
 
@@ -372,7 +442,9 @@ def test_refused_in_one_line(stopped, tmp_path, capsys, name):
     capsys.readouterr()
     assert run_command(program('qat.py').main, resume(folder, *options)) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.split(': ', 2)[1] == 'error' and f'--resume {folder}: ' in line and all(text in line for text in says), line
+    assert (
+        line.split(': ', 2)[1] == 'error' and f'--resume {folder}: ' in line and all(text in line for text in says)
+    ), line
     assert {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name != 'log.txt'} == before
 
 

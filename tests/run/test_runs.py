@@ -1,5 +1,6 @@
 """No run mixes with another: a folder has one writer, a new run a folder of its own; and nothing of a folder that was tampered with is used,
 changed or deleted. docs/faults.md has the table."""
+
 import json
 import math
 import multiprocessing
@@ -20,6 +21,8 @@ import torch
 from conftest import TREE
 from faults import sampled
 from matplotlib.figure import Figure
+from zoo import program, python, same
+
 from models.quantize.convert import find_twins
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
@@ -32,20 +35,40 @@ from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.run.resume import STATE, require_epoch
 from utils.qat.run.sensitivity_summary import FILE, read_summary
-from zoo import program, python, same
 
 FORK = multiprocessing.get_context('fork')
 COMMON = ('--imgsz', 64, '--batch-size', 4, '--calib-images', 4, '--calib-method', 'mse', '--device', 'cpu')
 
 
 def quantize(demo, project, *more):
-    return [str(a) for a in ('quantize', '--weights', demo.single, '--data', demo.data, *COMMON, '--lr', '1e-4', '--project', project, *more)]
+    return [
+        str(a)
+        for a in (
+            'quantize',
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            *COMMON,
+            '--lr',
+            '1e-4',
+            '--project',
+            project,
+            *more,
+        )
+    ]
 
 
 def started(demo, project, *more):
     """A process that fine-tunes, and its folder, as soon as its first epoch is there."""
-    process = subprocess.Popen([sys.executable, 'qat.py', *quantize(demo, project, '--epochs', 1000, '--no-eval-origin', *more)], cwd=TREE, text=True,
-                               env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, 'qat.py', *quantize(demo, project, '--epochs', 1000, '--no-eval-origin', *more)],
+        cwd=TREE,
+        text=True,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     while not (project / 'exp' / STATE).exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
@@ -63,23 +86,30 @@ def refusal(argv, capfd, command='qat.py'):
 
 def content(folder):
     """Everything in a folder, but for its log: bytes, or where a link leads."""
-    return {p: p.readlink() if p.is_symlink() else stat.S_IFMT(p.stat().st_mode) if not p.is_file() else p.read_bytes()
-            for p in folder.rglob('*') if p.name != 'log.txt'}
+    return {
+        p: p.readlink() if p.is_symlink() else stat.S_IFMT(p.stat().st_mode) if not p.is_file() else p.read_bytes()
+        for p in folder.rglob('*')
+        if p.name != 'log.txt'
+    }
 
 
 # ---- one writer ---------------------------------------------------------------------------------------------------------
+
 
 def refused_beside(pid, demo, folder, capfd):
     """Each command that writes to a run's folder is refused there, beside that of process `pid`."""
     onnx = folder.parent / 'x.onnx'
     onnx.touch()
     named = '--project', folder.parent, '--name', folder.name, '--exist-ok'
-    for command, argv in (('qat.py', ('quantize', '--resume', folder)), ('qat.py', quantize(demo, folder.parent, '--exist-ok')),
-                          ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
-                          ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
-                          ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
-                          ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
-                          ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named))):
+    for command, argv in (
+        ('qat.py', ('quantize', '--resume', folder)),
+        ('qat.py', quantize(demo, folder.parent, '--exist-ok')),
+        ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
+        ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
+        ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
+        ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
+        ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named)),
+    ):
         line = refusal(argv, capfd, command)
         assert f'{folder}: process {pid} on ' in line and f'kill {pid}' in line, line
 
@@ -212,12 +242,27 @@ def test_a_lock_file_that_is_none(tmp_path, what, capfd, demo):
 @pytest.mark.faults
 def test_torchrun_beside_a_run(interrupted):
     with writing(interrupted, '--resume'):
-        said = python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, 'qat.py', 'quantize', '--resume', interrupted, code=1)
+        said = python(
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc_per_node',
+            2,
+            'qat.py',
+            'quantize',
+            '--resume',
+            interrupted,
+            code=1,
+        )
     lines = [line for line in said.splitlines() if ': error: ' in line]
-    assert lines[0].startswith(f'qat.py: error: --resume {interrupted}: process {os.getpid()} on ') and 'exitcode  : 2 ' in said
+    assert (
+        lines[0].startswith(f'qat.py: error: --resume {interrupted}: process {os.getpid()} on ')
+        and 'exitcode  : 2 ' in said
+    )
 
 
 # ---- folders that were tampered with ------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def interrupted(demo, tmp_path_factory):
@@ -237,6 +282,7 @@ def interrupted(demo, tmp_path_factory):
 
 def put(place, value):
     """A change of report.json: the value at `place`, a list of keys."""
+
     def change(folder):
         report = json.loads((folder / 'report.json').read_text())
         part = report
@@ -245,30 +291,100 @@ def put(place, value):
         if value is DELETED:
             del part[place[-1]]
         else:
-            part[place[-1]] = value(part.get(place[-1]) if isinstance(part, dict) else part[place[-1]]) if callable(value) else value
+            part[place[-1]] = (
+                value(part.get(place[-1]) if isinstance(part, dict) else part[place[-1]]) if callable(value) else value
+            )
         (folder / 'report.json').write_text(json.dumps(report))
+
     return change
 
 
 DELETED = object()
 REPORTS = {  # name → change
-    **{f'{k} is {v!r:.20}': put(('settings', k), v) for k, v in (
-        ('epochs', '3'), ('epochs', True), ('epochs', 1), ('epochs', -1), ('lr', '1e-4'), ('lr', math.nan), ('lr', 7), ('imgsz', 64.0), ('batch_size', 0),
-        ('seed', 2 ** 40), ('seed', 10 ** 400), ('amp', 'fp8'), ('exclude', 'model'), ('exclude', [1]), ('weights', None), ('weights', ['w.pt']),
-        ('data', 3), ('compile', 1), ('max_drop', 'a'), ('dry_run', True), ('percentile', math.inf), ('val_split', 0.5), ('name', {}))},
-    **{f'time is {v!r:.20}': put(('times', 'calibrate'), v) for v in (-1, '3', math.nan, math.inf, None, 10 ** 400, [1], True)},
-    **{f'epoch without {k}': put(('epochs', 1, k), DELETED) for k in ('ap', 'precision', 'recall', 'file', 'loss', 'sqnr', 'epoch', 'per_class')},
-    **{f'epoch {k} is {v!r:.20}': put(('epochs', 0, k), v) for k, v in (
-        ('epoch', 2), ('epoch', 0), ('epoch', 99), ('ap', 1.5), ('ap', '0.5'), ('ap', math.nan), ('loss', None), ('per_class', [1]), ('mask', {}), ('more', 1))},
-    **{f'{k} file is {v!r:.30}': put((k, 'file'), v) for k in ('ptq', 'best') for v in (
-        3, ['weights/x.pt'], '/etc/passwd', '../x.pt', 'weights/../../x.pt', 'weights/.x.pt', 'report.json', 'weights/a/b.pt', 'weights/x\0.pt')},
-    'too many epochs': put(('epochs',), lambda epochs: epochs * 1000), 'epochs twice': put(('epochs',), lambda epochs: epochs + epochs[-1:]),
-    'an epoch too few': put(('epochs',), lambda epochs: epochs[1:]), 'epochs without PTQ': put(('ptq',), None),
-    'best of no epoch': put(('best', 'epoch'), 3), 'another best': put(('best', 'ap'), 0.9), 'no best': put(('best',), None),
-    'no images': put(('images', 'val'), 0), 'images is text': put(('images', 'val'), '12'), 'other images': put(('images', 'test'), 1),
-    'held out': put(('images', 'held out'), 3), 'chosen on': put(('chosen_on',), 'train'), 'versions': put(('versions',), {}),
-    'classes': put(('classes',), {'0': 'a', '2': 'b'}), 'not known': put(('more',), 1), 'calibration': put(('calibration',), None),
-    'divergence': put(('calibration', 'divergence'), {'mse': 'x'}), 'changed': put(('changed',), {'after epoch 1': 3}),
+    **{
+        f'{k} is {v!r:.20}': put(('settings', k), v)
+        for k, v in (
+            ('epochs', '3'),
+            ('epochs', True),
+            ('epochs', 1),
+            ('epochs', -1),
+            ('lr', '1e-4'),
+            ('lr', math.nan),
+            ('lr', 7),
+            ('imgsz', 64.0),
+            ('batch_size', 0),
+            ('seed', 2**40),
+            ('seed', 10**400),
+            ('amp', 'fp8'),
+            ('exclude', 'model'),
+            ('exclude', [1]),
+            ('weights', None),
+            ('weights', ['w.pt']),
+            ('data', 3),
+            ('compile', 1),
+            ('max_drop', 'a'),
+            ('dry_run', True),
+            ('percentile', math.inf),
+            ('val_split', 0.5),
+            ('name', {}),
+        )
+    },
+    **{
+        f'time is {v!r:.20}': put(('times', 'calibrate'), v)
+        for v in (-1, '3', math.nan, math.inf, None, 10**400, [1], True)
+    },
+    **{
+        f'epoch without {k}': put(('epochs', 1, k), DELETED)
+        for k in ('ap', 'precision', 'recall', 'file', 'loss', 'sqnr', 'epoch', 'per_class')
+    },
+    **{
+        f'epoch {k} is {v!r:.20}': put(('epochs', 0, k), v)
+        for k, v in (
+            ('epoch', 2),
+            ('epoch', 0),
+            ('epoch', 99),
+            ('ap', 1.5),
+            ('ap', '0.5'),
+            ('ap', math.nan),
+            ('loss', None),
+            ('per_class', [1]),
+            ('mask', {}),
+            ('more', 1),
+        )
+    },
+    **{
+        f'{k} file is {v!r:.30}': put((k, 'file'), v)
+        for k in ('ptq', 'best')
+        for v in (
+            3,
+            ['weights/x.pt'],
+            '/etc/passwd',
+            '../x.pt',
+            'weights/../../x.pt',
+            'weights/.x.pt',
+            'report.json',
+            'weights/a/b.pt',
+            'weights/x\0.pt',
+        )
+    },
+    'too many epochs': put(('epochs',), lambda epochs: epochs * 1000),
+    'epochs twice': put(('epochs',), lambda epochs: epochs + epochs[-1:]),
+    'an epoch too few': put(('epochs',), lambda epochs: epochs[1:]),
+    'epochs without PTQ': put(('ptq',), None),
+    'best of no epoch': put(('best', 'epoch'), 3),
+    'another best': put(('best', 'ap'), 0.9),
+    'no best': put(('best',), None),
+    'no images': put(('images', 'val'), 0),
+    'images is text': put(('images', 'val'), '12'),
+    'other images': put(('images', 'test'), 1),
+    'held out': put(('images', 'held out'), 3),
+    'chosen on': put(('chosen_on',), 'train'),
+    'versions': put(('versions',), {}),
+    'classes': put(('classes',), {'0': 'a', '2': 'b'}),
+    'not known': put(('more',), 1),
+    'calibration': put(('calibration',), None),
+    'divergence': put(('calibration', 'divergence'), {'mse': 'x'}),
+    'changed': put(('changed',), {'after epoch 1': 3}),
     'SQNR': put(('ptq', 'sqnr', 'boxes'), math.nan),
     'deep': lambda folder: (folder / 'report.json').write_text('{"settings":' + '[' * 99_999),
     'not UTF-8': lambda folder: (folder / 'report.json').write_bytes(b'\xff\xfe{}'),
@@ -280,6 +396,7 @@ REPORTS = {  # name → change
 
 def linked(name):
     """A change: the file or folder lies elsewhere, and a link is in its place."""
+
     def change(folder):
         [path] = folder.glob(name)
         elsewhere = folder.parent / f'elsewhere-{path.name}'
@@ -288,15 +405,18 @@ def linked(name):
             (elsewhere / '.unscored.pt').write_text('mine')
             (elsewhere / '.x.1.tmp.pt').write_text('mine')
         path.symlink_to(elsewhere)
+
     return change
 
 
 def tensor(change, part='tensors'):
     """A change of the first tensor that learns: of the weights, or of what the optimizer keeps of it."""
+
     def changed(content):
         of = content['state']['tensors'] if part == 'tensors' else content['state']['optimizer'][0]
         name = next(k for k in of if of[k].dim()) if part == 'tensors' else part
         of[name] = change(of[name])
+
     return changed
 
 
@@ -305,40 +425,99 @@ def negative_amax(content):
 
 
 STATES = {  # name → change of what resume.pt holds: in place, or what is returned
-    'a number': lambda c: 3, 'a list': lambda c: [c], 'empty': lambda c: c.clear(), 'one more': lambda c: {**c, 'more': 1},
-    'a key that is a number': lambda c: {**c, 3: 1}, **{f'{k} is {v!r:.12}': lambda c, k=k, v=v: {**c, k: v} for k, v in (
-        ('number', 9), ('number', 1), ('number', 0), ('number', '2'), ('number', 2.0), ('loss', math.nan), ('loss', torch.ones(1)), ('steps', -1),
-        ('seconds', math.inf), ('state', None), ('state', {'tensors': {}}), ('state', {'tensors': {}, 'optimizer': {}}), ('state', {'tensors': [], 'optimizer': {}}))},
-    'shape': tensor(lambda t: t[:1]), 'type': tensor(lambda t: t.double()), 'NaN': tensor(lambda t: t * math.nan), 'no tensor': tensor(lambda t: 3),
-    'sparse': tensor(lambda t: t.to_sparse()), 'a tensor gone': lambda c: c['state']['tensors'].popitem() and None, 'amax': negative_amax,
-    'moment shape': tensor(lambda t: t[:1], 'exp_avg'), 'moment below 0': tensor(lambda t: t - 1, 'exp_avg_sq'), 'moment NaN': tensor(lambda t: t * math.nan, 'exp_avg'),
-    'moment step': tensor(lambda t: t.expand(3), 'step'), 'no moments': lambda c: c['state']['optimizer'].clear(),
-    'moments of none': lambda c: c['state']['optimizer'].update({99_999: {}}), 'moments that are none': lambda c: c['state']['optimizer'].update({0: 1}),
+    'a number': lambda c: 3,
+    'a list': lambda c: [c],
+    'empty': lambda c: c.clear(),
+    'one more': lambda c: {**c, 'more': 1},
+    'a key that is a number': lambda c: {**c, 3: 1},
+    **{
+        f'{k} is {v!r:.12}': lambda c, k=k, v=v: {**c, k: v}
+        for k, v in (
+            ('number', 9),
+            ('number', 1),
+            ('number', 0),
+            ('number', '2'),
+            ('number', 2.0),
+            ('loss', math.nan),
+            ('loss', torch.ones(1)),
+            ('steps', -1),
+            ('seconds', math.inf),
+            ('state', None),
+            ('state', {'tensors': {}}),
+            ('state', {'tensors': {}, 'optimizer': {}}),
+            ('state', {'tensors': [], 'optimizer': {}}),
+        )
+    },
+    'shape': tensor(lambda t: t[:1]),
+    'type': tensor(lambda t: t.double()),
+    'NaN': tensor(lambda t: t * math.nan),
+    'no tensor': tensor(lambda t: 3),
+    'sparse': tensor(lambda t: t.to_sparse()),
+    'a tensor gone': lambda c: c['state']['tensors'].popitem() and None,
+    'amax': negative_amax,
+    'moment shape': tensor(lambda t: t[:1], 'exp_avg'),
+    'moment below 0': tensor(lambda t: t - 1, 'exp_avg_sq'),
+    'moment NaN': tensor(lambda t: t * math.nan, 'exp_avg'),
+    'moment step': tensor(lambda t: t.expand(3), 'step'),
+    'no moments': lambda c: c['state']['optimizer'].clear(),
+    'moments of none': lambda c: c['state']['optimizer'].update({99_999: {}}),
+    'moments that are none': lambda c: c['state']['optimizer'].update({0: 1}),
 }
 
 
 def saved(name):
     """A change of the folder: resume.pt holds what STATES[name] makes of it."""
+
     def change(folder):
         content = torch.load(folder / STATE, weights_only=True)
         changed = STATES[name](content)
         torch.save(content if changed is None else changed, folder / STATE)
+
     return change
 
 
 FILES = {
-    'weights is a link': linked('weights'), 'resume.pt is a link': linked(STATE), 'PTQ is a link': linked('weights/ptq_*'), 'log is a link': linked('log.txt'),
-    'cut short': lambda folder: os.truncate(folder / STATE, 1000), 'no archive': lambda folder: (folder / STATE).write_bytes(b'x' * 100),
-    'nothing': lambda folder: (folder / STATE).write_bytes(b''), **{name: saved(name) for name in ('empty', 'number is 9', 'NaN', 'moment shape')},
+    'weights is a link': linked('weights'),
+    'resume.pt is a link': linked(STATE),
+    'PTQ is a link': linked('weights/ptq_*'),
+    'log is a link': linked('log.txt'),
+    'cut short': lambda folder: os.truncate(folder / STATE, 1000),
+    'no archive': lambda folder: (folder / STATE).write_bytes(b'x' * 100),
+    'nothing': lambda folder: (folder / STATE).write_bytes(b''),
+    **{name: saved(name) for name in ('empty', 'number is 9', 'NaN', 'moment shape')},
 }
 SUMMARIES = {
-    **{f'{k} is {v!r:.12}': lambda s, k=k, v=v: s['units'][0].update({k: v}) for k, v in (
-        ('distortion', math.nan), ('distortion', '1'), ('distortion', None), ('flops', -1), ('flops', 10 ** 30), ('flops', 1.5), ('twins', []), ('twins', 'model'),
-        ('twins', [1]), ('unit', 3), ('more', 1), ('estimated', {}), ('measured', 3), ('ranges', {'a': 'b'}))},
-    'a unit twice': lambda s: s['units'].append(s['units'][0]), 'no units': lambda s: s.update(units=[]), 'no FLOPs': lambda s: s.update(flops=0),
-    'images': lambda s: s.update(images=0), 'times': lambda s: s.update(times={'all': -1}), 'setting': lambda s: s['settings'].update(seed='x'),
-    'setting gone': lambda s: s['settings'].pop('seed'), 'not known': lambda s: s.update(more=1), 'kind': lambda s: s.update(kind=['x']),
-    'version': lambda s: s.update(version=1.0), 'int8': lambda s: s['int8'].pop('divergence'), 'gone': lambda s: s.pop('device'),
+    **{
+        f'{k} is {v!r:.12}': lambda s, k=k, v=v: s['units'][0].update({k: v})
+        for k, v in (
+            ('distortion', math.nan),
+            ('distortion', '1'),
+            ('distortion', None),
+            ('flops', -1),
+            ('flops', 10**30),
+            ('flops', 1.5),
+            ('twins', []),
+            ('twins', 'model'),
+            ('twins', [1]),
+            ('unit', 3),
+            ('more', 1),
+            ('estimated', {}),
+            ('measured', 3),
+            ('ranges', {'a': 'b'}),
+        )
+    },
+    'a unit twice': lambda s: s['units'].append(s['units'][0]),
+    'no units': lambda s: s.update(units=[]),
+    'no FLOPs': lambda s: s.update(flops=0),
+    'images': lambda s: s.update(images=0),
+    'times': lambda s: s.update(times={'all': -1}),
+    'setting': lambda s: s['settings'].update(seed='x'),
+    'setting gone': lambda s: s['settings'].pop('seed'),
+    'not known': lambda s: s.update(more=1),
+    'kind': lambda s: s.update(kind=['x']),
+    'version': lambda s: s.update(version=1.0),
+    'int8': lambda s: s['int8'].pop('divergence'),
+    'gone': lambda s: s.pop('device'),
 }
 
 
@@ -402,8 +581,31 @@ def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_
 def summary(demo, tmp_path_factory):
     """A summary of a sensitivity analysis, as text."""
     project = tmp_path_factory.mktemp('sensitive')
-    assert run_command(program('qat.py').main, [str(a) for a in ('sensitive', '--weights', demo.single, '--data', demo.data, *COMMON, '--workers', 0,
-                       '--num-image', 2, '--granularity', 'layer', '--project', project)]) == 0
+    assert (
+        run_command(
+            program('qat.py').main,
+            [
+                str(a)
+                for a in (
+                    'sensitive',
+                    '--weights',
+                    demo.single,
+                    '--data',
+                    demo.data,
+                    *COMMON,
+                    '--workers',
+                    0,
+                    '--num-image',
+                    2,
+                    '--granularity',
+                    'layer',
+                    '--project',
+                    project,
+                )
+            ],
+        )
+        == 0
+    )
     return (project / 'exp' / FILE).read_text()
 
 
@@ -427,10 +629,13 @@ def test_a_summary_that_no_analysis_writes(demo, twins, summary, tmp_path, name)
 def test_a_summary_that_the_command_refuses(demo, summary, tmp_path, capfd):
     path = tmp_path / 'summary.json'
     path.write_text(json.dumps({**json.loads(summary), 'units': []}))
-    assert f'--sensitive {path}: ' in refusal(('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1), capfd)
+    assert f'--sensitive {path}: ' in refusal(
+        ('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1), capfd
+    )
 
 
 # ---- what the system refuses --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.faults
 def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
@@ -443,12 +648,29 @@ def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
 
     monkeypatch.setattr(qat, 'bar', bar)
     assert run_command(qat.main, quantize(demo, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
-    assert 'No such file or directory; it or its folder was moved or deleted meanwhile' in capfd.readouterr().err.splitlines()[-1]
+    assert (
+        'No such file or directory; it or its folder was moved or deleted meanwhile'
+        in capfd.readouterr().err.splitlines()[-1]
+    )
     assert not folder.exists()
 
 
 def evaluating(demo, project, *more):
-    return ['qat.py', 'eval', '--weights', demo.quantized, '--data', demo.data, '--imgsz', 64, '--device', 'cpu', '--project', project, *more]
+    return [
+        'qat.py',
+        'eval',
+        '--weights',
+        demo.quantized,
+        '--data',
+        demo.data,
+        '--imgsz',
+        64,
+        '--device',
+        'cpu',
+        '--project',
+        project,
+        *more,
+    ]
 
 
 @pytest.mark.parametrize('name', ['loop', 'file', 'file/x', 'loop/x'])
@@ -462,33 +684,71 @@ def test_projects_that_are_no_folders(demo, tmp_path, capfd, name):
 @pytest.mark.faults
 def test_closed_streams(demo, tmp_path):
     """Nobody listens, and no file takes their place: the work is done, a mistake still is exit code 2."""
-    for closed, code, *more in (('>&-', 2, '--batch-size', 0), ('2>&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 2, '--batch-size', 0), ('>&- 2>&- <&-', 0)):
+    for closed, code, *more in (
+        ('>&-', 2, '--batch-size', 0),
+        ('2>&-', 2, '--batch-size', 0),
+        ('>&- 2>&- <&-', 2, '--batch-size', 0),
+        ('>&- 2>&- <&-', 0),
+    ):
         command = shlex.join([sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 1, *more))])
         done = subprocess.run(['sh', '-c', f'{command} {closed}'], cwd=TREE, capture_output=True, text=True)
         assert done.returncode == code and 'Traceback' not in done.stdout + done.stderr, done.stderr
-    assert {p.name for p in (tmp_path / 'exp').iterdir()} == {'metrics.json', 'report.md', 'classes.png', 'log.txt', 'predictions.json'}
-    assert json.loads((tmp_path / 'exp/metrics.json').read_text())['ap'] > 0 and 'Computed on' in (tmp_path / 'exp/report.md').read_text()
+    assert {p.name for p in (tmp_path / 'exp').iterdir()} == {
+        'metrics.json',
+        'report.md',
+        'classes.png',
+        'log.txt',
+        'predictions.json',
+    }
+    assert (
+        json.loads((tmp_path / 'exp/metrics.json').read_text())['ap'] > 0
+        and 'Computed on' in (tmp_path / 'exp/report.md').read_text()
+    )
 
 
 @pytest.mark.faults
 def test_little_address_space(demo, tmp_path):
-    said = python('-c', 'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); sys.argv = sys.argv[1:]; '
-                  'runpy.run_path(sys.argv[0], run_name="__main__")', *evaluating(demo, tmp_path), code=2)
-    assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in said.splitlines()[-1] and not list(tmp_path.iterdir())
+    said = python(
+        '-c',
+        'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); sys.argv = sys.argv[1:]; '
+        'runpy.run_path(sys.argv[0], run_name="__main__")',
+        *evaluating(demo, tmp_path),
+        code=2,
+    )
+    assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in said.splitlines()[
+        -1
+    ] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.faults
 def test_little_shared_memory(demo, tmp_path):
     """A worker that cannot hand over its images says so: PyTorch's own way would wait for ever."""
-    mounting = ['unshare', '--mount', '--map-root-user', 'sh', '-c', 'mount -t tmpfs -o size=100k tmpfs /dev/shm && "$@"', 'sh']
+    mounting = [
+        'unshare',
+        '--mount',
+        '--map-root-user',
+        'sh',
+        '-c',
+        'mount -t tmpfs -o size=100k tmpfs /dev/shm && "$@"',
+        'sh',
+    ]
     if not shutil.which('unshare') or subprocess.run([*mounting, 'true'], capture_output=True).returncode:
         pytest.skip('no /dev/shm of another size can be mounted here')
-    done = subprocess.run([*mounting, sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 2))], cwd=TREE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*mounting, sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 2))],
+        cwd=TREE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and 'Traceback' not in done.stdout + done.stderr, done.stderr
-    assert 'error: out of shared memory' in done.stderr.splitlines()[-1] and '--workers 0' in done.stderr.splitlines()[-1]
+    assert (
+        'error: out of shared memory' in done.stderr.splitlines()[-1] and '--workers 0' in done.stderr.splitlines()[-1]
+    )
 
 
 # ---- names --------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.faults
 def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
@@ -496,15 +756,48 @@ def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     name, project, run = '-{x} {score} %d %(a)s $y$ \'".pt', 'a {b} %s $c$', 'ü "q" {0}'
     shutil.copy(demo.single, name)
-    assert run_command(program('qat.py').main, [str(a) for a in ('quantize', '--weights', f'./{name}', '--data', demo.data, *COMMON, '--workers', 0,
-                       '--project', project, '--name', run, '--epochs', 1, '--iters', 1)]) == 0
+    assert (
+        run_command(
+            program('qat.py').main,
+            [
+                str(a)
+                for a in (
+                    'quantize',
+                    '--weights',
+                    f'./{name}',
+                    '--data',
+                    demo.data,
+                    *COMMON,
+                    '--workers',
+                    0,
+                    '--project',
+                    project,
+                    '--name',
+                    run,
+                    '--epochs',
+                    1,
+                    '--iters',
+                    1,
+                )
+            ],
+        )
+        == 0
+    )
     folder = Path(project, run)
     best = folder / 'weights' / f'qat_best_{name}'
     *_, following = capfd.readouterr().out.strip().splitlines()
     assert shlex.split(following)[:5] == ['next:', 'python', 'export_qat.py', '--weights', str(best)] and best.is_file()
     report = json.loads((folder / 'report.json').read_text())
-    assert report['ptq']['file'] == f"weights/ptq_ap_{report['ptq']['ap']:.4f}_{name}" and f'--weights={name}' in (folder / 'report.md').read_text().replace("'\"'\"'", "'")
-    assert run_command(program('benchmark_trt.py').main, [f'./{name}', '--imgsz', '64', '--batch', '1', '--duration', '0.01', '--warmup', '0', '--device', 'cpu']) == 0
+    assert report['ptq']['file'] == f'weights/ptq_ap_{report["ptq"]["ap"]:.4f}_{name}' and f'--weights={name}' in (
+        folder / 'report.md'
+    ).read_text().replace("'\"'\"'", "'")
+    assert (
+        run_command(
+            program('benchmark_trt.py').main,
+            [f'./{name}', '--imgsz', '64', '--batch', '1', '--duration', '0.01', '--warmup', '0', '--device', 'cpu'],
+        )
+        == 0
+    )
     *_, following = capfd.readouterr().out.strip().splitlines()
     assert shlex.split(following)[-1] == f'./{name}'
 

@@ -1,10 +1,13 @@
 """Segmentation from end to end, on the demo's trained model: the commands, the files they leave, and the same figures from each."""
+
 import json
 
 import onnx
 import pytest
 import torch
 from faults import sampled
+from zoo import build, full, fuse, image, output, program, python, same, settings
+
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
@@ -22,7 +25,6 @@ from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
 from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.pytorch import TorchModel
-from zoo import build, full, fuse, image, output, program, python, same, settings
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4
@@ -57,13 +59,17 @@ json.dump([float(f) for f in figures], open(Path(sys.argv[5]) / 'theirs.json', '
 
 
 @pytest.mark.full_tree
-@pytest.mark.parametrize('options', sampled([{}, {'overlap': True, 'mask_ratio': 4}], 2, 1), ids=['defaults', 'as segment/train.py'])
+@pytest.mark.parametrize(
+    'options', sampled([{}, {'overlap': True, 'mask_ratio': 4}], 2, 1), ids=['defaults', 'as segment/train.py']
+)
 def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
     theirs = {'overlap': options.get('overlap', False), 'mask_downsample_ratio': options.get('mask_ratio', 1)}
     python('-c', UPSTREAM, demo_seg.data, demo_seg.single, BATCH, SIZE, tmp_path, json.dumps(theirs))
     theirs = json.loads((tmp_path / 'theirs.json').read_text())
     ours = metrics_of(demo_seg, TorchModel(demo_seg.float_model()), loader_of(demo_seg, **options))
-    found = [getattr(ours, k) for k in ('precision', 'recall', 'ap50', 'ap')] + [ours.mask[k] for k in ('precision', 'recall', 'ap50', 'ap')]
+    found = [getattr(ours, k) for k in ('precision', 'recall', 'ap50', 'ap')] + [
+        ours.mask[k] for k in ('precision', 'recall', 'ap50', 'ap')
+    ]
     assert found == pytest.approx(theirs[:8], abs=1e-3)
     assert ours.ap > 0.8 and ours.mask['ap'] > 0.7 and ours.images == 12
 
@@ -71,7 +77,9 @@ def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
 def test_overall_is_the_mean_over_classes(demo_seg):
     metrics = metrics_of(demo_seg, TorchModel(demo_seg.float_model()))
     for name in FIGURES:
-        assert sum(row['mask'][name] for row in metrics.per_class) / len(metrics.per_class) == pytest.approx(metrics.mask[name], abs=1e-9)
+        assert sum(row['mask'][name] for row in metrics.per_class) / len(metrics.per_class) == pytest.approx(
+            metrics.mask[name], abs=1e-9
+        )
 
 
 # ---- laws of DESIGN.md --------------------------------------------------------------------------------------------------
@@ -108,7 +116,9 @@ def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
     tie_scales(model)
     calibrate(model, [image(batch=2)], settings())
     checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, sha256(demo_seg.single))
-    assert type(model.model[-1]).__name__ == 'DSegment' and same_in_a_fresh_process(model, tmp_path / 'model.pt', image(), tmp_path)
+    assert type(model.model[-1]).__name__ == 'DSegment' and same_in_a_fresh_process(
+        model, tmp_path / 'model.pt', image(), tmp_path
+    )
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
@@ -117,19 +127,52 @@ def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
     predict = OnnxModel(tmp_path / 'model.onnx')
     assert (predict.segments, predict.nc, predict.names) == (True, 10, model.names)
     ours, theirs = metrics_of(demo_seg, predict, loader), metrics_of(demo_seg, TorchModel(model), loader)
-    assert abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3  # of 12 images; INT8 rounds either way
-    scales = {float(v) for v in constants(onnx.load(tmp_path / 'model.onnx')).values() if v.size == 1 and v.dtype.kind == 'f'}
+    assert (
+        abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3
+    )  # of 12 images; INT8 rounds either way
+    scales = {
+        float(v) for v in constants(onnx.load(tmp_path / 'model.onnx')).values() if v.size == 1 and v.dtype.kind == 'f'
+    }
     assert {q.scale.item() for _, q in named_quantizers(model) if q._axis is None} <= scales, 'bit for bit'
 
 
 # ---- commands -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope='module')
 def run(demo_seg, tmp_path_factory):
     """Folder of a short `qat_seg.py quantize`."""
     project = tmp_path_factory.mktemp('runs')
-    python('segment/qat_seg.py', 'quantize', '--weights', demo_seg.single, '--data', demo_seg.data, '--imgsz', 160, '--device', 'cpu', '--workers', 0,
-           '--batch-size', 6, '--epochs', 1, '--iters', 2, '--calib-images', 6, '--task-loss', 0.1, '--val-split', 0.2, '--project', project, '--name', 'q')
+    python(
+        'segment/qat_seg.py',
+        'quantize',
+        '--weights',
+        demo_seg.single,
+        '--data',
+        demo_seg.data,
+        '--imgsz',
+        160,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--batch-size',
+        6,
+        '--epochs',
+        1,
+        '--iters',
+        2,
+        '--calib-images',
+        6,
+        '--task-loss',
+        0.1,
+        '--val-split',
+        0.2,
+        '--project',
+        project,
+        '--name',
+        'q',
+    )
     return project / 'q'
 
 
@@ -137,8 +180,15 @@ def test_quantize_reports_masks_at_every_stage(run):
     report = json.loads((run / 'report.json').read_text())
     stages = [report['origin'], report['ptq'], *report['epochs'], report['best'], *report['val'].values()]
     assert all(set(FIGURES) <= stage['mask'].keys() for stage in stages)
-    assert report['ptq']['sqnr'].keys() == {'boxes', 'classes', 'coefficients', 'prototypes'} and min(report['ptq']['sqnr'].values()) > 5
-    assert 'mask AP' in (run / 'report.md').read_text() and 'prototypes dB' in (run / 'report.md').read_text() and (run / 'ap.png').stat().st_size > 5000
+    assert (
+        report['ptq']['sqnr'].keys() == {'boxes', 'classes', 'coefficients', 'prototypes'}
+        and min(report['ptq']['sqnr'].values()) > 5
+    )
+    assert (
+        'mask AP' in (run / 'report.md').read_text()
+        and 'prototypes dB' in (run / 'report.md').read_text()
+        and (run / 'ap.png').stat().st_size > 5000
+    )
     assert len(report['epochs']) == 1 and report['calibration']['method'] in CANDIDATES
     found = report['calibration']['divergence']
     promising = sorted(CANDIDATES, key=found.get)[:PROMISING]
@@ -148,8 +198,21 @@ def test_quantize_reports_masks_at_every_stage(run):
 def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
     """Export, then the same figures from qat.py eval, val_trt.py and the checkpoint."""
     best = run / 'weights' / 'qat_best_single.pt'
-    assert command('export_qat.py', '--weights', best, '--imgsz', 160, '--dynamic', '--simplify', '--verify', demo_seg.data, '--verify-images', 0,
-                   '--max-ap-diff', 0.05) in (0, 1)
+    assert command(
+        'export_qat.py',
+        '--weights',
+        best,
+        '--imgsz',
+        160,
+        '--dynamic',
+        '--simplify',
+        '--verify',
+        demo_seg.data,
+        '--verify-images',
+        0,
+        '--max-ap-diff',
+        0.05,
+    ) in (0, 1)
     options = ['--data', demo_seg.data, '--imgsz', 160, '--device', 'cpu', '--workers', 0, '--project', tmp_path]
     file = best.with_suffix('.onnx')
     assert command('qat.py', 'eval', '--weights', best, *options, '--square', '--name', 'checkpoint') == 0
@@ -158,16 +221,39 @@ def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
     found = {name: json.loads((tmp_path / name / 'metrics.json').read_text()) for name in ('checkpoint', 'onnx', 'trt')}
     for name in FIGURES:
         assert found['trt'][name] == found['onnx'][name] and found['trt']['mask'][name] == found['onnx']['mask'][name]
-    assert found['onnx']['mask']['ap'] == pytest.approx(found['checkpoint']['mask']['ap'], abs=0.02) and found['onnx']['mask']['ap'] > 0.1
+    assert (
+        found['onnx']['mask']['ap'] == pytest.approx(found['checkpoint']['mask']['ap'], abs=0.02)
+        and found['onnx']['mask']['ap'] > 0.1
+    )
     assert json.loads((tmp_path / 'onnx' / 'predictions.json').read_text())[0]['segmentation']['size']
     verified = json.loads(best.with_suffix('.verify.json').read_text())
-    assert verified['matched_mask'] > 0.9 and verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
+    assert (
+        verified['matched_mask'] > 0.9 and verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
+    )
     assert abs(verified['mask_ap_difference']) < 0.02
 
 
 def test_sensitive_and_what_quantize_chooses_by_it(demo_seg, tmp_path):
-    common = ['--weights', demo_seg.single, '--data', demo_seg.data, '--imgsz', 160, '--device', 'cpu', '--workers', 0, '--batch-size', 6,
-              '--calib-images', 6, '--calib-method', 'mse', '--project', tmp_path]
+    common = [
+        '--weights',
+        demo_seg.single,
+        '--data',
+        demo_seg.data,
+        '--imgsz',
+        160,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--batch-size',
+        6,
+        '--calib-images',
+        6,
+        '--calib-method',
+        'mse',
+        '--project',
+        tmp_path,
+    ]
     assert command('qat.py', 'sensitive', *common, '--num-image', 6, '--granularity', 'layer', '--name', 's') == 0
     summary = json.loads((tmp_path / 's' / 'summary-sensitive-analysis.json').read_text())
     assert summary['float']['mask']['ap'] > summary['int8']['mask']['ap'] * 0.9 > 0
@@ -176,20 +262,69 @@ def test_sensitive_and_what_quantize_chooses_by_it(demo_seg, tmp_path):
     assert any('proto' in t for t in head['twins']) and any('.cv4.' in t for t in head['twins'])
     assert all('mask' in u['measured']['without'] for u in units.values() if u['measured'])
     assert sum(u['measured'] is not None for u in units.values()) == 10
-    assert command('qat.py', 'quantize', *common, '--epochs', 0, '--sensitive', tmp_path / 's' / 'summary-sensitive-analysis.json', '--max-drop', 50,
-                   '--name', 'q') == 0
+    assert (
+        command(
+            'qat.py',
+            'quantize',
+            *common,
+            '--epochs',
+            0,
+            '--sensitive',
+            tmp_path / 's' / 'summary-sensitive-analysis.json',
+            '--max-drop',
+            50,
+            '--name',
+            'q',
+        )
+        == 0
+    )
     assert json.loads((tmp_path / 'q' / 'report.json').read_text())['kept_float'] == []
 
 
 def test_compare_outputs_has_masks(demo_seg, tmp_path):
-    assert command('compare_outputs.py', demo_seg.single, demo_seg.quantized, '--data', demo_seg.data, '--imgsz', 160, '--device', 'cpu', '--workers', 0,
-                   '--project', tmp_path, '--name', 'c') == 0
+    assert (
+        command(
+            'compare_outputs.py',
+            demo_seg.single,
+            demo_seg.quantized,
+            '--data',
+            demo_seg.data,
+            '--imgsz',
+            160,
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--project',
+            tmp_path,
+            '--name',
+            'c',
+        )
+        == 0
+    )
     found = json.loads(next((tmp_path / 'c').glob('*.json')).read_text())
-    assert 0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2 and found['prototypes']['mean'] > 0
+    assert (
+        0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2 and found['prototypes']['mean'] > 0
+    )
 
 
 def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tmp_path, capfd):
-    assert command('compare_outputs.py', demo.single, demo_seg.single, '--random', 2, '--imgsz', 64, '--device', 'cpu', '--project', tmp_path) == 2
+    assert (
+        command(
+            'compare_outputs.py',
+            demo.single,
+            demo_seg.single,
+            '--random',
+            2,
+            '--imgsz',
+            64,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path,
+        )
+        == 2
+    )
     assert 'gives masks' in capfd.readouterr().err
 
 

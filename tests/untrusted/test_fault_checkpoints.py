@@ -1,4 +1,5 @@
 """Checkpoints that are damaged, foreign or hostile: one line from every command, no file left, and no code run from the data."""
+
 import argparse
 import os
 import pickle
@@ -11,22 +12,59 @@ import yaml
 from conftest import REPO
 from faults import TIMES, answer, damaged, pickle_in, sampled, with_pickle
 from models.common import Conv, DetectMultiBackend
-from models.quantize import checkpoint
 from models.yolo import DetectionModel
+from zoo import build, full, image, output, same
+
+from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.untrusted.pickle_records import read_pickle
 from utils.qat.untrusted.plain_values import Values
-from zoo import build, full, image, output, same
 
 COMMANDS = {  # each takes FILE; OTHER is data of another number of classes, so that what does load does not go on for long
     'qat.py quantize': ('quantize', '--dry-run', '--weights', 'FILE'),
-    'qat.py sensitive': ('sensitive', '--weights', 'FILE', '--data', 'OTHER', '--project', 'OUT', '--device', 'cpu', '--imgsz', 64),
-    'qat.py eval': ('eval', '--weights', 'FILE', '--data', 'OTHER', '--project', 'OUT', '--device', 'cpu', '--imgsz', 64),
+    'qat.py sensitive': (
+        'sensitive',
+        '--weights',
+        'FILE',
+        '--data',
+        'OTHER',
+        '--project',
+        'OUT',
+        '--device',
+        'cpu',
+        '--imgsz',
+        64,
+    ),
+    'qat.py eval': (
+        'eval',
+        '--weights',
+        'FILE',
+        '--data',
+        'OTHER',
+        '--project',
+        'OUT',
+        '--device',
+        'cpu',
+        '--imgsz',
+        64,
+    ),
     'reparameterization.py': ('--weights', 'FILE', '--save', 'OUT/saved.pt'),
     'export_qat.py': ('--weights', 'FILE', '--imgsz', 64, '--verify', 'OTHER'),
     'export_yoloV9.py': ('--weights', 'FILE', '--size', 64),
-    'benchmark_trt.py': ('FILE', '--imgsz', 64, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT'),
+    'benchmark_trt.py': (
+        'FILE',
+        '--imgsz',
+        64,
+        '--batch',
+        1,
+        '--duration',
+        0.01,
+        '--device',
+        'cpu',
+        '--project',
+        'OUT',
+    ),
     'compare_outputs.py': ('FILE', 'SINGLE', '--random', 1, '--imgsz', 64, '--device', 'cpu', '--project', 'OUT'),
 }
 
@@ -45,23 +83,38 @@ def hostile(sprung):
     """name → (object, bytes of a pickle): of each, one is None. Loaded by pickle, they make the file `sprung`, or call what has no place in a
     checkpoint."""
     touch = f'touch {sprung}'
-    evil = {**yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text()), 'activation': f"__import__('os').system('{touch}')"}
+    evil = {
+        **yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text()),
+        'activation': f"__import__('os').system('{touch}')",
+    }
     begin = b'\x80\x02cmodels.yolo\nDetectionModel\n0'  # so that it looks like a checkpoint
     objects = {
-        'os.system': Call(os.system, touch), 'eval': Call(eval, f"__import__('os').system('{touch}')"),
-        'exec': Call(exec, f"import os; os.system('{touch}')"), 'open': Call(open, str(sprung), 'w'),
-        'getattr of a module': Call(getattr, Call(__import__, 'os'), 'system'), 'an import': Call(__import__, 'antigravity'),
-        'a function of PyTorch': Call(torch.hub.load, 'a/b', 'c'), 'one that loads': Call(torch.jit.load, str(sprung)),
+        'os.system': Call(os.system, touch),
+        'eval': Call(eval, f"__import__('os').system('{touch}')"),
+        'exec': Call(exec, f"import os; os.system('{touch}')"),
+        'open': Call(open, str(sprung), 'w'),
+        'getattr of a module': Call(getattr, Call(__import__, 'os'), 'system'),
+        'an import': Call(__import__, 'antigravity'),
+        'a function of PyTorch': Call(torch.hub.load, 'a/b', 'c'),
+        'one that loads': Call(torch.jit.load, str(sprung)),
         'a function of the tree': Call(sha256, str(sprung)),
-        "a model's constructor, which evals": Call(DetectionModel, evil), 'a constructor that loads files': Call(DetectMultiBackend, str(sprung)),
-        "a layer's constructor": Call(Conv, 3, 8)}
+        "a model's constructor, which evals": Call(DetectionModel, evil),
+        'a constructor that loads files': Call(DetectMultiBackend, str(sprung)),
+        "a layer's constructor": Call(Conv, 3, 8),
+    }
     pickles = {
         'an instance as of protocol 0': begin + f"(S'{touch}'\nios\nsystem\n.".encode(),
         'an object as of protocol 1': begin + f"(cos\nsystem\nS'{touch}'\no.".encode(),
-        'a name with dots': begin + "\x8c\x08torch.nn\x8c\x0fmodules.conv.os\x93.".encode('latin1'),
+        'a name with dots': begin + '\x8c\x08torch.nn\x8c\x0fmodules.conv.os\x93.'.encode('latin1'),
         'names of protocol 4': begin + pickle.dumps(Call(os.system, touch), 4),
-        'an extension': begin + b'\x82\x01.', 'a jump out of the stack': begin + b'R.', 'no end': begin + b'}' * 40}
-    return {**{name: (thing, None) for name, thing in objects.items()}, **{name: (None, bytes_) for name, bytes_ in pickles.items()}}
+        'an extension': begin + b'\x82\x01.',
+        'a jump out of the stack': begin + b'R.',
+        'no end': begin + b'}' * 40,
+    }
+    return {
+        **{name: (thing, None) for name, thing in objects.items()},
+        **{name: (None, bytes_) for name, bytes_ in pickles.items()},
+    }
 
 
 def foreign(demo):
@@ -71,11 +124,25 @@ def foreign(demo):
     headless.model = headless.model[:-1]
     del nameless.names
     del broken.model[1].conv
-    return {'nothing': None, 'a number': 3, 'a list': [model], 'a tensor': torch.ones(3), 'a string': 'weights', 'an empty dict': {},
-            'no model': {'epoch': 3}, 'no model in model': {'model': None, 'ema': None}, 'a state dict': {'model': model.state_dict()},
-            'a state dict alone': model.state_dict(), 'text for a model': {'model': 'weights.pt'}, 'a bare model': model,
-            'another module': {'model': torch.nn.Conv2d(3, 3, 1)}, 'layers alone': {'model': model.model},
-            'no head': {'model': headless}, 'no names': {'model': nameless}, 'a layer without weights': {'model': broken}}
+    return {
+        'nothing': None,
+        'a number': 3,
+        'a list': [model],
+        'a tensor': torch.ones(3),
+        'a string': 'weights',
+        'an empty dict': {},
+        'no model': {'epoch': 3},
+        'no model in model': {'model': None, 'ema': None},
+        'a state dict': {'model': model.state_dict()},
+        'a state dict alone': model.state_dict(),
+        'text for a model': {'model': 'weights.pt'},
+        'a bare model': model,
+        'another module': {'model': torch.nn.Conv2d(3, 3, 1)},
+        'layers alone': {'model': model.model},
+        'no head': {'model': headless},
+        'no names': {'model': nameless},
+        'a layer without weights': {'model': broken},
+    }
 
 
 MODELS = ['demo', *full('gelan-c', 'yolov9-t', 'gelan-c-seg', 'gelan-c-dseg')]
@@ -86,18 +153,28 @@ def files(demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp('other')
     content = yaml.safe_load(demo.data.read_text())
     (folder / 'other.yaml').write_text(yaml.safe_dump({**content, 'nc': 2, 'names': ['a', 'b']}))
-    return {'OTHER': folder / 'other.yaml', 'SINGLE': demo.single, **{k: getattr(demo, k).read_bytes() for k in ('single', 'quantized', 'dual')}}
+    return {
+        'OTHER': folder / 'other.yaml',
+        'SINGLE': demo.single,
+        **{k: getattr(demo, k).read_bytes() for k in ('single', 'quantized', 'dual')},
+    }
 
 
 def told(command, file, files, capfd):
     """`answer` of a command that is given `file`."""
     out = file.parent / 'out'
-    argv = [str(a).replace('FILE', str(file)).replace('OUT', str(out)) if a not in files else files[a] for a in COMMANDS[command]]
+    argv = [
+        str(a).replace('FILE', str(file)).replace('OUT', str(out)) if a not in files else files[a]
+        for a in COMMANDS[command]
+    ]
     return answer(command.split()[0], argv, capfd, file.parent)
 
 
-KINDS = {'single': ['qat.py quantize', 'qat.py sensitive', 'export_qat.py', 'benchmark_trt.py', 'compare_outputs.py'],
-         'quantized': ['qat.py eval', 'export_qat.py', 'export_yoloV9.py', 'compare_outputs.py'], 'dual': ['reparameterization.py', 'export_yoloV9.py']}
+KINDS = {
+    'single': ['qat.py quantize', 'qat.py sensitive', 'export_qat.py', 'benchmark_trt.py', 'compare_outputs.py'],
+    'quantized': ['qat.py eval', 'export_qat.py', 'export_yoloV9.py', 'compare_outputs.py'],
+    'dual': ['reparameterization.py', 'export_yoloV9.py'],
+}
 PER_COMMAND, REWRITTEN = 10, 60  # times TIMES
 DAMAGED = [(kind, command) for kind, commands in KINDS.items() for command in commands]
 
@@ -114,9 +191,28 @@ def test_damaged(files, tmp_path, monkeypatch, capfd, kind, command):
     assert named >= PER_COMMAND * TIMES / 2
 
 
-HOSTILE, FOREIGN = list(hostile(Path('x'))), ['nothing', 'a number', 'a list', 'a tensor', 'a string', 'an empty dict', 'no model', 'no model in model',
-                                              'a state dict', 'a state dict alone', 'text for a model', 'a bare model', 'another module', 'layers alone',
-                                              'no head', 'no names', 'a layer without weights']
+HOSTILE, FOREIGN = (
+    list(hostile(Path('x'))),
+    [
+        'nothing',
+        'a number',
+        'a list',
+        'a tensor',
+        'a string',
+        'an empty dict',
+        'no model',
+        'no model in model',
+        'a state dict',
+        'a state dict alone',
+        'text for a model',
+        'a bare model',
+        'another module',
+        'layers alone',
+        'no head',
+        'no names',
+        'a layer without weights',
+    ],
+)
 
 
 @pytest.mark.parametrize('command', sampled(COMMANDS, 8))
@@ -171,8 +267,24 @@ def test_a_path_as_each_python_pickles_it(module, kind):
 def test_every_model_of_upstream_is_loaded(name, tmp_path):
     """As its training pickles it, with what else is in such a file; what is computed is the same."""
     model = build(name, **({} if name == 'demo' else {'width_multiple': 0.25}))
-    torch.save({'epoch': 3, 'best_fitness': np.float64(0.5), 'model': None, 'ema': model, 'optimizer': {'state': {}, 'lr': np.array([0.1])}, 'date': 'today',
-                'opt': {'save_dir': Path('runs'), 'cfg': argparse.Namespace(a=1)}, 'hyp': {'box': 7.5}}, tmp_path / 'last.pt')
+    torch.save(
+        {
+            'epoch': 3,
+            'best_fitness': np.float64(0.5),
+            'model': None,
+            'ema': model,
+            'optimizer': {'state': {}, 'lr': np.array([0.1])},
+            'date': 'today',
+            'opt': {'save_dir': Path('runs'), 'cfg': argparse.Namespace(a=1)},
+            'hyp': {'box': 7.5},
+        },
+        tmp_path / 'last.pt',
+    )
     ckpt, loaded = checkpoint.load_dual_or_float(tmp_path / 'last.pt')
-    assert ckpt['best_fitness'] == 0.5 and ckpt['optimizer']['lr'] == [0.1] and ckpt['opt']['save_dir'] == 'runs' and ckpt['opt']['cfg'] == {'a': 1}
+    assert (
+        ckpt['best_fitness'] == 0.5
+        and ckpt['optimizer']['lr'] == [0.1]
+        and ckpt['opt']['save_dir'] == 'runs'
+        and ckpt['opt']['cfg'] == {'a': 1}
+    )
     assert same(output(loaded, image()), output(model, image()))

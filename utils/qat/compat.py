@@ -28,7 +28,7 @@ import types
 import warnings
 from pathlib import Path
 
-LOGGER = logging.getLogger("yolov9_qat.compat")
+LOGGER = logging.getLogger('yolov9_qat.compat')
 
 
 def _folder(file):
@@ -38,7 +38,7 @@ def _folder(file):
 
 TREE = _folder(__file__).parents[1]  # the patched tree
 
-OURS = "utils.qat", "models.quantize", "models.deploy"  # packages that need no shims until they import upstream
+OURS = 'utils.qat', 'models.quantize', 'models.deploy'  # packages that need no shims until they import upstream
 
 _fired = None  # names of the shims that fired; None until apply() has run
 
@@ -48,7 +48,7 @@ class BeforeUpstream:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name.startswith(("utils.", "models.")) and ".".join(name.split(".")[:2]) not in OURS:
+        if name.startswith(('utils.', 'models.')) and '.'.join(name.split('.')[:2]) not in OURS:
             sys.meta_path.remove(BeforeUpstream)
             apply()
 
@@ -64,17 +64,17 @@ def apply():
     global _fired
     if _fired is None:
         _fired = [shim.__name__ for shim in SHIMS if shim()]
-        LOGGER.debug("compat: %s", ", ".join(_fired) or "nothing to do")
+        LOGGER.debug('compat: %s', ', '.join(_fired) or 'nothing to do')
     return list(_fired)
 
 
 def called_from_upstream(depth=2):
     """Is the function `depth` frames up defined in the patched tree (and not in a venv that lies inside it)?"""
-    file = sys._getframe(depth).f_globals.get("__file__")
+    file = sys._getframe(depth).f_globals.get('__file__')
     if not file:  # interactive, or code built by exec
         return False
     folder = _folder(file)
-    return folder.is_relative_to(TREE) and "site-packages" not in folder.relative_to(TREE).parts
+    return folder.is_relative_to(TREE) and 'site-packages' not in folder.relative_to(TREE).parts
 
 
 def stand_in(name, doc, **members):
@@ -89,18 +89,18 @@ def stand_in(name, doc, **members):
 def auto_install_off():
     """utils/general.py:45,377-406: `check_requirements` runs `pip install` by itself, which replaces packages of a
     container and hangs offline. A user who wants that back sets YOLOv5_AUTOINSTALL=true. Keep for ever."""
-    if "YOLOv5_AUTOINSTALL" in os.environ:
+    if 'YOLOv5_AUTOINSTALL' in os.environ:
         return False
-    os.environ["YOLOv5_AUTOINSTALL"] = "false"
+    os.environ['YOLOv5_AUTOINSTALL'] = 'false'
     return True
 
 
 def pkg_resources_module():
     """utils/general.py:29 and utils/loggers/__init__.py:5 import pkg_resources: gone since setuptools 82, and the one of
     old setuptools does not import on Python 3.12. Delete when upstream uses `packaging`."""
-    warnings.filterwarnings("ignore", message="pkg_resources is deprecated as an API")  # setuptools 67 to 81 say so
+    warnings.filterwarnings('ignore', message='pkg_resources is deprecated as an API')  # setuptools 67 to 81 say so
     try:
-        importlib.import_module("pkg_resources")
+        importlib.import_module('pkg_resources')
         return False
     except (ImportError, AttributeError):  # AttributeError: pkgutil.ImpImporter, gone in Python 3.12
         pass
@@ -118,8 +118,8 @@ def pkg_resources_module():
     def parse_requirements(lines):
         """Requirements in an open file, a string or a list of lines; comments, blank lines and pip options are skipped."""
         for line in lines.splitlines() if isinstance(lines, str) else lines:
-            line = line.split(" #")[0].strip()
-            if line and not line.startswith(("#", "-")):
+            line = line.split(' #')[0].strip()
+            if line and not line.startswith(('#', '-')):
                 yield Requirement(line)
 
     def require(*requirements):
@@ -133,11 +133,18 @@ def pkg_resources_module():
                 except metadata.PackageNotFoundError:
                     raise DistributionNotFound(str(requirement)) from None
                 if not requirement.specifier.contains(version, prereleases=True):
-                    raise VersionConflict(f"{requirement.name} {version} is installed, {requirement} is required")
+                    raise VersionConflict(f'{requirement.name} {version} is installed, {requirement} is required')
 
-    stand_in("pkg_resources", "Stand-in of yolov9-qat for setuptools' removed module.", parse_version=parse,
-             parse_requirements=parse_requirements, require=require, Requirement=Requirement,
-             VersionConflict=VersionConflict, DistributionNotFound=DistributionNotFound)
+    stand_in(
+        'pkg_resources',
+        "Stand-in of yolov9-qat for setuptools' removed module.",
+        parse_version=parse,
+        parse_requirements=parse_requirements,
+        require=require,
+        Requirement=Requirement,
+        VersionConflict=VersionConflict,
+        DistributionNotFound=DistributionNotFound,
+    )
     return True
 
 
@@ -147,7 +154,7 @@ def missing_packages_reported():
     import pkg_resources
 
     real = pkg_resources.require
-    modules = {"opencv-python": "cv2", "ipython": "IPython"}  # headless builds and the stand-in below serve as well
+    modules = {'opencv-python': 'cv2', 'ipython': 'IPython'}  # headless builds and the stand-in below serve as well
 
     @functools.wraps(real)
     def require(*requirements):
@@ -155,13 +162,18 @@ def missing_packages_reported():
             return real(*requirements)
         except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict) as missing:
             if called_from_upstream():
-                wanted = " ".join(map(str, requirements))
-                module = modules.get(re.split(r"[^\w.-]", wanted)[0])
+                wanted = ' '.join(map(str, requirements))
+                module = modules.get(re.split(r'[^\w.-]', wanted)[0])
                 if module and importlib.util.find_spec(module):
                     return None
-                if os.environ["YOLOv5_AUTOINSTALL"].lower() != "true":
-                    LOGGER.warning("requirements: YOLOv9 asks for %s: %s. Nothing is installed by itself; if the command "
-                                   "fails for want of it: pip install '%s'", wanted, type(missing).__name__, wanted)
+                if os.environ['YOLOv5_AUTOINSTALL'].lower() != 'true':
+                    LOGGER.warning(
+                        'requirements: YOLOv9 asks for %s: %s. Nothing is installed by itself; if the command '
+                        "fails for want of it: pip install '%s'",
+                        wanted,
+                        type(missing).__name__,
+                        wanted,
+                    )
             raise
 
     pkg_resources.require = require
@@ -171,15 +183,21 @@ def missing_packages_reported():
 def ipython_module():
     """utils/general.py:26, models/common.py:21 and utils/__init__.py import IPython, for notebooks only. Delete when
     upstream imports it inside notebook_init."""
-    if importlib.util.find_spec("IPython"):
+    if importlib.util.find_spec('IPython'):
         return False
 
     def display(*things, **_):
         print(*things)
 
-    shown = stand_in("IPython.display", "Stand-in of yolov9-qat.", display=display, clear_output=lambda *_, **__: None)
-    stand_in("IPython", "Stand-in of yolov9-qat: no notebook.", get_ipython=lambda: None, display=shown, __path__=[],
-             version_info=(8, 24, 0))  # matplotlib reads version_info of any IPython it finds; 8.24 needs no fix of its
+    shown = stand_in('IPython.display', 'Stand-in of yolov9-qat.', display=display, clear_output=lambda *_, **__: None)
+    stand_in(
+        'IPython',
+        'Stand-in of yolov9-qat: no notebook.',
+        get_ipython=lambda: None,
+        display=shown,
+        __path__=[],
+        version_info=(8, 24, 0),
+    )  # matplotlib reads version_info of any IPython it finds; 8.24 needs no fix of its
     return True
 
 
@@ -187,9 +205,9 @@ def numpy_trapz():
     """utils/metrics.py:113 calls np.trapz: renamed trapezoid in NumPy 2.0, gone in 2.4. Delete when upstream renames."""
     import numpy as np
 
-    if hasattr(np, "trapz"):
+    if hasattr(np, 'trapz'):
         # NumPy 2.0 to 2.3 warn once per class and threshold
-        warnings.filterwarnings("ignore", message="`trapz` is deprecated", category=DeprecationWarning)
+        warnings.filterwarnings('ignore', message='`trapz` is deprecated', category=DeprecationWarning)
         return False
     np.trapz = np.trapezoid
     return True
@@ -199,7 +217,7 @@ def numpy_float():
     """models/common.py:908 (CoreML outputs) uses np.float: gone since NumPy 1.24. Delete when upstream uses float."""
     import numpy as np
 
-    if "float" in vars(np):  # not hasattr: NumPy 1.20 to 1.23 warn when asked
+    if 'float' in vars(np):  # not hasattr: NumPy 1.20 to 1.23 warn when asked
         return False
     np.float = float
     return True
@@ -214,7 +232,7 @@ def pillow_getsize():
         left, _, right, bottom = self.getbbox(text, *args, **kwargs)
         return right - left, bottom
 
-    fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, "getsize")]
+    fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, 'getsize')]
     for font in fonts:
         font.getsize = getsize
     return bool(fonts)
@@ -230,13 +248,13 @@ def font_from_matplotlib():
 
     @functools.wraps(real)
     def download_url_to_file(url, dst, *args, **kwargs):
-        name = str(url).rsplit("/", 1)[-1]
-        if not (name in ("Arial.ttf", "Arial.Unicode.ttf") and called_from_upstream()):
+        name = str(url).rsplit('/', 1)[-1]
+        if not (name in ('Arial.ttf', 'Arial.Unicode.ttf') and called_from_upstream()):
             return real(url, dst, *args, **kwargs)
         import matplotlib
 
-        part = f"{dst}.{os.getpid()}.{threading.get_ident()}"  # renamed when whole: the ranks of a training and threads that plot come here at once
-        shutil.copyfile(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), part)
+        part = f'{dst}.{os.getpid()}.{threading.get_ident()}'  # renamed when whole: the ranks of a training and threads that plot come here at once
+        shutil.copyfile(Path(matplotlib.get_data_path(), 'fonts', 'ttf', 'DejaVuSans.ttf'), part)
         os.replace(part, dst)
 
     torch.hub.download_url_to_file = download_url_to_file
@@ -251,19 +269,19 @@ def torch_load_of_modules():
     import torch
 
     real = torch.load
-    if "weights_only" not in inspect.signature(real).parameters:  # before torch 1.13
+    if 'weights_only' not in inspect.signature(real).parameters:  # before torch 1.13
         return False
 
     @functools.wraps(real)
     def load(f, *args, **kwargs):
         # pickle_module is the second positional argument after map_location; with it the caller has chosen already
-        if "weights_only" in kwargs or "pickle_module" in kwargs or len(args) > 1 or not called_from_upstream():
+        if 'weights_only' in kwargs or 'pickle_module' in kwargs or len(args) > 1 or not called_from_upstream():
             return real(f, *args, **kwargs)
-        start = f.tell() if hasattr(f, "seek") else None
+        start = f.tell() if hasattr(f, 'seek') else None
         try:
             return real(f, *args, weights_only=True, **kwargs)
         except pickle.UnpicklingError:
-            LOGGER.debug("compat: %s holds more than weights, loading the full pickle", getattr(f, "name", f))
+            LOGGER.debug('compat: %s holds more than weights, loading the full pickle', getattr(f, 'name', f))
         if start is not None:
             f.seek(start)
         return real(f, *args, weights_only=False, **kwargs)
@@ -278,13 +296,13 @@ def torchscript_onnx_export():
     import torch
 
     real = torch.onnx.export
-    if "dynamo" not in inspect.signature(real).parameters:  # before torch 2.5
+    if 'dynamo' not in inspect.signature(real).parameters:  # before torch 2.5
         return False
 
     @functools.wraps(real)
     def export(*args, **kwargs):
         if called_from_upstream():
-            kwargs.setdefault("dynamo", False)
+            kwargs.setdefault('dynamo', False)
         return real(*args, **kwargs)
 
     torch.onnx.export = export
@@ -296,16 +314,23 @@ def cuda_amp():
     torch 2.4 (a FutureWarning per batch), still there in 2.15. Delete when upstream uses torch.amp."""
     import torch
 
-    warnings.filterwarnings("ignore", category=FutureWarning,
-                            message=r"`torch\.cuda\.amp\.(autocast|GradScaler)\(args\.\.\.\)` is deprecated")
-    if importlib.util.find_spec("torch.cuda.amp"):
+    warnings.filterwarnings(
+        'ignore',
+        category=FutureWarning,
+        message=r'`torch\.cuda\.amp\.(autocast|GradScaler)\(args\.\.\.\)` is deprecated',
+    )
+    if importlib.util.find_spec('torch.cuda.amp'):
         return False
 
     def autocast(enabled=True, dtype=None, cache_enabled=True):
-        return torch.amp.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        return torch.amp.autocast('cuda', dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
-    torch.cuda.amp = stand_in("torch.cuda.amp", "Stand-in of yolov9-qat over torch.amp.", autocast=autocast,
-                              GradScaler=functools.partial(torch.amp.GradScaler, "cuda"))
+    torch.cuda.amp = stand_in(
+        'torch.cuda.amp',
+        'Stand-in of yolov9-qat over torch.amp.',
+        autocast=autocast,
+        GradScaler=functools.partial(torch.amp.GradScaler, 'cuda'),
+    )
     return True
 
 
@@ -325,16 +350,29 @@ def openmp_sleeps():
 
     def compute_and_sleep():
         try:
-            torch.zeros(workers << 16, dtype=torch.uint8, device="cpu").add_(1)  # PyTorch gives a thread 32768 elements or more
+            torch.zeros(workers << 16, dtype=torch.uint8, device='cpu').add_(
+                1
+            )  # PyTorch gives a thread 32768 elements or more
         finally:
             ready.set()
         threading.Event().wait()
 
-    threading.Thread(target=compute_and_sleep, name="yolov9-qat: OpenMP sleeps", daemon=True).start()
+    threading.Thread(target=compute_and_sleep, name='yolov9-qat: OpenMP sleeps', daemon=True).start()
     ready.wait()
     return True
 
 
-SHIMS = (auto_install_off, pkg_resources_module, missing_packages_reported, ipython_module, numpy_trapz, numpy_float,
-         pillow_getsize, font_from_matplotlib, torch_load_of_modules, torchscript_onnx_export,
-         cuda_amp, openmp_sleeps)
+SHIMS = (
+    auto_install_off,
+    pkg_resources_module,
+    missing_packages_reported,
+    ipython_module,
+    numpy_trapz,
+    numpy_float,
+    pillow_getsize,
+    font_from_matplotlib,
+    torch_load_of_modules,
+    torchscript_onnx_export,
+    cuda_amp,
+    openmp_sleeps,
+)

@@ -1,4 +1,5 @@
 """A quantized model with some of its parts in float: each part has its forms, and what comes before it is computed once."""
+
 from copy import deepcopy
 
 import torch
@@ -37,8 +38,11 @@ class Forms:
     def __init__(self, model, reference):
         self.model = untied(model).eval().requires_grad_(False)
         self.twins = {path: m for path, m in self.model.named_modules() if isinstance(m, Twin)}
-        self.biases = {path: {FLOAT: reference.get_submodule(path).bias.detach().clone(), INT8: m.bias.clone()}
-                       for path, m in self.model.named_modules() if isinstance(m, torch.nn.Conv2d) and m.bias is not None}
+        self.biases = {
+            path: {FLOAT: reference.get_submodule(path).bias.detach().clone(), INT8: m.bias.clone()}
+            for path, m in self.model.named_modules()
+            if isinstance(m, torch.nn.Conv2d) and m.bias is not None
+        }
         self.take(FLOAT)
 
     def learn_alone(self, shifts):
@@ -69,9 +73,9 @@ def walk(model, first, x, saved):
 
 def run_from(model, first, x, saved):
     """The model's output, from layer `first` on; see `walk`."""
-    for x, _ in walk(model, first, x, saved):
+    for output, _ in walk(model, first, x, saved):
         pass
-    return x
+    return output
 
 
 class Tally:
@@ -86,7 +90,9 @@ class Tally:
     def add(self, output, wanted, truth):
         """output: of the model. wanted: Raw of the float one. truth: a detections.Truth."""
         raw, head = Raw.of(output), self.predict.model.model[-1]
-        self.sums += torch.stack((*divergence_sums(raw, wanted, head.reg_max), *energies(raw, wanted, head.nc).flatten()))
+        self.sums += torch.stack(
+            (*divergence_sums(raw, wanted, head.reg_max), *energies(raw, wanted, head.nc).flatten())
+        )
         if self.scorer:
             self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)
 

@@ -5,6 +5,7 @@ gives v · J δ for every place, and half the mean square of these is the diverg
 Each image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. The places of a unit are added before
 they are squared. Where δ is large, or one rounding changes another, only measuring tells: see partly_float.py.
 """
+
 import contextlib
 import time
 
@@ -35,13 +36,16 @@ class Estimate:
         self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)  # of the squares: only, all but
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
-        self.shifts = {path: torch.zeros(m.out_channels, dtype=torch.float64, device=device) for path, m in self.twins.items()
-                       if isinstance(m, QuantConv2d)}  # of the mean of the outputs, sums over the images
+        self.shifts = {
+            path: torch.zeros(m.out_channels, dtype=torch.float64, device=device)
+            for path, m in self.twins.items()
+            if isinstance(m, QuantConv2d)
+        }  # of the mean of the outputs, sums over the images
         self.images = torch.zeros((), dtype=torch.float64, device=device)
 
     def see(self, images, number):
         """images: FP32 [B, 3, H, W] in 0..1, the batch `number` of all. One forward and one backward pass of the float model."""
-        generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2 ** 63)
+        generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         for part in images.split(AT_ONCE):
             found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
             with self._places(found), quantizers_off(self.model):
@@ -53,19 +57,25 @@ class Estimate:
     @contextlib.contextmanager
     def _places(self, found):
         """Context: the backward pass adds to `found` the share of the roundings of each twin."""
+
         def note(path, tensor, error):
             def add(gradient):
                 found[path] += (gradient * error).flatten(1).sum(1, dtype=torch.float64)
+
             tensor.register_hook(add)
 
         def of_conv(path):
             @torch.no_grad()
             def hook(conv, inputs, output):
-                quantized = conv.input_quantizer._quant_forward(inputs[0]), conv.weight_quantizer._quant_forward(conv.weight)
+                quantized = (
+                    conv.input_quantizer._quant_forward(inputs[0]),
+                    conv.weight_quantizer._quant_forward(conv.weight),
+                )
                 error = conv._conv_forward(*quantized, conv.bias) - output
                 mean = error.mean((0, 2, 3))
                 self.shifts[path] += mean * len(output)
                 note(path, output, error - mean[:, None, None] if self.correcting else error)
+
             return hook
 
         def of_input(path):
@@ -75,6 +85,7 @@ class Estimate:
                 output = output.view_as(output)  # it is the input, which others read as well
                 note(path, output, error)
                 return output
+
             return hook
 
         hooks = []
@@ -151,16 +162,31 @@ def analyse(model, reference, loader, names, config, corrected, progress, times)
     times['estimate'] = time.perf_counter() - start
 
     chosen = list(units) if config.metric == 'ap' else sorted(units, key=lambda u: -estimated[u][0])[:MEASURED]
-    figures = measure(forms, {u: units[u] for u in units if u in chosen}, loader, names, config.metric != 'distortion',
-                      lambda it: progress(it, f'measuring {len(chosen)}'))
+    figures = measure(
+        forms,
+        {u: units[u] for u in units if u in chosen},
+        loader,
+        names,
+        config.metric != 'distortion',
+        lambda it: progress(it, f'measuring {len(chosen)}'),
+    )
     times['measure'] = time.perf_counter() - start - times['estimate']
     rows = []
     for unit, paths in units.items():
         measured = {way: figures[unit, way] for way in ('only', 'without')} if unit in chosen else None
         module = reference.get_submodule(unit)
-        rows.append({
-            'unit': unit, 'kind': type(module).__name__, 'convolutions': sum(within(p, unit) for p in estimate.shifts),
-            'flops': costs[unit][0], 'parameters': costs[unit][1], 'estimated': dict(zip(('only', 'without'), estimated[unit])),
-            'measured': measured, 'distortion': measured['only']['divergence'] if measured else estimated[unit][0],
-            'twins': paths, 'ranges': _ranges(forms.model, paths)})
+        rows.append(
+            {
+                'unit': unit,
+                'kind': type(module).__name__,
+                'convolutions': sum(within(p, unit) for p in estimate.shifts),
+                'flops': costs[unit][0],
+                'parameters': costs[unit][1],
+                'estimated': dict(zip(('only', 'without'), estimated[unit])),
+                'measured': measured,
+                'distortion': measured['only']['divergence'] if measured else estimated[unit][0],
+                'twins': paths,
+                'ranges': _ranges(forms.model, paths),
+            }
+        )
     return {'float': figures['float'], 'int8': figures['int8'], 'flops': costs[''][0], 'units': rows}

@@ -7,6 +7,7 @@ same images; for the boxes (the logits of the distances' distribution), the clas
 of masks separately, because the large negative logits of the background would hide the rest. 6 dB more is half the noise. It moves far less by chance than
 AP does: a few images suffice.
 """
+
 import torch
 
 from models.quantize.head_outputs import Raw
@@ -24,6 +25,7 @@ def _parts(raw, classes):
 
 def energies(mine, wanted, classes):
     """FP64 [parts, 2]: of each part, the sums of t² and of (s - t)². mine, wanted: Raw."""
+
     def sums(s, t):
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
 

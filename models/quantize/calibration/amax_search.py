@@ -6,6 +6,7 @@ of INT8 cells serves all rows, and sums over the bins of a cell are differences 
 
 Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602), section 5.
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -43,8 +44,11 @@ def amax_mse(counts):
     scale = tried[:, None] / QMAX
     first = ((q - 0.5) * scale - 0.5).ceil().long().clamp(max=bins)  # [K, 127]
     centers = torch.arange(bins, dtype=torch.float64, device=counts.device) + 0.5
-    error = (F.embedding_bag(first, _to_the_end(counts), mode='sum', per_sample_weights=(2 * q - 1).expand(len(tried), -1))
-             * scale - 2 * F.embedding_bag(first, _to_the_end(counts * centers), mode='sum')) * scale  # [K, Q]
+    error = (
+        F.embedding_bag(first, _to_the_end(counts), mode='sum', per_sample_weights=(2 * q - 1).expand(len(tried), -1))
+        * scale
+        - 2 * F.embedding_bag(first, _to_the_end(counts * centers), mode='sum')
+    ) * scale  # [K, Q]
     return _best(error.t(), tried, counts)
 
 
@@ -69,7 +73,9 @@ def amax_entropy(counts):
     counts = torch.cat((counts[:, 1:2], counts[:, 1:]), 1)
     bins = counts.shape[1]
     tried = torch.arange(bins, SMALLEST - 1, -1, device=counts.device)  # [K], the largest first
-    edges = (torch.arange(CELLS + 1, device=counts.device) * tried[:, None] + CELLS - 1) // CELLS  # of the cells, [K, 129]
+    edges = (
+        torch.arange(CELLS + 1, device=counts.device) * tried[:, None] + CELLS - 1
+    ) // CELLS  # of the cells, [K, 129]
     divergence = torch.cat([_divergence(part, tried, edges) for part in counts.split(ROWS)])
     return _best(divergence, tried.double(), counts)
 

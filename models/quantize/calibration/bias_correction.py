@@ -6,6 +6,7 @@ earlier layers are left alone: they differ from image to image, and their mean o
 Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the
 correction; James and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
+
 import torch
 
 from models.quantize.blocks import QuantConv2d
@@ -28,6 +29,7 @@ def own_errors(model, batches):
     def note(path):
         def hook(conv, inputs, output):
             errors[path].append((output - conv._conv_forward(inputs[0], conv.weight, conv.bias)).mean((2, 3)))
+
         return hook
 
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs]

@@ -4,6 +4,7 @@ Activations: one histogram of |x| per quantizer, collected on the device the mod
 search for the amax that loses least, for all of them together. Weights: the largest magnitude of each output channel, or
 the amax of least squared error, of a histogram per channel.
 """
+
 import torch
 
 from models.quantize.calibration.amax_search import SEARCH, amax_mse
@@ -85,7 +86,7 @@ def weight_amax(weight, method):
     largest = weight.amax(1)
     if method == 'max':
         return largest
-    width = largest.clamp(min=2.0 ** MIN_EXPONENT) / WEIGHT_BINS  # [K]
+    width = largest.clamp(min=2.0**MIN_EXPONENT) / WEIGHT_BINS  # [K]
     index = (weight / width[:, None]).long().clamp_(max=WEIGHT_BINS - 1)
     counts = torch.zeros(len(weight), WEIGHT_BINS, dtype=torch.float64, device=weight.device)
     counts.scatter_add_(1, index, torch.ones_like(weight, dtype=torch.float64))
@@ -105,11 +106,15 @@ def require_values(histograms):
     largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
     broken = [name for name, value in largest.items() if not value < float('inf')]
     if broken:
-        raise QatError(f'calibration: {broken[0]} met a value that is not finite: the float model is broken, or the images')
+        raise QatError(
+            f'calibration: {broken[0]} met a value that is not finite: the float model is broken, or the images'
+        )
     empty = [name for name, value in largest.items() if value == 0]
     if empty:
-        raise QatError(f"calibration: {len(empty)} quantizer(s) saw no data or only zeros: {', '.join(empty[:5])}"
-                       f"{' …' if len(empty) > 5 else ''}; use more or other images (--calib-images, train: in --data)")
+        raise QatError(
+            f'calibration: {len(empty)} quantizer(s) saw no data or only zeros: {", ".join(empty[:5])}'
+            f'{" …" if len(empty) > 5 else ""}; use more or other images (--calib-images, train: in --data)'
+        )
 
 
 def histogram_amax(histograms, method, config):

@@ -4,10 +4,17 @@ No criterion for the range of a single tensor is best for all models: clipping l
 holds for a correction of biases. What counts is what becomes of the detections, and that can be measured on a few images, without
 labels. Nothing is fitted to the images that it is measured on.
 """
+
 import torch
 
 from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors, quantized_convs
-from models.quantize.calibration.calibrate import calibrate_weights, histogram_amax, raised_ranges, require_values, set_ranges
+from models.quantize.calibration.calibrate import (
+    calibrate_weights,
+    histogram_amax,
+    raised_ranges,
+    require_values,
+    set_ranges,
+)
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.head_outputs import Raw, has_known_head, require_known_head
@@ -59,14 +66,22 @@ def choose(model, reference, histograms, images, config, progress=iter):
             found[name] = divergence(model, others, wanted)
 
     for method in progress(methods):
-        ranges = (fisher_amax(model, histograms, fitting, config) if method == 'fisher' else
-                  dict(zip(histograms, histogram_amax(histograms, method, config))))
+        ranges = (
+            fisher_amax(model, histograms, fitting, config)
+            if method == 'fisher'
+            else dict(zip(histograms, histogram_amax(histograms, method, config)))
+        )
         attempt(method, method, ranges, {})
     promising = from_first(sorted(found, key=found.get)[:PROMISING]) if known else methods
     for method in progress(promising) if config.bias_correction else ():
         _, ranges, as_they_are = tried[method]
         take(ranges, as_they_are)
-        attempt(method + CORRECTED, method, ranges, {path: certain(errors) for path, errors in own_errors(model, fitting).items()})
+        attempt(
+            method + CORRECTED,
+            method,
+            ranges,
+            {path: certain(errors) for path, errors in own_errors(model, fitting).items()},
+        )
     best = from_first(min(found, key=found.get)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
     take(ranges, shifts)

@@ -4,6 +4,7 @@ It is the Kullback-Leibler divergence, at every place of the head, of the classe
 (mean of the four) and of the points of a mask (mean of those in the float model's box), the last two weighted by the float model's best
 score there; over the sum of these best scores, which is near the number of places with an object.
 """
+
 import torch
 import torch.nn.functional as F
 from utils.general import xywh2xyxy
@@ -24,7 +25,12 @@ def split(raw, bins):
 def strongest(raw, bins):
     """Where masks count: (places [B, K], of the highest scores; weights [B, K, H / 4, W / 4]: the score there over the number of points in
     the box inside it, 0 outside)."""
-    scores, places = torch.cat([split(m, bins)[1].flatten(2) for m in raw.maps], 2).amax(1).sigmoid().topk(min(OBJECTS, raw.boxes.shape[2]))
+    scores, places = (
+        torch.cat([split(m, bins)[1].flatten(2) for m in raw.maps], 2)
+        .amax(1)
+        .sigmoid()
+        .topk(min(OBJECTS, raw.boxes.shape[2]))
+    )
     boxes = xywh2xyxy(raw.boxes.transpose(1, 2).gather(1, places[..., None].expand(-1, -1, 4))) / COARSE
     inside = torch.stack([crop_mask(scores.new_ones(len(b), *raw.prototypes.shape[2:]), b) for b in boxes])
     return places, inside * (scores / inside.sum((2, 3)).clamp(min=1))[..., None, None]
@@ -39,8 +45,9 @@ def mask_logits(raw, places):
 def bernoulli(mine, theirs):
     """Divergence of sigmoid(mine) from sigmoid(theirs), element by element."""
     wanted = theirs.sigmoid()
-    return (F.binary_cross_entropy_with_logits(mine, wanted, reduction='none')
-            - F.binary_cross_entropy_with_logits(theirs, wanted, reduction='none'))
+    return F.binary_cross_entropy_with_logits(mine, wanted, reduction='none') - F.binary_cross_entropy_with_logits(
+        theirs, wanted, reduction='none'
+    )
 
 
 def divergence_sums(mine, wanted, bins):
@@ -56,7 +63,9 @@ def divergence_sums(mine, wanted, bins):
         weights = weights + weight.sum()
     if wanted.prototypes is not None:
         places, weight = strongest(wanted, bins)
-        total = total + (bernoulli(mask_logits(mine, places), mask_logits(wanted, places)) * weight).sum(dtype=torch.float64)
+        total = total + (bernoulli(mask_logits(mine, places), mask_logits(wanted, places)) * weight).sum(
+            dtype=torch.float64
+        )
     return total, weights
 
 

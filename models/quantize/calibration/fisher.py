@@ -6,6 +6,7 @@ one backward pass from v gives, at every place where something is rounded, how m
 Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric; Yuan et al.,
 "PTQ4ViT" (arXiv:2111.12293), section 3.3, on ranges by squared gradients.
 """
+
 import torch
 
 from models.quantize.calibration.calibrate import histogram_amax
@@ -57,6 +58,7 @@ def backward(model, images, generator):
 
     images: FP32 [B, 3, H, W] in 0..1.
     """
+
     def draw(shape):
         return torch.rand(shape, generator=generator).to(images)
 
@@ -91,9 +93,13 @@ def fisher_amax(model, histograms, images, config):
             values, output = inputs[0].detach(), output.view_as(output)  # a view: others read the input as well
 
             def note(gradient):
-                errors[path] += torch.stack([((rounded(values, scale) - values) * gradient).square().sum() for scale in scales[path]])
+                errors[path] += torch.stack(
+                    [((rounded(values, scale) - values) * gradient).square().sum() for scale in scales[path]]
+                )
+
             output.register_hook(note)
             return output
+
         return hook
 
     learning = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,5 @@
 """Float model → calibrated quantized model, some of it left in float if that is asked for."""
+
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -25,12 +26,16 @@ def prepare(model, config, keep_float=()):
         raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
         unknown = ', '.join(f'{path} ({name})' for path, name in conversion.unknown.items())
-        LOGGER.warning(f'not known to this toolkit: {unknown}; their convolutions are quantized, their other operations are '
-                       'not looked at: export, then check with scripts/audit_onnx.py')
+        LOGGER.warning(
+            f'not known to this toolkit: {unknown}; their convolutions are quantized, their other operations are '
+            'not looked at: export, then check with scripts/audit_onnx.py'
+        )
     if config.scale_policy == 'tied':
         tie_scales(model)
     groups = shared_scales(model)
-    LOGGER.info(f'{conversion.summary()}\n{sum(map(len, groups))} activation quantizers, {len(groups)} scales ({config.scale_policy})')
+    LOGGER.info(
+        f'{conversion.summary()}\n{sum(map(len, groups))} activation quantizers, {len(groups)} scales ({config.scale_policy})'
+    )
     return conversion, groups
 
 
@@ -43,18 +48,28 @@ def calibrated(reference, images, config, progress, keep_float=()):
     model = deepcopy(reference)
     prepare(model, config, keep_float)
     histograms = observe(model, progress(images, 'calibrating'))
-    found, method, corrected, raised = choose(model, reference, histograms, list(few(images, COMPARED, config)), config,
-                                              lambda methods: progress(methods, 'choosing ranges', unit='methods'))
+    found, method, corrected, raised = choose(
+        model,
+        reference,
+        histograms,
+        list(few(images, COMPARED, config)),
+        config,
+        lambda methods: progress(methods, 'choosing ranges', unit='methods'),
+    )
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
     biases = 'biases corrected' if corrected else 'no bias corrected'
-    LOGGER.info(f"calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}"
-                f"{f' (divergence of the detections: {compared})' if found else ''}, weights {config.weight_calib}, {biases}")
+    LOGGER.info(
+        f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}'
+        f'{f" (divergence of the detections: {compared})" if found else ""}, weights {config.weight_calib}, {biases}'
+    )
     divergence = found.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
-        LOGGER.warning(f'--calib-method {config.calib_method}: the detections are far from those of the float model (divergence {divergence:.2f}, '
-                       f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)')
+        LOGGER.warning(
+            f'--calib-method {config.calib_method}: the detections are far from those of the float model (divergence {divergence:.2f}, '
+            f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
+        )
     return model, {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
 
 
@@ -64,6 +79,7 @@ class Choice:
 
     paths: of blocks, see convert.find_twins. summary: that of --sensitive, None without.
     """
+
     paths: list
     summary: dict = None
 
@@ -73,16 +89,20 @@ class Choice:
         twins = list(find_twins(reference))
         summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
-            raise QatError(f"--keep-float {config.keep_float}: {config.sensitive} has {len(summary['units'])} units, and one at least "
-                           'must be quantized')
+            raise QatError(
+                f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '
+                'must be quantized'
+            )
         choice = cls(left_out(twins, config.exclude, config.only), summary)
-        return choice.adding(worst(summary)[:config.keep_float]) if config.keep_float else choice
+        return choice.adding(worst(summary)[: config.keep_float]) if config.keep_float else choice
 
     def adding(self, units):
         """This choice, and `units` of the summary."""
         paths = {*self.paths, *(path for unit in units for path in unit['twins'])}
-        LOGGER.info(f"kept in float: {', '.join(u['unit'] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 "
-                    f'(all: {share_int8(self.summary, []):.1%})')
+        LOGGER.info(
+            f'kept in float: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 '
+            f'(all: {share_int8(self.summary, []):.1%})'
+        )
         return Choice(sorted(paths), self.summary)
 
 
@@ -94,7 +114,11 @@ def within_budget(choice, budget, attempt):
     chance, and the result).
     Raises QatError if the budget cannot be kept.
     """
-    order, lost, kept = dearest(choice.summary), {}, {}  # by number of units: points lost; (choice, result) where the budget is kept
+    order, lost, kept = (
+        dearest(choice.summary),
+        {},
+        {},
+    )  # by number of units: points lost; (choice, result) where the budget is kept
 
     def keeps(n):
         of_n = choice.adding(order[:n]) if n else choice
@@ -108,8 +132,10 @@ def within_budget(choice, budget, attempt):
     while not keeps(n):
         if n == most:
             best = min(lost, key=lost.get)
-            raise QatError(f'--max-drop {budget}: not kept with any number of units in float; {best} lose {lost[best]:.2f} points; '
-                           'use a larger one, or more images in val')
+            raise QatError(
+                f'--max-drop {budget}: not kept with any number of units in float; {best} lose {lost[best]:.2f} points; '
+                'use a larger one, or more images in val'
+            )
         below, n = n, min(max(1, 2 * n), most)
     while n - below > 1:
         middle = (n + below) // 2

@@ -3,11 +3,14 @@
 So a step of the optimizer changes a scale by a share of itself. The forward pass rounds scales to FP16 numbers, as
 `Quantizer.set_amax` does, and the gradient passes straight through that: what is saved is what was computed with.
 """
+
 import torch
 
 from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, FixedScales, named_quantizers
 
-PARTS = 252  # of an INT8 step, in which its rounding error is kept: -126..126; what is clipped is marked by QMIN and QMAX
+PARTS = (
+    252  # of an INT8 step, in which its rounding error is kept: -126..126; what is clipped is marked by QMIN and QMAX
+)
 
 
 class _Quantize(torch.autograd.Function):
@@ -27,7 +30,7 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        kept, = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         inside = (kept > QMIN) & (kept < QMAX)
         to_scale = torch.where(inside, kept * (-1 / PARTS), kept).mul_(gradient).sum()
         return gradient * inside, to_scale

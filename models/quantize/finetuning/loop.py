@@ -4,6 +4,7 @@ Labels are needed only if they are to count: the student starts as the teacher p
 layer is what the teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay as
 they were calibrated, unless those of activations are asked to learn too.
 """
+
 import math
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits
 @dataclass
 class Epoch:
     """What one epoch of fine-tuning did."""
+
     number: int  # from 1
     loss: float  # mean over the steps
     steps: int
@@ -55,8 +57,17 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
     take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
     layers = supervised_layers(student, config.supervision_stride)
     on_labels = label_loss(student, config.task_loss) if config.task_loss else None
-    step = Step(student, teacher, layers, relative_error, config.lr, config.amp, capturable=config.compile, label_loss=on_labels,
-                learn_scales=config.learn_scales)
+    step = Step(
+        student,
+        teacher,
+        layers,
+        relative_error,
+        config.lr,
+        config.amp,
+        capturable=config.compile,
+        label_loss=on_labels,
+        learn_scales=config.learn_scales,
+    )
     if config.compile:
         step = GraphedStep(step)
     per_epoch = min(config.iters, len(loader))
@@ -79,7 +90,10 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
                     step.check()
             step.check()
         except NotFinite as e:
-            raise QatError(f'fine-tuning: {e} (epoch {number}); finished epochs are kept; '
-                           f'try a smaller --lr than {config.lr}') from e
+            raise QatError(
+                f'fine-tuning: {e} (epoch {number}); finished epochs are kept; try a smaller --lr than {config.lr}'
+            ) from e
         student.zero_grad(set_to_none=True)
-        yield Epoch(number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict())
+        yield Epoch(
+            number, torch.stack(losses).mean().item(), len(losses), time.perf_counter() - start, step.state_dict()
+        )

@@ -1,10 +1,10 @@
 """Losses of the fine-tuning, each a scalar: of a layer against the float model's, and of what is found against the labels."""
+
 from types import SimpleNamespace
 
 import torch
 from utils.loss_tal import ComputeLoss
 from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
-
 
 TINY = 1e-8  # squared relative error, 80 dB below the teacher: keeps the root's gradient finite where student and teacher agree
 
@@ -25,7 +25,7 @@ class _SquaredError(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        difference, = ctx.saved_tensors
+        (difference,) = ctx.saved_tensors
         gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
         return (difference.float() * gradient).to(difference.dtype), None
 

@@ -2,6 +2,7 @@
 
 Fake-quantizers keep one for every value they see: a quarter as much as the convolutions around them keep in half precision.
 """
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -4,6 +4,7 @@ What is not finite must not reach the weights, and asking the device after every
 itself is told on the device to skip (`found_inf` of fused Adam), every later step too, and the host looks from time to
 time. With FP16 the loss is multiplied by a power of two that follows the gradients, as GradScaler does, on the device.
 """
+
 import contextlib
 from copy import deepcopy
 
@@ -18,7 +19,7 @@ from utils.qat.core.distributed import all_reduce, world_size
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so that gradients of single activations are near 1e-8; FP16 ends at 6e-8.
-LOSS_SCALE, GROW_AFTER = 2.0 ** 13, 100  # the first, and after how many good steps it doubles
+LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first, and after how many good steps it doubles
 LABELS, LOG2 = 'labels', 'log2 of the scales'  # the term of the loss and the parameter that belong to no layer
 SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # what Adam keeps of a parameter
@@ -31,8 +32,13 @@ class NotFinite(Exception):
 
 def _like(given, tensor):
     """Whether `given`, read from a file, is a plain tensor of the type and shape of `tensor`, with finite values only."""
-    return (type(given) is torch.Tensor and given.layout is torch.strided and given.device.type == 'cpu'
-            and (given.dtype, given.shape) == (tensor.dtype, tensor.shape) and bool(given.isfinite().all()))
+    return (
+        type(given) is torch.Tensor
+        and given.layout is torch.strided
+        and given.device.type == 'cpu'
+        and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
+        and bool(given.isfinite().all())
+    )
 
 
 def _copies(tensors):
@@ -43,6 +49,7 @@ def _copies(tensors):
 @contextlib.contextmanager
 def _watched(model, layers, see):
     """Context: after each of the top-level layers `layers`, `see(layer, its outputs)` is called; see head_outputs.parts."""
+
     def hook(index):
         return lambda module, inputs, output: see(index, parts(output))
 
@@ -71,8 +78,9 @@ class Step:
     lr: the highest learning rate of the weights, see `set_rate`.
     """
 
-    def __init__(self, student, teacher, layers, loss, lr, amp='off', capturable=False, label_loss=None,
-                 learn_scales=False):
+    def __init__(
+        self, student, teacher, layers, loss, lr, amp='off', capturable=False, label_loss=None, learn_scales=False
+    ):
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
@@ -104,7 +112,9 @@ class Step:
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale last changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
         self.learning = None  # names of the parameters that the loss reaches
-        self.seen = None  # loss, terms of the layers, norms of the gradients: of the last step, or of the first at fault
+        self.seen = (
+            None  # loss, terms of the layers, norms of the gradients: of the last step, or of the first at fault
+        )
 
     def set_rate(self, share):
         """The learning rates of the steps that follow are this share of the highest, 0..1."""
@@ -141,7 +151,9 @@ class Step:
             raise ValueError(wrong)
         for name, tensor in self._tensors().items():
             tensor.copy_(state['tensors'][name])
-        moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}  # or the optimizer would write into `state`
+        moments = {
+            i: _copies(of_one) for i, of_one in state['optimizer'].items()
+        }  # or the optimizer would write into `state`
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
     def _unlike(self, state):
@@ -150,14 +162,21 @@ class Step:
         if given.keys() != mine.keys():
             return f'tensors of {len(given)} names, and the model has {len(mine)}, not the same ones'
         for name, tensor in mine.items():
-            if not _like(given[name], tensor) or name.endswith(('_amax', 'loss_scale')) and not (given[name] > 0).all():
+            if not _like(given[name], tensor) or (
+                name.endswith(('_amax', 'loss_scale')) and not (given[name] > 0).all()
+            ):
                 return name
         parameters = dict(enumerate(self.parameters.values()))
         for i, moments in state['optimizer'].items():
             if type(i) is not int or i not in parameters or type(moments) is not dict or moments.keys() != set(MOMENTS):
                 return f'optimizer {ascii(i)[:20]}'
             step, *others = (moments[name] for name in MOMENTS)
-            if not (_like(step, torch.zeros(())) and step >= 1 and all(_like(x, parameters[i]) for x in others) and (others[1] >= 0).all()):
+            if not (
+                _like(step, torch.zeros(()))
+                and step >= 1
+                and all(_like(x, parameters[i]) for x in others)
+                and (others[1] >= 0).all()
+            ):
                 return f'optimizer {i}'
         if not state['optimizer']:
             return 'optimizer'
@@ -175,11 +194,17 @@ class Step:
 
         def see(layer, outputs):
             pairs[layer] = outputs, targets.pop(layer)
-            if self.amp:  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
+            if (
+                self.amp
+            ):  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
                 terms[layer] = self._term(*pairs.pop(layer))
 
-        with self.scales, self.masks, _watched(self.student, self.layers, see), \
-                torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False):
+        with (
+            self.scales,
+            self.masks,
+            _watched(self.student, self.layers, see),
+            torch.autocast(self.device.type, self.dtype, enabled=self.amp, cache_enabled=False),
+        ):
             outputs = self.student(images)
         terms = terms or {layer: self._term(*pair) for layer, pair in pairs.items()}
         if self.label_loss:
@@ -246,7 +271,10 @@ class Step:
         if not self.at_fault.item():
             return
         finite = self.seen.isfinite().tolist()
-        places = [*(f'from layer model.{layer} on' for layer in self.layers), *['on the labels'] * bool(self.label_loss)]
+        places = [
+            *(f'from layer model.{layer} on' for layer in self.layers),
+            *['on the labels'] * bool(self.label_loss),
+        ]
         n = 1 + len(places)
         if not all(finite[:n]):
             at = next((place for place, good in zip(places, finite[1:n]) if not good), places[-1])

@@ -2,6 +2,7 @@
 
 A combination that cannot be is left out with the reason; it is the user's mistake only if nothing is left to measure.
 """
+
 import gc
 from dataclasses import dataclass
 
@@ -29,7 +30,14 @@ class Case:
         return self.network.checkpoint if self.backend == 'pytorch' else self.network.file
 
     def __str__(self):
-        return ', '.join((str(self.runs), BACKENDS[self.backend].title, *[self.precision.upper()] * bool(self.precision), f'batch {self.batch}'))
+        return ', '.join(
+            (
+                str(self.runs),
+                BACKENDS[self.backend].title,
+                *[self.precision.upper()] * bool(self.precision),
+                f'batch {self.batch}',
+            )
+        )
 
 
 def cases_of(networks, config, device):
@@ -37,10 +45,16 @@ def cases_of(networks, config, device):
     cases, absent, refused = [], {}, {}  # dicts keep the order, and a reason once
     for network in networks:
         suffix = network.file.suffix.lower()
-        able = [network.backend] if network.backend else [name for name, line in BACKENDS.items() if suffix in line.measures]
+        able = (
+            [network.backend]
+            if network.backend
+            else [name for name, line in BACKENDS.items() if suffix in line.measures]
+        )
         for backend in config.backend or able:
             if backend not in able:
-                refused[f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'] = True
+                refused[
+                    f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'
+                ] = True
             elif why := code_of(backend).RUNNER.missing(backend, device) or without_checkpoint(network, backend):
                 (refused if config.backend else absent)[why] = True
             else:
@@ -55,7 +69,7 @@ def _cases(network, backend, config, device, refused):
     possible = code_of(backend).RUNNER.precisions(network, device)
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
-        refused[f"--precision {','.join(impossible)}: {not_possible(network, backend, impossible, device)}"] = True
+        refused[f'--precision {",".join(impossible)}: {not_possible(network, backend, impossible, device)}'] = True
     for precision in [p for p in asked if p in possible]:
         for batch in config.batch or network.batches:
             try:
@@ -112,9 +126,18 @@ def run_case(case, config, device, load, usage, say):
             busy = usage.now()
             figures = measure(runner, config.warmup, config.duration)
             return Result(
-                model=str(case.runs), backend=BACKENDS[case.backend].title, types=runner.types,
-                precision=case.precision, batch=case.batch, images_per_s=figures['qps'] * case.batch, **figures, size_bytes=runner.size,
-                parameters=runner.parameters or network.parameters, layers=runner.layers or network.layers, usage=usage.since(begun, busy))
+                model=str(case.runs),
+                backend=BACKENDS[case.backend].title,
+                types=runner.types,
+                precision=case.precision,
+                batch=case.batch,
+                images_per_s=figures['qps'] * case.batch,
+                **figures,
+                size_bytes=runner.size,
+                parameters=runner.parameters or network.parameters,
+                layers=runner.layers or network.layers,
+                usage=usage.since(begun, busy),
+            )
     except torch.cuda.OutOfMemoryError as e:
         raise QatError(f'{case}: out of GPU memory; give a smaller --batch or --imgsz') from e
     finally:

@@ -3,6 +3,7 @@
 One engine per batch, as sweeps with trtexec have it: the builder chooses kernels for one shape, and an engine for 1 to 12 images
 would be measured at 11 shapes that it was not made for.
 """
+
 from utils.qat.benchmark.model_files import fixed_batch
 from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
@@ -23,8 +24,18 @@ def engine_for(network, backend, precision, batch, config, device, say):
     if not _fits(file, backend, config.workspace, device):
         say(f'building {file}')
         own = fixed_batch(network.inputs)
-        EngineFromOnnx(BuildConfig(network.file, file, config.imgsz, None if own == batch else (batch,) * 3, precision, config.workspace,
-                                   timing_cache=file.with_name(f'{backend}.timing.cache'), backend=backend)).build()
+        EngineFromOnnx(
+            BuildConfig(
+                network.file,
+                file,
+                config.imgsz,
+                None if own == batch else (batch,) * 3,
+                precision,
+                config.workspace,
+                timing_cache=file.with_name(f'{backend}.timing.cache'),
+                backend=backend,
+            )
+        ).build()
     return file
 
 

@@ -3,6 +3,7 @@
 in:  an .onnx of anybody's, an .engine, a YOLOv9 checkpoint
 out: a Network, and the shapes that its inputs have for a batch
 """
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,17 @@ from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 
-DTYPES = {'FLOAT': torch.float32, 'FLOAT16': torch.float16, 'DOUBLE': torch.float64, 'INT8': torch.int8, 'UINT8': torch.uint8,
-          'INT16': torch.int16, 'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # ONNX → torch.dtype
+DTYPES = {
+    'FLOAT': torch.float32,
+    'FLOAT16': torch.float16,
+    'DOUBLE': torch.float64,
+    'INT8': torch.int8,
+    'UINT8': torch.uint8,
+    'INT16': torch.int16,
+    'INT32': torch.int32,
+    'INT64': torch.int64,
+    'BOOL': torch.bool,
+}  # ONNX → torch.dtype
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
 IMGSZ = 640, 640  # of a checkpoint, which has none of its own
 
@@ -24,6 +34,7 @@ IMGSZ = 640, 640  # of a checkpoint, which has none of its own
 @dataclass
 class Network:
     """A file to measure. parameters and layers are None where only a backend knows them."""
+
     file: Path
     inputs: dict  # name → (torch.dtype, shape with None where it is open); empty for an engine, which says it when it is loaded
     types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if nothing tells
@@ -76,8 +87,13 @@ def _checkpoint(file, imgsz, kind_of):
 def _engine(file, imgsz, kind_of):
     sidecar = read_sidecar(file) or {}
     batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
-    return Network(file, {}, sidecar.get('precision', ''), tuple(sorted(batches)) or (1,),
-                   backend='rtx' if 'RTX' in sidecar.get('built_by', '') else 'tensorrt')
+    return Network(
+        file,
+        {},
+        sidecar.get('precision', ''),
+        tuple(sorted(batches)) or (1,),
+        backend='rtx' if 'RTX' in sidecar.get('built_by', '') else 'tensorrt',
+    )
 
 
 def _onnx(file, imgsz, kind_of):
@@ -98,11 +114,12 @@ def _onnx(file, imgsz, kind_of):
 def parameters_of(graph):
     """Number of values in the constants of an onnx_graph.Graph, INT8 weights included; scales, zero points, single numbers and
     integers such as shapes do not count. Constants that an exporter computed (a head's anchors) do."""
+
     def counts(name, value):
         readers = [(node.op_type, i) for node, i in graph.readers.get(name, ())]
         stored = ('DequantizeLinear', 0) in readers
         settings = all(op in QDQ | {'Resize'} and i for op, i in readers)
-        return value.ndim and (stored or value.dtype.kind not in 'iubOSU' and not settings)
+        return value.ndim and (stored or (value.dtype.kind not in 'iubOSU' and not settings))
 
     return sum(value.size for name, value in graph.values.items() if counts(name, value))
 
@@ -120,18 +137,24 @@ def shapes_of(inputs, batch, imgsz, file):
     """
     own = fixed_batch(inputs)
     if own and batch not in {shape[0] for _, shape in inputs.values() if shape}:
-        raise QatError(f'--batch {batch}: {file} has a fixed batch of {own}; leave the flag out, or export with --dynamic')
+        raise QatError(
+            f'--batch {batch}: {file} has a fixed batch of {own}; leave the flag out, or export with --dynamic'
+        )
     found = {}
     for name, (dtype, shape) in inputs.items():
         rest = shape[1:]
         if imgsz and len(shape) == 4 and any(a and a != b for a, b in zip(rest[1:], imgsz)):
-            raise QatError(f"--imgsz {' '.join(map(str, imgsz))}: {file} takes {rest[1]} x {rest[2]}; leave the flag out, or export with that --imgsz")
+            raise QatError(
+                f'--imgsz {" ".join(map(str, imgsz))}: {file} takes {rest[1]} x {rest[2]}; leave the flag out, or export with that --imgsz'
+            )
         if None in rest and len(shape) == 4 and not imgsz:
             raise QatError(f'--imgsz: {file} leaves the image size of {name} open; say which to measure')
         wanted = (None, None, *(imgsz or (None, None)))[1:] if len(shape) == 4 else rest
         rest = tuple(a or b for a, b in zip(rest, wanted))
         if None in rest:
-            raise QatError(f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
-                           'that size fixed')
+            raise QatError(
+                f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
+                'that size fixed'
+            )
         found[name] = dtype, (*((shape[0] or batch,) if shape else ()), *rest)
     return found

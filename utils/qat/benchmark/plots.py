@@ -2,6 +2,7 @@
 
 in: plain Results, see timing.Result. A series (model, backend, precision) has one colour in all three.
 """
+
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -12,7 +13,7 @@ WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
 
 def label(result):
-    return literal(f"{result['model']}, {result['backend']}, {result['types']}")
+    return literal(f'{result["model"]}, {result["backend"]}, {result["types"]}')
 
 
 def colours(results):
@@ -28,20 +29,31 @@ def plot_latency(path, results):
     colour, batches = colours(results), sorted({r['batch'] for r in results})
     panels = [[r for r in results if r['batch'] == batch] for batch in batches]
     figure = Figure(figsize=(10, 1.2 + sum(0.5 + 0.32 * len(p) for p in panels)), layout='constrained')
-    all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={'height_ratios': [1 + len(p) for p in panels]})[:, 0]
+    all_axes = figure.subplots(
+        len(panels), 1, squeeze=False, gridspec_kw={'height_ratios': [1 + len(p) for p in panels]}
+    )[:, 0]
     for axes, batch, panel in zip(all_axes, batches, panels):
         for place, r in enumerate(panel):
             whole, model, tone = r['latency'], r['compute']['median'], colour[label(r)]
             axes.barh(place, model, color=tone, height=0.7)
             axes.barh(place, max(0, whole['median'] - model), left=model, color=tone, alpha=0.35, height=0.7)
             axes.plot((whole['min'], whole['p99']), (place, place), color='0.2', linewidth=1, marker='|', markersize=6)
-            axes.text(max(whole['p99'], whole['median']), place, f"  {whole['median']:.3g} ms (p99 {whole['p99']:.3g})", va='center', fontsize=8)
+            axes.text(
+                max(whole['p99'], whole['median']),
+                place,
+                f'  {whole["median"]:.3g} ms (p99 {whole["p99"]:.3g})',
+                va='center',
+                fontsize=8,
+            )
         axes.set_yticks(range(len(panel)), [label(r) for r in panel], fontsize=8)
         axes.set(xlim=(0, 1.3 * max(r['latency']['p99'] for r in panel)), ylim=(len(panel) - 0.4, -0.6))
-        axes.set_title(f"batch {batch}", fontsize=9, loc='left')
+        axes.set_title(f'batch {batch}', fontsize=9, loc='left')
         axes.grid(axis='x', alpha=0.3)
         axes.set_axisbelow(True)
-    figure.supxlabel('ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile', fontsize=9)
+    figure.supxlabel(
+        'ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile',
+        fontsize=9,
+    )
     save(figure, path)
 
 
@@ -56,7 +68,9 @@ def plot_throughput(path, results):
     speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
     wide = max(speeds) > WIDE_RANGE * min(speeds)
     axes.set_xticks(batches)
-    axes.set(xlabel='batch (images per query)', ylabel='images per second' + ' (logarithmic)' * wide, title='Throughput')
+    axes.set(
+        xlabel='batch (images per query)', ylabel='images per second' + ' (logarithmic)' * wide, title='Throughput'
+    )
     axes.set(yscale='log') if wide else axes.set_ylim(0, 1.08 * max(speeds))
     axes.grid(alpha=0.3)
     figure.legend(loc='outside lower center', fontsize=8)
@@ -79,11 +93,17 @@ def plot_usage(path, report):
             axes.axvspan(start, end, color=colour[label(r)], alpha=0.3, linewidth=0)
             axes.axvline(start, color='white', linewidth=1)
         if len(shown) <= 40:  # more would not fit beside each other
-            upper.text((start + end) / 2, 1.01, r['batch'], transform=upper.get_xaxis_transform(), ha='center', fontsize=8)
+            upper.text(
+                (start + end) / 2, 1.01, r['batch'], transform=upper.get_xaxis_transform(), ha='center', fontsize=8
+            )
     upper.set(ylabel='memory of the GPU (MiB)' if gpu else 'memory of the process (MiB)', ylim=(0, 1.1 * max(memory)))
     upper.set_title(f'{device}; numbers: batch', fontsize=10, pad=16)
     lower.set(ylabel='GPU busy (%)' if gpu else 'CPU, of all cores (%)', ylim=(0, 105), xlabel='seconds')
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    figure.legend(handles=[Patch(color=tone, alpha=0.3, label=text) for text, tone in colour.items()], loc='outside lower center', fontsize=8)
+    figure.legend(
+        handles=[Patch(color=tone, alpha=0.3, label=text) for text, tone in colour.items()],
+        loc='outside lower center',
+        fontsize=8,
+    )
     save(figure, path)

@@ -6,6 +6,7 @@ Two questions are asked one after the other, each for its share of the time (trt
 - How many can be served? On a GPU queries wait in line, so that it never waits for the host; inputs and outputs stay on it, as
   trtexec 11 has it by default. On a CPU there is nothing to put in line: the queries of the first question count.
 """
+
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -20,13 +21,21 @@ IN_LINE = 2  # queries ordered ahead
 def statistics(samples):
     """min, max, mean, median and the percentiles 90, 95 and 99 (interpolated, as numpy does) of some times."""
     p90, p95, p99 = np.percentile(samples, (90, 95, 99)).tolist()
-    return {'min': float(np.min(samples)), 'max': float(np.max(samples)), 'mean': float(np.mean(samples)),
-            'median': float(np.median(samples)), 'p90': p90, 'p95': p95, 'p99': p99}
+    return {
+        'min': float(np.min(samples)),
+        'max': float(np.max(samples)),
+        'mean': float(np.mean(samples)),
+        'median': float(np.median(samples)),
+        'p90': p90,
+        'p95': p95,
+        'p99': p99,
+    }
 
 
 @dataclass
 class Result:
     """One measurement. Times are in ms, see `statistics`, unless said otherwise."""
+
     model: str
     backend: str
     types: str  # that it computed in, in words
@@ -129,6 +138,12 @@ def measure(runner, warmup, duration):
         queries = len(samples['compute'])
         served = in_line(runner, clock, duration / 2) if gpu else (queries, seconds, sum(samples['compute']) / 1000)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
-    return {'queries': queries, 'qps': served[0] / served[1], 'host_seconds': served[1], 'compute_seconds': served[2],
-            'latency': statistics(latency), 'compute': statistics(samples['compute']),
-            **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')}}
+    return {
+        'queries': queries,
+        'qps': served[0] / served[1],
+        'host_seconds': served[1],
+        'compute_seconds': served[2],
+        'latency': statistics(latency),
+        'compute': statistics(samples['compute']),
+        **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
+    }

@@ -6,6 +6,7 @@ out: samples (seconds since the start, MiB in use, utilisation in %), taken by a
 A GPU's figures are of the whole device, other processes included, and NVML's utilisation is the share of its last sample
 period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process and its share of all cores.
 """
+
 import importlib
 import os
 import threading
@@ -32,7 +33,10 @@ def gpu_probe(device):
         nvml.nvmlDeviceGetUtilizationRates(handle)
     except nvml.NVMLError as e:
         raise QatError(f'NVML says: {e}') from e
-    return lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB, lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    return (
+        lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,
+        lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+    )
 
 
 def cpu_probe():
@@ -91,5 +95,10 @@ class Usage:
         if not working:
             return None
         peak = max(memory for _, memory, _ in samples)
-        return {'start': start, 'end': self.now(), 'peak_mib': peak, 'added_mib': max(0.0, peak - before),
-                'percent': sum(working) / len(working)}
+        return {
+            'start': start,
+            'end': self.now(),
+            'peak_mib': peak,
+            'added_mib': max(0.0, peak - before),
+            'percent': sum(working) / len(working),
+        }

@@ -1,4 +1,5 @@
 """What can run a file, one line each. The code that a line needs is in the file of utils/qat/prediction/ that it names."""
+
 from dataclasses import dataclass
 
 
@@ -13,8 +14,12 @@ class Backend:
 
 BACKENDS = {  # --backend → Backend
     'tensorrt': Backend('TensorRT', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt',)),
-    'rtx': Backend('TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')),  # its wheels alone bring the second
+    'rtx': Backend(
+        'TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')
+    ),  # its wheels alone bring the second
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
-    'pytorch': Backend('PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')),  # of an .onnx the checkpoint that it was exported from
+    'pytorch': Backend(
+        'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
+    ),  # of an .onnx the checkpoint that it was exported from
 }
 ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)

@@ -1,4 +1,5 @@
 """Settings of `compare_outputs.py`."""
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from utils.qat.core.errors import check
 @dataclass
 class CompareConfig:
     """`compare_outputs.py`."""
+
     reference: Path
     other: Path
     data: Path = None  # data YAML of a detector; of a classifier a folder with one folder of images for each class
@@ -29,15 +31,19 @@ class CompareConfig:
     exist_ok: bool = False
 
     def __post_init__(self):
-        check([
-            ((self.data is None) == (self.random is None), '--data, --random: give one of the two'),
-            (self.random is not None and self.random < 1, f'--random {self.random}: must be 1 or more'),
-            (self.images < 0, f'--images {self.images}: must be 1 or more, or 0 for all'),
-            (self.imgsz is not None and self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
-            (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
-            (self.top < 1, f'--top {self.top}: must be 1 or more'),
-            (len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0, '--mean, --std: three numbers each, for red, green and blue; '
-                                                                              '--std above 0'),
-        ])
+        check(
+            [
+                ((self.data is None) == (self.random is None), '--data, --random: give one of the two'),
+                (self.random is not None and self.random < 1, f'--random {self.random}: must be 1 or more'),
+                (self.images < 0, f'--images {self.images}: must be 1 or more, or 0 for all'),
+                (self.imgsz is not None and self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
+                (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
+                (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
+                (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
+                (self.top < 1, f'--top {self.top}: must be 1 or more'),
+                (
+                    len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,
+                    '--mean, --std: three numbers each, for red, green and blue; --std above 0',
+                ),
+            ]
+        )

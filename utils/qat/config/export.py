@@ -1,11 +1,17 @@
 """Settings of `export_qat.py`, and of what can be inside its files."""
+
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from utils.qat.core.errors import check
 
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
-END2END = 'num_dets', 'det_boxes', 'det_scores', 'det_classes'  # outputs of a file with NMS inside, as that plugin has them
+END2END = (
+    'num_dets',
+    'det_boxes',
+    'det_scores',
+    'det_classes',
+)  # outputs of a file with NMS inside, as that plugin has them
 MASKS = 'det_masks'  # one more, of a segmentation model
 # --include → what the name of the file ends in, behind the stem of the weights
 INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
@@ -17,6 +23,7 @@ MASK_OPSET = 16  # the first whose RoiAlign takes coordinates as they are, with 
 @dataclass
 class Limits:
     """How far a file may be from the model it was made of, see compare.Comparison. All in 0..1."""
+
     ap: float  # largest absolute difference of AP
     matched: float  # smallest share of the top detections that have a match in the other model
     score: float  # largest mean difference of the scores of the two
@@ -40,6 +47,7 @@ OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
 @dataclass(frozen=True)
 class Nms:
     """NMS inside an exported file, see nms.py."""
+
     kind: str  # of NMS_LIMITS
     topk_all: int = 100  # detections per image, at most
     iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
@@ -50,14 +58,18 @@ class Nms:
 @dataclass(frozen=True)
 class Pooling:
     """How an exported file cuts out the masks of its detections, see nms.py."""
+
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
     pooler_scale: float = 0.25  # side of the prototypes / side of the image
-    sampling_ratio: int = 0  # points per value and axis, of which it is the mean; 0 = as many as there are prototype cells to it
+    sampling_ratio: int = (
+        0  # points per value and axis, of which it is the mean; 0 = as many as there are prototype cells to it
+    )
 
 
 @dataclass
 class ExportConfig:
     """`export_qat.py`."""
+
     weights: Path
     include: list = field(default_factory=lambda: ['onnx'])  # of INCLUDE
     imgsz: list = field(default_factory=lambda: [640, 640])  # height, width in pixels
@@ -67,7 +79,9 @@ class ExportConfig:
     inplace: bool = False
     trt: int = 10  # major version of TensorRT the file is for
     half: bool = False  # a float model in FP16, for TensorRT 11
-    fp32_scales: bool = False  # of a quantized model for TensorRT 11; the file is then of opset 23, whatever `opset` it is made of
+    fp32_scales: bool = (
+        False  # of a quantized model for TensorRT 11; the file is then of opset 23, whatever `opset` it is made of
+    )
     opset: int = None  # None = that of OPSETS
     device: str = 'cpu'
     verify: Path = None  # data YAML
@@ -89,59 +103,105 @@ class ExportConfig:
             self.imgsz = self.imgsz * 2
         end2end = 'onnx_end2end' in self.include
         idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
-        check([(name not in INCLUDE, f"--include {name}: must be of {', '.join(INCLUDE)}") for name in self.include]
-              + [(idle and not end2end, f'{idle}: only with --include onnx_end2end')])
-        check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
+        check(
+            [(name not in INCLUDE, f'--include {name}: must be of {", ".join(INCLUDE)}') for name in self.include]
+            + [(idle and not end2end, f'{idle}: only with --include onnx_end2end')]
+        )
+        check([(self.trt not in OPSETS, f'--trt {self.trt}: must be one of {", ".join(map(str, OPSETS))}')])
         lowest, highest, default = OPSETS[self.trt]
         opset_given = self.opset is not None
         self.opset = default if self.opset is None else self.opset
-        check([
-            (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
-            (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (not self.fp32_scales and not lowest <= self.opset <= highest,
-             f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
-            (self.half and self.trt != 11, f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
-                                           'when it builds (trtexec --fp16)'),
-            (self.fp32_scales and self.trt != 11, f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway'),
-            (self.fp32_scales and opset_given, f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23'),
-            (self.fp32_scales and self.verify, '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
-                                               'that flag first, whose scales have the same values'),
-            (self.verify and len(set(self.imgsz)) != 1,
-             f"--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}"),
-            (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),
-            (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
-            (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
-            (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
-            (self.nms not in (None, *NMS_LIMITS), f"--nms {self.nms}: must be one of {', '.join(NMS_LIMITS)}"),
-            (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
-            (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
-            (not 1 <= self.mask_resolution <= 1024, f'--mask-resolution {self.mask_resolution}: must lie in 1 to 1024'),
-            (not 0 < self.pooler_scale <= 1, f'--pooler-scale {self.pooler_scale}: must lie in (0, 1]'),
-            (self.sampling_ratio < 0, f'--sampling-ratio {self.sampling_ratio}: must be 1 or more, or 0 for as many as it takes'),
-        ])
+        check(
+            [
+                (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
+                (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
+                (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
+                (
+                    not self.fp32_scales and not lowest <= self.opset <= highest,
+                    f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}',
+                ),
+                (
+                    self.half and self.trt != 11,
+                    f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
+                    'when it builds (trtexec --fp16)',
+                ),
+                (
+                    self.fp32_scales and self.trt != 11,
+                    f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway',
+                ),
+                (
+                    self.fp32_scales and opset_given,
+                    f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23',
+                ),
+                (
+                    self.fp32_scales and self.verify,
+                    '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
+                    'that flag first, whose scales have the same values',
+                ),
+                (
+                    self.verify and len(set(self.imgsz)) != 1,
+                    f'--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}',
+                ),
+                (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),
+                (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
+                (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
+                (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
+                (self.nms not in (None, *NMS_LIMITS), f'--nms {self.nms}: must be one of {", ".join(NMS_LIMITS)}'),
+                (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
+                (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
+                (
+                    not 1 <= self.mask_resolution <= 1024,
+                    f'--mask-resolution {self.mask_resolution}: must lie in 1 to 1024',
+                ),
+                (not 0 < self.pooler_scale <= 1, f'--pooler-scale {self.pooler_scale}: must lie in (0, 1]'),
+                (
+                    self.sampling_ratio < 0,
+                    f'--sampling-ratio {self.sampling_ratio}: must be 1 or more, or 0 for as many as it takes',
+                ),
+            ]
+        )
 
     def _given(self, names):
         """Flags of those settings among `names` that are not at their defaults."""
-        return ', '.join('--' + name.replace('_', '-') for name in names if getattr(self, name) != getattr(ExportConfig, name))
+        return ', '.join(
+            '--' + name.replace('_', '-') for name in names if getattr(self, name) != getattr(ExportConfig, name)
+        )
 
     def end2end(self, segments):
         """(Nms, Pooling) of the end2end file of a model that segments, or of a detector. Raises QatError if the flags are not for such a
         model."""
         kind = self.nms or ('standard' if segments or self.trt == 11 else 'plugin')
         masks = self._given(f.name for f in fields(Pooling))
-        check([
-            (segments and kind == 'plugin', f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
-                                            'it out, a segmentation model takes --nms standard'),
-            (segments and self.opset < MASK_OPSET, f'--opset {self.opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more'),
-            (masks and not segments, f'{masks}: only for a segmentation model, which {self.weights} is not'),
-            (not 1 <= self.topk_all <= NMS_LIMITS[kind], f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}'),
-            (kind == 'plugin' and self.iou_thres == 0, f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard'),
-            (self.verify and kind == 'plugin' and 'onnx' not in self.include,
-             f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard'),
-        ])
-        return (Nms(kind, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic),
-                Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio))
+        check(
+            [
+                (
+                    segments and kind == 'plugin',
+                    f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
+                    'it out, a segmentation model takes --nms standard',
+                ),
+                (
+                    segments and self.opset < MASK_OPSET,
+                    f'--opset {self.opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
+                ),
+                (masks and not segments, f'{masks}: only for a segmentation model, which {self.weights} is not'),
+                (
+                    not 1 <= self.topk_all <= NMS_LIMITS[kind],
+                    f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}',
+                ),
+                (
+                    kind == 'plugin' and self.iou_thres == 0,
+                    f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
+                ),
+                (
+                    self.verify and kind == 'plugin' and 'onnx' not in self.include,
+                    f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard',
+                ),
+            ]
+        )
+        return (
+            Nms(kind, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic),
+            Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio),
+        )
 
     def limits(self, quantized):
         """Limits of --verify for a quantized or a float model."""
@@ -152,6 +212,7 @@ class ExportConfig:
 @dataclass
 class DeepStreamConfig:
     """`export_yoloV9.py`."""
+
     weights: Path
     size: list  # height, width in pixels
     opset: int = None  # None = that of OPSETS
@@ -163,18 +224,33 @@ class DeepStreamConfig:
     def __post_init__(self):
         if len(self.size) == 1:
             self.size = self.size * 2
-        check([(self.trt not in OPSETS, f"--trt {self.trt}: must be one of {', '.join(map(str, OPSETS))}")])
+        check([(self.trt not in OPSETS, f'--trt {self.trt}: must be one of {", ".join(map(str, OPSETS))}')])
         lowest, highest, default = OPSETS[self.trt]
         self.opset = default if self.opset is None else self.opset
-        check([
-            (len(self.size) != 2, f"--size {' '.join(map(str, self.size))}: one number, or height and width"),
-            (self.batch < 1, f'--batch {self.batch}: must be 1 or more'),
-            (self.dynamic and self.batch > 1, f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch'),
-            (not lowest <= self.opset <= highest, f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}'),
-        ])
+        check(
+            [
+                (len(self.size) != 2, f'--size {" ".join(map(str, self.size))}: one number, or height and width'),
+                (self.batch < 1, f'--batch {self.batch}: must be 1 or more'),
+                (
+                    self.dynamic and self.batch > 1,
+                    f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch',
+                ),
+                (
+                    not lowest <= self.opset <= highest,
+                    f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}',
+                ),
+            ]
+        )
 
     def require_stride(self, stride):
         """Raise QatError unless the size suits a model of that stride."""
         right = [max(1, -(-n // stride)) * stride for n in self.size]
-        check([(right != self.size, f"--size {' '.join(map(str, self.size))}: must be multiples of the model's stride, {stride}; "
-                                    f"the next are --size {' '.join(map(str, right))}")])
+        check(
+            [
+                (
+                    right != self.size,
+                    f"--size {' '.join(map(str, self.size))}: must be multiples of the model's stride, {stride}; "
+                    f'the next are --size {" ".join(map(str, right))}',
+                )
+            ]
+        )

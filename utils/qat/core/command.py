@@ -1,4 +1,5 @@
 """A command from its arguments to its exit status: 0 done, 2 a mistake of the user's, 130 interrupted."""
+
 import argparse
 import contextlib
 import errno
@@ -37,7 +38,9 @@ class Parser(argparse.ArgumentParser):
         """verbose: what --verbose adds, in words."""
         super().__init__(*args, **options)
         speak = self.add_mutually_exclusive_group()
-        speak.add_argument('--quiet', action=_Speak, level=logging.WARNING, help='errors, warnings and the result, no more')
+        speak.add_argument(
+            '--quiet', action=_Speak, level=logging.WARNING, help='errors, warnings and the result, no more'
+        )
         speak.add_argument('--verbose', action=_Speak, level=logging.DEBUG, help=verbose)
 
     def error(self, message):
@@ -54,7 +57,9 @@ def run_command(main, argv=None):
     start = time.perf_counter()
     open_streams()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors='replace')  # where the locale has no arrows or bars, a question mark is better than a traceback
+        stream.reconfigure(
+            errors='replace'
+        )  # where the locale has no arrows or bars, a question mark is better than a traceback
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
         status = main(argv) or 0
@@ -134,6 +139,7 @@ def resumable(command):
 def explain_out_of_memory(batch_size):
     """Turn CUDA's out-of-memory error into advice: the batch size to try next."""
     import torch  # here, so that `-h` does not pay for it
+
     try:
         yield
     except torch.cuda.OutOfMemoryError as e:
@@ -148,8 +154,10 @@ def require_file(path, flag, suffixes=()):
         raise QatError(f'{flag} {path}: no such file')
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
-    if not all(is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)):  # names need not be UTF-8, but are repeated
+    if not all(
+        is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)
+    ):  # names need not be UTF-8, but are repeated
         raise QatError(f'{flag} {path}: the name has control characters; rename it')
     if suffixes and path.suffix.lower() not in suffixes:
-        raise QatError(f"{flag} {path}: expected a file ending in {' or '.join(suffixes)}")
+        raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')
     return path

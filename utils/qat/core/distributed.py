@@ -3,6 +3,7 @@
 The environment says who a process is; everything else is kept by torch.distributed. A process that torchrun did not start is
 the first of one, and all exchanges give it back what it has. Values of the host travel through gloo, tensors of GPUs through NCCL.
 """
+
 import contextlib
 import datetime
 import os
@@ -44,12 +45,14 @@ def join(device):
     """Let the processes exchange from now on; `device` (a torch.device) is what this one computes on."""
     if launched():
         import torch.distributed as dist
+
         dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
 
 
 def leave():
     """The end of what `join` began. Not after an error: it takes all processes."""
     import torch.distributed as dist
+
     if launched() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -58,12 +61,15 @@ def leave():
 def _of_all():
     """Context of an exchange on the host: what a process meets if another has died is one line."""
     import torch
+
     try:
         with torch.inference_mode(False):  # PyTorch 2.4 cannot receive in it
             yield
     except RuntimeError as e:  # gloo has no class for it
-        raise QatError(f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} '
-                       f"({' '.join(str(e).split())[:200]})") from e
+        raise QatError(
+            f'another process of torchrun failed, see what it said, or was silent for {TIMEOUT} '
+            f'({" ".join(str(e).split())[:200]})'
+        ) from e
 
 
 def from_first(thing=None):
@@ -71,6 +77,7 @@ def from_first(thing=None):
     if world_size() == 1:
         return thing
     import torch.distributed as dist
+
     things = [thing]
     with _of_all():
         dist.broadcast_object_list(things)
@@ -83,6 +90,7 @@ def merged(batches):
     if world_size() == 1:
         return batches
     import torch.distributed as dist
+
     shards = [None] * world_size() if is_first() else None
     with _of_all():
         dist.gather_object(batches, shards)
@@ -94,6 +102,7 @@ def all_reduce(tensor, operation='SUM'):
     """Add `tensor` (or MAX: its elements, none NaN) up over the processes, in place; returns it. Does not wait for a GPU."""
     if world_size() > 1:
         import torch.distributed as dist
+
         dist.all_reduce(tensor, getattr(dist.ReduceOp, operation))
     return tensor
 
@@ -102,6 +111,7 @@ def take_from_first(tensors):
     """Overwrite `tensors` (contiguous) with those of the first process."""
     if world_size() > 1:
         import torch.distributed as dist
+
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 

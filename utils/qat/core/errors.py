@@ -3,6 +3,7 @@
 A `QatError` is something the user can mend: it prints as one line on stderr and ends the command with exit code 2.
 Every other exception is a bug of ours (or of a library) and keeps its traceback.
 """
+
 from utils.qat.core.printable import cut, visible
 
 

@@ -1,4 +1,5 @@
 """Files that are whole at any moment: written under a temporary name and renamed. And what tells them apart."""
+
 import contextlib
 import hashlib
 import io
@@ -11,13 +12,17 @@ from pathlib import Path
 def sha256(path):
     """Hex digest of a file."""
     with open(path, 'rb') as f:
-        return hashlib.file_digest(f, 'sha256').hexdigest() if hasattr(hashlib, 'file_digest') \
+        return (
+            hashlib.file_digest(f, 'sha256').hexdigest()
+            if hasattr(hashlib, 'file_digest')
             else hashlib.sha256(f.read()).hexdigest()
+        )
 
 
 def write_torch(path, content):
     """torch.save to `path`, whole at any moment. In memory first: its own writer does not say that it was the disk that is full."""
     import torch
+
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with atomic(path) as tmp:

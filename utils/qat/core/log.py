@@ -3,6 +3,7 @@
 DEBUG is for --verbose, INFO for everyone but --quiet; warnings, errors and RESULT, what the command was called for, are for all.
 The log file has everything. Colours and bars are for terminals: a pipe and a file get plain lines.
 """
+
 import contextlib
 import logging
 import os
@@ -56,6 +57,7 @@ class Terminal(logging.StreamHandler):
 
     What goes wrong when it writes is raised, and so told in one line, where logging prints a traceback and goes on.
     """
+
     stream = property(lambda self: sys.stdout, lambda self, stream: None)
 
     def __init__(self):
@@ -96,13 +98,22 @@ def is_verbose():
 def bar(iterable, text, total=None, unit='batches'):
     """`iterable` with a progress bar called `text` that counts `unit`; where there is no terminal for it, a line before it begins."""
     from tqdm import tqdm
+
     text = visible(text)
     shown = is_first() and sys.stderr.isatty() and TERMINAL.level <= logging.INFO
     number = total if total is not None or not hasattr(iterable, '__len__') else len(iterable)
     if not shown:
         LOGGER.info(text if number is None else f'{text}: {number} {unit}')
-    return tqdm(iterable, desc=f'{text:<23}', total=number, unit=f' {unit}', bar_format=BAR, leave=False, dynamic_ncols=True,
-                disable=not shown)
+    return tqdm(
+        iterable,
+        desc=f'{text:<23}',
+        total=number,
+        unit=f' {unit}',
+        bar_format=BAR,
+        leave=False,
+        dynamic_ncols=True,
+        disable=not shown,
+    )
 
 
 def log_to(path):
@@ -143,10 +154,13 @@ def quiet_upstream():
     """Context: upstream's logger keeps its layer tables and "Fusing layers..." to itself, but for --verbose, and its bars do not stay;
     warnings show."""
     from utils.general import LOGGER as upstream  # here: it imports torch, and `-h` must not
+
     level = upstream.level
     upstream.setLevel(level if is_verbose() else logging.WARNING)
     try:
-        with contextlib.redirect_stderr(_WithoutBars(sys.stderr, sys.stderr.isatty() and TERMINAL.level <= logging.INFO)):
+        with contextlib.redirect_stderr(
+            _WithoutBars(sys.stderr, sys.stderr.isatty() and TERMINAL.level <= logging.INFO)
+        ):
             yield
     finally:
         upstream.setLevel(level)

@@ -3,6 +3,7 @@
 The report of a command is in a file of its own: run/report.py (quantize), sensitivity_summary.py (sensitive), score_report.py (eval, val_trt.py),
 compare_report.py, benchmark/report.py.
 """
+
 import re
 import unicodedata
 from urllib.parse import quote
@@ -16,8 +17,10 @@ class Markdown(str):
 
 
 # What GitHub gives a meaning: some signs anywhere, brackets of a link, an underscore at the edge of a word, an address
-MEANINGFUL = re.compile(r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
-                        r'(?<=\bwww)\.|(?<=\w)@(?=\w)')
+MEANINGFUL = re.compile(
+    r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
+    r'(?<=\bwww)\.|(?<=\w)@(?=\w)'
+)
 
 
 def escaped(text):
@@ -57,7 +60,10 @@ def markdown_table(header, rows, right=True):
 
     A cell is text, which is escaped, or Markdown.
     """
-    cells = [[cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row] for row in (header, *rows)]
+    cells = [
+        [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]
+        for row in (header, *rows)
+    ]
     widths = [max(width(row[i]) for row in cells) for i in range(len(header))]
     left = 1 if right else len(header)  # columns
 

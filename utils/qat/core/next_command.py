@@ -1,4 +1,5 @@
 """The command that one would type next, with which each command ends."""
+
 import os
 import shlex
 import sys
@@ -9,15 +10,27 @@ DATA = 'DATA.yaml'  # to be replaced, where nothing tells which data is the user
 
 def command(file, *words):
     """`python FILE WORDS...` as one would type it here. file: of the toolkit, from its root."""
-    here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent  # a launcher changes sys.argv
+    here = Path(
+        next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')
+    ).parent  # a launcher changes sys.argv
     root = here.parent if here.name in ('scripts', 'segment') else here
     file = root / file if (root / file).is_file() else file
-    return shlex.join(['python', *(f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words))])
+    return shlex.join(
+        [
+            'python',
+            *(
+                f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word)
+                for word in (file, *words)
+            ),
+        ]
+    )
 
 
 def data_yaml(path):
     """`path`, noted in a checkpoint, if it names a file that is here."""
-    return path if isinstance(path, str) and os.path.isfile(path) else DATA  # unlike Path.is_file, for names of any length
+    return (
+        path if isinstance(path, str) and os.path.isfile(path) else DATA
+    )  # unlike Path.is_file, for names of any length
 
 
 def after_scoring(model, imgsz, backend='tensorrt'):

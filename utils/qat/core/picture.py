@@ -1,4 +1,5 @@
 """What all pictures share. Matplotlib without pyplot: no global state, no display needed."""
+
 import warnings
 
 from utils.qat.core.files import atomic

@@ -1,8 +1,15 @@
 """Text that a file wrote, such as a name, made safe to show: nothing in it moves the cursor, colours the screen or turns the writing around."""
+
 import unicodedata
 
 JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
-CONTROLS = 'Cc', 'Cf', 'Cs', 'Zl', 'Zp'  # categories of Unicode: control, format (bidirectional among them), half a character, line breaks
+CONTROLS = (
+    'Cc',
+    'Cf',
+    'Cs',
+    'Zl',
+    'Zp',
+)  # categories of Unicode: control, format (bidirectional among them), half a character, line breaks
 LONGEST = 2000  # characters of a message
 
 
@@ -21,4 +28,4 @@ def visible(text, keep=''):
 
 def cut(text, longest=LONGEST):
     """`text`, its middle left out if it is longer than `longest`: its beginning says where, its end says what to do."""
-    return text if len(text) <= longest else f'{text[:longest * 3 // 4]} … {text[-longest // 4:]}'
+    return text if len(text) <= longest else f'{text[: longest * 3 // 4]} … {text[-longest // 4 :]}'

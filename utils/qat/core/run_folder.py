@@ -1,4 +1,5 @@
 """The folder of a run: a new one for each run, and one process that writes to it."""
+
 import contextlib
 import errno
 import fcntl
@@ -33,7 +34,9 @@ def run_folder(config):
         with writing(folder, '--resume' if resume else '--exist-ok'):
             links = [folder / name for name in OURS if (folder / name).is_symlink()]
             if links:
-                raise QatError(f'{links[0]}: a link, and a run writes to its own folder only; put the file or folder itself there')
+                raise QatError(
+                    f'{links[0]}: a link, and a run writes to its own folder only; put the file or folder itself there'
+                )
             yield folder
     finally:
         with contextlib.suppress(OSError):  # not empty
@@ -121,13 +124,19 @@ def _lock(descriptor, kind, file, flag):
         fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno not in (errno.EAGAIN, errno.EACCES):
-            raise QatError(f'{file.parent}: cannot be locked ({e.strerror}), and without locks two runs would mix; '
-                           'choose a folder on another file system with --project') from e
+            raise QatError(
+                f'{file.parent}: cannot be locked ({e.strerror}), and without locks two runs would mix; '
+                'choose a folder on another file system with --project'
+            ) from e
         who = re.fullmatch(rb'(\d{1,10}) ([\w.-]{1,255})\n', os.pread(descriptor, 300, 0), re.ASCII)
         pid, host = (part.decode() for part in who.groups()) if who else (None, None)
-        which, end = (f'process {pid} on {host}', f'end it there (kill {pid})') if who else ('another process', 'end it')
-        raise QatError(f'{flag} {file.parent}: {which} is writing to it; let it finish, or {end} and repeat this command'
-                       + ', or leave --exist-ok out' * (flag == '--exist-ok')) from e
+        which, end = (
+            (f'process {pid} on {host}', f'end it there (kill {pid})') if who else ('another process', 'end it')
+        )
+        raise QatError(
+            f'{flag} {file.parent}: {which} is writing to it; let it finish, or {end} and repeat this command'
+            + ', or leave --exist-ok out' * (flag == '--exist-ok')
+        ) from e
 
 
 def _is(file, descriptor):

@@ -3,6 +3,7 @@
 A full disk, memory that is not there, a process that was killed are no bugs. Python, PyTorch and OpenCV have classes of their own
 for some of these; the others are told by their words.
 """
+
 import errno
 import os
 import re
@@ -20,17 +21,25 @@ def explain(error):
     number, file = getattr(error, 'errno', None), getattr(error, 'filename', None)
     if number and file is not None:
         return f'output: {error.strerror}' if file == OUTPUT else _of_file(number, error.strerror, file)
-    if number in (*FULL, errno.EROFS, errno.EACCES):  # a failed write has the name of its file: what has none is a semaphore
+    if number in (
+        *FULL,
+        errno.EROFS,
+        errno.EACCES,
+    ):  # a failed write has the name of its file: what has none is a semaphore
         return _shared_memory()
-    return next((line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None)
+    return next(
+        (line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None
+    )
 
 
 def _of_file(number, reason, file):
     file = Path(os.fsdecode(file))
     if number in FULL:
         folder = next(p for p in file.absolute().parents if p.is_dir())
-        return (f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
-                'folder (--project, --save)')
+        return (
+            f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
+            'folder (--project, --save)'
+        )
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):
@@ -44,14 +53,19 @@ def _shared_memory():
 
 
 def _killed():
-    return ('a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
-            '--batch-size, and repeat the command')
+    return (
+        'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
+        '--batch-size, and repeat the command'
+    )
 
 
 def _memory():
     import resource
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limited = f' (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v)' if limit != resource.RLIM_INFINITY else ''
+    limited = (
+        f' (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v)' if limit != resource.RLIM_INFINITY else ''
+    )
     return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
 
 
@@ -60,8 +74,10 @@ def _processes():
 
 
 def _torchvision():
-    return ('torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
-            'memory')
+    return (
+        'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
+        'memory'
+    )
 
 
 def _open_files():

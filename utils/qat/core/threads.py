@@ -3,6 +3,7 @@
 Threads of OpenMP (PyTorch) and of ONNX Runtime otherwise spin, to be there at once. Beside any other busy process they then hold the
 cores that the threads they wait for need: docs/troubleshooting.md#it-is-slow has the figures. Who sets one of `CHOSEN` has chosen already.
 """
+
 import os
 import sys
 
@@ -10,7 +11,11 @@ import sys
 # little on a busy one: docs/measured.md#threads. GCC's library (PyTorch's wheels) counts its looks, 0.03 to 0.05 us each.
 ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
 ONNX_RUNTIME_SPINS = '100'  # us
-CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library for it, of LLVM's and Intel's
+CHOSEN = (
+    'OMP_WAIT_POLICY',
+    'GOMP_SPINCOUNT',
+    'KMP_BLOCKTIME',
+)  # of OpenMP, of GCC's library for it, of LLVM's and Intel's
 
 too_late = False  # whether OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
@@ -26,12 +31,20 @@ def sleep_while_waiting():
 def onnx_options(entries=None):
     """Make ONNX Runtime's options for any session: errors only, threads that sleep unless OMP_WAIT_POLICY is active, and the dict `entries`."""
     import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.log_severity_level = 3
     waits = {}
     if os.environ.get('OMP_WAIT_POLICY', '').strip().lower() != 'active':
-        bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (1, 26)  # before, threads spin for 50 ms and more, or not at all
-        waits = {'session.intra_op.spin_duration_us': ONNX_RUNTIME_SPINS} if bounded else {'session.intra_op.allow_spinning': '0'}
+        bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (
+            1,
+            26,
+        )  # before, threads spin for 50 ms and more, or not at all
+        waits = (
+            {'session.intra_op.spin_duration_us': ONNX_RUNTIME_SPINS}
+            if bounded
+            else {'session.intra_op.allow_spinning': '0'}
+        )
         waits['session.inter_op.allow_spinning'] = '0'
     for key, value in {**waits, **(entries or {})}.items():
         options.add_session_config_entry(key, value)

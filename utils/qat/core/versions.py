@@ -1,4 +1,5 @@
 """Versions of the packages that decide the numbers."""
+
 import platform
 from importlib import metadata
 

@@ -1,4 +1,5 @@
 """Data YAML → upstream's dataset of boxes or of masks: checks the YAML and the labels, and holds images out of train."""
+
 import glob
 import math
 import os
@@ -23,6 +24,7 @@ from utils.qat.untrusted.yaml_file import read_yaml
 @dataclass
 class Data:
     """A checked data YAML. Paths are absolute: image folders, or text files that list images."""
+
     file: Path
     train: list
     val: list
@@ -48,33 +50,50 @@ def load_data(file, nc=None, flag='--data', segments=False):
         raise QatError(f'{flag} {file}: expected keys train:, val: and names:')
     missing = [f'{k}:' for k in ('train', 'val', 'names') if not content.get(k)]
     if missing:
-        raise QatError(f"{flag} {file}: {' and '.join(missing)} missing; it needs train:, val: (image folders) and names:")
+        raise QatError(
+            f'{flag} {file}: {" and ".join(missing)} missing; it needs train:, val: (image folders) and names:'
+        )
 
     names = class_names(content['names'], f'{flag} {file}')
     if not isinstance(content.get('nc', 0), (int, type(None))):
         raise QatError(f'{flag} {file}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
-        raise QatError(f"{flag} {file}: nc: {content['nc']} but {len(names)} names")
+        raise QatError(f'{flag} {file}: nc: {content["nc"]} but {len(names)} names')
     if nc is not None and nc != len(names):
-        raise QatError(f'{flag} {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
+        raise QatError(
+            f'{flag} {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on'
+        )
 
     for key in ('path', 'train', 'val'):
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
-            raise QatError(f"{flag} {file}: {key}: must be a path{' or a list of paths' * (key != 'path')}")
+            raise QatError(f'{flag} {file}: {key}: must be a path{" or a list of paths" * (key != "path")}')
     base = _base_folder(file, content)
     train, val = ([base / p for p in _as_list(content[k])] for k in ('train', 'val'))
     for key, paths in (('train', train), ('val', val)):
         for p in paths:
             if not os.path.exists(p):  # unlike Path.exists, it takes any text
-                tried = '' if os.path.isabs(content.get('path') or '') else "path: was tried from the YOLOv9 folder, from here and from the YAML's; "
-                raise QatError(f"{flag} {file}: {key}: {p} does not exist; {tried}correct it{', or make path: absolute' * bool(tried)}")
+                tried = (
+                    ''
+                    if os.path.isabs(content.get('path') or '')
+                    else "path: was tried from the YOLOv9 folder, from here and from the YAML's; "
+                )
+                raise QatError(
+                    f'{flag} {file}: {key}: {p} does not exist; {tried}correct it{", or make path: absolute" * bool(tried)}'
+                )
             if not _has_images(p):
-                raise QatError(f"{flag} {file}: {key}: no images in {p} (looked for {', '.join(IMG_FORMATS)})")
+                raise QatError(f'{flag} {file}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
     is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(file, [str(p) for p in train], [str(p) for p in val], names,
-                annotations if is_coco and annotations.exists() else None, flag, segments=segments)
+    return Data(
+        file,
+        [str(p) for p in train],
+        [str(p) for p in val],
+        names,
+        annotations if is_coco and annotations.exists() else None,
+        flag,
+        segments=segments,
+    )
 
 
 def _as_list(value):
@@ -99,8 +118,10 @@ def _check_polygons(dataset, data):
     """Name the label that has no outline: upstream would give its image the masks of others, or none."""
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         if len(outlines) != len(rows) or any(len(outline) < 3 for outline in outlines):
-            raise QatError(f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
-                           f'use data with these in {data.flag}, or a detection model')
+            raise QatError(
+                f'label {label}: has boxes, and the model gives masks, which takes outlines, "class x1 y1 x2 y2 x3 y3 ..." in 0..1; '
+                f'use data with these in {data.flag}, or a detection model'
+            )
 
 
 class Readable:
@@ -110,7 +131,9 @@ class Readable:
         try:
             return super().load_image(i)
         except (AssertionError, ValueError, cv2.error) as e:  # ValueError: of a damaged .npy beside it
-            raise QatError(f"image {self.im_files[i]}: cannot be read; mend or remove it ({' '.join(str(e).split())[:200]})") from e
+            raise QatError(
+                f'image {self.im_files[i]}: cannot be read; mend or remove it ({" ".join(str(e).split())[:200]})'
+            ) from e
 
 
 class Boxes(Readable, LoadImagesAndLabels):
@@ -132,15 +155,19 @@ def open_dataset(data, split, config, stride, masks=None, **options):
     paths = getattr(data, key)
     files = _image_files(paths)
     if not files:
-        raise QatError(f"{data.flag} {data.file}: {key}: no images in {', '.join(paths)}")
+        raise QatError(f'{data.flag} {data.file}: {key}: no images in {", ".join(paths)}')
     check_names(files, data)
     check_cache(files, paths)
     with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
         try:
-            dataset = cls(paths, config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options)
+            dataset = cls(
+                paths, config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options
+            )
         except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
             check_dropped(files, data)
-            raise QatError(f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})') from e
+            raise QatError(
+                f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})'
+            ) from e
     dropped = sorted(set(files) - set(dataset.im_files))
     check_dropped(dropped, data)
     check_labels(dataset, data)
@@ -150,10 +177,17 @@ def open_dataset(data, split, config, stride, masks=None, **options):
         LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
     if key == 'train' and data.val_split:
         held_out = _held_out(dataset.im_files, data.val_split)
-        _keep(dataset, [(f in held_out) == (split == 'held out') for f in dataset.im_files], config, options.get('pad', 0.0))
+        _keep(
+            dataset,
+            [(f in held_out) == (split == 'held out') for f in dataset.im_files],
+            config,
+            options.get('pad', 0.0),
+        )
         if split == 'held out' and not any(map(len, dataset.labels)):
-            raise QatError(f'--val-split {data.val_split}: none of the {dataset.n} images held out has a label, so they choose '
-                           'nothing; use a larger share, or leave it out')
+            raise QatError(
+                f'--val-split {data.val_split}: none of the {dataset.n} images held out has a label, so they choose '
+                'nothing; use a larger share, or leave it out'
+            )
     return dataset
 
 
@@ -162,8 +196,10 @@ def _held_out(files, share):
     files = sorted(files)
     n = round(share * len(files))
     if not 0 < n < len(files):
-        raise QatError(f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
-                       f'{len(files) - n} trained on; use another share, or leave it out')
+        raise QatError(
+            f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
+            f'{len(files) - n} trained on; use another share, or leave it out'
+        )
     return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
 
 
@@ -177,7 +213,9 @@ def _keep(dataset, wanted, config, pad):
         setattr(dataset, name, [getattr(dataset, name)[i] for i in kept])
     dataset.shapes, dataset.n, dataset.indices = dataset.shapes[kept], len(kept), range(len(kept))
     dataset.batch = np.arange(len(kept)) // config.batch_size
-    if dataset.rect:  # sorted by shape already; a batch is as high and as wide as its images need, the longer side of each 1
+    if (
+        dataset.rect
+    ):  # sorted by shape already; a batch is as high and as wide as its images need, the longer side of each 1
         ratio = dataset.shapes[:, 1:] / dataset.shapes[:, :1]  # height / width
         sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
         largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
@@ -200,12 +238,25 @@ def load_hyp(file):
     """Augmentation settings in upstream's format. Raises QatError naming what is missing."""
     file = require_file(file, '--hyp', ('.yaml', '.yml'))
     hyp = read_yaml(file, '--hyp')
-    needed = ('hsv_h', 'hsv_s', 'hsv_v', 'degrees', 'translate', 'scale', 'shear', 'perspective', 'flipud', 'fliplr',
-              'mosaic', 'mixup', 'copy_paste')
+    needed = (
+        'hsv_h',
+        'hsv_s',
+        'hsv_v',
+        'degrees',
+        'translate',
+        'scale',
+        'shear',
+        'perspective',
+        'flipud',
+        'fliplr',
+        'mosaic',
+        'mixup',
+        'copy_paste',
+    )
     missing = [k for k in needed if not isinstance(hyp, dict) or k not in hyp]
     if missing:
-        raise QatError(f"--hyp {file}: {', '.join(missing)} missing; take data/hyps/hyp.scratch-high.yaml as a model")
+        raise QatError(f'--hyp {file}: {", ".join(missing)} missing; take data/hyps/hyp.scratch-high.yaml as a model')
     wrong = [k for k in needed if not (isinstance(hyp[k], (int, float)) and math.isfinite(hyp[k]))]
     if wrong:
-        raise QatError(f"--hyp {file}: {', '.join(wrong)}: must be a number")
+        raise QatError(f'--hyp {file}: {", ".join(wrong)}: must be a number')
     return hyp

@@ -1,4 +1,5 @@
 """Images and labels, before and after upstream reads them: what it drops without a word, fails on later or would run is told by name."""
+
 import math
 import os
 from pathlib import Path
@@ -19,13 +20,16 @@ def check_names(files, data):
         try:
             file.encode()
         except UnicodeEncodeError as e:
-            raise QatError(f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it') from e
+            raise QatError(
+                f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it'
+            ) from e
         if not is_printable_text(file):
             raise QatError(f'{data.flag} {data.file}: the name of the image {file} has control characters; rename it')
 
 
 class _Arrays(Values):
     """Plain values and NumPy's arrays of numbers."""
+
     calls = ARRAYS
 
 
@@ -35,14 +39,18 @@ def check_cache(files, paths):
     files: images. paths: what they are listed from.
     """
     last = Path(paths[-1])
-    cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')  # as upstream names it
+    cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix(
+        '.cache'
+    )  # as upstream names it
     if not cache.is_file():
         return
     try:
         with without_collector():
             _require_labels(cache.read_bytes())
     except (Refused, ValueError, TypeError) as e:
-        raise QatError(f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it') from e
+        raise QatError(
+            f'{cache}: no cache of labels as YOLOv9 writes it, so it was not loaded ({e or type(e).__name__}); delete it'
+        ) from e
 
 
 def _require_labels(content):
@@ -50,13 +58,22 @@ def _require_labels(content):
     if not content.startswith(b'\x93NUMPY'):
         raise Refused('it is no file of NumPy')
     length = 2 if content[6:7] == b'\1' else 4  # of the header's size, by the version of the format
-    start = 8 + length + int.from_bytes(content[8:8 + length], 'little')
+    start = 8 + length + int.from_bytes(content[8 : 8 + length], 'little')
     record, _ = read_pickle(content[start:])
-    if type(record) is not Call or record.function.text not in {f'{module}._reconstruct' for module in MULTIARRAY} or record.items:
+    if (
+        type(record) is not Call
+        or record.function.text not in {f'{module}._reconstruct' for module in MULTIARRAY}
+        or record.items
+    ):
         raise Refused('it holds no array')
     values = _Arrays()
     _, shape, dtype, _, (mapping,) = array_state(values, record)
-    if shape != () or (dtype.arguments, dtype.state) != OBJECT or dtype.function.text != 'numpy.dtype' or type(mapping) is not dict:
+    if (
+        shape != ()
+        or (dtype.arguments, dtype.state) != OBJECT
+        or dtype.function.text != 'numpy.dtype'
+        or type(mapping) is not dict
+    ):
         raise Refused('it holds no mapping')
     values.value(mapping)
 
@@ -69,9 +86,13 @@ def check_dropped(files, data):
                 c, *values = [float(v) for v in line.split()] or [0] * 5
             except ValueError:
                 c, values = 0, ()
-            if not ((len(values) == 4 or len(values) >= 6 and len(values) % 2 == 0) and all(0 <= v <= 1 for v in values)):
-                raise QatError(f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
-                               f'coordinates in 0..1, not {line[:60]!r}')
+            if not (
+                (len(values) == 4 or (len(values) >= 6 and len(values) % 2 == 0)) and all(0 <= v <= 1 for v in values)
+            ):
+                raise QatError(
+                    f'label {label}:{number}: expected "class x y width height", or an outline, "class x1 y1 x2 y2 x3 y3 ...", with '
+                    f'coordinates in 0..1, not {line[:60]!r}'
+                )
             _check_class(c, f'{label}:{number}', data)
 
 
@@ -80,8 +101,12 @@ def check_labels(dataset, data):
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
-        if any(len(outline) < 3 for outline in outlines):  # a box beside an outline is taken for an outline of two points
-            raise QatError(f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file')
+        if any(
+            len(outline) < 3 for outline in outlines
+        ):  # a box beside an outline is taken for an outline of two points
+            raise QatError(
+                f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file'
+            )
 
 
 def _check_class(c, where, data):

@@ -2,6 +2,7 @@
 
 Under torchrun a process has a share of them, (rank, world), and each of its batches is one that a single process would have.
 """
+
 import os
 import random
 from itertools import islice
@@ -38,7 +39,9 @@ def _collate(samples):
     """Samples of upstream's dataset → a batch; the masks of each image, where there are any, stay a tensor of their own."""
     images, labels, paths, shapes = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
     masks = [sample[4] for sample in samples] if len(samples[0]) > 4 else []
-    if get_worker_info():  # a worker that finds no shared memory when it sends is not heard: a traceback, and everybody waits
+    if (
+        get_worker_info()
+    ):  # a worker that finds no shared memory when it sends is not heard: a traceback, and everybody waits
         for tensor in (images, labels, *masks):
             tensor.share_memory_()
     return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
@@ -47,8 +50,15 @@ def _collate(samples):
 def _loader(dataset, config, batches, world=1):
     """batches: sized and re-iterable over lists of what `dataset` takes as index. world: how many processes load at once."""
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
-    return DataLoader(dataset, batch_sampler=batches, num_workers=workers, collate_fn=_collate,
-                      persistent_workers=workers > 0, pin_memory=config.device != 'cpu' and torch.cuda.is_available(), generator=torch.Generator())
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=_collate,
+        persistent_workers=workers > 0,
+        pin_memory=config.device != 'cpu' and torch.cuda.is_available(),
+        generator=torch.Generator(),
+    )
 
 
 def _spread(dataset, limit):
@@ -131,8 +141,10 @@ class EpochBatches:
         self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
         self.epoch = 0
         if not len(self):
-            raise QatError(f'--batch-size {batch_size}: {self.ranks} processes need {self.ranks} full batches, and there are {n} training '
-                           'images; use a smaller --batch-size, or fewer processes')
+            raise QatError(
+                f'--batch-size {batch_size}: {self.ranks} processes need {self.ranks} full batches, and there are {n} training '
+                'images; use a smaller --batch-size, or fewer processes'
+            )
 
     def __len__(self):
         return -(-self.n // self.batch_size) if self.ranks == 1 else self.n // self.batch_size // self.ranks
@@ -140,10 +152,10 @@ class EpochBatches:
     def __iter__(self):
         generator = np.random.RandomState((self.seed, self.epoch))
         order = generator.permutation(self.n).tolist()
-        seeds = generator.randint(2 ** 32, size=self.n, dtype=np.int64).tolist()
+        seeds = generator.randint(2**32, size=self.n, dtype=np.int64).tolist()
         for number in range(len(self)):
             start = (number * self.ranks + self.rank) * self.batch_size
-            yield [(i, seeds[i]) for i in order[start:start + self.batch_size]]
+            yield [(i, seeds[i]) for i in order[start : start + self.batch_size]]
 
 
 class TrainingImages(Images):
@@ -164,7 +176,9 @@ def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
     hyp: how they are augmented, see dataset.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
     config.seed and its number, whatever the number of workers and the epochs before. shard: (rank, ranks), see EpochBatches.
     """
-    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None  # as segment/train.py
+    masks = (
+        {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None
+    )  # as segment/train.py
     dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
@@ -174,7 +188,14 @@ def random_images(number, batch_size, imgsz, seed):
     """Batches of noise, as `val_loader` makes them: images uint8 [B, 3, imgsz, imgsz], and no targets, paths or shapes."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
-        yield torch.randint(256, (min(batch_size, number - start), 3, imgsz, imgsz), dtype=torch.uint8, generator=generator), torch.zeros(0, 6), [], []
+        yield (
+            torch.randint(
+                256, (min(batch_size, number - start), 3, imgsz, imgsz), dtype=torch.uint8, generator=generator
+            ),
+            torch.zeros(0, 6),
+            [],
+            [],
+        )
 
 
 def class_images(config, imgsz):
@@ -184,11 +205,20 @@ def class_images(config, imgsz):
     normalised with config.mean and config.std. config: a config.engine.CompareConfig. Raises QatError if there is no such folder.
     """
     from torchvision import datasets, transforms  # here: upstream needs no more of it than NMS
-    steps = transforms.Compose([transforms.Resize(round(imgsz / 0.875)), transforms.CenterCrop(imgsz), transforms.ToTensor(),
-                                transforms.Normalize(config.mean, config.std)])
+
+    steps = transforms.Compose(
+        [
+            transforms.Resize(round(imgsz / 0.875)),
+            transforms.CenterCrop(imgsz),
+            transforms.ToTensor(),
+            transforms.Normalize(config.mean, config.std),
+        ]
+    )
     try:
         dataset = datasets.ImageFolder(config.data, steps)
     except OSError as e:
-        raise QatError(f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg') from e
+        raise QatError(
+            f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg'
+        ) from e
     dataset = _spread(dataset, config.images) if config.images else dataset
     return DataLoader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))

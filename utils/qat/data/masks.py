@@ -3,6 +3,7 @@
 A mask is computed only where it is asked for, at one of two sizes: `coarse`, that of the prototypes, a quarter of the model's input,
 at which upstream's segment/val.py scores; and `fine`, that of the input, for masks that are written. Both cut at the box.
 """
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Masks(ABC):
 @dataclass
 class PrototypeMasks(Masks):
     """sigmoid(coefficients @ prototypes) > 0.5, by upstream's own functions. coefficients: [n, nm]. prototypes: [nm, H / 4, W / 4]."""
+
     coefficients: torch.Tensor
     prototypes: torch.Tensor
     boxes: torch.Tensor
@@ -50,6 +52,7 @@ class PrototypeMasks(Masks):
 @dataclass
 class BoxMasks(Masks):
     """Masks that a model with NMS inside has cut out: crops [n, R, R] in 0..1, each of the area of its box, which they divide evenly."""
+
     crops: torch.Tensor
     boxes: torch.Tensor
     shape: tuple
@@ -73,7 +76,9 @@ class BoxMasks(Masks):
         grid = torch.stack((x[:, None].expand(-1, height, -1), y[..., None].expand(-1, -1, width)), 3)
         pasted = F.grid_sample(self.crops[:, None], grid, align_corners=False, padding_mode='border')[:, 0]
         inside = crop_mask(pasted, boxes - 0.5)  # of points beside the box nothing is known
-        return crop_mask(inside, boxes).gt(0.5).float()  # upstream's rule is about the corners of pixels, not about their centres
+        return (
+            crop_mask(inside, boxes).gt(0.5).float()
+        )  # upstream's rule is about the corners of pixels, not about their centres
 
     def __getitem__(self, which):
         return BoxMasks(self.crops[which], self.boxes[which], self.shape)

@@ -5,6 +5,7 @@ out: MODEL.engine, MODEL.engine.json beside it, and a timing cache that the next
 
 TensorRT-RTX builds without a GPU.
 """
+
 import time
 import warnings
 
@@ -37,7 +38,9 @@ class EngineFromOnnx:
         network = self._parse()
         settings = self.builder.create_builder_config()
         settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, config.workspace * MIB)
-        settings.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for scripts/draw_engine.py; costs nothing at run time
+        settings.profiling_verbosity = (
+            trt.ProfilingVerbosity.DETAILED
+        )  # for scripts/draw_engine.py; costs nothing at run time
         if config.level is not None:
             settings.builder_optimization_level = config.level
         for flag in self.plan.builder:
@@ -48,7 +51,9 @@ class EngineFromOnnx:
                 profile.set_shape(name, *shapes)
             settings.add_optimization_profile(profile)
         with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', 'Use Deprecated in TensorRT-RTX')  # which keeps no timings, but takes the calls
+            warnings.filterwarnings(
+                'ignore', 'Use Deprecated in TensorRT-RTX'
+            )  # which keeps no timings, but takes the calls
             reused = self._use_timing_cache(settings)
             engine = self._serialize(network, settings)
             for file in (config.timing_cache, config.engine):
@@ -57,8 +62,12 @@ class EngineFromOnnx:
                 tmp.write_bytes(bytes(settings.get_timing_cache().serialize()))
         with atomic(config.engine) as tmp:
             tmp.write_bytes(engine)
-        return write_sidecar(self.source, self.plan, self.product, {'timing_cache_reused': reused,
-                                                                   'seconds': round(time.perf_counter() - start, 1)})
+        return write_sidecar(
+            self.source,
+            self.plan,
+            self.product,
+            {'timing_cache_reused': reused, 'seconds': round(time.perf_counter() - start, 1)},
+        )
 
     def _parse(self):
         trt, flags = self.trt, 0
@@ -81,7 +90,7 @@ class EngineFromOnnx:
             node = f'{error.node_name()} ({error.node_operator()})'
         else:
             node = self.source.nodes[error.node()] if 0 <= error.node() < len(self.source.nodes) else 'the graph'
-        return f"node {node}: {' '.join(error.desc().split())}"
+        return f'node {node}: {" ".join(error.desc().split())}'
 
     def _use_timing_cache(self, settings):
         """Go on from config.timing_cache if it is there and of this TensorRT and GPU; tells whether."""
@@ -108,6 +117,8 @@ class EngineFromOnnx:
             if monitor.interrupted:
                 raise KeyboardInterrupt
         if engine is None:
-            raise QatError(f"{self.config.onnx}: {self.product} could not build an engine: "
-                           f"{'; '.join(self.log.errors[:2]) or 'no reason given'}")
+            raise QatError(
+                f'{self.config.onnx}: {self.product} could not build an engine: '
+                f'{"; ".join(self.log.errors[:2]) or "no reason given"}'
+            )
         return bytes(engine)

@@ -4,6 +4,7 @@ A box is a layer: what kind, which module, types, shapes, time. Its colour is th
 share of the time and red if something was found there. A layer that only reformats, quantizes or dequantizes has a double border and
 the colours of both types. Graphviz comes with pygraphviz: wheels from 2.0 on hold it, and take of the system only SYSTEM.
 """
+
 import importlib.util
 import os
 import subprocess
@@ -31,21 +32,38 @@ def _quoted(text, read=1):
     read: how many times Graphviz replaces escapes in it.
     """
     text = visible(text, keep='\n').replace('&', '&amp;')
-    return '"' + text.replace('\\', '\\' * 2 ** read).replace('"', '\\"').replace('\n', '\\n') + '"'
+    return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'
 
 
 def _line(what, **values):
     """A statement of DOT: a node, an edge or a default, with its attributes."""
-    return f'{what} [' + ', '.join(f"{key}={_quoted(value, 2 if 'tooltip' in key else 1)}" for key, value in values.items()) + '];'
+    return (
+        f'{what} ['
+        + ', '.join(f'{key}={_quoted(value, 2 if "tooltip" in key else 1)}' for key, value in values.items())
+        + '];'
+    )
 
 
 def _label(engine, layer, found):
     """Kind and time, module, types and shapes, findings: a line each."""
     share = engine.share([layer])
     time = '' if layer.ms is None else f'   {layer.ms:.4f} ms' + ('' if share is None else f'   {share:.1%}')
-    ends = [f"{t[0].dtype or '?'} {shape_text(t[0])}" + f' … ({len(t)})' * (len(t) > 1) for t in (layer.inputs, layer.outputs) if t]
-    return '\n'.join(filter(None, (layer.kind + time, short_name(layer), ' → '.join(dict.fromkeys(ends)),
-                                   '! ' * bool(found) + ', '.join(f.kind for f in found))))
+    ends = [
+        f'{t[0].dtype or "?"} {shape_text(t[0])}' + f' … ({len(t)})' * (len(t) > 1)
+        for t in (layer.inputs, layer.outputs)
+        if t
+    ]
+    return '\n'.join(
+        filter(
+            None,
+            (
+                layer.kind + time,
+                short_name(layer),
+                ' → '.join(dict.fromkeys(ends)),
+                '! ' * bool(found) + ', '.join(f.kind for f in found),
+            ),
+        )
+    )
 
 
 def _node(engine, i, found):
@@ -53,27 +71,51 @@ def _node(engine, i, found):
     copies = is_reformat(layer) or is_qdq(layer)
     share = engine.share([layer]) or 0
     fill = [FILL.get(t, OTHER_FILL) for t in (layer.types if copies else (layer.precision,))]
-    return _line(i, label=_label(engine, layer, found), tooltip='\n'.join(filter(None, (layer.name, layer.tactic))), shape='box',
-                 style='filled' if copies else 'filled,rounded', peripheries=2 if copies else 1, fillcolor=':'.join(dict.fromkeys(fill)),
-                 gradientangle=270, color=FOUND if found else '#555555', penwidth=f'{1 + min(1 if copies else 6, 60 * share):.1f}')
+    return _line(
+        i,
+        label=_label(engine, layer, found),
+        tooltip='\n'.join(filter(None, (layer.name, layer.tactic))),
+        shape='box',
+        style='filled' if copies else 'filled,rounded',
+        peripheries=2 if copies else 1,
+        fillcolor=':'.join(dict.fromkeys(fill)),
+        gradientangle=270,
+        color=FOUND if found else '#555555',
+        penwidth=f'{1 + min(1 if copies else 6, 60 * share):.1f}',
+    )
 
 
 def _edge(engine, source, reader, tensor):
     source = _quoted(f'in {tensor.name}') if source is None else source
     # the box of a layer shows the shape of its first input alone
-    label = f'{tensor.dtype} {shape_text(tensor)}' if reader is not None and len(engine.layers[reader].inputs) > 1 else ''
-    return _line(f"{source} -> {_quoted(f'out {tensor.name}') if reader is None else reader}", label=label,
-                 color=LINE.get(tensor.dtype, OTHER_LINE), edgetooltip=f'{tensor.name}\n{tensor.format}')
+    label = (
+        f'{tensor.dtype} {shape_text(tensor)}' if reader is not None and len(engine.layers[reader].inputs) > 1 else ''
+    )
+    return _line(
+        f'{source} -> {_quoted(f"out {tensor.name}") if reader is None else reader}',
+        label=label,
+        color=LINE.get(tensor.dtype, OTHER_LINE),
+        edgetooltip=f'{tensor.name}\n{tensor.format}',
+    )
 
 
 def dot(engine, findings, title):
     """The engine as a DOT text."""
-    lines = [_line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),
-             _line('node', fontname=FONT, fontsize=10, margin='0.12,0.06'),
-             _line('edge', fontname=FONT, fontsize=8, arrowsize=0.6, penwidth=1.6)]
+    lines = [
+        _line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),
+        _line('node', fontname=FONT, fontsize=10, margin='0.12,0.06'),
+        _line('edge', fontname=FONT, fontsize=8, arrowsize=0.6, penwidth=1.6),
+    ]
     for side, tensors in (('in', engine.inputs), ('out', engine.outputs)):
-        lines += [_line(_quoted(f'{side} {t.name}'), label=f"{t.name}\n{t.dtype or '?'}  {shape_text(t)}", shape='oval', penwidth=2)
-                  for t in tensors]
+        lines += [
+            _line(
+                _quoted(f'{side} {t.name}'),
+                label=f'{t.name}\n{t.dtype or "?"}  {shape_text(t)}',
+                shape='oval',
+                penwidth=2,
+            )
+            for t in tensors
+        ]
     lines += [_node(engine, i, [f for f in findings if f.layer is layer]) for i, layer in enumerate(engine.layers)]
     lines += [_edge(engine, *edge) for edge in engine.edges()]
     return '\n'.join(['digraph engine {', *lines, _legend(), '}', ''])
@@ -81,12 +123,17 @@ def dot(engine, findings, title):
 
 def _legend():
     rows = ''.join(f'<tr><td bgcolor="{FILL.get(kind, OTHER_FILL)}">computes in {kind}</td></tr>' for kind in TYPES)
-    return ('legend [shape=plain, label=<<table border="0" cellborder="1" cellspacing="0" cellpadding="4">' + rows +
-            '<tr><td>double border: reformats,<br/>quantizes or dequantizes, no more</td></tr><tr><td>thick border: much time</td></tr>'
-            f'<tr><td color="{FOUND}"><font color="{FOUND}">red border: a finding</font></td></tr></table>>];')
+    return (
+        'legend [shape=plain, label=<<table border="0" cellborder="1" cellspacing="0" cellpadding="4">'
+        + rows
+        + '<tr><td>double border: reformats,<br/>quantizes or dequantizes, no more</td></tr><tr><td>thick border: much time</td></tr>'
+        f'<tr><td color="{FOUND}"><font color="{FOUND}">red border: a finding</font></td></tr></table>>];'
+    )
 
 
-SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'  # as Debian and Ubuntu call them; slim containers lack some
+SYSTEM = (
+    'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'  # as Debian and Ubuntu call them; slim containers lack some
+)
 
 # What draws runs in a process of its own: Graphviz and fontconfig write to stderr as they like, and read their settings once.
 # pygraphviz is asked for bytes: to a path it writes through fileinput, which in Python 3.11.2 (Debian 12) opens no binary file.
@@ -104,18 +151,29 @@ def draw(dot_file, paths):
     The font is matplotlib's, so that a machine without fonts draws the same picture.
     """
     if importlib.util.find_spec('pygraphviz') is None:
-        raise QatError('no picture without pygraphviz: pip install "pygraphviz>=2.0.1", or ./install_dependencies.sh --trex; any Graphviz '
-                       f'can draw it as well: dot -Tsvg -O {dot_file}')
+        raise QatError(
+            'no picture without pygraphviz: pip install "pygraphviz>=2.0.1", or ./install_dependencies.sh --trex; any Graphviz '
+            f'can draw it as well: dot -Tsvg -O {dot_file}'
+        )
     import matplotlib
+
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         fonts = Path(folder) / 'fonts.conf'
-        fonts.write_text(f'<?xml version="1.0"?><fontconfig><dir>{matplotlib.get_data_path()}/fonts/ttf</dir>'
-                         f'<cachedir>{folder}</cachedir></fontconfig>')
+        fonts.write_text(
+            f'<?xml version="1.0"?><fontconfig><dir>{matplotlib.get_data_path()}/fonts/ttf</dir>'
+            f'<cachedir>{folder}</cachedir></fontconfig>'
+        )
         made = [str(stack.enter_context(atomic(path))) for path in paths]
-        done = subprocess.run([sys.executable, '-c', RENDER, dot_file, *made], capture_output=True, text=True,
-                              env={**os.environ, 'FONTCONFIG_FILE': str(fonts)})
+        done = subprocess.run(
+            [sys.executable, '-c', RENDER, dot_file, *made],
+            capture_output=True,
+            text=True,
+            env={**os.environ, 'FONTCONFIG_FILE': str(fonts)},
+        )
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f'status {done.returncode}'])[-1]
             missing = f'apt-get install {SYSTEM}, or ' if 'cannot open shared object' in reason else ''
-            raise QatError(f'pygraphviz cannot draw {dot_file} ({reason}); {missing}with a Graphviz of your own: dot -Tsvg -O {dot_file}')
+            raise QatError(
+                f'pygraphviz cannot draw {dot_file} ({reason}); {missing}with a Graphviz of your own: dot -Tsvg -O {dot_file}'
+            )

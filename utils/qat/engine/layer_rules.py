@@ -4,6 +4,7 @@ TensorRT decides these things when it builds, so each is read from what it built
 kernels. What a name does not tell is `unknown`, never guessed. The rules are those that NVIDIA's Engine Explorer checked before it
 was removed from the TensorRT repository, and the developer guide's section on Q/DQ placement; nothing is measured beyond the profile.
 """
+
 import re
 from dataclasses import dataclass
 
@@ -18,7 +19,9 @@ FINDINGS = {  # kind → what it means
 # Words in names of kernels. Tensor cores: the shape of the instruction (tensor16x8x32, h1688, i8816, warpgroup), or its name. CUDA
 # cores: fused multiply-add (ffma, hfma), dot products of four bytes (dp4a, int8x4), cuDNN's old scudnn and hcudnn. "xmma" is the
 # name of a library that has kernels of both sorts.
-TENSOR_CORES = re.compile(r'tensor\d+x\d+|tensorop|warpgroup|(?:[hiqg]|wg|utc)mma|[a-z](?:884|8816|1688|16816|16832)(?!\d)')
+TENSOR_CORES = re.compile(
+    r'tensor\d+x\d+|tensorop|warpgroup|(?:[hiqg]|wg|utc)mma|[a-z](?:884|8816|1688|16816|16832)(?!\d)'
+)
 CUDA_CORES = re.compile(r'simt|[fh]fma|dp4a|int8x4|[sh]cudnn')
 # Myelin, TensorRT's second compiler, names a kernel by what it computes: __myl_MulMinMaxRounCast_myl0_0 is a Q.
 MYELIN = re.compile(r'^__myl_((?:[A-Z][a-z]+)+)')
@@ -55,7 +58,9 @@ def is_qdq(layer):
 
 def is_reformat(layer):
     """Whether `layer` only copies a tensor into another type or memory layout."""
-    return not is_qdq(layer) and (layer.kind.lower() in ('reformat', 'cast') or bool(_myelin(layer)) and _myelin(layer) <= MOVES)
+    return not is_qdq(layer) and (
+        layer.kind.lower() in ('reformat', 'cast') or (bool(_myelin(layer)) and _myelin(layer) <= MOVES)
+    )
 
 
 def tensor_cores(layer):
@@ -85,8 +90,10 @@ def float_outputs(engine):
             continue
         inside = [r for r in readers if r is not None]
         if any(is_qdq(r) or is_reformat(r) for r in inside):
-            advice = ('its output is quantized by a layer of its own: put the Q right behind the convolution and its activation, one scale '
-                      'for all readers; where an Add is fused into it, quantize the other input of that too')
+            advice = (
+                'its output is quantized by a layer of its own: put the Q right behind the convolution and its activation, one scale '
+                'for all readers; where an Add is fused into it, quantize the other input of that too'
+            )
         elif any(is_convolution(r) and r.types[0] in FLOATS for r in inside):
             advice = 'a float convolution reads it: quantize that one too, unless it is one of the last of the head'
         elif None in readers:
@@ -107,8 +114,10 @@ def type_changes(engine):
         elif 'INT8' in layer.types:
             advice = 'float and INT8 layers alternate: quantize what runs in float between them, or leave both in float'
         else:
-            advice = ('float layers of two types: right in front of the decoding, which is FP32; elsewhere export with --trt 11, or build '
-                      'with --fp16 --int8 (--trt 8 and 10)')
+            advice = (
+                'float layers of two types: right in front of the decoding, which is FP32; elsewhere export with --trt 11, or build '
+                'with --fp16 --int8 (--trt 8 and 10)'
+            )
         yield Finding('type change', layer, f'{before} → {after}', advice)
 
 
@@ -120,9 +129,13 @@ def off_tensor_cores(engine):
         if channels is not None and channels < 16:
             advice = 'it has too few input channels to fill a tensor core: nothing to do'
         else:
-            advice = ('make its channels multiples of 16 (INT8) or 8 (FP16), and let the builder try more kernels: '
-                      '--builderOptimizationLevel=5')
-        yield Finding('no tensor cores', layer, f'{layer.precision}, {channels or "?"} input channels, {layer.tactic}', advice)
+            advice = (
+                'make its channels multiples of 16 (INT8) or 8 (FP16), and let the builder try more kernels: '
+                '--builderOptimizationLevel=5'
+            )
+        yield Finding(
+            'no tensor cores', layer, f'{layer.precision}, {channels or "?"} input channels, {layer.tactic}', advice
+        )
 
 
 def unfused_qdq(engine):
@@ -132,8 +145,10 @@ def unfused_qdq(engine):
         if _at_the_edge(engine, layer, readers) == 'input':
             advice = 'the first Q has nothing to be fused with: nothing to do'
         else:
-            advice = ('no kernel took it in: give all readers of the tensor one scale, and quantize the operator beside it '
-                      '(scripts/audit_onnx.py names it)')
+            advice = (
+                'no kernel took it in: give all readers of the tensor one scale, and quantize the operator beside it '
+                '(scripts/audit_onnx.py names it)'
+            )
         yield Finding('unfused Q/DQ', layer, ' → '.join(t or '?' for t in layer.types), advice)
 
 

@@ -11,6 +11,7 @@ TensorRT, torch or a GPU, and whatever is missing in a layer stays unknown: the 
 Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
 sampleReporting.cpp of trtexec, and what the compiler of TensorRT-RTX 1.7 lists (tests/engine/test_engine_layers.py reads it).
 """
+
 import json
 import math
 import re
@@ -23,9 +24,23 @@ from utils.qat.core.printable import visible
 
 DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'
 EXPORT = 'trtexec --exportLayerInfo=layers.json --exportProfile=profile.json writes both'
-TYPES = {'float': 'FP32', 'fp32': 'FP32', 'half': 'FP16', 'fp16': 'FP16', 'bfloat16': 'BF16', 'bf16': 'BF16', 'fp8': 'FP8', 'fp4': 'FP4',
-         'uint8': 'UINT8', 'int8': 'INT8', 'int4': 'INT4', 'int32': 'INT32', 'int64': 'INT64', 'bool': 'BOOL'}
-TYPE = re.compile(rf"\b({'|'.join(TYPES)})", re.IGNORECASE)
+TYPES = {
+    'float': 'FP32',
+    'fp32': 'FP32',
+    'half': 'FP16',
+    'fp16': 'FP16',
+    'bfloat16': 'BF16',
+    'bf16': 'BF16',
+    'fp8': 'FP8',
+    'fp4': 'FP4',
+    'uint8': 'UINT8',
+    'int8': 'INT8',
+    'int4': 'INT4',
+    'int32': 'INT32',
+    'int64': 'INT64',
+    'bool': 'BOOL',
+}
+TYPE = re.compile(rf'\b({"|".join(TYPES)})', re.IGNORECASE)
 FLOATS = ('FP32', 'FP16', 'BF16')
 
 
@@ -118,7 +133,13 @@ def _visible(content):
     """The content of a JSON file with its texts as they can be shown: names are printed, drawn and compared with each other."""
     if isinstance(content, dict):
         return {visible(key): _visible(value) for key, value in content.items()}
-    return [_visible(value) for value in content] if isinstance(content, list) else visible(content) if isinstance(content, str) else content
+    return (
+        [_visible(value) for value in content]
+        if isinstance(content, list)
+        else visible(content)
+        if isinstance(content, str)
+        else content
+    )
 
 
 def _texts(raw, *keys):
@@ -130,8 +151,12 @@ def _tensor(raw):
     if not isinstance(raw, dict):
         return Tensor(str(raw))
     shape, described = raw.get('Dimensions'), _texts(raw, 'Datatype', 'DataType', 'Format/Datatype', 'Format')
-    return Tensor(str(raw.get('Name', '')), tuple(shape) if isinstance(shape, list) and all(isinstance(n, int) for n in shape) else None,
-                  next(filter(None, map(dtype, described)), ''), next(iter(_texts(raw, 'Format', 'Format/Datatype')), ''))
+    return Tensor(
+        str(raw.get('Name', '')),
+        tuple(shape) if isinstance(shape, list) and all(isinstance(n, int) for n in shape) else None,
+        next(filter(None, map(dtype, described)), ''),
+        next(iter(_texts(raw, 'Format', 'Format/Datatype')), ''),
+    )
 
 
 def _layer(raw, index):
@@ -142,10 +167,20 @@ def _layer(raw, index):
         return next(iter(_texts(raw, key)), '')
 
     weights, constants = raw.get('Weights'), tensors('Constants')
-    weights = dtype(str(weights.get('Type', ''))) if isinstance(weights, dict) else constants[0].dtype if constants else ''
-    return Layer(text('Name') or f'layer {index}', text('LayerType') or 'unknown', tensors('Inputs'), tensors('Outputs'),
-                 text('ParameterType'), weights, text('TacticName'), text('Origin'),
-                 re.findall(r'\[ONNX Layer: (.*?)\]', text('Metadata')))
+    weights = (
+        dtype(str(weights.get('Type', ''))) if isinstance(weights, dict) else constants[0].dtype if constants else ''
+    )
+    return Layer(
+        text('Name') or f'layer {index}',
+        text('LayerType') or 'unknown',
+        tensors('Inputs'),
+        tensors('Outputs'),
+        text('ParameterType'),
+        weights,
+        text('TacticName'),
+        text('Origin'),
+        re.findall(r'\[ONNX Layer: (.*?)\]', text('Metadata')),
+    )
 
 
 def _bound(raw, layers):
@@ -183,13 +218,17 @@ def read_profile(path):
     raw = _load(path, '--profile')
     if isinstance(raw, dict) and 'Layers' in raw:
         raise QatError(f'--profile {path}: layer information, to be given as --layer; {EXPORT}')
-    rows = [row for row in raw if not (isinstance(row, dict) and row.keys() == {'count'})] if isinstance(raw, list) else []
+    rows = (
+        [row for row in raw if not (isinstance(row, dict) and row.keys() == {'count'})] if isinstance(raw, list) else []
+    )
     try:
         times = [(str(row['name']), float(row['averageMs'])) for row in rows]
     except (KeyError, TypeError, ValueError) as e:
         raise QatError(f'--profile {path}: no profile of an engine; {EXPORT}') from e
     if not times or not all(0 <= ms < math.inf for _, ms in times):
-        raise QatError(f'--profile {path}: {"it lists no layer" if not times else "times that are no numbers"}; {EXPORT}')
+        raise QatError(
+            f'--profile {path}: {"it lists no layer" if not times else "times that are no numbers"}; {EXPORT}'
+        )
     return times
 
 
@@ -214,5 +253,7 @@ def read_engine(layer_path, profile_path=None):
     engine.ms = sum(ms for _, ms in times)
     engine.untimed = [layer.name for layer in engine.layers if layer.ms is None]
     if len(engine.untimed) == len(engine.layers):
-        raise QatError(f'--profile {profile_path}: none of its {len(times)} layers is in {layer_path}: it is of another engine; {EXPORT}')
+        raise QatError(
+            f'--profile {profile_path}: none of its {len(times)} layers is in {layer_path}: it is of another engine; {EXPORT}'
+        )
     return engine

@@ -3,6 +3,7 @@
 What TensorRT's Python builder (build.py) and trtexec (trtexec.py) do alike. Facts: a file with Q/DQ is INT8; one with FP16
 inside is strongly typed, and is built in its own types; TensorRT 11 and TensorRT-RTX build every file so.
 """
+
 from dataclasses import dataclass
 
 from utils.qat.core.errors import QatError
@@ -23,8 +24,12 @@ class Source:
         self.config, model = config, load(config.onnx)
         inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
         if not all(inputs.values()):
-            raise QatError(f"{config.onnx}: input {min(inputs, key=lambda name: len(inputs[name]))} is a single number; inputs are [B, ...]")
-        self.shapes = {name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()}
+            raise QatError(
+                f'{config.onnx}: input {min(inputs, key=lambda name: len(inputs[name]))} is a single number; inputs are [B, ...]'
+            )
+        self.shapes = {
+            name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()
+        }
         self.dynamic = any(-1 in shape for shape in inputs.values())
         self.int8 = any(count_qdq(model))
         self.half = is_half(model)
@@ -37,28 +42,37 @@ class Source:
         if own == -1:
             return wanted or (1, 1, 1)
         if wanted and set(wanted) != {own}:
-            raise QatError(f"--batch {','.join(map(str, wanted))}: {self.config.onnx} has a fixed batch of {own}; leave the flag out, or "
-                           'export with --dynamic')
+            raise QatError(
+                f'--batch {",".join(map(str, wanted))}: {self.config.onnx} has a fixed batch of {own}; leave the flag out, or '
+                'export with --dynamic'
+            )
         return own, own, own
 
     def _size(self, shape):
         """The axes behind the batch: those of the file, or --imgsz where they are open."""
         own, wanted = shape[1:], self.config.imgsz
         if len(shape) != 4 and -1 in own:
-            raise QatError(f'{self.config.onnx}: an input of shape {list(shape)}: only the batch, and height and width of images, may be open')
+            raise QatError(
+                f'{self.config.onnx}: an input of shape {list(shape)}: only the batch, and height and width of images, may be open'
+            )
         if -1 not in own:
             if len(shape) == 4 and wanted and list(own[1:]) != list(wanted):
-                raise QatError(f"--imgsz {' '.join(map(str, wanted))}: {self.config.onnx} takes {own[1]} x {own[2]}; leave the flag out, "
-                               'or export with that --imgsz')
+                raise QatError(
+                    f'--imgsz {" ".join(map(str, wanted))}: {self.config.onnx} takes {own[1]} x {own[2]}; leave the flag out, '
+                    'or export with that --imgsz'
+                )
             return own
         if not wanted or own[0] == -1:
-            raise QatError(f'--imgsz: {self.config.onnx} leaves the image size open ({list(shape)}); say which to build for')
+            raise QatError(
+                f'--imgsz: {self.config.onnx} leaves the image size open ({list(shape)}); say which to build for'
+            )
         return tuple(w if o == -1 else o for o, w in zip(own, (own[0], *wanted)))
 
 
 @dataclass
 class Plan:
     """How a file is built: flags by name, and the precision that the engine will have, in words."""
+
     network: list  # of NetworkDefinitionCreationFlag
     builder: list  # of BuilderFlag
     precision: str
@@ -72,19 +86,27 @@ def plan(source, can, product):
     file, wanted, int8, half = source.config.onnx, source.config.precision, source.int8, source.half
     export = f'python export_qat.py --weights {file.with_suffix(".pt").name}'
     if int8 and wanted in ('fp32', 'fp16'):
-        raise QatError(f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint')
+        raise QatError(
+            f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint'
+        )
     if not int8 and wanted == 'int8':
-        raise QatError(f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
-                       '(qat.py quantize, then export_qat.py)')
+        raise QatError(
+            f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
+            '(qat.py quantize, then export_qat.py)'
+        )
     parts = ['INT8'] * int8 + (['FP16'] if half else ['FP32'])
     if half or not can.precision_flags:
         if not can.typed:
             raise QatError(f'{file}: FP16 outside Q/DQ, which {product} cannot take; {export} --trt 8')
         if (wanted == 'fp16' and not half) or (wanted == 'fp32' and half):
-            raise QatError(f"--precision {wanted}: {product} computes in the types of the file, and {file} is {' and '.join(parts)}; "
-                           f"{export} --trt 11{' --half' * (wanted == 'fp16')}")
+            raise QatError(
+                f'--precision {wanted}: {product} computes in the types of the file, and {file} is {" and ".join(parts)}; '
+                f'{export} --trt 11{" --half" * (wanted == "fp16")}'
+            )
         if int8 and not half:
-            LOGGER.warning(f'{file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11')
+            LOGGER.warning(
+                f'{file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11'
+            )
         return Plan(['STRONGLY_TYPED'] + ['EXPLICIT_BATCH'] * can.explicit_batch, [], ' and '.join(parts))
     flags = ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
     return Plan(['EXPLICIT_BATCH'] * can.explicit_batch, flags, ' and '.join(flags[::-1]) or 'FP32')

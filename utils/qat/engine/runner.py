@@ -5,6 +5,7 @@
 
 No copy goes through the host. What the runner calls is in all three versions: tests/engine/test_tensorrt_api.py.
 """
+
 import json
 
 import torch
@@ -14,8 +15,16 @@ from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import capabilities, load_tensorrt, logger, product
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
-DTYPES = {'FLOAT': torch.float32, 'HALF': torch.float16, 'BF16': torch.bfloat16, 'INT8': torch.int8, 'UINT8': torch.uint8,
-          'INT32': torch.int32, 'INT64': torch.int64, 'BOOL': torch.bool}  # trt.DataType → torch.dtype
+DTYPES = {
+    'FLOAT': torch.float32,
+    'HALF': torch.float16,
+    'BF16': torch.bfloat16,
+    'INT8': torch.int8,
+    'UINT8': torch.uint8,
+    'INT32': torch.int32,
+    'INT64': torch.int64,
+    'BOOL': torch.bool,
+}  # trt.DataType → torch.dtype
 
 
 def require_within(file, name, shape, profile):
@@ -23,8 +32,10 @@ def require_within(file, name, shape, profile):
     smallest, _, largest = profile
     if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
         bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
-        raise QatError(f'{file}: {name} of shape {list(shape)}, and the engine takes {bounds}; give another --batch-size or --imgsz, or build it '
-                       'for that: scripts/generate_trt_engine.sh MODEL.onnx IMGSZ --batch MIN,OPT,MAX')
+        raise QatError(
+            f'{file}: {name} of shape {list(shape)}, and the engine takes {bounds}; give another --batch-size or --imgsz, or build it '
+            'for that: scripts/generate_trt_engine.sh MODEL.onnx IMGSZ --batch MIN,OPT,MAX'
+        )
 
 
 class EngineRunner:
@@ -40,7 +51,9 @@ class EngineRunner:
         self.file, self.device, self.cuda_graph = file, device, cuda_graph
         self.trt = load_tensorrt(backend, str(file))
         if device.type != 'cuda':
-            raise QatError(f'{file}: an engine runs on an NVIDIA GPU, not on {device.type}; ONNX Runtime evaluates the .onnx on a CPU')
+            raise QatError(
+                f'{file}: an engine runs on an NVIDIA GPU, not on {device.type}; ONNX Runtime evaluates the .onnx on a CPU'
+            )
         self.sidecar = read_sidecar(file)
         if self.sidecar:
             require_fit(file, self.sidecar, product(self.trt), this_gpu(device))
@@ -52,18 +65,24 @@ class EngineRunner:
         self.runtime = self.trt.Runtime(self.log)
         self.engine = self.runtime.deserialize_cuda_engine(file.read_bytes())
         if self.engine is None:
-            raise QatError(f"{file}: {product(self.trt)} cannot load it ({'; '.join(self.log.errors[:1]) or 'no reason given'}); build it "
-                           'again here: scripts/generate_trt_engine.sh')
+            raise QatError(
+                f'{file}: {product(self.trt)} cannot load it ({"; ".join(self.log.errors[:1]) or "no reason given"}); build it '
+                'again here: scripts/generate_trt_engine.sh'
+            )
         self.context = self.engine.create_execution_context()
         if self.context is None:
-            raise QatError(f"{file}: no memory for it on {device} ({'; '.join(self.log.errors[:1])}); end other processes, or build it "
-                           'for a smaller batch')
+            raise QatError(
+                f'{file}: no memory for it on {device} ({"; ".join(self.log.errors[:1])}); end other processes, or build it '
+                'for a smaller batch'
+            )
         self.stream = torch.cuda.Stream(device)
         self.inputs, self.outputs, self.buffers, self.graphs = {}, {}, {}, {}
         for name in map(self.engine.get_tensor_name, range(self.engine.num_io_tensors)):
             if self.engine.get_tensor_mode(name) == self.trt.TensorIOMode.INPUT:
                 shape = tuple(self.engine.get_tensor_shape(name))
-                self.inputs[name] = tuple(map(tuple, self.engine.get_tensor_profile_shape(name, 0))) if -1 in shape else (shape,) * 3
+                self.inputs[name] = (
+                    tuple(map(tuple, self.engine.get_tensor_profile_shape(name, 0))) if -1 in shape else (shape,) * 3
+                )
             else:
                 self.outputs[name] = tuple(self.engine.get_tensor_shape(name))
 
@@ -96,7 +115,9 @@ class EngineRunner:
         for name in self.outputs:
             shape = tuple(self.context.get_tensor_shape(name))
             if -1 in shape:
-                raise QatError(f'{self.file}: the size of {name} {list(shape)} is known only after a run; export with a fixed number of detections')
+                raise QatError(
+                    f'{self.file}: the size of {name} {list(shape)} is known only after a run; export with a fixed number of detections'
+                )
             found[name] = self._buffer(name, shape)
         return found
 
@@ -118,7 +139,7 @@ class EngineRunner:
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
             for name, tensor in tensors.items():
-                self.buffers[name][:tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+                self.buffers[name][: tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
             self.enqueue()
         caller.wait_stream(self.stream)
         return outputs
@@ -139,7 +160,9 @@ class EngineRunner:
 
     def _execute(self):
         if not self.context.execute_async_v3(self.stream.cuda_stream):
-            raise QatError(f"{self.file}: the engine did not run ({'; '.join(self.log.errors[-1:]) or 'no reason given'})")
+            raise QatError(
+                f'{self.file}: the engine did not run ({"; ".join(self.log.errors[-1:]) or "no reason given"})'
+            )
 
     def layers(self):
         """The engine inspector's account of the layers, for draw_engine.py: a dict."""
@@ -167,5 +190,13 @@ class EngineRunner:
             self._execute()
             self.stream.synchronize()
         whole = sum(map(sum, times.values()))
-        return [{'count': runs}] + [{'name': name, 'timeMs': sum(t), 'averageMs': sum(t) / len(t), 'medianMs': sorted(t)[len(t) // 2],
-                                     'percentage': 100 * sum(t) / whole} for name, t in times.items()]
+        return [{'count': runs}] + [
+            {
+                'name': name,
+                'timeMs': sum(t),
+                'averageMs': sum(t) / len(t),
+                'medianMs': sorted(t)[len(t) // 2],
+                'percentage': 100 * sum(t) / whole,
+            }
+            for name, t in times.items()
+        ]

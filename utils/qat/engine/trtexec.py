@@ -3,6 +3,7 @@
 Its flags differ by version: 8.6 and 10 choose precisions by flags, 11 has none and measures as one wishes by default. A version is
 told by the banner that every run begins with.
 """
+
 import os
 import re
 import shutil
@@ -14,7 +15,10 @@ from utils.qat.core.files import atomic
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.sidecar import write_sidecar
 
-PLACES = '/usr/src/tensorrt/bin', '/opt/tensorrt/bin'  # of NVIDIA's packages and containers, which need not be on the PATH
+PLACES = (
+    '/usr/src/tensorrt/bin',
+    '/opt/tensorrt/bin',
+)  # of NVIDIA's packages and containers, which need not be on the PATH
 BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')
 
 
@@ -32,7 +36,11 @@ def version_in(output):
     if not found:
         return None
     number = int(found[1])
-    return (number // 10000, number // 100 % 100, number % 100) if number >= 10000 else (number // 1000, number // 100 % 10, number % 100)
+    return (
+        (number // 10000, number // 100 % 100, number % 100)
+        if number >= 10000
+        else (number // 1000, number // 100 % 10, number % 100)
+    )
 
 
 def version_of(trtexec):
@@ -40,16 +48,23 @@ def version_of(trtexec):
     done = subprocess.run([trtexec, '--help'], capture_output=True, text=True)
     version = version_in(done.stdout + done.stderr)
     if not version or version[0] not in VERSIONS or version < (8, 6):
-        raise QatError(f"{trtexec}: {'of TensorRT ' + '.'.join(map(str, version)) if version else 'it does not tell its version'}; known are 8.6, "
-                       '10 and 11. Build with the Python package instead: --no-trtexec')
+        raise QatError(
+            f'{trtexec}: {"of TensorRT " + ".".join(map(str, version)) if version else "it does not tell its version"}; known are 8.6, '
+            '10 and 11. Build with the Python package instead: --no-trtexec'
+        )
     return version
 
 
 def arguments(source, plan, major, layer=None, profile=None):
     """The command line, behind the program's name. source, plan: see engine_plan. layer, profile: JSON files to write; None = build only."""
     config = source.config
-    args = [f'--onnx={config.onnx}', f'--saveEngine={config.engine}', f'--timingCacheFile={config.timing_cache}',
-            f'--memPoolSize=workspace:{config.workspace}', '--profilingVerbosity=detailed']
+    args = [
+        f'--onnx={config.onnx}',
+        f'--saveEngine={config.engine}',
+        f'--timingCacheFile={config.timing_cache}',
+        f'--memPoolSize=workspace:{config.workspace}',
+        '--profilingVerbosity=detailed',
+    ]
     if major < 11:
         args += [{'FP16': '--fp16', 'INT8': '--int8'}[flag] for flag in plan.builder]
         args += ['--stronglyTyped'] * ('STRONGLY_TYPED' in plan.network)
@@ -57,13 +72,17 @@ def arguments(source, plan, major, layer=None, profile=None):
         args.append(f'--builderOptimizationLevel={config.level}')
     if source.dynamic:
         for which, number in (('min', 0), ('opt', 1), ('max', 2)):
-            shapes = (f"{name}:{'x'.join(map(str, shapes[number]))}" for name, shapes in source.shapes.items())
-            args.append(f"--{which}Shapes={','.join(shapes)}")
+            shapes = (f'{name}:{"x".join(map(str, shapes[number]))}' for name, shapes in source.shapes.items())
+            args.append(f'--{which}Shapes={",".join(shapes)}')
     if layer is None:
         return [*args, '--skipInference']
     # 11 measures so by default, and would warn of these
-    return [*args, f'--exportLayerInfo={layer}', f'--exportProfile={profile}',
-            *(['--useCudaGraph', '--useSpinWait', '--noDataTransfers', '--separateProfileRun'] if major < 11 else [])]
+    return [
+        *args,
+        f'--exportLayerInfo={layer}',
+        f'--exportProfile={profile}',
+        *(['--useCudaGraph', '--useSpinWait', '--noDataTransfers', '--separateProfileRun'] if major < 11 else []),
+    ]
 
 
 def build_with_trtexec(trtexec, version, source, plan, say, progress=iter, layer=None, profile=None):
@@ -82,5 +101,7 @@ def build_with_trtexec(trtexec, version, source, plan, say, progress=iter, layer
                 say(line.rstrip())
                 errors += [line.strip()] * ('[E]' in line)
         if running.returncode or not Path(tmp).exists():
-            raise QatError(f"{config.onnx}: {trtexec} failed: {errors[-1] if errors else f'exit code {running.returncode}'}")
-    return write_sidecar(source, plan, f"TensorRT {'.'.join(map(str, version))}", {'trtexec': ' '.join(command)})
+            raise QatError(
+                f'{config.onnx}: {trtexec} failed: {errors[-1] if errors else f"exit code {running.returncode}"}'
+            )
+    return write_sidecar(source, plan, f'TensorRT {".".join(map(str, version))}', {'trtexec': ' '.join(command)})

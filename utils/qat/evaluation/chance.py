@@ -4,12 +4,13 @@ A resample draws as many images as there are, with replacement: it is a count fo
 resamples, so that images which are easy or hard for all of them go out of a difference (a paired bootstrap). No match of a detection
 with a label is made again.
 """
+
 import numpy as np
 from scipy.sparse import csr_array
 
 RESAMPLES, SEED = 1000, 0
 CERTAIN = 1.96  # standard deviations to either side hold 95 %
-AT_ONCE = 2 ** 20  # values of an array
+AT_ONCE = 2**20  # values of an array
 
 
 def draw(number):
@@ -34,14 +35,18 @@ def resampled_ap(images):
     image, image_of_label = (np.repeat(np.arange(number), [len(x[i]) for x in images]) for i in (1, 3))
     order = np.argsort(-score, kind='stable')
     classes, of_class = np.unique(true, return_inverse=True)
-    there = csr_array((np.ones(len(true)), (of_class, image_of_label)), (len(classes), number)) @ counts  # labels of each class
+    there = (
+        csr_array((np.ones(len(true)), (of_class, image_of_label)), (len(classes), number)) @ counts
+    )  # labels of each class
     total = np.zeros((counts.shape[1], correct.shape[1]))
     for c, labels in zip(classes, there):
         found = order[predicted[order] == c]
         step = 1 + AT_ONCE // (1 + correct[found].any((1, 2)).sum())
         blocks = [slice(i, i + step) for i in range(0, len(labels), step)]
         for part, hits in enumerate(np.swapaxes(correct[found], 0, 1)):
-            total[:, part] += np.concatenate([average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks])
+            total[:, part] += np.concatenate(
+                [average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks]
+            )
     return total / np.maximum((there > 0).sum(0), 1)[:, None]  # where a resample has no label at all, every model has 0
 
 
@@ -53,7 +58,9 @@ def average_precision(hits, image, labels, counts):
     """
     labels, ap = np.maximum(labels, 1), np.zeros(len(labels))
     useful = hits.any(1)  # precision rises only here; what lies between two of these is only counted
-    drawn = csr_array((np.ones(len(image)), (np.cumsum(useful) - useful, image)), (useful.sum() + 1, len(counts))) @ counts
+    drawn = (
+        csr_array((np.ones(len(image)), (np.cumsum(useful) - useful, image)), (useful.sum() + 1, len(counts))) @ counts
+    )
     detections = np.maximum(np.cumsum(drawn, 0), 1)  # so far, at each of the useful ones; and all
     weights = counts[image[useful]]
     for hit in hits[useful].T[hits.any(0)]:
@@ -62,7 +69,9 @@ def average_precision(hits, image, labels, counts):
         points = np.ceil(100 * right / labels)  # recalls 0.00, 0.01, ... that lie below the one reached
         ap += precision[0] * (points[0] - 0.5) + (precision[1:] * np.diff(points, axis=0)).sum(0)
         left, missed = 100 - points[-1], 1 - right[-1] / labels
-        ap += right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)  # upstream's line to (recall 1, precision 0)
+        ap += (
+            right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)
+        )  # upstream's line to (recall 1, precision 0)
     return ap / 100 / hits.shape[1]
 
 
@@ -97,10 +106,12 @@ def points_lost(found):
 
 def points(found):
     """A `difference` of boxes, or of masks, in points."""
-    return f"{100 * found['difference']:+.2f} ± {100 * found['chance']:.2f}"
+    return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
 
 
 def in_words(found):
     """A `difference` in points, and whether chance alone explains it."""
-    return ', '.join(f"{text}{points(part)} points of AP, {'within' if within_chance(part) else 'beyond'} chance"
-                     for text, part in zip(('', 'masks '), parts(found)))
+    return ', '.join(
+        f'{text}{points(part)} points of AP, {"within" if within_chance(part) else "beyond"} chance'
+        for text, part in zip(('', 'masks '), parts(found))
+    )

@@ -1,4 +1,5 @@
 """COCO's result format, and its own scorer."""
+
 import contextlib
 import io
 from pathlib import Path
@@ -26,8 +27,15 @@ def result_rows(native, path, categories):
     """
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
-    return [{'image_id': image_id(path), 'category_id': categories[int(p[5])],
-             'bbox': [round(x, 3) for x in b], 'score': round(p[4], 5)} for p, b in zip(native.tolist(), box.tolist())]
+    return [
+        {
+            'image_id': image_id(path),
+            'category_id': categories[int(p[5])],
+            'bbox': [round(x, 3) for x in b],
+            'score': round(p[4], 5),
+        }
+        for p, b in zip(native.tolist(), box.tolist())
+    ]
 
 
 def add_masks(rows, masks, shape):
@@ -36,6 +44,7 @@ def add_masks(rows, masks, shape):
     masks: masks.Masks. shape: the loader's of the image.
     """
     from pycocotools.mask import encode
+
     for start in range(0, len(rows), AT_ONCE):
         part = slice(start, start + AT_ONCE)
         fine = masks[part].fine().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
@@ -49,6 +58,7 @@ def coco_figures(annotations, detections, files, of='bbox'):
     masks."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
+
     said = io.StringIO()  # it prints as it goes
     with contextlib.redirect_stdout(said):
         truth = COCO(str(annotations))

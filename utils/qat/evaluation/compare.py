@@ -3,6 +3,7 @@
 A model is a callable images → predictions (see file_model.py), so any two backends can be compared. Each runs once per batch,
 and one NMS of each serves both the ranks and the AP.
 """
+
 import math
 from dataclasses import asdict, dataclass
 
@@ -17,12 +18,16 @@ from utils.qat.evaluation.evaluate import Metrics, Scorer
 from utils.qat.prediction.detections import detect, prepared
 from utils.qat.prediction.outputs import parts
 
-SAME_OBJECT, SAME_DETECTION = 0.5, 0.9  # IoU from which two detections of one class are of one object, and are one detection
+SAME_OBJECT, SAME_DETECTION = (
+    0.5,
+    0.9,
+)  # IoU from which two detections of one class are of one object, and are one detection
 
 
 @dataclass
 class Comparison:
     """How `other` differs from `reference`. Boxes are in pixels of the model's input, scores in 0..1."""
+
     images: int
     rtol: float
     atol: float
@@ -39,7 +44,9 @@ class Comparison:
     matched_mask: float  # mean IoU of the masks of a detection and its match; None without masks
     reference: Metrics  # None if the images have no labels
     other: Metrics
-    against_reference: dict  # AP of `other` less AP of `reference`, and the chance in it, see chance.difference; None without labels
+    against_reference: (
+        dict  # AP of `other` less AP of `reference`, and the chance in it, see chance.difference; None without labels
+    )
 
     @property
     def ap_difference(self):
@@ -54,8 +61,14 @@ class Comparison:
     def plain(self):
         """As plain values; None where there is no figure, and where it is not finite, for which JSON has no name."""
         metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
-        return _finite({**asdict(self), **metrics, 'ap_difference': self.ap_difference,
-                        'mask_ap_difference': self.mask_ap_difference})
+        return _finite(
+            {
+                **asdict(self),
+                **metrics,
+                'ap_difference': self.ap_difference,
+                'mask_ap_difference': self.mask_ap_difference,
+            }
+        )
 
     def excess(self, limits):
         """What is beyond config.Limits, in words; empty if nothing is."""
@@ -66,7 +79,9 @@ class Comparison:
             if abs(gain or 0) > limits.ap:
                 found.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
         if self.matched < limits.matched:
-            found.append(f'{self.matched:.2%} of the top {self.top} detections are matched, wanted {limits.matched:.0%}')
+            found.append(
+                f'{self.matched:.2%} of the top {self.top} detections are matched, wanted {limits.matched:.0%}'
+            )
         if self.matched_score > limits.score:
             found.append(f'their scores differ by {self.matched_score:.2g}, allowed {limits.score:g}')
         if self.matched_mask is not None and self.matched_mask < limits.mask:
@@ -124,9 +139,9 @@ class Ranking:
     def update(self, reference, other):
         """Detections of one image."""
         first, second = reference.rows.cpu(), other.rows.cpu()
-        self._rank(first[:self.top], second[:self.top])
-        self._match(first[:self.top], second, reference.masks, other.masks)
-        self._match(second[:self.top], first, other.masks, reference.masks)
+        self._rank(first[: self.top], second[: self.top])
+        self._match(first[: self.top], second, reference.masks, other.masks)
+        self._match(second[: self.top], first, other.masks, reference.masks)
 
     def _rank(self, reference, other):
         both, either = sorted((len(reference), len(other)))
@@ -157,15 +172,28 @@ class Ranking:
         """One dict per rank that has a detection: rank (from 1), images (with a detection of either model), the
         reference's mean score, mean absolute score_error and box_error (of x1, y1, x2, y2) where both have a detection,
         and disagreement, as a share of the images."""
-        return [{'rank': i + 1, 'images': int(self.either[i]), 'score': _ratio(self.score[i], self.both[i]),
-                 'score_error': _ratio(self.score_error[i], self.both[i]), 'box_error': _ratio(self.box_error[i], self.both[i]),
-                 'disagreement': _ratio(self.differ[i], self.either[i])} for i in range(self.top) if self.either[i]]
+        return [
+            {
+                'rank': i + 1,
+                'images': int(self.either[i]),
+                'score': _ratio(self.score[i], self.both[i]),
+                'score_error': _ratio(self.score_error[i], self.both[i]),
+                'box_error': _ratio(self.box_error[i], self.both[i]),
+                'disagreement': _ratio(self.differ[i], self.either[i]),
+            }
+            for i in range(self.top)
+            if self.either[i]
+        ]
 
     def figures(self):
-        return {'ranks': self.ranks(), 'disagreement': _ratio(self.differ.sum(), self.either.sum()),
-                'matched': _ratio(self.matched, self.looked_for), 'matched_score': _ratio(self.matched_error[4], self.matched),
-                'matched_box': _ratio(self.matched_error[:4].mean(), self.matched),
-                'matched_mask': _ratio(self.mask_iou, self.with_masks) if self.with_masks else None}
+        return {
+            'ranks': self.ranks(),
+            'disagreement': _ratio(self.differ.sum(), self.either.sum()),
+            'matched': _ratio(self.matched, self.looked_for),
+            'matched_score': _ratio(self.matched_error[4], self.matched),
+            'matched_box': _ratio(self.matched_error[:4].mean(), self.matched),
+            'matched_mask': _ratio(self.mask_iou, self.with_masks) if self.with_masks else None,
+        }
 
 
 def _ratio(total, count):
@@ -189,8 +217,10 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
             apart = [list(parts(out).values()) for out in outputs]
             shapes = [[list(part.shape) for part in of_one] for of_one in apart]
             if shapes[0] != shapes[1]:
-                raise QatError(f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
-                               'can be compared')
+                raise QatError(
+                    f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
+                    'can be compared'
+                )
             for element, *pair in zip(elements, *apart):
                 element.update(*pair)
         detections = [detect(out, truth.shape) for out in outputs]
@@ -200,6 +230,14 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
             scorer.update(found, truth)
         images_seen += len(images)
     metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None, None]
-    return Comparison(images_seen, rtol, atol, top, *(e.figures() for e in elements), **ranking.figures(),
-                      reference=metrics[0], other=metrics[1],
-                      against_reference=difference(*(m.resampled for m in metrics)) if names else None)
+    return Comparison(
+        images_seen,
+        rtol,
+        atol,
+        top,
+        *(e.figures() for e in elements),
+        **ranking.figures(),
+        reference=metrics[0],
+        other=metrics[1],
+        against_reference=difference(*(m.resampled for m in metrics)) if names else None,
+    )

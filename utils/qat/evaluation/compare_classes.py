@@ -2,6 +2,7 @@
 
 What compare.py is for detectors. A model is a callable: images [B, 3, H, W] → scores [B, C].
 """
+
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from utils.qat.evaluation.compare import Elements
 @dataclass
 class ClassComparison:
     """How `other` differs from `reference`. Accuracies are in 0..1."""
+
     images: int
     rtol: float
     atol: float
@@ -55,12 +57,18 @@ def compare_classes(reference, other, batches, device, rtol=1e-3, atol=1e-3, top
     for images, labels in batches:
         first, second = (predict(images.to(device)).cpu().double() for predict in (reference, other))
         if first.shape != second.shape:
-            raise QatError(f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same classes can be compared')
+            raise QatError(
+                f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same classes can be compared'
+            )
         scores.update(first, second)
         depth = min(max(top, 5), first.shape[1])
         ranked = [t.topk(depth, 1) for t in (first, second)]
         (one, own), (two, others) = ranked
-        for key, values in (('score', one), ('score_error', (two - one).abs()), ('disagreement', (own != others).double())):
+        for key, values in (
+            ('score', one),
+            ('score_error', (two - one).abs()),
+            ('disagreement', (own != others).double()),
+        ):
             totals[key] = totals.get(key, 0) + values[:, :top].sum(0)
         if labels is not None:
             for accuracy, (_, classes) in zip(accuracies, ranked):
@@ -68,5 +76,13 @@ def compare_classes(reference, other, batches, device, rtol=1e-3, atol=1e-3, top
         seen += len(images)
     means = {key: (total / seen).tolist() for key, total in totals.items()}
     ranks = [{'rank': i + 1, **{key: values[i] for key, values in means.items()}} for i in range(len(means['score']))]
-    return ClassComparison(seen, rtol, atol, top, scores.figures(), ranks, float(np.mean(means['disagreement'])),
-                           *(accuracy.figures() for accuracy in accuracies))
+    return ClassComparison(
+        seen,
+        rtol,
+        atol,
+        top,
+        scores.figures(),
+        ranks,
+        float(np.mean(means['disagreement'])),
+        *(accuracy.figures() for accuracy in accuracies),
+    )

@@ -1,4 +1,5 @@
 """Two models side by side → tables, compare.json, report.md and its picture."""
+
 from dataclasses import asdict
 
 from utils.qat.config.compare import CompareConfig
@@ -13,44 +14,78 @@ from utils.qat.evaluation.plots import plot_ranks
 
 def comparison_tables(comparison, names):
     """A plain Comparison of the models called `names` (reference, other): all predictions, the top detections, AP."""
+
     def number(value, form='.3g'):
         return '-' if value is None else format(value, form)
 
-    tolerance = f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"
-    elements = [(text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
-                for text, e in (('boxes (px)', comparison['boxes']), ('scores', comparison['scores']),
-                                ('mask coefficients', comparison['coefficients']), ('prototypes', comparison['prototypes']))
-                if e]  # none with NMS inside
-    ranks = [(r['rank'], r['images'], number(r['score'], '.4f'), number(r['score_error']), number(r['box_error']),
-              number(r['disagreement'], '.1%')) for r in comparison['ranks']]
-    ranks.append((f"top {comparison['top']}", *['-'] * 4, number(comparison['disagreement'], '.1%')))
-    tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(elements)
-    tables.append(markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks))
+    tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
+    elements = [
+        (text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+        for text, e in (
+            ('boxes (px)', comparison['boxes']),
+            ('scores', comparison['scores']),
+            ('mask coefficients', comparison['coefficients']),
+            ('prototypes', comparison['prototypes']),
+        )
+        if e
+    ]  # none with NMS inside
+    ranks = [
+        (
+            r['rank'],
+            r['images'],
+            number(r['score'], '.4f'),
+            number(r['score_error']),
+            number(r['box_error']),
+            number(r['disagreement'], '.1%'),
+        )
+        for r in comparison['ranks']
+    ]
+    ranks.append((f'top {comparison["top"]}', *['-'] * 4, number(comparison['disagreement'], '.1%')))
+    tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(
+        elements
+    )
+    tables.append(
+        markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks)
+    )
     if comparison['reference']:
         titles, masks = columns(comparison['reference'])
         rows = [(name, *figures(comparison[k], masks)) for name, k in zip(names, ('reference', 'other'))]
         tables.append(markdown_table(('model', *titles), rows))
-        tables.append(f"the second less the first: {in_words(comparison['against_reference'])} (± holds 95 % of what other images of this "
-                      f'kind would give, by {RESAMPLES} resamples of these)')
-    iou = f", IoU of their masks {number(comparison['matched_mask'])}" if comparison['matched_mask'] is not None else ''
-    tables.append(f"matched regardless of rank: {number(comparison['matched'], '.2%')} of the top {comparison['top']} detections of "
-                  f"either model; mean difference {number(comparison['matched_score'])} of score, "
-                  f"{number(comparison['matched_box'])} px of box{iou}\n(nearly equal scores change places by rounding alone, and "
-                  'count as disagreement at both ranks)')
+        tables.append(
+            f'the second less the first: {in_words(comparison["against_reference"])} (± holds 95 % of what other images of this '
+            f'kind would give, by {RESAMPLES} resamples of these)'
+        )
+    iou = f', IoU of their masks {number(comparison["matched_mask"])}' if comparison['matched_mask'] is not None else ''
+    tables.append(
+        f'matched regardless of rank: {number(comparison["matched"], ".2%")} of the top {comparison["top"]} detections of '
+        f'either model; mean difference {number(comparison["matched_score"])} of score, '
+        f'{number(comparison["matched_box"])} px of box{iou}\n(nearly equal scores change places by rounding alone, and '
+        'count as disagreement at both ranks)'
+    )
     return '\n\n'.join(tables)
 
 
 def class_comparison_tables(comparison, names):
     """A plain ClassComparison of the classifiers called `names` (reference, other): all scores, the highest, accuracy."""
     e = comparison['scores']
-    ranks = [(r['rank'], f"{r['score']:.4f}", f"{r['score_error']:.3g}", f"{r['disagreement']:.1%}") for r in comparison['ranks']]
-    ranks.append((f"top {comparison['top']}", '-', '-', f"{comparison['disagreement']:.1%}"))
-    tolerance = f"within rtol {comparison['rtol']:g}, atol {comparison['atol']:g}"
-    tables = [markdown_table(('all scores', 'max difference', 'mean difference', tolerance),
-                             [('scores', f"{e['max']:.3g}", f"{e['mean']:.3g}", f"{e['within']:.2%}")]),
-              markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks)]
+    ranks = [
+        (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
+        for r in comparison['ranks']
+    ]
+    ranks.append((f'top {comparison["top"]}', '-', '-', f'{comparison["disagreement"]:.1%}'))
+    tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
+    tables = [
+        markdown_table(
+            ('all scores', 'max difference', 'mean difference', tolerance),
+            [('scores', f'{e["max"]:.3g}', f'{e["mean"]:.3g}', f'{e["within"]:.2%}')],
+        ),
+        markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks),
+    ]
     if comparison['reference']:
-        rows = [(name, *(f'{comparison[k][top]:.4f}' for top in ('top1', 'top5'))) for name, k in zip(names, ('reference', 'other'))]
+        rows = [
+            (name, *(f'{comparison[k][top]:.4f}' for top in ('top1', 'top5')))
+            for name, k in zip(names, ('reference', 'other'))
+        ]
         tables.append(markdown_table(('model', 'top-1', 'top-5'), rows))
     return '\n\n'.join(tables)
 
@@ -58,12 +93,27 @@ def class_comparison_tables(comparison, names):
 def write_comparison(folder, config, comparison, tables, size, following):
     """compare.json, report.md and ranks.png. comparison: plain. tables: of it. size: pixels of the images. following: the next command."""
     files = {str(file): sha256(file) for file in (config.reference, config.other)}
-    write_json(folder / 'compare.json', {'settings': asdict(config), 'versions': versions(), 'files': files, **comparison})
+    write_json(
+        folder / 'compare.json', {'settings': asdict(config), 'versions': versions(), 'files': files, **comparison}
+    )
     pictures = []
     if comparison['ranks']:  # none if neither model detects anything
         plot_ranks(folder / 'ranks.png', comparison)
         pictures.append(image('differences by rank', 'ranks.png'))
-    document(folder / 'report.md', f'{config.other.name} compared with {config.reference.name}', [
-        f"{comparison['images']} images of {size} x {size} pixels.", tables, *pictures,
-        '## Files', markdown_table(('file', 'SHA-256'), files.items(), right=False),
-        *closing({k: v for k, v in asdict(config).items() if k not in ('reference', 'other')}, CompareConfig, versions(), following)])
+    document(
+        folder / 'report.md',
+        f'{config.other.name} compared with {config.reference.name}',
+        [
+            f'{comparison["images"]} images of {size} x {size} pixels.',
+            tables,
+            *pictures,
+            '## Files',
+            markdown_table(('file', 'SHA-256'), files.items(), right=False),
+            *closing(
+                {k: v for k, v in asdict(config).items() if k not in ('reference', 'other')},
+                CompareConfig,
+                versions(),
+                following,
+            ),
+        ],
+    )

@@ -2,6 +2,7 @@
 
 The figures are those of upstream's val.py and segment/val.py: same NMS, same matching, same AP.
 """
+
 import json
 import time
 from dataclasses import asdict, dataclass, field
@@ -26,13 +27,16 @@ IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these
 @dataclass
 class Metrics:
     """Metrics of boxes, and of masks, all in 0..1. AP is the mean over IoU 0.50:0.95, P and R are taken at the best F1."""
+
     ap: float
     ap50: float
     precision: float
     recall: float
     images: int
     instances: int
-    per_class: list = field(default_factory=list)  # of {class, name, instances, ap, ap50, precision, recall}, and mask as below
+    per_class: list = field(
+        default_factory=list
+    )  # of {class, name, instances, ap, ap50, precision, recall}, and mask as below
     mask: dict = None  # ap, ap50, precision, recall of masks; and coco as below
     coco: dict = None  # pycocotools' figures, where the data is COCO
     ms_per_image: dict = field(default_factory=dict)  # pre-processing, inference, NMS, of the process that computed it
@@ -96,7 +100,9 @@ class Scorer:
         """Metrics of everything so far. resample: with AP on resamples of the images, whatever their order. Raises QatError if there is
         no label among the truth."""
         images = [image for images, _ in self.batches for image in images]
-        metrics = _score(*(np.concatenate(x) for x in zip(*(matches for _, matches in images))), self.names, len(images))
+        metrics = _score(
+            *(np.concatenate(x) for x in zip(*(matches for _, matches in images))), self.names, len(images)
+        )
         if resample:
             metrics.resampled = resampled_ap([matches for _, matches in sorted(images, key=lambda image: image[0])])
         return metrics
@@ -130,8 +136,19 @@ def _correct(found, labels, iou):
 
 
 @torch.inference_mode()
-def evaluate(predict, loader, names, device, conf_thres=0.001, iou_thres=0.7, max_det=300, progress=None, annotations=None,
-             predictions_file=None, resample=False):
+def evaluate(
+    predict,
+    loader,
+    names,
+    device,
+    conf_thres=0.001,
+    iou_thres=0.7,
+    max_det=300,
+    progress=None,
+    annotations=None,
+    predictions_file=None,
+    resample=False,
+):
     """Run `predict` over `loader` and score it. Under torchrun all processes call this, each with a shard, and get the same.
 
     predict: images FP32 [B, 3, H, W] in 0..1 → predictions, see file_model.py; with NMS inside, conf_thres, iou_thres and max_det are
@@ -172,9 +189,23 @@ def _score(correct, conf, predicted, true, names, seen):
     if not counts.sum():
         raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
     parts = [_figures(part, conf, predicted, true, names) for part in np.swapaxes(correct, 0, 1)]
-    rows = [{'class': c, 'name': names[c], 'instances': int(counts[c]), **parts[0][1][c],
-             **({'mask': parts[1][1].get(c)} if len(parts) > 1 else {})} for c in parts[0][1]]
-    return Metrics(**parts[0][0], images=seen, instances=int(counts.sum()), per_class=rows, mask=parts[1][0] if len(parts) > 1 else None)
+    rows = [
+        {
+            'class': c,
+            'name': names[c],
+            'instances': int(counts[c]),
+            **parts[0][1][c],
+            **({'mask': parts[1][1].get(c)} if len(parts) > 1 else {}),
+        }
+        for c in parts[0][1]
+    ]
+    return Metrics(
+        **parts[0][0],
+        images=seen,
+        instances=int(counts.sum()),
+        per_class=rows,
+        mask=parts[1][0] if len(parts) > 1 else None,
+    )
 
 
 def _figures(correct, conf, predicted, true, names):
@@ -184,5 +215,7 @@ def _figures(correct, conf, predicted, true, names):
         return dict.fromkeys(keys, 0.0), {}
     _, _, p, r, _, ap, classes = ap_per_class(correct, conf, predicted, true, names=names)
     columns = ap.mean(1), ap[:, 0], p, r
-    return ({k: float(x.mean()) for k, x in zip(keys, columns)},
-            {int(c): {k: float(x[i]) for k, x in zip(keys, columns)} for i, c in enumerate(classes)})
+    return (
+        {k: float(x.mean()) for k, x in zip(keys, columns)},
+        {int(c): {k: float(x[i]) for k, x in zip(keys, columns)} for i, c in enumerate(classes)},
+    )

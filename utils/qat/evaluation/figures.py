@@ -1,4 +1,5 @@
 """Plain metrics as figures in a table, and as the one number that models are chosen by."""
+
 from utils.qat.core.markdown import markdown_table
 
 COLUMNS = ('AP', 'AP50', 'P', 'R')

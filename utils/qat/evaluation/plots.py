@@ -13,7 +13,9 @@ def plot_classes(path, models):
     parts = {'boxes': lambda row: row.get('ap')}
     if any('mask' in metrics for metrics in models.values()):
         parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
-    ap_of = {row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']}  # of the last model
+    ap_of = {
+        row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']
+    }  # of the last model
     worst = sorted(ap_of, key=ap_of.get)[:MOST]
     names = [name for name in ap_of if name in worst]
     figure = Figure(figsize=(4 + 3 * len(parts), 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
@@ -23,7 +25,13 @@ def plot_classes(path, models):
             rows = {row['name']: ap(row) for row in metrics['per_class']}
             places = [n + (i - (len(models) - 1) / 2) * height for n in range(len(names))]
             mean = (metrics if part == 'boxes' else metrics['mask'])['ap']
-            axes.barh(places, [rows.get(name) or 0 for name in names], height, color=f'C{i}', label=literal(f'{model} {mean:.4f}'))
+            axes.barh(
+                places,
+                [rows.get(name) or 0 for name in names],
+                height,
+                color=f'C{i}',
+                label=literal(f'{model} {mean:.4f}'),
+            )
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set_yticks(range(len(names)), [literal(name) for name in names])
         axes.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel=f'AP of {part} (IoU 0.50:0.95); dashed: mean')

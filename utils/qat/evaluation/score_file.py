@@ -1,4 +1,5 @@
 """`qat.py eval` and `val_trt.py`: score a model on the val images of a data YAML, and leave the figures in a folder."""
+
 from utils.general import check_img_size
 
 from utils.qat.core.device import describe
@@ -22,10 +23,14 @@ def score_file(predict, config, device, folder, backend='tensorrt'):
     """
     exported = isinstance(predict, FileModel)
     if exported and predict.classifies:
-        raise QatError(f'--weights {config.weights}: a classifier, which has no boxes to score; compare_outputs.py takes it')
+        raise QatError(
+            f'--weights {config.weights}: a classifier, which has no boxes to score; compare_outputs.py takes it'
+        )
     if exported and set(predict.imgsz) != {config.imgsz}:
-        raise QatError(f"--imgsz {config.imgsz}: {config.weights} takes {' x '.join(map(str, predict.imgsz))}; "
-                       f'give that size, or export again with --imgsz {config.imgsz}')
+        raise QatError(
+            f'--imgsz {config.imgsz}: {config.weights} takes {" x ".join(map(str, predict.imgsz))}; '
+            f'give that size, or export again with --imgsz {config.imgsz}'
+        )
     config.check_model(predict.segments, predict.kind)
     config.imgsz = check_img_size(config.imgsz, predict.stride)
     data = load_data(config.data, predict.nc, segments=predict.segments)
@@ -34,9 +39,17 @@ def score_file(predict, config, device, folder, backend='tensorrt'):
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
     LOGGER.info(f'{config.weights} on {describe(device)}')
-    metrics = evaluate(predict, loader, data.names, device, config.conf_thres, config.iou_thres, annotations=data.annotations,
-                       progress=lambda it: bar(it, 'evaluating'),
-                       predictions_file=folder / 'predictions.json' if config.save_json else None)
+    metrics = evaluate(
+        predict,
+        loader,
+        data.names,
+        device,
+        config.conf_thres,
+        config.iou_thres,
+        annotations=data.annotations,
+        progress=lambda it: bar(it, 'evaluating'),
+        predictions_file=folder / 'predictions.json' if config.save_json else None,
+    )
     following = after_scoring(config.weights, config.imgsz, backend)
     on_first(write_scores)(folder, config, metrics, describe(device), following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')

@@ -1,4 +1,5 @@
 """Metrics of one model → metrics.json, report.md and its picture."""
+
 from dataclasses import asdict
 
 from utils.qat.config.defaults import closing
@@ -13,8 +14,10 @@ from utils.qat.evaluation.plots import plot_classes
 def coco_table(metrics):
     """pycocotools' figures of boxes, and of masks where there are some: Markdown."""
     parts = {'boxes': metrics.coco, **({'masks': metrics.mask['coco']} if metrics.mask else {})}
-    return markdown_table(('pycocotools', *(key.upper() for key in metrics.coco)), [(part, *(f'{v:.4f}' for v in found.values()))
-                                                                                    for part, found in parts.items()])
+    return markdown_table(
+        ('pycocotools', *(key.upper() for key in metrics.coco)),
+        [(part, *(f'{v:.4f}' for v in found.values())) for part, found in parts.items()],
+    )
 
 
 def tables(metrics):
@@ -24,13 +27,29 @@ def tables(metrics):
 
 def write_scores(folder, config, metrics, device, following):
     """metrics.json, report.md and classes.png. metrics: a Metrics. device: in words. following: the next command."""
-    write_json(folder / 'metrics.json', {'settings': asdict(config), 'versions': versions(), 'device': device, **metrics.plain(),
-                                         'times': {'ms_per_image': metrics.ms_per_image}})
+    write_json(
+        folder / 'metrics.json',
+        {
+            'settings': asdict(config),
+            'versions': versions(),
+            'device': device,
+            **metrics.plain(),
+            'times': {'ms_per_image': metrics.ms_per_image},
+        },
+    )
     pictures = []
     if metrics.per_class:  # none if nothing was found
         plot_classes(folder / 'classes.png', {config.weights.name: metrics.plain()})
         pictures.append(image('AP of each class', 'classes.png'))
-    document(folder / 'report.md', f'{config.weights.name} on {config.data.name}', [
-        escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.'), *tables(metrics), *pictures,
-        '## Times', markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
-        *closing(asdict(config), EvalConfig, versions(), following)])
+    document(
+        folder / 'report.md',
+        f'{config.weights.name} on {config.data.name}',
+        [
+            escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.'),
+            *tables(metrics),
+            *pictures,
+            '## Times',
+            markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
+            *closing(asdict(config), EvalConfig, versions(), following),
+        ],
+    )

@@ -2,9 +2,14 @@
 
 Sources as in audit_rules.py. Reduce operators are taken as float: nothing read says that TensorRT has them in INT8.
 """
+
 from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, moved_inputs, name_of
 
-QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if what they read and what they make is quantized
+QUANTIZABLE = {
+    'Add',
+    'AveragePool',
+    'GlobalAveragePool',
+}  # run in INT8 if what they read and what they make is quantized
 IN_THE_WAY = {'Cast', 'Identity'}  # a rule of its own, see audit_rules.py
 
 
@@ -39,17 +44,28 @@ def _loose_dq(graph, dq, reader, i):
     if reader.op_type in IN_THE_WAY:
         return ''  # says `in_the_way`
     q = graph.producer.get(dq.input[0])
-    inside = q is not None and graph.op(q.input[0]) in CONVS and (reader.op_type == 'Mul' or graph.activation_of(reader) is not None)
-    return f"{name_of(reader)} has no INT8 kernel{', and is the activation of the convolution in front' if inside else ''}"
+    inside = (
+        q is not None
+        and graph.op(q.input[0]) in CONVS
+        and (reader.op_type == 'Mul' or graph.activation_of(reader) is not None)
+    )
+    return (
+        f'{name_of(reader)} has no INT8 kernel{", and is the activation of the convolution in front" if inside else ""}'
+    )
 
 
 def _loose_q(graph, q):
     readers = [n for n, _ in graph.readers.get(q.output[0], ())]
     wrong = [name_of(n) for n in readers if n.op_type not in IN_THE_WAY | {'DequantizeLinear'}]
     if wrong or not readers:
-        return f"{', '.join(wrong)} reads it, no DQ" if wrong else 'nothing reads it'
+        return f'{", ".join(wrong)} reads it, no DQ' if wrong else 'nothing reads it'
     maker = graph.producer.get(q.input[0])
-    if q.input[0] in graph.fixed or maker is None or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ or moved_inputs(maker):
+    if (
+        q.input[0] in graph.fixed
+        or maker is None
+        or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ
+        or moved_inputs(maker)
+    ):
         return ''
     if maker.op_type in QUANTIZABLE:
         return '' if graph.dequantized(maker.input[0]) else f'{name_of(maker)} reads float'

@@ -3,6 +3,7 @@
 Findings (see audit_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
 end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: information, no findings.
 """
+
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -15,12 +16,26 @@ from utils.qat.core.markdown import markdown_table
 from utils.qat.graph import audit_cost
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
-from utils.qat.graph.onnx_graph import (CONVS, ELEMENTWISE, MOVES, QDQ, WEIGHTED, Graph, attribute, count_qdq, given, name_of,
-                                        opset)
+from utils.qat.graph.onnx_graph import (
+    CONVS,
+    ELEMENTWISE,
+    MOVES,
+    QDQ,
+    WEIGHTED,
+    Graph,
+    attribute,
+    count_qdq,
+    given,
+    name_of,
+    opset,
+)
 from utils.qat.untrusted.names import is_printable_text
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
-READS = {**dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1), **dict.fromkeys((*QDQ, *WEIGHTED), 2)}  # inputs, at least
+READS = {
+    **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1),
+    **dict.fromkeys((*QDQ, *WEIGHTED), 2),
+}  # inputs, at least
 TYPES = {onnx.TensorProto.FLOAT: 'FP32', onnx.TensorProto.FLOAT16: 'FP16', onnx.TensorProto.BFLOAT16: 'BF16'}
 
 
@@ -59,14 +74,28 @@ def load(path):
         onnx.checker.check_model(model)
     # ValueError and TypeError: of weights in another file that is not whole
     except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
-        raise QatError(f"{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py") from e
-    if not (model.graph.node and given(model) and model.graph.output and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)):
-        raise QatError(f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py')
+        raise QatError(
+            f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
+        ) from e
+    if not (
+        model.graph.node
+        and given(model)
+        and model.graph.output
+        and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)
+    ):
+        raise QatError(
+            f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py'
+        )
     if any(not node.output or len(node.input) < READS.get(node.op_type, 0) for node in model.graph.node):
         raise QatError(f'{path}: no valid ONNX file (a node lacks its inputs or outputs); write it with export_qat.py')
     names = [text for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)]
-    if not all(isinstance(text, str) and is_printable_text(text) for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))):
-        raise QatError(f'{path}: no valid ONNX file (names of nodes are no text, or have control characters); write it with export_qat.py')
+    if not all(
+        isinstance(text, str) and is_printable_text(text)
+        for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))
+    ):
+        raise QatError(
+            f'{path}: no valid ONNX file (names of nodes are no text, or have control characters); write it with export_qat.py'
+        )
     return model
 
 
@@ -84,9 +113,19 @@ def _convolution(graph, types, node):
     channels = None
     if weight is not None:  # Conv: [K, C / groups, ...]; ConvTranspose: [C, K / groups, ...]
         group = attribute(node, 'group', 1)
-        channels = (weight.shape[1], weight.shape[0] // group) if node.op_type == 'Conv' else (weight.shape[0] // group, weight.shape[1])
-    return Convolution(name_of(node), int8, '' if int8 else float_reason(graph, node), channels,
-                       graph.unquantized(node.input[0]) in graph.inputs, audit_cost.flops(graph, types, node))
+        channels = (
+            (weight.shape[1], weight.shape[0] // group)
+            if node.op_type == 'Conv'
+            else (weight.shape[0] // group, weight.shape[1])
+        )
+    return Convolution(
+        name_of(node),
+        int8,
+        '' if int8 else float_reason(graph, node),
+        channels,
+        graph.unquantized(node.input[0]) in graph.inputs,
+        audit_cost.flops(graph, types, node),
+    )
 
 
 def audit(model):
@@ -94,29 +133,43 @@ def audit(model):
     graph, types = Graph(model), audit_cost.tensor_types(model)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
-    weights = {graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]} & graph.values.keys()
+    weights = {
+        graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]
+    } & graph.values.keys()
     typing = Counter(TYPES.get(types[n.output[0]][0], 'other') for n in layers if n.output[0] in types)
     cost = {}
     if all(c.flops is not None for c in convs):
         loose = [node for node, _ in unabsorbed(graph)]
-        cost = {'as typed': audit_cost.estimate(graph, types, loose),
-                'float parts in FP16': audit_cost.estimate(graph, types, loose, float_bytes=2),
-                'FP16, no Q/DQ': audit_cost.estimate(Graph(audit_cost.without_qdq(model)), types, float_bytes=2)}
-    return Audit(opset=opset(model), images={name: types[name][1] if name in types else None for name in graph.inputs},
-                 typing=dict(typing.most_common()), layers=dict(Counter(n.op_type for n in layers).most_common()), qdq=count_qdq(model),
-                 parameters=sum(graph.values[name].size for name in weights), convs=convs,
-                 findings=[finding for check in CHECKS for finding in check(graph)], cost=cost)
+        cost = {
+            'as typed': audit_cost.estimate(graph, types, loose),
+            'float parts in FP16': audit_cost.estimate(graph, types, loose, float_bytes=2),
+            'FP16, no Q/DQ': audit_cost.estimate(Graph(audit_cost.without_qdq(model)), types, float_bytes=2),
+        }
+    return Audit(
+        opset=opset(model),
+        images={name: types[name][1] if name in types else None for name in graph.inputs},
+        typing=dict(typing.most_common()),
+        layers=dict(Counter(n.op_type for n in layers).most_common()),
+        qdq=count_qdq(model),
+        parameters=sum(graph.values[name].size for name in weights),
+        convs=convs,
+        findings=[finding for check in CHECKS for finding in check(graph)],
+        cost=cost,
+    )
 
 
 def coverage(found):
     """How much runs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where it is unknown or nothing is there."""
+
     def share(part, whole):
         part, whole = (None if None in values else sum(values) for values in (part, whole))
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
     int8 = [c for c in found.convs if c.int8]
-    return {'convs': share([1] * len(int8), [1] * len(found.convs)),
-            'flops': share([c.flops for c in int8], [c.flops for c in found.convs])}
+    return {
+        'convs': share([1] * len(int8), [1] * len(found.convs)),
+        'flops': share([c.flops for c in int8], [c.flops for c in found.convs]),
+    }
 
 
 def counts(found):
@@ -126,41 +179,73 @@ def counts(found):
 
 def plain(found):
     """An Audit as dicts and lists, with the sums that the text shows."""
-    return {**asdict(found), 'misaligned': [c.name for c in found.misaligned], 'counts': counts(found), 'coverage': coverage(found)}
+    return {
+        **asdict(found),
+        'misaligned': [c.name for c in found.misaligned],
+        'counts': counts(found),
+        'coverage': coverage(found),
+    }
 
 
 def text(found, limit=None):
     """An Audit to read: tables, then each kind of finding with its first `limit` places (None = all)."""
+
     def listed(title, lines):
         rest = len(lines) - len(lines[:limit])
         more = [f'  ... and {rest} more'] if rest else []
         return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *more]
 
-    inputs = ', '.join(f"{name} {list(shape) if shape else 'of unknown shape'}" for name, shape in found.images.items())
+    inputs = ', '.join(f'{name} {list(shape) if shape else "of unknown shape"}' for name, shape in found.images.items())
     typing = ', '.join(f'{kind} ({n} nodes)' for kind, n in found.typing.items())
-    lines = [f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
-             f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}', '']
+    lines = [
+        f'{inputs}; opset {found.opset}; outside Q/DQ {typing}',
+        f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}',
+        '',
+    ]
     rows = []
     for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
         share = coverage(found)[of]
-        rows.append([what, *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
-                     '-' if share['ratio'] is None else f"{share['ratio']:.1%}"])
+        rows.append(
+            [
+                what,
+                *('-' if share[k] is None else f'{share[k] / unit:.{digits}f}' for k in ('int8', 'all')),
+                '-' if share['ratio'] is None else f'{share["ratio"]:.1%}',
+            ]
+        )
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']
     lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
     if found.cost:
         base = list(found.cost.values())[-1]
-        rows = [[what, c.kernels, f'{c.kernels / max(base.kernels, 1):.2f}', f'{c.bytes / 1e6:.1f}', f'{c.bytes / max(base.bytes, 1):.2f}']
-                for what, c in found.cost.items()]
-        lines += ['', markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
-                  'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/graph/audit_cost.py), not measured.']
+        rows = [
+            [
+                what,
+                c.kernels,
+                f'{c.kernels / max(base.kernels, 1):.2f}',
+                f'{c.bytes / 1e6:.1f}',
+                f'{c.bytes / max(base.bytes, 1):.2f}',
+            ]
+            for what, c in found.cost.items()
+        ]
+        lines += [
+            '',
+            markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
+            'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/graph/audit_cost.py), not measured.',
+        ]
     else:
-        lines += ['', 'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.']
-    lines += listed('In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)])
+        lines += [
+            '',
+            'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.',
+        ]
+    lines += listed(
+        'In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)]
+    )
     chosen = [c.name for c in found.convs if c.reason == CHOICE]
     lines += listed('In float by choice', chosen) if chosen else []
-    lines += listed(f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
-                    [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned])
+    lines += listed(
+        f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
+        [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned],
+    )
     for kind, meaning in FINDINGS.items():
         places = [f'{f.where}: {f.detail}' for f in found.findings if f.kind == kind]
         lines += listed(f'Finding, {meaning}', places) if places else []
-    return '\n'.join([*lines, '', f"{len(found.findings) or 'no'} findings"])
+    return '\n'.join([*lines, '', f'{len(found.findings) or "no"} findings'])

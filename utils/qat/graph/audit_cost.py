@@ -12,6 +12,7 @@ The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Type
 - A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in
   INT8, else what its type has. Caches, layouts and workspaces are not modelled.
 """
+
 import math
 from dataclasses import dataclass
 
@@ -28,13 +29,19 @@ LARGEST, MOST_EVALUATED = 100, 10_000  # values of a tensor, nodes: what shape a
 NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
 FREE = {'Concat', 'Flatten', 'Identity', 'Reshape', 'Squeeze', 'Unsqueeze'}
 # What a kernel can still take along: (its state, the role of the next node) → its state then.
-FUSES = {('conv', 'BatchNormalization'): 'conv', ('conv', 'Add'): 'sum', ('conv', 'activation'): 'full', ('sum', 'activation'): 'full',
-         **{('elementwise', role): 'elementwise' for role in ('activation', *ELEMENTWISE)}}
+FUSES = {
+    ('conv', 'BatchNormalization'): 'conv',
+    ('conv', 'Add'): 'sum',
+    ('conv', 'activation'): 'full',
+    ('sum', 'activation'): 'full',
+    **{('elementwise', role): 'elementwise' for role in ('activation', *ELEMENTWISE)},
+}
 
 
 @dataclass
 class Cost:
     """One inference."""
+
     kernels: int
     bytes: int
 
@@ -60,11 +67,20 @@ def tensor_types(model):
             continue  # an operator of somebody else's, or what follows from it
         schema = onnx.defs.get_schema(node.op_type, version, '')
         try:
-            types.update(onnx.shape_inference.infer_node_outputs(
-                schema, node, {name: types[name] for name in known}, {name: constant[name] for name in known if name in constant},
-                opset_imports=list(model.opset_import), ir_version=model.ir_version))
+            types.update(
+                onnx.shape_inference.infer_node_outputs(
+                    schema,
+                    node,
+                    {name: types[name] for name in known},
+                    {name: constant[name] for name in known if name in constant},
+                    opset_imports=list(model.opset_import),
+                    ir_version=model.ir_version,
+                )
+            )
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as e:
-            raise QatError(f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew') from e
+            raise QatError(
+                f'{name_of(node)}: {str(e).strip().splitlines()[0]}; the graph cannot run, export it anew'
+            ) from e
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
@@ -90,25 +106,38 @@ def _is_arithmetic(node, known, types, constant):
     if node.op_type == 'Shape':
         return _shape(types[node.input[0]]) is not None
     takes_long = any(a.type in (a.GRAPH, a.GRAPHS) or a.name in ('kernel_shape', 'pads') for a in node.attribute)
-    return node.op_type not in QDQ and not takes_long and all(name in constant for name in known) \
+    return (
+        node.op_type not in QDQ
+        and not takes_long
+        and all(name in constant for name in known)
         and all(_count(types[name]) <= LARGEST if name in types else not name for name in node.output)
+    )
 
 
 def _evaluate(model, node, types, constant):
     """{output name: TensorProto} of a node whose inputs are constant, or of a Shape; empty if ONNX's reference has no such operator."""
     names = [name for name in node.input if name]
-    graph = helper.make_graph([node], 'one', [helper.make_value_info(n, types[n]) for n in names],
-                              [helper.make_empty_tensor_value_info(n) for n in node.output])
+    graph = helper.make_graph(
+        [node],
+        'one',
+        [helper.make_value_info(n, types[n]) for n in names],
+        [helper.make_empty_tensor_value_info(n) for n in node.output],
+    )
     one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
     try:
-        feeds = {n: numpy_helper.to_array(constant[n]) if n in constant else np.broadcast_to(np.float32(0), _shape(types[n])) for n in names}
+        feeds = {
+            n: numpy_helper.to_array(constant[n]) if n in constant else np.broadcast_to(np.float32(0), _shape(types[n]))
+            for n in names
+        }
         with np.errstate(all='ignore'):
             values = ReferenceEvaluator(one).run(None, feeds)
         return {name: numpy_helper.from_array(np.asarray(value), name) for name, value in zip(node.output, values)}
     except NotImplementedError:
         return {}
     except Exception as e:  # the operators of the reference raise whatever they meet
-        raise QatError(f"{name_of(node)}: {(str(e).strip().splitlines() or [type(e).__name__])[0][:200]}; the graph cannot run, export it anew") from e
+        raise QatError(
+            f'{name_of(node)}: {(str(e).strip().splitlines() or [type(e).__name__])[0][:200]}; the graph cannot run, export it anew'
+        ) from e
 
 
 def flops(graph, types, conv):
@@ -145,13 +174,19 @@ def kernels(graph):
         step, role = [*gate, node], 'activation' if x else node.op_type
         for name in dict.fromkeys(node.input if x is None else [x]):
             group = groups.get(name)
-            if group is not None and (state[id(group)], role) in FUSES and name not in graph.outputs \
-                    and all(any(reader is n for n in step) for reader, _ in graph.readers[name]):
+            if (
+                group is not None
+                and (state[id(group)], role) in FUSES
+                and name not in graph.outputs
+                and all(any(reader is n for n in step) for reader, _ in graph.readers[name])
+            ):
                 state[id(group)] = FUSES[state[id(group)], role]
                 break
         else:
             group = []
-            state[id(group)] = 'conv' if node.op_type in WEIGHTED else 'elementwise' if node.op_type in ELEMENTWISE else 'full'
+            state[id(group)] = (
+                'conv' if node.op_type in WEIGHTED else 'elementwise' if node.op_type in ELEMENTWISE else 'full'
+            )
         group += step
         groups.update((name, group) for n in step for name in n.output)
     return list({id(g): g for g in groups.values()}.values())
@@ -160,8 +195,12 @@ def kernels(graph):
 def _is_gate(graph, node):
     """Whether `node` is the Sigmoid inside a SiLU."""
     readers = [n for name in node.output for n, _ in graph.readers.get(name, ())]
-    return node.op_type == 'Sigmoid' and len(readers) == 1 and readers[0].op_type == 'Mul' \
+    return (
+        node.op_type == 'Sigmoid'
+        and len(readers) == 1
+        and readers[0].op_type == 'Mul'
         and graph.activation_of(readers[0]) == node.input[0]
+    )
 
 
 def further_forms(graph):
@@ -169,7 +208,7 @@ def further_forms(graph):
     float; behind operators that only move values, a scale other than the one it comes with."""
     for name in [*graph.inputs, *graph.producer]:
         node = graph.producer.get(name)
-        if name in graph.fixed or node is not None and (node.op_type == 'QuantizeLinear' or moved_inputs(node)):
+        if name in graph.fixed or (node is not None and (node.op_type == 'QuantizeLinear' or moved_inputs(node))):
             continue
         asked = set(graph.asked(name))
         scales = asked - {FLOAT, graph.scale(node) if graph.op(name) == 'DequantizeLinear' else FLOAT}
@@ -180,6 +219,7 @@ def further_forms(graph):
 def estimate(graph, types, unabsorbed=(), float_bytes=None):
     """Cost of a graph. types: see `tensor_types`. unabsorbed: Q and DQ nodes that run as kernels of their own. float_bytes:
     bytes of a float value; None = as typed in the graph. A tensor of unknown shape counts 0 bytes."""
+
     def size(name, width=None):
         kind, shape = types.get(name, NONE)
         itemsize = helper.tensor_dtype_to_np_dtype(kind).itemsize
@@ -187,15 +227,18 @@ def estimate(graph, types, unabsorbed=(), float_bytes=None):
 
     def stored(name):
         asked = graph.asked(name)
-        int8 = graph.dequantized(name) or bool(asked) and FLOAT not in asked
+        int8 = graph.dequantized(name) or (bool(asked) and FLOAT not in asked)
         return size(name, 1 if int8 else None)
 
     count, total = 0, 0
     for nodes in kernels(graph):
         made, inside = {name for n in nodes for name in n.output}, {id(n) for n in nodes}
         read = {name for n in nodes for name in n.input if name not in made and types.get(name, NONE)[0] in FLOATS}
-        left = {name for name in made if name in graph.outputs
-                or any(id(reader) not in inside for reader, _ in graph.readers.get(name, ()))}
+        left = {
+            name
+            for name in made
+            if name in graph.outputs or any(id(reader) not in inside for reader, _ in graph.readers.get(name, ()))
+        }
         copies = nodes[0].op_type in ('Slice', 'Split')
         count += len(left) if copies else 1
         total += sum(map(stored, left)) * 2 if copies else sum(map(stored, read | left))

@@ -5,6 +5,7 @@ placement of Q and DQ, or other scales, would mend; what follows from the networ
 Sources: TensorRT's developer guide (explicit quantization, Q/DQ placement), NvInfer.h (IQuantizeLayer), the ONNX parsers of
 8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors`).
 """
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ FINDINGS = {  # kind → what it means
     'duplicate': 'equal Q on one tensor',
     'in the way': 'Identity, Cast or Constant in the way',
     'zero point': 'zero points missing, not zero or not INT8',
-    'scale': 'scales not positive, subnormal, not finite or not equal to the Q\'s',
+    'scale': "scales not positive, subnormal, not finite or not equal to the Q's",
     'axis': 'per-channel Q/DQ with a missing or wrong axis',
 }
 
@@ -54,7 +55,7 @@ def float_reason(graph, node):
         return CHOICE
     if len(lacks) == 2 and graph.is_dfl(node):
         return DFL
-    return HEAD if len(lacks) == 2 and graph.ends.issuperset(node.output) else f"{' and '.join(lacks)} not quantized"
+    return HEAD if len(lacks) == 2 and graph.ends.issuperset(node.output) else f'{" and ".join(lacks)} not quantized'
 
 
 def float_convs(graph):
@@ -72,7 +73,7 @@ def demands(graph):
     same scale, or all of them float."""
     for name in [*graph.inputs, *graph.producer]:
         node = graph.producer.get(name)
-        if name in graph.fixed or node is not None and (node.op_type in QDQ or moved_inputs(node)):
+        if name in graph.fixed or (node is not None and (node.op_type in QDQ or moved_inputs(node))):
             continue
         asked = graph.asked(name)
         detail = '; '.join(f'{_text(what)}: {", ".join(dict.fromkeys(who))}' for what, who in asked.items())
@@ -110,8 +111,11 @@ def moves(graph):
             elif use is None or use.op_type not in QUANTIZABLE:
                 makes.add(FLOAT)
         if len(reads | makes) > 1:
-            yield Finding('unequal concat' if node.op_type == 'Concat' else 'unequal move', name_of(node),
-                          f'reads {_all(reads)}; makes {_all(makes)}')
+            yield Finding(
+                'unequal concat' if node.op_type == 'Concat' else 'unequal move',
+                name_of(node),
+                f'reads {_all(reads)}; makes {_all(makes)}',
+            )
 
 
 def _addends(graph, node):
@@ -145,14 +149,14 @@ def adds(graph):
     recommends for a shortcut."""
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
-        if node.op_type != 'Add' or reader is not None and reader.op_type == 'Add' or graph.by_choice(node):
+        if node.op_type != 'Add' or (reader is not None and reader.op_type == 'Add') or graph.by_choice(node):
             continue
         addends = _addends(graph, node)
         quantized = [a for a in addends if graph.dequantized(a)]
         rest = [a for a in addends if not graph.dequantized(a)]
         scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.origins(a)}
-        if quantized and (len(rest) > 1 or rest and not _from_int8_conv(graph, rest[0])):
-            yield Finding('half add', name_of(node), f"in float: {', '.join(rest)}")
+        if quantized and (len(rest) > 1 or (rest and not _from_int8_conv(graph, rest[0]))):
+            yield Finding('half add', name_of(node), f'in float: {", ".join(rest)}')
         if len(scales) > 1:
             yield Finding('unequal add', name_of(node), _all(scales))
 
@@ -176,8 +180,13 @@ def duplicates(graph):
 
 def in_the_way(graph):
     """Nothing stands between Q and DQ, or between Q/DQ and the kernel that absorbs it; scales and zero points are initializers."""
-    fed = {name: (node, what) for node in graph.nodes if node.op_type in QDQ
-           for what, name in zip(('scale', 'zero point'), node.input[1:]) if name in graph.producer}
+    fed = {
+        name: (node, what)
+        for node in graph.nodes
+        if node.op_type in QDQ
+        for what, name in zip(('scale', 'zero point'), node.input[1:])
+        if name in graph.producer
+    }
     for name, (node, what) in fed.items():
         yield Finding('in the way', name_of(graph.producer[name]), f'feeds the {what} of {name_of(node)}')
     for node in graph.nodes:
@@ -185,16 +194,23 @@ def in_the_way(graph):
             before = graph.producer.get(node.input[0])
             behind = [n for n, _ in graph.uses(node.output[0]) if n is not None]
             quantizes = any(n.op_type == 'QuantizeLinear' for n in behind)
-            if before is not None and (before.op_type in QDQ or quantizes and node.input[0] not in graph.fixed):
-                yield Finding('in the way', name_of(node), f"between {name_of(before)} and {', '.join(map(name_of, behind))}")
+            if before is not None and (before.op_type in QDQ or (quantizes and node.input[0] not in graph.fixed)):
+                yield Finding(
+                    'in the way', name_of(node), f'between {name_of(before)} and {", ".join(map(name_of, behind))}'
+                )
 
 
 def numbers(graph):
     """Zero points are INT8 zeros, scales positive normal numbers, the same in DQ as in Q; per-channel is for weights, along the
     output channel, and says so. What a Q and its DQ have in common is said of the DQ."""
     for node in graph.nodes:
-        pairs = [n for n, _ in graph.readers.get(node.output[0], ()) if n.op_type == 'DequantizeLinear' and n.input[1:] == node.input[1:]
-                 and attribute(n, 'axis') == attribute(node, 'axis')]
+        pairs = [
+            n
+            for n, _ in graph.readers.get(node.output[0], ())
+            if n.op_type == 'DequantizeLinear'
+            and n.input[1:] == node.input[1:]
+            and attribute(n, 'axis') == attribute(node, 'axis')
+        ]
         if node.op_type not in QDQ or pairs:
             continue
         where, scale = name_of(node), graph.values.get(node.input[1])
@@ -206,19 +222,30 @@ def numbers(graph):
         elif zero is not None and zero.any():
             yield Finding('zero point', where, f'{np.count_nonzero(zero)} of {zero.size} are not 0')
         q = graph.producer.get(node.input[0])
-        if node.op_type == 'DequantizeLinear' and q is not None and q.op_type == 'QuantizeLinear' \
-                and q.input[1] != node.input[1] and graph.scale(q) != graph.scale(node):
+        if (
+            node.op_type == 'DequantizeLinear'
+            and q is not None
+            and q.op_type == 'QuantizeLinear'
+            and q.input[1] != node.input[1]
+            and graph.scale(q) != graph.scale(node)
+        ):
             yield Finding('scale', where, f'differs from that of {name_of(q)}')
         if scale is None:
             continue  # computed: see `in_the_way`
         tiny = np.finfo(np.float16 if scale.dtype == np.float16 else np.float32).tiny
-        for what, bad in (('not finite', ~np.isfinite(scale)), ('negative', scale < 0), ('zero', scale == 0),
-                          (f'subnormal in {scale.dtype}', (scale > 0) & (scale < tiny))):
+        for what, bad in (
+            ('not finite', ~np.isfinite(scale)),
+            ('negative', scale < 0),
+            ('zero', scale == 0),
+            (f'subnormal in {scale.dtype}', (scale > 0) & (scale < tiny)),
+        ):
             if bad.any():
                 yield Finding('scale', where, f'{np.count_nonzero(bad)} of {scale.size} {what}')
         if scale.size > 1:
             axis = attribute(node, 'axis')
-            kernels = {n.op_type for n, i in graph.uses(node.output[0]) if n is not None and n.op_type in CONVS and i == 1}
+            kernels = {
+                n.op_type for n, i in graph.uses(node.output[0]) if n is not None and n.op_type in CONVS and i == 1
+            }
             wanted = 1 if 'ConvTranspose' in kernels else 0
             if node.output[0] not in graph.fixed:
                 yield Finding('axis', where, 'an activation is quantized per channel')

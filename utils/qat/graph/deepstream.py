@@ -6,6 +6,7 @@ out: the same graph, its Q/DQ and types untouched, with that output; and the tex
 
 Which boxes stay is decided behind the graph, where DeepStream clusters them (NMS, cluster-mode=2). Imports no torch.
 """
+
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
@@ -35,7 +36,9 @@ def deepstream_layout(model):
 
     def add(op, inputs, *outputs, **attributes):
         outputs = [name if name == OUTPUT else f'deepstream/{name}' for name in outputs]
-        graph.node.append(helper.make_node(op, inputs, outputs, f'deepstream/{op}_{outputs[0].split("/")[-1]}', **attributes))
+        graph.node.append(
+            helper.make_node(op, inputs, outputs, f'deepstream/{op}_{outputs[0].split("/")[-1]}', **attributes)
+        )
         return outputs if len(outputs) > 1 else outputs[0]
 
     parts = tensor('parts', np.int64([2, 2, rows - 4]))

@@ -6,6 +6,7 @@ Images are quantized as they come: a Cast before the first Q would be one more p
 FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
 (`to_half`, opset 19 to 22), as ONNX Runtime wants them, or FP32 again (`fp32_scales`, opset 23). Imports no torch.
 """
+
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, version_converter
@@ -29,7 +30,9 @@ def to_half(model):
     Raises QatError if a Q/DQ graph is not of opset 19 to 22, or a constant or a scale has no place in FP16.
     """
     if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
-        raise QatError(f'opset {opset(model)}: FP16 scales of Q/DQ exist in opsets 19 to 22; export with --trt 11, which takes opset 19')
+        raise QatError(
+            f'opset {opset(model)}: FP16 scales of Q/DQ exist in opsets 19 to 22; export with --trt 11, which takes opset 19'
+        )
     constants_to_initializers(model)
     store_int8_weights(model)
     qdq, types = count_qdq(model), _types(model)
@@ -58,7 +61,9 @@ def _float_inputs(node, version, types):
     schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     halves = {c.type_param_str for c in schema.type_constraints if 'tensor(float16)' in c.allowed_type_strs}
     computes_in = halves & {schema.inputs[0].type_str, *(o.type_str for o in schema.outputs)} if schema.inputs else ()
-    formal = [schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.input))]  # the last may repeat
+    formal = [
+        schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.input))
+    ]  # the last may repeat
     return {i for i, name in enumerate(node.input) if types.get(name) == FLOAT and formal[i] in computes_in}
 
 
@@ -87,10 +92,17 @@ def _feature_inputs(model, types):
             positions = found[node.output[0]] = _float_inputs(node, opset(model), types)
             if node.op_type == 'QuantizeLinear' and node.input[0] in images and exact(node.input[1]):
                 positions.clear()
-            todo += [made_by[name] for i, name in enumerate(node.input) if name in made_by
-                     and (i in positions or types.get(name) in (TensorProto.INT8, TensorProto.UINT8))]
+            todo += [
+                made_by[name]
+                for i, name in enumerate(node.input)
+                if name in made_by and (i in positions or types.get(name) in (TensorProto.INT8, TensorProto.UINT8))
+            ]
     for node in model.graph.node:
-        if node.output[0] not in found and moved_inputs(node) and {node.input[i] for i in moved_inputs(node)} <= found.keys():
+        if (
+            node.output[0] not in found
+            and moved_inputs(node)
+            and {node.input[i] for i in moved_inputs(node)} <= found.keys()
+        ):
             found[node.output[0]] = _float_inputs(node, opset(model), types)
             found.update(dict.fromkeys(node.output[1:], found[node.output[0]]))
     return found
@@ -101,7 +113,9 @@ def _to_fp16(tensor, name):
     values = numpy_helper.to_array(tensor)
     largest = np.abs(values[np.isfinite(values)]).max(initial=0)
     if largest > LARGEST:
-        raise QatError(f'{tensor.name}: {largest:.6g} is beyond FP16 (at most {LARGEST:.0f}); export for TensorRT 10 (--trt 10)')
+        raise QatError(
+            f'{tensor.name}: {largest:.6g} is beyond FP16 (at most {LARGEST:.0f}); export for TensorRT 10 (--trt 10)'
+        )
     return numpy_helper.from_array(values.astype(np.float16), name)
 
 
@@ -109,8 +123,10 @@ def _check_scale(node, scale):
     """Raise QatError unless `scale` stays positive and precise in FP16. TensorRT refuses 0."""
     bad = scale[~((scale >= SMALLEST_NORMAL) & (scale <= LARGEST))]
     if bad.size:
-        raise QatError(f'{node.name or node.output[0]}: scale {bad.flat[0]:.3g} is no normal FP16 number ({SMALLEST_NORMAL:.3g} '
-                       f'to {LARGEST:.0f}); quantize this model anew (qat.py quantize), or export for TensorRT 10 (--trt 10)')
+        raise QatError(
+            f'{node.name or node.output[0]}: scale {bad.flat[0]:.3g} is no normal FP16 number ({SMALLEST_NORMAL:.3g} '
+            f'to {LARGEST:.0f}); quantize this model anew (qat.py quantize), or export for TensorRT 10 (--trt 10)'
+        )
 
 
 def _retype(model, features, types):
@@ -137,7 +153,9 @@ def _retype(model, features, types):
         for i, name in enumerate(node.input):
             if i in positions and name not in halves:
                 node.input[i] = convert(name, HALF)
-            elif i not in positions and name in halves and node.op_type not in ('Shape', 'Size'):  # these read no values
+            elif (
+                i not in positions and name in halves and node.op_type not in ('Shape', 'Size')
+            ):  # these read no values
                 node.input[i] = convert(name, FLOAT)
         nodes.append(node)
         to_float = node.op_type == 'Cast' and node.output[0] in features and attribute(node, 'to') == FLOAT
@@ -163,17 +181,26 @@ def _retype(model, features, types):
 def _check_qdq(model, qdq):
     """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast stands where it would part what TensorRT fuses."""
     made_by, read_by = producers(model), readers(model)
-    parted = [cast.name for cast in model.graph.node if cast.op_type == 'Cast' and cast.input[0] in made_by
-              for reader, _ in read_by.get(cast.output[0], ()) if (made_by[cast.input[0]].op_type, reader.op_type) in FUSED]
+    parted = [
+        cast.name
+        for cast in model.graph.node
+        if cast.op_type == 'Cast' and cast.input[0] in made_by
+        for reader, _ in read_by.get(cast.output[0], ())
+        if (made_by[cast.input[0]].op_type, reader.op_type) in FUSED
+    ]
     if count_qdq(model) != qdq or parted:
-        raise QatError(f"FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {', '.join(parted) or 'none'}; "
-                       'please report this model, and export for TensorRT 10 (--trt 10)')
+        raise QatError(
+            f'FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {", ".join(parted) or "none"}; '
+            'please report this model, and export for TensorRT 10 (--trt 10)'
+        )
 
 
 def require_opset():
     """Raise QatError if the installed onnx does not know the opset of `fp32_scales`."""
     if onnx.defs.onnx_opset_version() < OPSET:
-        raise QatError(f"--fp32-scales: needs opset {OPSET}, which onnx {onnx.__version__} does not know; pip install 'onnx>=1.18'")
+        raise QatError(
+            f"--fp32-scales: needs opset {OPSET}, which onnx {onnx.__version__} does not know; pip install 'onnx>=1.18'"
+        )
 
 
 def fp32_scales(model):
@@ -205,14 +232,20 @@ def fp32_scales(model):
     onnx.checker.check_model(typed, full_check=True)
     before, after = _to_keep(model), _to_keep(typed)
     if changed := [what for what in before if after[what] != before[what]]:
-        raise QatError(f"--fp32-scales: changes {' and '.join(changed)}; please report this model, and export without it")
+        raise QatError(
+            f'--fp32-scales: changes {" and ".join(changed)}; please report this model, and export without it'
+        )
     return typed
 
 
 def _to_keep(model):
     """What the type of the scales does not change: {in words: value to compare}."""
     values, types = constants(model), _types(model)
-    return {'the number of Q/DQ nodes': count_qdq(model),
-            'scales': [values[n.input[1]].astype(np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ],
-            'INT8 weights': {i.name: values[i.name].tobytes() for i in model.graph.initializer if i.data_type == TensorProto.INT8},
-            'types': {name: types.get(name) for n in model.graph.node for name in n.output}}
+    return {
+        'the number of Q/DQ nodes': count_qdq(model),
+        'scales': [values[n.input[1]].astype(np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ],
+        'INT8 weights': {
+            i.name: values[i.name].tobytes() for i in model.graph.initializer if i.data_type == TensorProto.INT8
+        },
+        'types': {name: types.get(name) for n in model.graph.node for name in n.output},
+    }

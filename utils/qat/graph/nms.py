@@ -13,6 +13,7 @@ Two ways to do the last step, from the same boxes and scores to the same outputs
 The nodes that are there, Q and DQ among them, stay as they are: these come behind. All of it computes in the type of output0, FP32.
 docs/end2end.md has what differs between the two, and the sources. Imports no torch.
 """
+
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
@@ -37,11 +38,14 @@ def add_nms(model, nms, pooling=Pooling()):
     classes = rows - 4 - sum(coefficients)
     candidates = number if nms.class_agnostic else number * classes
     if nms.topk_all > candidates:
-        raise QatError(f'--topk-all {nms.topk_all}: at this --imgsz the model has only {candidates} candidates; give at most that')
+        raise QatError(
+            f'--topk-all {nms.topk_all}: at this --imgsz the model has only {candidates} candidates; give at most that'
+        )
     graph = Appended(model)
     transposed = graph.node('Transpose', [predictions.name], perm=[0, 2, 1])
-    boxes, scores, *coefficients = graph.node('Split', [transposed, graph.constant(np.int64([4, classes, *coefficients]))],
-                                              2 + len(coefficients), axis=2)
+    boxes, scores, *coefficients = graph.node(
+        'Split', [transposed, graph.constant(np.int64([4, classes, *coefficients]))], 2 + len(coefficients), axis=2
+    )
     if nms.kind == 'plugin':
         plugin(graph, boxes, scores, nms)
     else:
@@ -49,11 +53,17 @@ def add_nms(model, nms, pooling=Pooling()):
     shapes = [[1], [nms.topk_all, 4], [nms.topk_all], [nms.topk_all]]
     for p in prototypes:
         det_masks(graph, *coefficients, p, is_one, box, nms.topk_all, pooling)
-        shapes.append([nms.topk_all, pooling.mask_resolution ** 2])
+        shapes.append([nms.topk_all, pooling.mask_resolution**2])
     model.graph.value_info.extend(outputs)
     del model.graph.output[:]
-    model.graph.output.extend(helper.make_tensor_value_info(name, kind, [batch, *shape]) for name, kind, shape in zip(
-        (*END2END, MASKS), (TensorProto.INT32, TensorProto.FLOAT, TensorProto.FLOAT, TensorProto.INT32, TensorProto.FLOAT), shapes))
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, kind, [batch, *shape])
+        for name, kind, shape in zip(
+            (*END2END, MASKS),
+            (TensorProto.INT32, TensorProto.FLOAT, TensorProto.FLOAT, TensorProto.INT32, TensorProto.FLOAT),
+            shapes,
+        )
+    )
     return model
 
 
@@ -85,9 +95,20 @@ class Appended:
 
 def plugin(graph, boxes, scores, nms):
     """One node, with the attributes that TensorRT documents (plugin/efficientNMSPlugin/README.md)."""
-    graph.node(PLUGIN, [boxes, scores], END2END, domain=DOMAIN, plugin_version='1', background_class=-1, box_coding=1,
-               score_activation=0, score_threshold=float(nms.conf_thres), iou_threshold=float(nms.iou_thres), max_output_boxes=nms.topk_all,
-               **{'class_agnostic': 1} if nms.class_agnostic else {})
+    graph.node(
+        PLUGIN,
+        [boxes, scores],
+        END2END,
+        domain=DOMAIN,
+        plugin_version='1',
+        background_class=-1,
+        box_coding=1,
+        score_activation=0,
+        score_threshold=float(nms.conf_thres),
+        iou_threshold=float(nms.iou_thres),
+        max_output_boxes=nms.topk_all,
+        **{'class_agnostic': 1} if nms.class_agnostic else {},
+    )
     graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
 
 
@@ -97,19 +118,30 @@ def standard(graph, boxes, scores, nms, classes):
     one, two, top = (graph.constant(np.int64([n])) for n in (1, 2, nms.topk_all))
     centre, size = graph.node('Split', [boxes, graph.constant(np.int64([2, 2]))], 2, axis=2)
     half = graph.node('Mul', [size, graph.constant(np.float32(0.5))])
-    corners = graph.node('Concat', [graph.node('Sub', [centre, half]), graph.node('Add', [centre, half])], axis=2)  # [B, N, 4]
+    corners = graph.node(
+        'Concat', [graph.node('Sub', [centre, half]), graph.node('Add', [centre, half])], axis=2
+    )  # [B, N, 4]
     if nms.class_agnostic:
         scores, best = graph.node('TopK', [scores, one], 2, axis=2)  # [B, N, 1], as if there were one class
 
     by_class = graph.node('Transpose', [scores], perm=[0, 2, 1])
-    selected = graph.node('NonMaxSuppression', [corners, by_class, top, *(
-        graph.constant(np.float32([threshold])) for threshold in (nms.iou_thres, nms.conf_thres))])  # [M, 3]: image, class, box
+    selected = graph.node(
+        'NonMaxSuppression',
+        [
+            corners,
+            by_class,
+            top,
+            *(graph.constant(np.float32([threshold])) for threshold in (nms.iou_thres, nms.conf_thres)),
+        ],
+    )  # [M, 3]: image, class, box
     at = graph.node('Gather', [selected, graph.constant(np.int64([0, 2, 1]))], axis=1)
     zeros = graph.node('ConstantOfShape', [graph.node('Shape', [scores])])
     kept = graph.node('ScatterND', [zeros, at, graph.node('GatherND', [scores, at])])  # [B, N, nc]
 
     # From here on sizes are fixed again. A score is above its threshold, so above 0: what is 0 is no detection.
-    found, place = graph.node('TopK', [graph.node('Flatten', [kept], axis=1), top], [END2END[2], f'/{SCOPE}/place'], axis=1)  # [B, K]
+    found, place = graph.node(
+        'TopK', [graph.node('Flatten', [kept], axis=1), top], [END2END[2], f'/{SCOPE}/place'], axis=1
+    )  # [B, K]
     is_one = graph.node('Greater', [found, graph.constant(np.float32(0))])
     graph.node('ReduceSum', [graph.node('Cast', [is_one], to=TensorProto.INT32), one], END2END[:1])
     if nms.class_agnostic:
@@ -135,15 +167,31 @@ def det_masks(graph, coefficients, prototypes, is_one, box, top, pooling):
     imgsz, sides = _dims(graph.model.graph.input[0])[2:], _dims(prototypes)[2:]
     scales = {side / whole for side, whole in zip(sides, imgsz)}
     if scales != {pooling.pooler_scale}:
-        raise QatError(f"--pooler-scale {pooling.pooler_scale}: the prototypes of this model are {' x '.join(map(str, sides))} for images of "
-                       f"{' x '.join(map(str, imgsz))}; give {' or '.join(map(str, scales))}")
+        raise QatError(
+            f'--pooler-scale {pooling.pooler_scale}: the prototypes of this model are {" x ".join(map(str, sides))} for images of '
+            f'{" x ".join(map(str, imgsz))}; give {" or ".join(map(str, scales))}'
+        )
     own = graph.node('GatherND', [coefficients, box], batch_dims=1)  # [B, K, nm]
     flat = graph.node('Reshape', [prototypes.name, graph.constant(np.int64([0, 0, -1]))])
-    maps = graph.node('Reshape', [graph.node('MatMul', [own, flat]), graph.constant(np.int64([-1, 1, *sides]))])  # [B * K, 1, h, w]
+    maps = graph.node(
+        'Reshape', [graph.node('MatMul', [own, flat]), graph.constant(np.int64([-1, 1, *sides]))]
+    )  # [B * K, 1, h, w]
     boxes = graph.node('Reshape', [END2END[1], graph.constant(np.int64([-1, 4]))])
     zero, one = graph.constant(np.int64(0)), graph.constant(np.int64(1))
-    each = graph.node('Range', [zero, graph.node('Gather', [graph.node('Shape', [boxes]), zero]), one])  # a box is cut out of its own map
-    cut = graph.node('RoiAlign', [maps, boxes, each], mode='avg', output_height=pooling.mask_resolution, output_width=pooling.mask_resolution,
-                     spatial_scale=float(pooling.pooler_scale), sampling_ratio=pooling.sampling_ratio, coordinate_transformation_mode='half_pixel')
-    made = graph.node('Reshape', [graph.node('Sigmoid', [cut]), graph.constant(np.int64([-1, top, pooling.mask_resolution ** 2]))])
+    each = graph.node(
+        'Range', [zero, graph.node('Gather', [graph.node('Shape', [boxes]), zero]), one]
+    )  # a box is cut out of its own map
+    cut = graph.node(
+        'RoiAlign',
+        [maps, boxes, each],
+        mode='avg',
+        output_height=pooling.mask_resolution,
+        output_width=pooling.mask_resolution,
+        spatial_scale=float(pooling.pooler_scale),
+        sampling_ratio=pooling.sampling_ratio,
+        coordinate_transformation_mode='half_pixel',
+    )
+    made = graph.node(
+        'Reshape', [graph.node('Sigmoid', [cut]), graph.constant(np.int64([-1, top, pooling.mask_resolution**2]))]
+    )
     graph.node('Where', [is_one, made, graph.constant(np.float32(0))], [MASKS])

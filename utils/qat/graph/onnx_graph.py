@@ -1,4 +1,5 @@
 """Reading an ONNX graph: who makes a tensor, who reads it, what is constant, which nodes only move values."""
+
 import re
 from functools import cached_property, wraps
 
@@ -7,8 +8,36 @@ from onnx import numpy_helper
 
 from utils.qat.core.errors import QatError
 
-ACTIVATIONS = {'Clip', 'Elu', 'HardSigmoid', 'HardSwish', 'LeakyRelu', 'Mish', 'PRelu', 'Relu', 'Sigmoid', 'Softplus', 'Swish', 'Tanh'}
-ELEMENTWISE = {'Abs', 'Add', 'BatchNormalization', 'Div', 'Exp', 'Max', 'Min', 'Mul', 'Neg', 'Pow', 'Sqrt', 'Sub', 'Sum', *ACTIVATIONS}
+ACTIVATIONS = {
+    'Clip',
+    'Elu',
+    'HardSigmoid',
+    'HardSwish',
+    'LeakyRelu',
+    'Mish',
+    'PRelu',
+    'Relu',
+    'Sigmoid',
+    'Softplus',
+    'Swish',
+    'Tanh',
+}
+ELEMENTWISE = {
+    'Abs',
+    'Add',
+    'BatchNormalization',
+    'Div',
+    'Exp',
+    'Max',
+    'Min',
+    'Mul',
+    'Neg',
+    'Pow',
+    'Sqrt',
+    'Sub',
+    'Sum',
+    *ACTIVATIONS,
+}
 QDQ = {'QuantizeLinear', 'DequantizeLinear'}
 CONVS = {'Conv', 'ConvTranspose'}
 WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
@@ -31,13 +60,21 @@ def opset(model):
 def constants(model):
     """{tensor name: value} of every initializer and Constant node."""
     stored = {i.name: i for i in model.graph.initializer}
-    stored.update((node.output[0], a.t) for node in model.graph.node if node.op_type == 'Constant' for a in node.attribute if a.name == 'value')
+    stored.update(
+        (node.output[0], a.t)
+        for node in model.graph.node
+        if node.op_type == 'Constant'
+        for a in node.attribute
+        if a.name == 'value'
+    )
     found = {}
     for name, tensor in stored.items():
         try:
             found[name] = numpy_helper.to_array(tensor)
         except (ValueError, TypeError, KeyError, MemoryError) as e:
-            raise QatError(f'constant {name[:100]}: its values are not those of its type and shape {list(tensor.dims)}; export the graph anew') from e
+            raise QatError(
+                f'constant {name[:100]}: its values are not those of its type and shape {list(tensor.dims)}; export the graph anew'
+            ) from e
     return found
 
 
@@ -83,7 +120,7 @@ def count_qdq(model):
 
 def name_of(node):
     """What to call `node` in a message: its name, or what it makes if it has none."""
-    return node.name or f"{node.op_type} of {next(filter(None, node.output), 'nothing')}"
+    return node.name or f'{node.op_type} of {next(filter(None, node.output), "nothing")}'
 
 
 def module_path(scopes):
@@ -101,18 +138,22 @@ def kept_float(model):
     """Paths of modules that were left in float by choice, from the metadata of `model`; QatError if they are no list of paths."""
     text = next((p.value for p in model.metadata_props if p.key == 'kept_float'), '[]')
     if not re.fullmatch(r"\[('[\w.]+'(, '[\w.]+')*)?\]", text):  # as export writes it
-        raise QatError(f'metadata kept_float is {text[:50]!r}, no list of names of layers; export the graph anew, or take it out')
+        raise QatError(
+            f'metadata kept_float is {text[:50]!r}, no list of names of layers; export the graph anew, or take it out'
+        )
     return set(re.findall(r'[\w.]+', text))
 
 
 def remembered(method):
     """A method of a Graph that is asked about a tensor, and works out each answer once."""
+
     @wraps(method)
     def ask(self, tensor):
         known = self._known.setdefault(method.__name__, {})
         if tensor not in known:
             known[tensor] = method(self, tensor)
         return known[tensor]
+
     return ask
 
 
@@ -135,7 +176,7 @@ class Graph:
         self.fixed = {'', *self.values}
         for node in self.nodes:
             inside = any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)  # which may read anything
-            if node.op_type in ('Shape', 'Size') or not inside and all(name in self.fixed for name in node.input):
+            if node.op_type in ('Shape', 'Size') or (not inside and all(name in self.fixed for name in node.input)):
                 self.fixed.update(node.output)
         self._known, self._ways = {}, 0
         for node in self.nodes:  # in the order of the graph, and against it: each answer needs only those before
@@ -149,7 +190,9 @@ class Graph:
     def _count(self, found):
         self._ways += len(found)
         if self._ways > MOST_WAYS:
-            raise QatError(f'more than {MOST_WAYS} ways through operators that only move values; no network is like that')
+            raise QatError(
+                f'more than {MOST_WAYS} ways through operators that only move values; no network is like that'
+            )
         return found
 
     def op(self, tensor):
@@ -195,7 +238,9 @@ class Graph:
             quantizes = node is not None and node.op_type == 'QuantizeLinear'
             if not quantizes and self.by_choice(node):
                 continue
-            found.setdefault(self.scale(node) if quantizes else FLOAT, []).append(name_of(node) if node else 'graph output')
+            found.setdefault(self.scale(node) if quantizes else FLOAT, []).append(
+                name_of(node) if node else 'graph output'
+            )
         return found
 
     def scale(self, node):
@@ -230,7 +275,12 @@ class Graph:
         for node in reversed(self.nodes):
             for name in node.output:
                 behind = [n for n, _ in self.readers.get(name, ())]
-                if all(n.op_type != 'QuantizeLinear' and (n.op_type not in CONVS or self.is_dfl(n)) and found.issuperset(n.output) for n in behind):
+                if all(
+                    n.op_type != 'QuantizeLinear'
+                    and (n.op_type not in CONVS or self.is_dfl(n))
+                    and found.issuperset(n.output)
+                    for n in behind
+                ):
                     found.add(name)
         return found
 
@@ -240,13 +290,19 @@ class Graph:
         found = set()
         for node in reversed(self.nodes):
             behind = [n for n, _ in self.uses(node.output[0]) if n is not None]
-            if any(n.op_type == 'QuantizeLinear' or n.op_type == 'Add' and id(n) in found for n in behind):
+            if any(n.op_type == 'QuantizeLinear' or (n.op_type == 'Add' and id(n) in found) for n in behind):
                 found.add(id(node))
         return found
 
     def activation_of(self, node):
         """The tensor x if `node` ends an activation function of x, else None. SiLU is x * Sigmoid(x)."""
         if node.op_type == 'Mul':
-            return next((x for x, gate in (node.input, reversed(node.input))
-                         if self.op(gate) == 'Sigmoid' and self.producer[gate].input[0] == x), None)
+            return next(
+                (
+                    x
+                    for x, gate in (node.input, reversed(node.input))
+                    if self.op(gate) == 'Sigmoid' and self.producer[gate].input[0] == x
+                ),
+                None,
+            )
         return node.input[0] if node.op_type in ACTIVATIONS else None

@@ -1,7 +1,8 @@
 """Has every version of ONNX Runtime quantize FP16 values as ONNX says: x / scale, rounded half to even. Imports no torch.
 
-    in: FP16 x → Q (FP16 scale)          out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
+in: FP16 x → Q (FP16 scale)          out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
 """
+
 from functools import cache
 
 import numpy as np
@@ -16,13 +17,20 @@ from utils.qat.graph.onnx_graph import constants, is_half
 def rounds_fp16():
     """Whether ONNX Runtime rounds there. Up to 1.29, on CPUs, it cuts off what is behind the point; and 1.30 needs Python 3.11."""
     import onnxruntime as ort
-    graph = helper.make_graph([helper.make_node('QuantizeLinear', ['x', 'scale', 'zero'], ['y'])], 'rounding',
-                              [helper.make_tensor_value_info('x', TensorProto.FLOAT16, [4])],
-                              [helper.make_tensor_value_info('y', TensorProto.INT8, [4])],
-                              [numpy_helper.from_array(np.array(1, np.float16), 'scale'), numpy_helper.from_array(np.array(0, np.int8), 'zero')])
+
+    graph = helper.make_graph(
+        [helper.make_node('QuantizeLinear', ['x', 'scale', 'zero'], ['y'])],
+        'rounding',
+        [helper.make_tensor_value_info('x', TensorProto.FLOAT16, [4])],
+        [helper.make_tensor_value_info('y', TensorProto.INT8, [4])],
+        [
+            numpy_helper.from_array(np.array(1, np.float16), 'scale'),
+            numpy_helper.from_array(np.array(0, np.int8), 'zero'),
+        ],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 19)], ir_version=9)
     session = ort.InferenceSession(model.SerializeToString(), onnx_options(), providers=['CPUExecutionProvider'])
-    y, = session.run(None, {'x': np.array([0.75, 1.5, 2.5, -1.5], np.float16)})
+    (y,) = session.run(None, {'x': np.array([0.75, 1.5, 2.5, -1.5], np.float16)})
     return y.tolist() == [1, 2, 2, -2]
 
 

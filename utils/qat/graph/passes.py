@@ -2,6 +2,7 @@
 
 Imports no torch: the passes work on any Q/DQ graph.
 """
+
 import numpy as np
 import onnx
 from onnx import numpy_helper
@@ -106,9 +107,14 @@ def quantize_moves(model):
 
     def demand(node):
         """The Q that everything made of the outputs of `node` asks for; None if there are several, or float readers."""
-        found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']  # it reads no value
-        if not found or outputs.intersection(node.output) \
-                or any(r.op_type != 'QuantizeLinear' or values[r.input[1]].size > 1 for r in found):
+        found = [
+            r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape'
+        ]  # it reads no value
+        if (
+            not found
+            or outputs.intersection(node.output)
+            or any(r.op_type != 'QuantizeLinear' or values[r.input[1]].size > 1 for r in found)
+        ):
             return None
         return found[0] if all(grid(r) == grid(found[0]) for r in found) else None
 
@@ -119,11 +125,17 @@ def quantize_moves(model):
         for i in moved_inputs(move) if wanted else ():
             given = move.input[i]
             source = made_by.get(given)
-            if given in values or (source is not None and source.op_type == 'DequantizeLinear' and grid(source) == grid(wanted)):
+            if given in values or (
+                source is not None and source.op_type == 'DequantizeLinear' and grid(source) == grid(wanted)
+            ):
                 continue
             name = f'{move.name or move.output[0]}/input_{i}'
-            q = onnx.helper.make_node('QuantizeLinear', [given, *wanted.input[1:]], [f'{name}_q'], f'{name}/QuantizeLinear')
-            dq = onnx.helper.make_node('DequantizeLinear', [f'{name}_q', *wanted.input[1:]], [f'{name}_dq'], f'{name}/DequantizeLinear')
+            q = onnx.helper.make_node(
+                'QuantizeLinear', [given, *wanted.input[1:]], [f'{name}_q'], f'{name}/QuantizeLinear'
+            )
+            dq = onnx.helper.make_node(
+                'DequantizeLinear', [f'{name}_q', *wanted.input[1:]], [f'{name}_dq'], f'{name}/DequantizeLinear'
+            )
             put_before.setdefault(at, []).extend((q, dq))
             move.input[i] = f'{name}_dq'
             # for the moves further up: this one no longer reads `given`, its Q does
@@ -140,19 +152,24 @@ def check_scales(model, scales):
     in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ}
     wanted = {np.asarray(s, np.float32).tobytes() for s in scales}
     if in_graph != wanted:
-        raise QatError(f'{len(wanted - in_graph)} of {len(wanted)} scales of the model are missing in the ONNX graph, and '
-                       f'{len(in_graph - wanted)} are new; please report this model')
+        raise QatError(
+            f'{len(wanted - in_graph)} of {len(wanted)} scales of the model are missing in the ONNX graph, and '
+            f'{len(in_graph - wanted)} are new; please report this model'
+        )
 
 
 def simplify(model):
     """Fold constants and drop what computes nothing (onnxslim). Keeps every Q and DQ, or raises QatError:
     a simplifier that folds the DQ of a weight turns an INT8 convolution back into a float one."""
     import onnxslim
+
     before = count_qdq(model)
     slim = onnxslim.slim(model)
     if count_qdq(slim) != before:
-        raise QatError(f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
-                       'export without --simplify')
+        raise QatError(
+            f'--simplify: onnxslim changed the number of Q/DQ nodes from {before} to {count_qdq(slim)}; '
+            'export without --simplify'
+        )
     return slim
 
 

@@ -5,6 +5,7 @@ out: the text of MODELS/<name>/config.pbtxt; beside it, the engine of the graph 
 
 Format: docs/user_guide/model_configuration.md there. Imports no torch.
 """
+
 import json
 
 from onnx import TensorProto
@@ -12,8 +13,15 @@ from onnx import TensorProto
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import given
 
-TYPES = {TensorProto.FLOAT: 'TYPE_FP32', TensorProto.FLOAT16: 'TYPE_FP16', TensorProto.INT32: 'TYPE_INT32', TensorProto.INT64: 'TYPE_INT64',
-         TensorProto.INT8: 'TYPE_INT8', TensorProto.UINT8: 'TYPE_UINT8', TensorProto.BOOL: 'TYPE_BOOL'}
+TYPES = {
+    TensorProto.FLOAT: 'TYPE_FP32',
+    TensorProto.FLOAT16: 'TYPE_FP16',
+    TensorProto.INT32: 'TYPE_INT32',
+    TensorProto.INT64: 'TYPE_INT64',
+    TensorProto.INT8: 'TYPE_INT8',
+    TensorProto.UINT8: 'TYPE_UINT8',
+    TensorProto.BOOL: 'TYPE_BOOL',
+}
 PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 
 
@@ -28,11 +36,20 @@ def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}
     open_batch = next(iter(shapes.values()))[0] == -1
     if any((shape[0] == -1) != open_batch for shape in shapes.values()):
-        raise QatError('Triton: the first axis of every input and output must be the batch; found '
-                       + ', '.join(f'{n} {shape}' for n, shape in shapes.items()))
-    lines = [f'name: {json.dumps(name, ensure_ascii=False)}', f'platform: "{platform}"', f'max_batch_size: {max_batch if open_batch else 0}']
+        raise QatError(
+            'Triton: the first axis of every input and output must be the batch; found '
+            + ', '.join(f'{n} {shape}' for n, shape in shapes.items())
+        )
+    lines = [
+        f'name: {json.dumps(name, ensure_ascii=False)}',
+        f'platform: "{platform}"',
+        f'max_batch_size: {max_batch if open_batch else 0}',
+    ]
     for kind, values in (('input', inputs), ('output', model.graph.output)):
-        rows = ',\n'.join(f'  {{ name: {json.dumps(v.name, ensure_ascii=False)}, data_type: {_type(v)}, dims: {shapes[v.name][open_batch:]} }}' for v in values)
+        rows = ',\n'.join(
+            f'  {{ name: {json.dumps(v.name, ensure_ascii=False)}, data_type: {_type(v)}, dims: {shapes[v.name][open_batch:]} }}'
+            for v in values
+        )
         lines.append(f'{kind} [\n{rows}\n]')
     if open_batch and max_batch > 1:
         lines.append('dynamic_batching { }')
@@ -50,5 +67,7 @@ def _shape(value):
 def _type(value):
     code = value.type.tensor_type.elem_type
     if code not in TYPES:
-        raise QatError(f'Triton: {value.name} is of type {TensorProto.DataType.Name(code)}, which this tool does not serve')
+        raise QatError(
+            f'Triton: {value.name} is of type {TensorProto.DataType.Name(code)}, which this tool does not serve'
+        )
     return TYPES[code]

@@ -1,4 +1,5 @@
 """A batch on its way to its score: what is in its images, and what a model finds in them."""
+
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 @dataclass
 class Truth:
     """What is known of the images of a batch."""
+
     targets: torch.Tensor  # [n, 6]: image, class, box as centre, width and height in pixels of the model's input
     shape: tuple  # of the model's input: height, width
     paths: list  # of the images' files
@@ -28,6 +30,7 @@ class Truth:
 @dataclass
 class Detections:
     """What was found in an image, highest score first."""
+
     rows: torch.Tensor  # [n, 6]: box, xyxy in pixels of the model's input, score, class
     masks: Masks = None  # of a segmentation model
 
@@ -54,8 +57,12 @@ def detect(outputs, shape, conf_thres=0.001, iou_thres=0.7, max_det=300):
     predictions, prototypes = outputs if isinstance(outputs, tuple) else (outputs, None)
     coefficients = 0 if prototypes is None else prototypes.shape[1]
     found = []
-    for i, p in enumerate(predictions):  # image by image: upstream's NMS gives up on the rest of a batch when a time limit is over
-        rows = non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients)[0]
+    for i, p in enumerate(
+        predictions
+    ):  # image by image: upstream's NMS gives up on the rest of a batch when a time limit is over
+        rows = non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients)[
+            0
+        ]
         masks = PrototypeMasks(rows[:, 6:], prototypes[i], rows[:, :4], shape) if coefficients else None
         found.append(Detections(rows[:, :6], masks))
     return found

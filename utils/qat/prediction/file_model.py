@@ -3,6 +3,7 @@
 A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm rows are mask coefficients, and prototypes
 [B, nm, H / 4, W / 4]. Files with NMS inside return detections instead: a list of Detections, one for each image.
 """
+
 import ast
 import math
 from abc import ABC, abstractmethod
@@ -22,12 +23,17 @@ def _read_metadata(path, metadata):
     """(stride, class index → name or None) of the metadata of an export, which anybody may have edited."""
     text = metadata.get('names', 'None')
     try:
-        stride, names = int(float(metadata.get('stride', 32))), ast.literal_eval(text if len(text) < LARGEST_NAMES else '')
+        stride, names = (
+            int(float(metadata.get('stride', 32))),
+            ast.literal_eval(text if len(text) < LARGEST_NAMES else ''),
+        )
         if not 1 <= stride <= 1024:
             raise ValueError('a stride from 1 to 1024 was expected')
     except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError) as e:
-        raise QatError(f"--weights {path}: its metadata, stride {metadata.get('stride')!r:.40} and names {text!r:.40}, cannot be read "
-                       f"({' '.join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py") from e
+        raise QatError(
+            f'--weights {path}: its metadata, stride {metadata.get("stride")!r:.40} and names {text!r:.40}, cannot be read '
+            f'({" ".join(str(e).split())[:100] or type(e).__name__}); export it with export_qat.py'
+        ) from e
     return stride, None if names is None else class_names(names, f'--weights {path}')
 
 
@@ -47,20 +53,26 @@ class FileModel(ABC):
         dimensions = [len(shape) for shape in shapes]
         self.classifies = dimensions == [2]
         if dimensions == [3] and shapes[0][2] == 6:  # no grid has 6 cells
-            raise QatError(f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
-                           'export_qat.py writes of the same checkpoint')
+            raise QatError(
+                f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
+                'export_qat.py writes of the same checkpoint'
+            )
         if len(image) != 4 or not (self.classifies or self.end2end or dimensions in ([3], [3, 4])):
-            raise QatError(f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], of a segmentation model '
-                           f"output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {', '.join(END2END)}; found "
-                           f"{list(image)} -> {', '.join(f'{n} {list(s)}' for n, s in outputs.items())}; export it with export_qat.py")
+            raise QatError(
+                f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], of a segmentation model '
+                f'output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {", ".join(END2END)}; found '
+                f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
+            )
         self.path, self.imgsz, self.batch = path, list(image[2:]), batch
         self.stride, names = _read_metadata(path, metadata)
-        self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f"its outputs are {', '.join(outputs)}"
+        self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f'its outputs are {", ".join(outputs)}'
         if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
         else:
             if not all(isinstance(shape[1], int) for shape in shapes):
-                raise QatError(f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py')
+                raise QatError(
+                    f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py'
+                )
             self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
             self.names = names or {i: str(i) for i in range(self.nc)}
 
@@ -71,7 +83,7 @@ class FileModel(ABC):
         for part in images.split(largest):
             padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
             # clone: a runner may reuse what it returns
-            parts.append({name: out[:len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
+            parts.append({name: out[: len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
@@ -87,7 +99,9 @@ class FileModel(ABC):
             masks = None
             if self.segments:
                 side = math.isqrt(outputs[MASKS].shape[2])
-                masks = BoxMasks(outputs[MASKS][i, :n].float().unflatten(1, (side, side)), rows[i, :n, :4], tuple(shape))
+                masks = BoxMasks(
+                    outputs[MASKS][i, :n].float().unflatten(1, (side, side)), rows[i, :n, :4], tuple(shape)
+                )
             found.append(Detections(rows[i, :n], masks))
         return found
 

@@ -1,4 +1,5 @@
 """ONNX Runtime: .onnx files."""
+
 import torch
 
 from utils.qat.config.export import PLUGIN
@@ -8,7 +9,6 @@ from utils.qat.graph.ort_rounding import rounding
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.runner import Runner
 
-
 # The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat does not
 # load with FP16 scales (1.31).
 AS_WRITTEN = {'session.disable_quant_qdq': '1'}
@@ -17,6 +17,7 @@ AS_WRITTEN = {'session.disable_quant_qdq': '1'}
 def _session(source, device, entries, threads=None, **settings):
     """entries: of the session's configuration. threads: None = ONNX Runtime's choice. settings: of the CUDA provider."""
     import onnxruntime as ort
+
     options = onnx_options(entries)
     if threads:
         options.intra_op_num_threads = threads
@@ -27,6 +28,7 @@ def _session(source, device, entries, threads=None, **settings):
 def _cuda_missing():
     """Whether the ONNX Runtime that is installed is the one without CUDA."""
     import onnxruntime as ort
+
     return 'CUDAExecutionProvider' not in ort.get_available_providers()
 
 
@@ -38,8 +40,10 @@ def onnx_session(source, device=torch.device('cpu')):
 
 def cannot_run(path, error):
     """The QatError for a file that ONNX Runtime refuses to compute."""
-    return QatError(f'--weights {path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
-                    f"{' '.join(str(error).split())[:300]}")
+    return QatError(
+        f'--weights {path}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): '
+        f'{" ".join(str(error).split())[:300]}'
+    )
 
 
 class OnnxModel(FileModel):
@@ -50,18 +54,24 @@ class OnnxModel(FileModel):
             self.session = onnx_session(str(path), device)
         except Exception as e:  # onnxruntime's exceptions share no public base class
             if PLUGIN in str(e):
-                raise QatError(f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
-                               '--include onnx_end2end --nms standard') from e
+                raise QatError(
+                    f'--weights {path}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
+                    '--include onnx_end2end --nms standard'
+                ) from e
             if 'MLFloat16' in str(e):  # some versions find this out while they load a file, others while they run it
                 raise cannot_run(path, e) from e
-            raise QatError(f"--weights {path}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
+            raise QatError(f'--weights {path}: ONNX Runtime cannot load it: {" ".join(str(e).split())[:300]}') from e
         try:
-            inputs, outputs = ({v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs()))
+            inputs, outputs = (
+                {v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs())
+            )
             metadata = self.session.get_modelmeta().custom_metadata_map
         except UnicodeDecodeError as e:
-            raise QatError(f'--weights {path}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py') from e
+            raise QatError(
+                f'--weights {path}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py'
+            ) from e
         if len(inputs) != 1:
-            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(inputs) or 'none'}")
+            raise QatError(f'--weights {path}: expected one input, the images, found {", ".join(inputs) or "none"}')
         (self.input_name, image), self.device = *inputs.items(), device
         batch = (image[0],) * 2 if image and isinstance(image[0], int) else None  # a static graph wants full batches
         super().__init__(path, image, outputs, batch, metadata)
@@ -92,15 +102,19 @@ class OnnxRuntimeRunner(Runner):
     @staticmethod
     def missing(backend, device):
         if device.type == 'cuda' and _cuda_missing():
-            return 'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
+            return (
+                'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
+            )
         return ''
 
     def _load(self, entries):
         stream = {'user_compute_stream': str(self.stream.cuda_stream)} if self.stream else {}
         try:
-            return _session(str(self.file), self.device, entries, torch.get_num_threads(), **stream)  # as many threads as PyTorch has
+            return _session(
+                str(self.file), self.device, entries, torch.get_num_threads(), **stream
+            )  # as many threads as PyTorch has
         except Exception as e:  # onnxruntime's exceptions share no public base class
-            raise QatError(f"{self.file}: ONNX Runtime cannot load it: {' '.join(str(e).split())[:300]}") from e
+            raise QatError(f'{self.file}: ONNX Runtime cannot load it: {" ".join(str(e).split())[:300]}') from e
 
     def bind(self, host):
         where, index = self.device.type, self.device.index or 0
@@ -116,7 +130,7 @@ class OnnxRuntimeRunner(Runner):
         try:
             self.session.run_with_iobinding(self.binding)
         except Exception as e:  # as above
-            raise QatError(f"{self.file}: ONNX Runtime cannot run it: {' '.join(str(e).split())[:300]}") from e
+            raise QatError(f'{self.file}: ONNX Runtime cannot run it: {" ".join(str(e).split())[:300]}') from e
 
     def download(self):
         if self.stream:

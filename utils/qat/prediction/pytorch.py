@@ -1,4 +1,5 @@
 """PyTorch: checkpoints, float or quantized."""
+
 import torch
 
 from utils.qat.core.errors import QatError
@@ -44,14 +45,14 @@ class TorchRunner(Runner):
     @staticmethod
     def precisions(network, device):
         if network.precision == 'int8':
-            return network.precision,
+            return (network.precision,)
         return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
 
     def prepare(self, inputs):
         stride = int(max(self.model.stride))
         for _, shape in inputs.values():
             if any(n % stride for n in shape[2:]):
-                raise QatError(f"--imgsz {' '.join(map(str, shape[2:]))}: {self.file} takes multiples of {stride}")
+                raise QatError(f'--imgsz {" ".join(map(str, shape[2:]))}: {self.file} takes multiples of {stride}')
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
     @torch.inference_mode()

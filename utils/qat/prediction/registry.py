@@ -5,6 +5,7 @@ config/backends.py has a line for each backend, and the file that the line names
     MODEL    class of a FileModel, made of (path, device, backend); what an evaluation asks for predictions. None if it has none
     RUNNER   class of a Runner, which the benchmark measures
 """
+
 from importlib import import_module
 
 from utils.qat.config.backends import BACKENDS

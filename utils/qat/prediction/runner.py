@@ -6,6 +6,7 @@ out: a Runner. `prepare` once; then `upload`, `compute` and `download`, in this 
 On a GPU the three order work on `runner.stream`, which is to be the current one, and whoever measures waits for it (ONNX
 Runtime waits by itself). On a CPU nothing is transferred: inputs are where they are computed on.
 """
+
 from abc import ABC, abstractmethod
 
 import torch
@@ -44,7 +45,7 @@ class Runner(ABC):
     @staticmethod
     def precisions(network, device):
         """Those of fp32, fp16 and int8 in which a Network can run."""
-        return network.precision,
+        return (network.precision,)
 
     def __enter__(self):
         return self
@@ -56,7 +57,9 @@ class Runner(ABC):
         """Make data for inputs {name: (torch.dtype, shape)} and run once, after which the sizes of all outputs are known."""
         self.host = {name: example(*what) for name, what in inputs.items()}
         if self.stream:
-            self.host = {name: tensor.pin_memory() for name, tensor in self.host.items()}  # or no copy runs beside the host
+            self.host = {
+                name: tensor.pin_memory() for name, tensor in self.host.items()
+            }  # or no copy runs beside the host
         with torch.cuda.stream(self.stream):  # None leaves everything as it is
             self.inputs = self.bind(self.host)
             self.upload()

@@ -1,4 +1,5 @@
 """TensorRT and TensorRT-RTX: .engine files."""
+
 from utils.qat.config.backends import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
@@ -13,8 +14,8 @@ class EngineModel(FileModel):
     def __init__(self, path, device, backend='tensorrt'):
         self.runner, self.device = EngineRunner(path, device, backend=backend), device
         if len(self.runner.inputs) != 1:
-            raise QatError(f"--weights {path}: expected one input, the images, found {', '.join(self.runner.inputs)}")
-        (self.input_name, (smallest, _, largest)), = self.runner.inputs.items()
+            raise QatError(f'--weights {path}: expected one input, the images, found {", ".join(self.runner.inputs)}')
+        ((self.input_name, (smallest, _, largest)),) = self.runner.inputs.items()
         metadata = self.runner.sidecar['metadata'] if self.runner.sidecar else {}
         super().__init__(path, largest, self.runner.outputs, (smallest[0], largest[0]), metadata)
 
@@ -50,7 +51,7 @@ class TensorRTRunner(Runner):
     def precisions(network, device):
         if network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
             return 'fp32', 'fp16'  # chosen when the engine is built
-        return network.precision,
+        return (network.precision,)
 
     def __exit__(self, *_):
         self.run.__exit__()
@@ -58,12 +59,14 @@ class TensorRTRunner(Runner):
     @property
     def accepts(self):
         """{name: (torch.dtype, shape, None where the profile has a range)}, as Network.inputs."""
-        return {name: (self.run.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
-                for name, (smallest, _, largest) in self.run.inputs.items()}
+        return {
+            name: (self.run.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
+            for name, (smallest, _, largest) in self.run.inputs.items()
+        }
 
     def bind(self, host):
         self.outputs = list(self.run.prepare({name: tensor.shape for name, tensor in host.items()}).values())
-        return {name: self.run.buffers[name][:tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
+        return {name: self.run.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
 
     def compute(self):
         self.run.enqueue()

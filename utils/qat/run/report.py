@@ -1,4 +1,5 @@
 """A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
+
 from pathlib import Path
 
 from utils.qat.config.defaults import closing, options
@@ -27,8 +28,13 @@ def apart(metrics, masks):
 
 def mean_of(stages):
     """Plain metrics, each figure the mean of those of `stages`."""
-    return {key: mean_of([stage[key] for stage in stages]) if type(value) is dict else sum(stage[key] for stage in stages) / len(stages)
-            for key, value in stages[0].items() if type(value) in (int, float, dict)}
+    return {
+        key: mean_of([stage[key] for stage in stages])
+        if type(value) is dict
+        else sum(stage[key] for stage in stages) / len(stages)
+        for key, value in stages[0].items()
+        if type(value) in (int, float, dict)
+    }
 
 
 def run_table(report):
@@ -42,20 +48,29 @@ def run_table(report):
         return [what, *loss, *figures(metrics, masks), *apart(metrics, masks), *noise(metrics, parts)]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
-    rows += [row(f"QAT epoch {e['epoch']}", e, f"{e['loss']:.3g}") for e in report['epochs']]
+    rows += [row(f'QAT epoch {e["epoch"]}', e, f'{e["loss"]:.3g}') for e in report['epochs']]
     if len(report['epochs']) >= LAST:
         last = {**mean_of(report['epochs'][-LAST:]), 'against_float': report['last_epochs']}
         rows.append(row(f'mean of the last {LAST} epochs', last, ''))
     if report['best']:
-        which = f"epoch {report['best']['epoch']}" if report['best']['epoch'] else 'PTQ'
+        which = f'epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
-    titles = (*titles, *('AP - float, points', 'mask AP - float, points')[:1 + masks], *(f'{part} dB' for part in parts))
+    titles = (
+        *titles,
+        *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
+        *(f'{part} dB' for part in parts),
+    )
     table = markdown_table(('model', 'loss', *titles), rows)
     if report['chosen_on'] == 'val':
         return table
-    on_val = [row(what, (report['val'] or {}).get(key)) for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))]
-    return (f"on {report['images']['held out']} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n"
-            f"on the {report['images']['val']} images of val, which chose nothing:\n\n{markdown_table(('model', *titles), on_val)}")
+    on_val = [
+        row(what, (report['val'] or {}).get(key))
+        for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))
+    ]
+    return (
+        f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
+        f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
+    )
 
 
 def verdicts(report):
@@ -72,9 +87,15 @@ def verdicts(report):
         said.append(f'Fine-tuning against PTQ: {in_words(gain)}{unclear}.')
     if best:
         models = [*report['epochs'], *([report['ptq']] if 'ap' in report['ptq'] else [])]
-        said.append(f"The best is the highest of {len(models)} on the {report['images'][report['chosen_on']]} images ({report['chosen_on']}), so it "
-                    'is higher there than on others.')
-    return [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)'] if against or gain else said
+        said.append(
+            f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images ({report["chosen_on"]}), so it '
+            'is higher there than on others.'
+        )
+    return (
+        [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)']
+        if against or gain
+        else said
+    )
 
 
 def delivered(folder, report):
@@ -84,19 +105,29 @@ def delivered(folder, report):
 
 def export_command(folder, report):
     """The command that a finished run is followed by."""
-    return command('export_qat.py', '--weights', delivered(folder, report), '--include', 'onnx', '--imgsz', report['settings']['imgsz'])
+    return command(
+        'export_qat.py',
+        '--weights',
+        delivered(folder, report),
+        '--include',
+        'onnx',
+        '--imgsz',
+        report['settings']['imgsz'],
+    )
 
 
 def calibration_text(calibration):
     """How the ranges were chosen, in words, and the divergences that were compared as a table."""
     found, method = calibration['divergence'], calibration['method']
-    chosen = f"Ranges of activations by {method}, {'no bias corrected' if calibration['biases'] == 'none' else 'biases corrected'}"
+    chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
     if not found:
         return escaped(f'{chosen}.')
     kept = min(found, key=found.get)
     rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in found.items()]
-    return (f"{escaped(chosen)}: of those compared the one whose detections are closest to the float model's (divergence 0: the same), "
-            f"on images that nothing was fitted to:\n\n{markdown_table(('calibration', 'divergence', ''), rows)}")
+    return (
+        f"{escaped(chosen)}: of those compared the one whose detections are closest to the float model's (divergence 0: the same), "
+        f'on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
+    )
 
 
 def _pictures(folder, report):
@@ -119,15 +150,23 @@ def write_report(folder, report):
     settings, calibrated = report['settings'], report['ptq']
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
-    document(folder / 'report.md', f"{Path(settings['weights']).name} in INT8", [
-        escaped(f"Images: {images}. Computed on {report['device']}."), *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
-        *_pictures(folder, report),
-        *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
-        *[escaped(f"Left in float: {', '.join(report['kept_float'])}.")] * bool(report['kept_float']),
-        *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
-        '## Times', escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
-        '## Made by', code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
-        *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None)])
+    document(
+        folder / 'report.md',
+        f'{Path(settings["weights"]).name} in INT8',
+        [
+            escaped(f'Images: {images}. Computed on {report["device"]}.'),
+            *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
+            *_pictures(folder, report),
+            *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
+            *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
+            *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
+            '## Times',
+            escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
+            '## Made by',
+            code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
+            *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),
+        ],
+    )
 
 
 def plan(layers, swapped, kept_float, groups):
@@ -136,16 +175,23 @@ def plan(layers, swapped, kept_float, groups):
     layers: (index, class) of the network's layers. swapped: path → kind of block quantized. kept_float: path → reason.
     groups: lists of quantizer paths.
     """
+
     def inside(index, paths):
         return [p for p in paths if p.split('.')[1] == str(index)]
 
     def counted(kinds):
         return ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds))) or '-'
 
-    rows = [[f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-'] for i, name in layers]
+    rows = [
+        [f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-']
+        for i, name in layers
+    ]
     shared = [[number, len(group), '  '.join(group)] for number, group in enumerate(groups, 1) if len(group) > 1]
-    return '\n\n'.join((
-        markdown_table(('layer', 'INT8', 'float convolutions'), rows),
-        markdown_table(('stays float', 'reason'), kept_float.items()),
-        f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
-        + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none')))
+    return '\n\n'.join(
+        (
+            markdown_table(('layer', 'INT8', 'float convolutions'), rows),
+            markdown_table(('stays float', 'reason'), kept_float.items()),
+            f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
+            + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none'),
+        )
+    )

@@ -2,6 +2,7 @@
 
 The file in the run's folder is what a run that is gone on with compares its next models with. It may come from anybody.
 """
+
 import json
 
 import numpy as np
@@ -38,16 +39,22 @@ class Resampled(dict):
     @classmethod
     def read(cls, folder, report):
         """What the run in `folder` wrote. Raises QatError if it is not of that run. report: its report, checked."""
-        scored = {FLOAT: report['origin'], PTQ: report['ptq'], **{EPOCH.format(e['epoch']): e for e in report['epochs']}}
+        scored = {
+            FLOAT: report['origin'],
+            PTQ: report['ptq'],
+            **{EPOCH.format(e['epoch']): e for e in report['epochs']},
+        }
         needed = [what for what, metrics in scored.items() if metrics and 'ap' in metrics]
         parts = 1 + any('mask' in scored[what] for what in needed)
         rows = 1 + RESAMPLES * (report['images'][report['chosen_on']] > 1)
         try:
             content = read_json(folder / RESAMPLED)
-            wrong = misfit(content, {**dict.fromkeys(needed, [[SHARE]]), str: [[SHARE]]})
+            wrong = misfit(content, {**{key: [[SHARE]] for key in needed}, str: [[SHARE]]})
         except (ValueError, OSError) as e:
             raise unfit_state(folder, 'not JSON' if isinstance(e, ValueError) else 'not there', RESAMPLED) from e
-        wrong = wrong or next((ascii(what)[1:61] for what, values in content.items() if [*map(len, values)] != [parts] * rows), None)
+        wrong = wrong or next(
+            (ascii(what)[1:61] for what, values in content.items() if [*map(len, values)] != [parts] * rows), None
+        )
         if wrong:
             raise unfit_state(folder, wrong, RESAMPLED)
         return cls({what: np.array(values, float) for what, values in content.items()})

@@ -1,4 +1,5 @@
 """summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
+
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.command import require_file
@@ -7,28 +8,79 @@ from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
 from utils.qat.core.versions import PACKAGES
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points
-from utils.qat.untrusted.json_schema import (AGAINST, CALIBRATION, CHANCE, COUNT, FIGURES, INDEX, NONE, NUMBER, SECONDS, SQNR,
-                                             anything, misfit, read_json, settings_kind)
+from utils.qat.untrusted.json_schema import (
+    AGAINST,
+    CALIBRATION,
+    CHANCE,
+    COUNT,
+    FIGURES,
+    INDEX,
+    NONE,
+    NUMBER,
+    SECONDS,
+    SQNR,
+    anything,
+    misfit,
+    read_json,
+    settings_kind,
+)
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
 
-MEASURED = {'divergence': NUMBER, 'sqnr': SQNR, **{f'{name}?': kind for name, kind in FIGURES.items()}, 'mask?': FIGURES,
-            'against_float?': AGAINST, 'against_int8?': CHANCE}
-UNIT = {'unit': str, 'kind': str, 'convolutions': INDEX, 'flops': INDEX, 'parameters': INDEX, 'estimated': {'only': NUMBER, 'without': NUMBER},
-        'measured': (NONE, {'only': MEASURED, 'without': MEASURED}), 'distortion': NUMBER, 'twins': [str], 'ranges': {str: (NUMBER, [NUMBER])}}
+MEASURED = {
+    'divergence': NUMBER,
+    'sqnr': SQNR,
+    **{f'{name}?': kind for name, kind in FIGURES.items()},
+    'mask?': FIGURES,
+    'against_float?': AGAINST,
+    'against_int8?': CHANCE,
+}
+UNIT = {
+    'unit': str,
+    'kind': str,
+    'convolutions': INDEX,
+    'flops': INDEX,
+    'parameters': INDEX,
+    'estimated': {'only': NUMBER, 'without': NUMBER},
+    'measured': (NONE, {'only': MEASURED, 'without': MEASURED}),
+    'distortion': NUMBER,
+    'twins': [str],
+    'ranges': {str: (NUMBER, [NUMBER])},
+}
 SUMMARY = {  # see json_schema.misfit
-    'kind': str, 'version': INDEX, 'weights': str, 'weights_sha256': str, 'settings': settings_kind(SensitiveConfig),
-    'versions': dict.fromkeys(('python', *PACKAGES), str), 'device': str, 'images': COUNT, 'calibration': CALIBRATION, 'times': {str: SECONDS},
-    'float': MEASURED, 'int8': MEASURED, 'flops': COUNT, 'units': [UNIT]}
+    'kind': str,
+    'version': INDEX,
+    'weights': str,
+    'weights_sha256': str,
+    'settings': settings_kind(SensitiveConfig),
+    'versions': dict.fromkeys(('python', *PACKAGES), str),
+    'device': str,
+    'images': COUNT,
+    'calibration': CALIBRATION,
+    'times': {str: SECONDS},
+    'float': MEASURED,
+    'int8': MEASURED,
+    'flops': COUNT,
+    'units': [UNIT],
+}
 
 
 def _contradiction(summary):
     """The place in a summary of the right kind that contradicts another, None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
-    return next((place for place, wrong in (
-        ('units', not units or len(set(names)) < len(names)), ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
-        ('flops', sum(u['flops'] for u in units) > summary['flops'])) if wrong), None)
+    return next(
+        (
+            place
+            for place, wrong in (
+                ('units', not units or len(set(names)) < len(names)),
+                ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
+                ('flops', sum(u['flops'] for u in units) > summary['flops']),
+            )
+            if wrong
+        ),
+        None,
+    )
 
 
 def read_summary(path, source, twins):
@@ -48,12 +100,18 @@ def read_summary(path, source, twins):
         if wrong := misfit(summary, SUMMARY) or _contradiction(summary):
             raise ValueError(f'{wrong} is not what it writes')
     except ValueError as e:
-        raise QatError(f"--sensitive {path}: no summary of a sensitivity analysis ({' '.join(str(e).split())[:100]}); {again}") from e
+        raise QatError(
+            f'--sensitive {path}: no summary of a sensitivity analysis ({" ".join(str(e).split())[:100]}); {again}'
+        ) from e
     unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - set(twins) or visible(u['unit']) != u['unit']]
     if unknown:
-        raise QatError(f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}')
+        raise QatError(
+            f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}'
+        )
     if summary['weights_sha256'] != source:
-        raise QatError(f"--sensitive {path}: of another checkpoint ({summary['weights']}; its SHA-256 differs); {again}")
+        raise QatError(
+            f'--sensitive {path}: of another checkpoint ({summary["weights"]}; its SHA-256 differs); {again}'
+        )
     return summary
 
 
@@ -74,30 +132,58 @@ def share_int8(summary, kept):
 
 def summary_table(summary, limit=None):
     """The worst units, at most `limit`: Markdown."""
+
     def gain(unit):
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
         return points(found) if found else '-'
 
     def number(unit, way):
-        return f"{unit['measured'][way]['divergence']:.5f}" if unit['measured'] else '-'
+        return f'{unit["measured"][way]["divergence"]:.5f}' if unit['measured'] else '-'
 
-    rows = [[u['unit'], u['kind'], f"{u['flops'] / summary['flops']:.1%}", f"{u['estimated']['only']:.5f}", number(u, 'only'), number(u, 'without'),
-             gain(u)] for u in worst(summary)[:limit]]
-    return markdown_table(('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows)
+    rows = [
+        [
+            u['unit'],
+            u['kind'],
+            f'{u["flops"] / summary["flops"]:.1%}',
+            f'{u["estimated"]["only"]:.5f}',
+            number(u, 'only'),
+            number(u, 'without'),
+            gain(u),
+        ]
+        for u in worst(summary)[:limit]
+    ]
+    return markdown_table(
+        ('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows
+    )
 
 
 def write_markdown(path, summary, following):
     """All units as a table, and what the figures are. following: the next command."""
-    lines = [f"{len(summary['units'])} units ({summary['settings']['granularity']}), "
-             f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
-             f"{summary['int8']['divergence']:.5f}."]
+    lines = [
+        f'{len(summary["units"])} units ({summary["settings"]["granularity"]}), '
+        f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
+        f'{summary["int8"]["divergence"]:.5f}.'
+    ]
     if 'ap' in summary['int8']:
         masks = 'mask' in summary['int8']
-        ap = {model: f"{summary[model]['ap']:.4f}" + (f" (masks {summary[model]['mask']['ap']:.4f})" if masks else '') for model in ('float', 'int8')}
-        lines.append(f"AP: float {ap['float']}, all in INT8 {ap['int8']}: {in_words(summary['int8']['against_float'])}. The last column is what "
-                     f"leaving the unit in float would add, in points (0.01){', the mean of boxes and masks' * masks}. ± holds 95 % of what other "
-                     f"images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.")
-    document(path, f"Sensitivity of {summary['weights']}", [
-        '\n'.join(lines), summary_table(summary), image('distortion of each unit', 'sensitivity.png'),
-        '## Times', escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items())),
-        *closing(summary['settings'], SensitiveConfig, summary['versions'], following)])
+        ap = {
+            model: f'{summary[model]["ap"]:.4f}' + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
+            for model in ('float', 'int8')
+        }
+        lines.append(
+            f'AP: float {ap["float"]}, all in INT8 {ap["int8"]}: {in_words(summary["int8"]["against_float"])}. The last column is what '
+            f'leaving the unit in float would add, in points (0.01){", the mean of boxes and masks" * masks}. ± holds 95 % of what other '
+            f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.'
+        )
+    document(
+        path,
+        f'Sensitivity of {summary["weights"]}',
+        [
+            '\n'.join(lines),
+            summary_table(summary),
+            image('distortion of each unit', 'sensitivity.png'),
+            '## Times',
+            escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in summary['times'].items())),
+            *closing(summary['settings'], SensitiveConfig, summary['versions'], following),
+        ],
+    )

@@ -3,6 +3,7 @@
 YAML can say much in few bytes: an alias repeats a part of the file, a merge copies one, and each may lie within another. So the events
 of the parser are counted first, an alias with all that it stands for, and what is beyond the bounds is not built.
 """
+
 import yaml
 
 NODES = 100_000  # values, aliases and merges written out; 21 841 classes with their numbers are 44 000

@@ -3,6 +3,7 @@
 A kind is a type (exactly that: True is no int), a function of the value that says whether it fits, a tuple of kinds of which one fits,
 [kind] for a list, or {'key': kind, 'key?': kind, str: kind} for these keys, of which one with ? may be missing, and any others.
 """
+
 import json
 import math
 from dataclasses import MISSING, fields
@@ -16,16 +17,21 @@ def between(low, high, kinds=(int, float)):
     return lambda value: type(value) in kinds and low <= value <= high
 
 
-SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2 ** 53, (int,)), between(-1e30, 1e30), between(0, 1e10)
-INDEX, POSITIVE = between(0, 2 ** 53, (int,)), between(0, 1e30)
+SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2**53, (int,)), between(-1e30, 1e30), between(0, 1e10)
+INDEX, POSITIVE = between(0, 2**53, (int,)), between(0, 1e30)
 DECIBELS = between(-math.inf, math.inf, (float,))  # infinite where two models give the same
 FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
 COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
 AGAINST = {**CHANCE, 'mask?': CHANCE}
 METRICS = {  # evaluate.Metrics.plain
-    **FIGURES, 'images': COUNT, 'instances': COUNT, 'mask?': {**FIGURES, 'coco?': COCO}, 'coco?': COCO,
-    'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}]}
+    **FIGURES,
+    'images': COUNT,
+    'instances': COUNT,
+    'mask?': {**FIGURES, 'coco?': COCO},
+    'coco?': COCO,
+    'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}],
+}
 SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
@@ -48,12 +54,16 @@ def misfit(value, kind, place=''):
 
 def _items(value, kind, place):
     """(place, value, kind) of what is in a dict; what is missing or not known has a kind that nothing fits."""
+
     def at(key):
-        return f"{place}{'.' * bool(place)}{ascii(key)[1:61] if type(key) is str else '?'}"
+        return f'{place}{"." * bool(place)}{ascii(key)[1:61] if type(key) is str else "?"}'
 
     named = {key.removesuffix('?'): k for key, k in kind.items() if key is not str}
     missing = [key for key in kind if key is not str and not key.endswith('?') and key not in value]
-    return [*((at(key), None, _never) for key in missing), *((at(key), v, named.get(key, kind.get(str, _never))) for key, v in value.items())]
+    return [
+        *((at(key), None, _never) for key in missing),
+        *((at(key), v, named.get(key, kind.get(str, _never))) for key, v in value.items()),
+    ]
 
 
 def _never(value):
@@ -67,9 +77,12 @@ def anything(value):
 
 def settings_kind(cls):
     """The kind of the settings in the dataclass `cls` as they are written to JSON; ranges are checked by `cls` itself."""
-    plain = {Path: str, float: between(-1e9, 1e9), int: between(-2 ** 32, 2 ** 32, (int,)), list: [str]}
+    plain = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,)), list: [str]}
     kinds = {f.name: plain.get(f.type, f.type) for f in fields(cls)}
-    return {f.name: (NONE, kinds[f.name]) if f.default is None and f.default is not MISSING else kinds[f.name] for f in fields(cls)}
+    return {
+        f.name: (NONE, kinds[f.name]) if f.default is None and f.default is not MISSING else kinds[f.name]
+        for f in fields(cls)
+    }
 
 
 def read_json(file):

@@ -2,34 +2,83 @@
 
 A row is [from, repeats, layer, [arguments]]. It may name a layer; it may say numbers, and the few words of YOLOv9's files.
 """
+
 import ast
 from types import CodeType
 
 from utils.qat.core.errors import QatError
 
 # What upstream's parse_model knows, and what else its files have
-LAYERS = frozenset("""
+LAYERS = frozenset(
+    """
     Conv AConv ConvTranspose Bottleneck SPP SPPF DWConv BottleneckCSP DWConvTranspose2d SPPCSPC ADown ELAN1 RepNCSPELAN4 SPPELAN
     Concat Shortcut ReOrg CBLinear CBFuse Contract Expand Silence MP SP
-    Detect DualDetect TripleDetect DDetect DualDDetect TripleDDetect Segment DSegment DualDSegment Panoptic""".split())
-PYTORCH = frozenset(f'nn.{name}' for name in (
-    'Upsample', 'MaxPool2d', 'AvgPool2d', 'ZeroPad2d', 'ConvTranspose2d', 'BatchNorm2d', 'Identity', 'Dropout'))
-ACTIVATIONS = frozenset(f'nn.{name}' for name in (
-    'ReLU', 'ReLU6', 'LeakyReLU', 'PReLU', 'ELU', 'CELU', 'SELU', 'GELU', 'SiLU', 'Mish', 'Hardswish',
-    'Hardsigmoid', 'Sigmoid', 'Tanh', 'Softplus', 'Identity'))
-VALUES = frozenset(('None', 'True', 'False', 'nc', 'anchors'))  # what parse_model makes a number, None or a list of numbers of
-MODES = frozenset(('nearest', 'bilinear', 'bicubic'))  # of nn.Upsample; no names that parse_model knows, so that they stay text
+    Detect DualDetect TripleDetect DDetect DualDDetect TripleDDetect Segment DSegment DualDSegment Panoptic""".split()
+)
+PYTORCH = frozenset(
+    f'nn.{name}'
+    for name in (
+        'Upsample',
+        'MaxPool2d',
+        'AvgPool2d',
+        'ZeroPad2d',
+        'ConvTranspose2d',
+        'BatchNorm2d',
+        'Identity',
+        'Dropout',
+    )
+)
+ACTIVATIONS = frozenset(
+    f'nn.{name}'
+    for name in (
+        'ReLU',
+        'ReLU6',
+        'LeakyReLU',
+        'PReLU',
+        'ELU',
+        'CELU',
+        'SELU',
+        'GELU',
+        'SiLU',
+        'Mish',
+        'Hardswish',
+        'Hardsigmoid',
+        'Sigmoid',
+        'Tanh',
+        'Softplus',
+        'Identity',
+    )
+)
+VALUES = frozenset(
+    ('None', 'True', 'False', 'nc', 'anchors')
+)  # what parse_model makes a number, None or a list of numbers of
+MODES = frozenset(
+    ('nearest', 'bilinear', 'bicubic')
+)  # of nn.Upsample; no names that parse_model knows, so that they stay text
 LARGEST = 100_000  # number
 WINDOW = 64  # of a pooling, and factor of an upsampling: their work grows with it and is in no weights
-WINDOWED = {'nn.MaxPool2d': 0, 'nn.AvgPool2d': 0, 'nn.Upsample': 0, 'nn.ZeroPad2d': 0, 'MP': 0, 'SP': 0,
-            'SPP': 1, 'SPPF': 1, 'SPPCSPC': 1}  # layer → from which argument on
+WINDOWED = {
+    'nn.MaxPool2d': 0,
+    'nn.AvgPool2d': 0,
+    'nn.Upsample': 0,
+    'nn.ZeroPad2d': 0,
+    'MP': 0,
+    'SP': 0,
+    'SPP': 1,
+    'SPPF': 1,
+    'SPPCSPC': 1,
+}  # layer → from which argument on
 ROWS, REPEATS, LENGTH = 1000, 100, 100  # at most: of the network, of a row, of a list
 
 # A layer of the user's own: where it is defined, what it must not be, and what its functions must not use
 TREE = 'models.common', 'models.experimental', 'models.yolo'
-NO_LAYERS = frozenset(('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT'))  # nor their subclasses
-NOT_CALLED = frozenset("""eval exec compile open __import__ import_module system popen Popen run load load_url safe_load yaml_load parse_model
-    attempt_load attempt_download""".split())
+NO_LAYERS = frozenset(
+    ('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT')
+)  # nor their subclasses
+NOT_CALLED = frozenset(
+    """eval exec compile open __import__ import_module system popen Popen run load load_url safe_load yaml_load parse_model
+    attempt_load attempt_download""".split()
+)
 
 
 def require_network(content, source):
@@ -37,6 +86,7 @@ def require_network(content, source):
 
     content: of a YAML file, or what a checkpoint holds as the YAML of its model.
     """
+
     def fail(problem):
         raise QatError(f'{source}: {problem}')
 
@@ -48,7 +98,9 @@ def require_network(content, source):
         rows = content.get(key)
         is_row = lambda row: type(row) is list and len(row) == 4 and type(row[3]) is list  # noqa: E731
         if type(rows) is not list or not 1 <= len(rows) <= ROWS or not all(map(is_row, rows)):
-            fail(f'needs backbone: and head:, each a list of layers [from, number, module, [arguments]], at most {ROWS}')
+            fail(
+                f'needs backbone: and head:, each a list of layers [from, number, module, [arguments]], at most {ROWS}'
+            )
     for key, (fits, allowed) in SETTINGS.items():
         if not fits(content.get(key)):
             fail(f'{key}: must be {allowed}, not {repr(content.get(key))[:60]}')
@@ -84,7 +136,9 @@ def _is_int(value, least, most):
 
 
 def _is_anchors(value):
-    return _is_int(value, 1, 100) or _is_list_of(lambda row: _is_list_of(_is_number, row) and row, value) and bool(value)
+    return _is_int(value, 1, 100) or (
+        _is_list_of(lambda row: _is_list_of(_is_number, row) and row, value) and bool(value)
+    )
 
 
 def _is_activation(text):
@@ -98,23 +152,29 @@ def _is_activation(text):
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     values = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else [None]
-    return (isinstance(call, ast.Call) and ast.unparse(call.func) in ACTIVATIONS and all(k.arg for k in call.keywords)
-            and all(isinstance(v, ast.Constant) and (type(v.value) is bool or _is_number(v.value)) for v in values))
+    return (
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ACTIVATIONS
+        and all(k.arg for k in call.keywords)
+        and all(isinstance(v, ast.Constant) and (type(v.value) is bool or _is_number(v.value)) for v in values)
+    )
 
 
-FACTOR = lambda value: _is_number(value, 1e-3, 10), 'a number from 0.001 to 10'  # noqa: E731
+FACTOR = lambda value: _is_number(value, 1e-3, 10), 'a number from 0.001 to 10'
 SETTINGS = {  # key → (what it may be, in words)
     'nc': (lambda value: _is_int(value, 1, LARGEST), f'a number of classes from 1 to {LARGEST}'),
-    'depth_multiple': FACTOR, 'width_multiple': FACTOR,
+    'depth_multiple': FACTOR,
+    'width_multiple': FACTOR,
     'anchors': (_is_anchors, 'a number from 1 to 100, or lists of numbers'),
     'activation': (_is_activation, 'one such as nn.SiLU() or nn.LeakyReLU(0.1)'),
     'ch': (lambda value: value is None or _is_int(value, 1, 1000), 'a number of channels from 1 to 1000'),
-    'inplace': (lambda value: type(value) in (bool, type(None)), 'true or false')}
+    'inplace': (lambda value: type(value) in (bool, type(None)), 'true or false'),
+}
 
 
 def _wrong_row(source, repeats, name, arguments):
     """What is wrong with a row, in words; None if nothing is."""
-    if not (_is_int(source, -ROWS, ROWS) or source and _is_list_of(lambda i: _is_int(i, -ROWS, ROWS), source)):
+    if not (_is_int(source, -ROWS, ROWS) or (source and _is_list_of(lambda i: _is_int(i, -ROWS, ROWS), source))):
         return f'{_shown(source)} is no layer to read from, nor a list of such'
     if not _is_int(repeats, 1, REPEATS):
         return f'{_shown(repeats)} is no number of repeats from 1 to {REPEATS}'
@@ -127,10 +187,16 @@ def _wrong_row(source, repeats, name, arguments):
     for i, value in enumerate(arguments):
         most = WINDOW if i >= WINDOWED.get(name, LENGTH) else LARGEST
         numbers = value if type(value) is list else [value]
-        if not (value is None or type(value) is bool or type(value) is str and value in words
-                or _is_list_of(lambda n: _is_number(n, -most, most), numbers)):
-            return (f'{_shown(value)} is no argument of {name}: these are numbers from -{most} to {most}, lists of them, '
-                    f'{", ".join(sorted(words))}')
+        if not (
+            value is None
+            or type(value) is bool
+            or (type(value) is str and value in words)
+            or _is_list_of(lambda n: _is_number(n, -most, most), numbers)
+        ):
+            return (
+                f'{_shown(value)} is no argument of {name}: these are numbers from -{most} to {most}, lists of them, '
+                f'{", ".join(sorted(words))}'
+            )
     return None if len(arguments) <= LENGTH else f'more than {LENGTH} arguments'
 
 
@@ -141,7 +207,9 @@ def _shown(value):
 def _wrong_layer(name):
     """Why `name` is no layer of this tree, in words; None if it is one."""
     import torch
+
     from models import yolo
+
     if not name.isidentifier():
         return f'{_shown(name)} is no name of a layer'
     found = getattr(yolo, name, None)

@@ -4,6 +4,7 @@ A pickle is a program for a stack machine that may name any callable and call it
 a `Name`, a call stays a `Call`, and a tensor's bytes stay a `Stored`: no class or function is looked up, so none can run. What the
 records may become is decided by those who build from them: plain_values.py and models/quantize/pickled_modules.py.
 """
+
 import contextlib
 import gc
 import pickle
@@ -19,7 +20,8 @@ class Refused(Exception):
 
 class Name:
     """A class or function that the pickle names. text: 'module.qualified name'."""
-    __slots__ = 'text',
+
+    __slots__ = ('text',)
 
     def __init__(self, text):
         self.text = text
@@ -27,7 +29,8 @@ class Name:
 
 class Stored:
     """Data beside the pickle, which its archive holds. key: as the pickle gives it, of any type."""
-    __slots__ = 'key',
+
+    __slots__ = ('key',)
 
     def __init__(self, key):
         self.key = key
@@ -39,7 +42,8 @@ class Call:
     function: a Name. arguments: a tuple. new: whether the object is made without its constructor. items: (key, value) pairs put into it.
     state: its attributes as the pickle gives them, of any type, or None.
     """
-    __slots__ = 'function', 'arguments', 'new', 'items', 'state'
+
+    __slots__ = 'arguments', 'function', 'items', 'new', 'state'
 
     def __init__(self, function, arguments, new):
         self.function, self.arguments, self.new, self.items, self.state = function, arguments, new, (), None
@@ -82,7 +86,7 @@ def _run(content):
         return values
 
     def text_of(length):
-        return str(content[position:position + length], 'utf-8', 'surrogatepass')
+        return str(content[position : position + length], 'utf-8', 'surrogatepass')
 
     while True:
         code = content[position]
@@ -99,7 +103,7 @@ def _run(content):
         elif code == LONG_BINPUT:
             memo[unsigned(content, position)[0]] = stack[-1]
             position += 4
-        elif code == REDUCE or code == NEWOBJ:
+        elif code in (REDUCE, NEWOBJ):
             arguments, function = pop(), pop()
             if type(function) is not Name or type(arguments) is not tuple:
                 raise Refused('its pickle calls an object that it made itself')
@@ -128,12 +132,18 @@ def _run(content):
             position += form.size
         elif code in LONG_VALUES:
             form, kind = LONG_VALUES[code]
-            length, = form.unpack_from(content, position)
+            (length,) = form.unpack_from(content, position)
             position += form.size
-            if not 0 <= length <= len(content) - position or kind is int and length > LONGEST_INTEGER:
+            if not 0 <= length <= len(content) - position or (kind is int and length > LONGEST_INTEGER):
                 raise ValueError
-            data = content[position:position + length]
-            push(bytes(data) if kind is bytes else int.from_bytes(data, 'little', signed=True) if kind is int else text_of(length))
+            data = content[position : position + length]
+            push(
+                bytes(data)
+                if kind is bytes
+                else int.from_bytes(data, 'little', signed=True)
+                if kind is int
+                else text_of(length)
+            )
             position += length
         elif code == BINPERSID:
             push(Stored(pop()))
@@ -148,7 +158,7 @@ def _run(content):
         elif code == BINPUT:
             memo[content[position]] = stack[-1]
             position += 1
-        elif code == APPENDS or code == APPEND:
+        elif code in (APPENDS, APPEND):
             values = above_mark() if code == APPENDS else [pop()]
             if type(stack[-1]) is not list:
                 raise Refused('its pickle appends to an object that is no list')
@@ -158,11 +168,11 @@ def _run(content):
             if type(stack[-1]) is not set or not all(type(value) in SCALARS for value in values):
                 raise Refused('its pickle adds to an object that is no set, or what no set of ours has')
             stack[-1].update(values)
-        elif code == GLOBAL or code == STACK_GLOBAL:
+        elif code in (GLOBAL, STACK_GLOBAL):
             if code == GLOBAL:
                 middle = content.index(b'\n', position)
                 end = content.index(b'\n', middle + 1)
-                module, name = str(content[position:middle], 'utf-8'), str(content[middle + 1:end], 'utf-8')
+                module, name = str(content[position:middle], 'utf-8'), str(content[middle + 1 : end], 'utf-8')
                 position = end + 1
             else:
                 name, module = pop(), pop()
@@ -179,7 +189,9 @@ def _run(content):
         elif code == STOP:
             return pop(), names
         else:
-            raise Refused(f'its pickle has operation {code:#x}, which PyTorch and NumPy do not write (protocol 0 or 1, or an extension)')
+            raise Refused(
+                f'its pickle has operation {code:#x}, which PyTorch and NumPy do not write (protocol 0 or 1, or an extension)'
+            )
         if marks and len(stack) < marks[-1]:
             raise IndexError  # an operation took what is below a mark
 
@@ -197,19 +209,75 @@ def _set_items(target, flat):
 
 
 # Operations as numbers, which is what an element of bytes is.
-(BININT1, BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE, REDUCE, NEWOBJ, BUILD, MARK, TUPLE, SETITEM, SETITEMS, APPEND, APPENDS, ADDITEMS, GLOBAL,
- STACK_GLOBAL, BINPERSID, POP, PROTO, FRAME, STOP) = (getattr(pickle, name)[0] for name in (
-     'BININT1', 'BINGET', 'LONG_BINGET', 'BINPUT', 'LONG_BINPUT', 'MEMOIZE', 'REDUCE', 'NEWOBJ', 'BUILD', 'MARK', 'TUPLE', 'SETITEM', 'SETITEMS', 'APPEND',
-     'APPENDS', 'ADDITEMS', 'GLOBAL', 'STACK_GLOBAL', 'BINPERSID', 'POP', 'PROTO', 'FRAME', 'STOP'))
+(
+    BININT1,
+    BINGET,
+    LONG_BINGET,
+    BINPUT,
+    LONG_BINPUT,
+    MEMOIZE,
+    REDUCE,
+    NEWOBJ,
+    BUILD,
+    MARK,
+    TUPLE,
+    SETITEM,
+    SETITEMS,
+    APPEND,
+    APPENDS,
+    ADDITEMS,
+    GLOBAL,
+    STACK_GLOBAL,
+    BINPERSID,
+    POP,
+    PROTO,
+    FRAME,
+    STOP,
+) = (
+    getattr(pickle, name)[0]
+    for name in (
+        'BININT1',
+        'BINGET',
+        'LONG_BINGET',
+        'BINPUT',
+        'LONG_BINPUT',
+        'MEMOIZE',
+        'REDUCE',
+        'NEWOBJ',
+        'BUILD',
+        'MARK',
+        'TUPLE',
+        'SETITEM',
+        'SETITEMS',
+        'APPEND',
+        'APPENDS',
+        'ADDITEMS',
+        'GLOBAL',
+        'STACK_GLOBAL',
+        'BINPERSID',
+        'POP',
+        'PROTO',
+        'FRAME',
+        'STOP',
+    )
+)
 SETS_ITEMS = SETITEM, SETITEMS
 CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
 EMPTY = {pickle.EMPTY_LIST[0]: list, pickle.EMPTY_DICT[0]: dict, pickle.EMPTY_SET[0]: set}
 TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
-FIXED = {pickle.BININT[0]: struct.Struct('<i'), pickle.BININT2[0]: struct.Struct('<H'),
-         pickle.BINFLOAT[0]: struct.Struct('>d')}
+FIXED = {
+    pickle.BININT[0]: struct.Struct('<i'),
+    pickle.BININT2[0]: struct.Struct('<H'),
+    pickle.BINFLOAT[0]: struct.Struct('>d'),
+}
 LONG_VALUES = {  # form of the length, kind of the value
-    pickle.BINUNICODE[0]: (struct.Struct('<I'), str), pickle.SHORT_BINUNICODE[0]: (struct.Struct('<B'), str),
-    pickle.BINUNICODE8[0]: (struct.Struct('<Q'), str), pickle.BINBYTES[0]: (struct.Struct('<I'), bytes),
-    pickle.SHORT_BINBYTES[0]: (struct.Struct('<B'), bytes), pickle.BINBYTES8[0]: (struct.Struct('<Q'), bytes),
-    pickle.LONG1[0]: (struct.Struct('<B'), int), pickle.LONG4[0]: (struct.Struct('<i'), int)}
+    pickle.BINUNICODE[0]: (struct.Struct('<I'), str),
+    pickle.SHORT_BINUNICODE[0]: (struct.Struct('<B'), str),
+    pickle.BINUNICODE8[0]: (struct.Struct('<Q'), str),
+    pickle.BINBYTES[0]: (struct.Struct('<I'), bytes),
+    pickle.SHORT_BINBYTES[0]: (struct.Struct('<B'), bytes),
+    pickle.BINBYTES8[0]: (struct.Struct('<Q'), bytes),
+    pickle.LONG1[0]: (struct.Struct('<B'), int),
+    pickle.LONG4[0]: (struct.Struct('<i'), int),
+}
 unsigned = struct.Struct('<I').unpack_from

@@ -1,4 +1,5 @@
 """Records of a pickle → plain values, tensors and arrays of numbers: what is built is on the list here, and the rest is refused by name."""
+
 import math
 import pathlib
 import re
@@ -12,10 +13,24 @@ from utils.qat.untrusted.pickle_records import Call, Name, Refused, Stored
 from utils.qat.untrusted.torch_archive import read_archive
 
 DEEPEST = 100  # levels of nesting
-MOST_VALUES = 4_000_000  # everything counted as often as it is referred to: lists of lists of lists grow without growing the file
-STORAGES = {f'torch.{name}Storage': dtype for name, dtype in {
-    'Float': torch.float32, 'Half': torch.float16, 'BFloat16': torch.bfloat16, 'Double': torch.float64, 'Long': torch.int64, 'Int': torch.int32,
-    'Short': torch.int16, 'Char': torch.int8, 'Byte': torch.uint8, 'Bool': torch.bool}.items()}
+MOST_VALUES = (
+    4_000_000  # everything counted as often as it is referred to: lists of lists of lists grow without growing the file
+)
+STORAGES = {
+    f'torch.{name}Storage': dtype
+    for name, dtype in {
+        'Float': torch.float32,
+        'Half': torch.float16,
+        'BFloat16': torch.bfloat16,
+        'Double': torch.float64,
+        'Long': torch.int64,
+        'Int': torch.int32,
+        'Short': torch.int16,
+        'Char': torch.int8,
+        'Byte': torch.uint8,
+        'Bool': torch.bool,
+    }.items()
+}
 DTYPES = {f'torch.{str(dtype).removeprefix("torch.")}': dtype for dtype in STORAGES.values()}
 NUMBERS = re.compile('[fiu][1248]|b1')  # NumPy's names of its number types, without byte order
 MULTIARRAY = 'numpy.core.multiarray', 'numpy._core.multiarray'  # before NumPy 2 and since
@@ -31,7 +46,9 @@ class Values:
     def __init__(self, members=None):
         """members: of the archive that the pickle is in, see torch_archive.Archive; None = a pickle by itself."""
         self.members = members or {}
-        self.room = 2 * sum(len(data) for name, data in self.members.items() if name.startswith('data/'))  # bytes of all tensors together
+        self.room = 2 * sum(
+            len(data) for name, data in self.members.items() if name.startswith('data/')
+        )  # bytes of all tensors together
         self.made, self.cost, self.busy, self.storages = {}, {}, set(), {}
         self.count = 0
 
@@ -78,10 +95,21 @@ class Values:
         if build is None:
             return self.other(record)
         try:
-            if record.new != (name in NEW) or record.items and name not in WITH_ITEMS or record.state is not None and name not in WITH_STATE:
+            if (
+                record.new != (name in NEW)
+                or (record.items and name not in WITH_ITEMS)
+                or (record.state is not None and name not in WITH_STATE)
+            ):
                 raise ValueError
             return build(self, record)
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError) as e:  # arguments that do not fit
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+        ) as e:  # arguments that do not fit
             raise Refused(f'its pickle is damaged: {_shown(record.function)} with arguments that do not fit') from e
 
     def other(self, record):
@@ -96,7 +124,7 @@ class Values:
         return OrderedDict((_plain(key), self.value(item)) for key, item in record.items)
 
     def set_(self, record):
-        elements, = _arguments(record, 1)
+        (elements,) = _arguments(record, 1)
         return set(map(_plain, elements))
 
     def size(self, record):
@@ -144,7 +172,9 @@ class Values:
             raise Refused(f'its data/{_plain(key)[:20]} has another size than its tensors say')
         if key not in self.storages:
             made = torch.frombuffer(data, dtype=dtype) if length else torch.empty(0, dtype=dtype)
-            self.storages[key] = made if made.data_ptr() % dtype.itemsize == 0 else torch.frombuffer(bytearray(data), dtype=dtype)
+            self.storages[key] = (
+                made if made.data_ptr() % dtype.itemsize == 0 else torch.frombuffer(bytearray(data), dtype=dtype)
+            )
         if self.storages[key].dtype != dtype:
             raise Refused('it has tensors of two types over the same data')
         return self.storages[key]
@@ -160,19 +190,26 @@ class Values:
         """A number type of NumPy, from its name and byte order alone."""
         name, *_ = _arguments(record, 3)
         version, order, *rest = record.state
-        if not NUMBERS.fullmatch(name) or order not in ('<', '>', '=', '|') or (version, *rest) != (3, None, None, None, -1, -1, 0):
+        if (
+            not NUMBERS.fullmatch(name)
+            or order not in ('<', '>', '=', '|')
+            or (version, *rest) != (3, None, None, None, -1, -1, 0)
+        ):
             raise Refused('it has an array of NumPy whose elements are no numbers')
         return np.dtype(name).newbyteorder(order)
 
     def scalar(self, record):
         dtype, content = map(self.value, _arguments(record, 2))
-        value, = np.frombuffer(content, np.dtype(dtype))
+        (value,) = np.frombuffer(content, np.dtype(dtype))
         return value
 
     def array(self, record):
         _, shape, dtype, fortran, content = array_state(self, record)
-        return np.frombuffer(self.value(content), np.dtype(self.value(dtype))).reshape(
-            tuple(map(_count, shape)), order='F' if fortran is True else 'C').copy(order='K')
+        return (
+            np.frombuffer(self.value(content), np.dtype(self.value(dtype)))
+            .reshape(tuple(map(_count, shape)), order='F' if fortran is True else 'C')
+            .copy(order='K')
+        )
 
 
 def read_values(path, flag):
@@ -200,7 +237,7 @@ def _plain(value):
 
 def _count(value):
     """`value`, a whole number of at least 0."""
-    if type(value) is not int or not 0 <= value < 2 ** 48:
+    if type(value) is not int or not 0 <= value < 2**48:
         raise ValueError
     return value
 
@@ -220,27 +257,62 @@ def _arguments(call, count):
 def array_state(values, call):
     """What an array of NumPy is pickled as: (1, its shape, the record of its dtype, whether its columns come first, its elements)."""
     kind, shape, code = _arguments(call, 3)
-    if type(kind) is not Name or kind.text != 'numpy.ndarray' or shape != (0,) or values.value(code) != b'b' or call.state[0] != 1:
+    if (
+        type(kind) is not Name
+        or kind.text != 'numpy.ndarray'
+        or shape != (0,)
+        or values.value(code) != b'b'
+        or call.state[0] != 1
+    ):
         raise ValueError
     return call.state
 
 
 def _require_no_hooks(record):
-    if type(record) is not Call or record.function.text != 'collections.OrderedDict' or record.items or record.arguments:
+    if (
+        type(record) is not Call
+        or record.function.text != 'collections.OrderedDict'
+        or record.items
+        or record.arguments
+    ):
         raise Refused('it has a tensor with hooks, which are code')
 
 
-BUILDERS = {list: lambda self, record: self.values(record), tuple: lambda self, record: tuple(self.values(record)), dict: Values.mapping,
-            set: lambda self, record: set(map(_plain, record)), Name: Values.name, Stored: Values.stored, Call: Values.call}
+BUILDERS = {
+    list: lambda self, record: self.values(record),
+    tuple: lambda self, record: tuple(self.values(record)),
+    dict: Values.mapping,
+    set: lambda self, record: set(map(_plain, record)),
+    Name: Values.name,
+    Stored: Values.stored,
+    Call: Values.call,
+}
 ARRAYS = {
-    '_codecs.encode': Values.encoded, 'numpy.dtype': Values.dtype, **{f'{module}.scalar': Values.scalar for module in MULTIARRAY},
-    **{f'{module}._reconstruct': Values.array for module in MULTIARRAY}}
+    '_codecs.encode': Values.encoded,
+    'numpy.dtype': Values.dtype,
+    **{f'{module}.scalar': Values.scalar for module in MULTIARRAY},
+    **{f'{module}._reconstruct': Values.array for module in MULTIARRAY},
+}
 Values.calls = {
-    **ARRAYS, 'collections.OrderedDict': Values.ordered, 'builtins.set': Values.set_, '__builtin__.set': Values.set_,
-    'argparse.Namespace': Values.namespace, 'torch.Size': Values.size, 'torch.device': Values.device,
-    **{f'{module}.{kind}Path': Values.path for module in ('pathlib', 'pathlib._local') for kind in ('Posix', 'Windows')},  # _local: Python 3.13
-    'torch._utils._rebuild_tensor_v2': Values.tensor, 'torch._utils._rebuild_parameter': Values.parameter,
-    'torch._utils._rebuild_parameter_with_state': Values.parameter}
+    **ARRAYS,
+    'collections.OrderedDict': Values.ordered,
+    'builtins.set': Values.set_,
+    '__builtin__.set': Values.set_,
+    'argparse.Namespace': Values.namespace,
+    'torch.Size': Values.size,
+    'torch.device': Values.device,
+    **{
+        f'{module}.{kind}Path': Values.path for module in ('pathlib', 'pathlib._local') for kind in ('Posix', 'Windows')
+    },  # _local: Python 3.13
+    'torch._utils._rebuild_tensor_v2': Values.tensor,
+    'torch._utils._rebuild_parameter': Values.parameter,
+    'torch._utils._rebuild_parameter_with_state': Values.parameter,
+}
 NEW = {'argparse.Namespace'}  # made without its constructor
 WITH_ITEMS = {'collections.OrderedDict'}
-WITH_STATE = {'collections.OrderedDict', 'argparse.Namespace', 'numpy.dtype', *(name for name in ARRAYS if name.endswith('_reconstruct'))}
+WITH_STATE = {
+    'collections.OrderedDict',
+    'argparse.Namespace',
+    'numpy.dtype',
+    *(name for name in ARRAYS if name.endswith('_reconstruct')),
+}

@@ -1,4 +1,5 @@
 """A YAML file that a flag names → plain values, or the one line that says why not."""
+
 from utils.qat.core.errors import QatError
 
 LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
@@ -9,11 +10,14 @@ def read_yaml(file, flag):
     import yaml  # here, so that `-h` does not need it
 
     from utils.qat.untrusted.bounded_yaml import TooMuch, load
+
     if file.stat().st_size > LARGEST_YAML:
-        raise QatError(f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?')
+        raise QatError(
+            f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?'
+        )
     try:
         return load(file.read_text(encoding='utf-8', errors='ignore'))
     except TooMuch as e:
         raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:
-        raise QatError(f"{flag} {file}: not valid YAML: {' '.join(str(e).split())[:300] or type(e).__name__}") from e
+        raise QatError(f'{flag} {file}: not valid YAML: {" ".join(str(e).split())[:300] or type(e).__name__}') from e

@@ -151,7 +151,7 @@ import sys
 sys.path.insert(0, '.')
 import torch
 from models.quantize import checkpoint
-from models.quantize.calibration.calibrate import Histogram, merge
+from models.quantize.calibration.calibrate import Histogram, merge_histograms
 from models.quantize.finetuning.loop import finetune, supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import NotFinite, Step
@@ -189,7 +189,7 @@ histograms = [Histogram() for _ in job['values'][me]]
 for histogram, seen in zip(histograms, job['values'][me]):
     for x in seen:
         histogram.collect(x)
-merge(histograms)
+merge_histograms(histograms)
 result['histograms'] = [(h.counts, h.exponent, h.largest) for h in histograms]
 
 options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)

@@ -14,8 +14,8 @@ from faults import sampled
 from torchvision.ops import roi_align
 from zoo import build, fuse, image, program, python, settings
 
-from models.quantize.calibration.divergence import divergence, mask_logits, strongest
-from models.quantize.calibration.fisher import backward, probe_masks
+from models.quantize.calibration.divergence import divergence, mask_logits, strongest_places
+from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, parts
@@ -280,7 +280,7 @@ def test_divergence_of_masks_by_hand(model):
     images = image(SIZE, 1)
     raw = tame(Raw.of(model(images)))
     changed = moved(raw, 0.1)
-    places, weights = strongest(raw, 16)
+    places, weights = strongest_places(raw, 16)
     scores = torch.cat([m[:, 64:].flatten(2) for m in raw.maps], 2).sigmoid().amax(1)[0]
     total = 0.0
     for place, weight in zip(places[0].tolist(), weights[0]):
@@ -311,7 +311,7 @@ def test_probes_of_masks_measure_the_divergence(model):
     raw = tame(Raw.of(deepcopy(model).double()(images.double())))
     changed = moved(raw, 1e-4)
     wanted = divergence(Fixed(model.model[-1], changed), [images], [raw])
-    places, _ = strongest(raw, 16)
+    places, _ = strongest_places(raw, 16)
     change, squares = mask_logits(changed, places) - mask_logits(raw, places), []
     weight = sum(m[:, 64:].sigmoid().amax(1).sum() for m in raw.maps)
     for _ in range(4000):
@@ -334,7 +334,7 @@ def test_the_backward_pass_reaches_what_masks_are_made_of(model):
         )
 
     hooks = [conv.register_forward_hook(watch(name)) for name, conv in convs.items()]
-    backward(model, image(64, 2), torch.Generator().manual_seed(0))
+    backward_from_probe(model, image(64, 2), torch.Generator().manual_seed(0))
     for hook in hooks:
         hook.remove()
     assert seen.keys() == convs.keys() and min(seen.values()) > 0

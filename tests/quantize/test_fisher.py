@@ -4,7 +4,7 @@ import pytest
 import torch
 from zoo import image, same, settings, state
 
-from models.quantize.calibration.calibrate import histogram_amax, observe
+from models.quantize.calibration.calibrate import collect_histograms, histogram_amax
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import TRIED, fisher_amax, probe
 from models.quantize.head_outputs import Raw
@@ -52,7 +52,7 @@ def test_a_probe_knows_what_changes_nothing():
 def test_the_range_is_the_best_of_all_tried(demo):
     """By hand for one quantizer that many tensors share: gradients by autograd, errors by its own rounding."""
     model, config = demo.quantized_model(), settings()
-    histograms = observe(model, BATCHES)
+    histograms = collect_histograms(model, BATCHES)
     found = fisher_amax(model, histograms, BATCHES, config)
     assert found.keys() == histograms.keys()
     path = next(
@@ -93,8 +93,8 @@ def test_the_range_is_the_best_of_all_tried(demo):
 def test_nothing_is_left_behind(demo):
     model = demo.quantized_model().requires_grad_(True)
     before, flags = state(model), [p.requires_grad for p in model.parameters()]
-    first = fisher_amax(model, observe(model, BATCHES), BATCHES, settings())
-    again = fisher_amax(model, observe(model, BATCHES), BATCHES, settings())
+    first = fisher_amax(model, collect_histograms(model, BATCHES), BATCHES, settings())
+    again = fisher_amax(model, collect_histograms(model, BATCHES), BATCHES, settings())
     assert same(first, again) and same(state(model), before) and [p.requires_grad for p in model.parameters()] == flags
     assert not any(m._forward_hooks for m in model.modules()) and all(p.grad is None for p in model.parameters())
     assert not any(q._disabled for _, q in named_quantizers(model))

@@ -11,9 +11,16 @@ from zoo import image, same, settings, state
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
-from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors
-from models.quantize.calibration.calibrate import observe
-from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED, PROMISING, UNUSABLE, choose, halves
+from models.quantize.calibration.bias_correction import correct_biases, own_errors, shrunk_mean
+from models.quantize.calibration.calibrate import collect_histograms
+from models.quantize.calibration.choose_calibration import (
+    CANDIDATES,
+    CORRECTED,
+    PROMISING,
+    UNUSABLE,
+    choose_calibration,
+    halves,
+)
 from models.quantize.calibration.divergence import divergence
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
@@ -51,10 +58,10 @@ def test_own_errors_by_hand(demo):
 
 def test_certain_is_near_the_mean_and_chance_near_zero():
     noise = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
-    assert certain(noise).square().mean() < 0.6 * noise.mean(0).square().mean(), 'chance is no shift'
-    assert torch.allclose(certain(5 + noise), (5 + noise).mean(0), rtol=1e-2)
-    assert torch.equal(certain(noise[:1]), noise[0]) and torch.equal(certain(torch.zeros(4, 3)), torch.zeros(3))
-    shift = certain(torch.cat((noise + 0.2, noise - 0.2), 1)) / torch.cat((noise + 0.2, noise - 0.2), 1).mean(0)
+    assert shrunk_mean(noise).square().mean() < 0.6 * noise.mean(0).square().mean(), 'chance is no shift'
+    assert torch.allclose(shrunk_mean(5 + noise), (5 + noise).mean(0), rtol=1e-2)
+    assert torch.equal(shrunk_mean(noise[:1]), noise[0]) and torch.equal(shrunk_mean(torch.zeros(4, 3)), torch.zeros(3))
+    shift = shrunk_mean(torch.cat((noise + 0.2, noise - 0.2), 1)) / torch.cat((noise + 0.2, noise - 0.2), 1).mean(0)
     assert (0 <= shift).all() and (shift <= 1).all(), 'never further than the mean'
 
 
@@ -62,7 +69,7 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
     """Where all images are alike. Only biases move, and no hook is left."""
     model, images = demo.quantized_model(), [BATCHES[0][:1]]
     before, errors = state(model), own_errors(model, images)
-    shifts = {path: certain(of_images) for path, of_images in errors.items()}
+    shifts = {path: shrunk_mean(of_images) for path, of_images in errors.items()}
     means = []
     first = model.model[0].conv
     hook = first.register_forward_hook(lambda conv, inputs, output: means.append(output.mean((0, 2, 3))))
@@ -112,7 +119,9 @@ def test_divergence_by_hand(demo):
 
 def calibrated(demo, images=BATCHES, **changes):
     model, reference, config = demo.quantized_model(), demo.float_model(), settings(**changes)
-    found, method, corrected, _ = choose(model, reference, observe(model, BATCHES), images, config)
+    found, method, corrected, _ = choose_calibration(
+        model, reference, collect_histograms(model, BATCHES), images, config
+    )
     return model, found, method, corrected
 
 

@@ -13,7 +13,7 @@ import torch
 
 from models.quantize.analysis.partly_float import Forms, measure
 from models.quantize.blocks import QuantConv2d, Twin
-from models.quantize.calibration.fisher import AT_ONCE, backward
+from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.core.distributed import all_reduce, rank, world_size
@@ -49,7 +49,7 @@ class Estimate:
         for part in images.split(AT_ONCE):
             found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
             with self._places(found), quantizers_off(self.model):
-                self.weight += backward(self.model, part, generator)
+                self.weight += backward_from_probe(self.model, part, generator)
             of_units = torch.stack([sum(found[path] for path in twins) for twins in self.units.values()])  # [units, B]
             self.sums += torch.stack((of_units, of_units.sum(0) - of_units)).square().sum(2)
             self.images += len(part)

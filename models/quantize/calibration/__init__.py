@@ -1,1 +1,1 @@
-"""Float model → ranges of its quantized twin."""
+"""Calibration: a float model becomes a quantized one whose quantizers have ranges."""

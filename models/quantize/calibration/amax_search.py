@@ -1,42 +1,47 @@
-"""Histograms of |x| → the amax that loses least, for all quantizers together.
+"""The search for the amax with the least loss, for the histograms of all quantizers at once.
 
-In: counts, FP64 [Q, N], integers: bin j of a row holds the values in [j, j + 1). Out: amax [Q], FP64, counted in bins. Rows
-differ in what a bin is worth, but the search need not know: every amax tried is a whole number of bins, so that one table
-of INT8 cells serves all rows, and sums over the bins of a cell are differences of running sums.
+Each search takes `counts`, FP64 [Q, N]: a row is the histogram of |x| of a quantizer, and bin j has the values in [j, j
++ 1). It returns the amax of each row, FP64 [Q], in bins. The width of a bin differs from row to row, but the search
+does not need it: every candidate is a whole number of bins. So one table of INT8 cells serves all rows, and the sum
+over the bins of a cell is a difference of running sums.
 
 Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602), section 5.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from models.quantize.quantizers import QMAX
+from utils.qat.config.qat import CalibrationConfig
 
-CELLS = QMAX + 1  # of INT8, for values that are not negative
-SMALLEST = CELLS  # amax tried, in bins: below, an INT8 step is finer than a bin
-ROWS = 4  # histograms whose entropy is computed at once, with 4 MB for each in every intermediate
-TRIED = 512  # ranges whose error is computed at once, with 16 MB in every intermediate
-TINY = torch.finfo(torch.float64).tiny  # has a logarithm
+CELLS = QMAX + 1  # INT8 values that are not negative
+SMALLEST = CELLS  # the smallest candidate, in bins: below it an INT8 step is finer than a bin
+ROWS = 4  # histograms whose entropy is computed at once; each needs 4 MB per intermediate tensor
+TRIED = 512  # candidates whose error is computed at once; together they need 16 MB per intermediate tensor
+TINY = torch.finfo(torch.float64).tiny  # stands in for 0, which has no logarithm
 
 
-def amax_max(counts):
-    """Upper edge of the last bin that holds anything: nothing is clipped."""
+def amax_max(counts: torch.Tensor) -> torch.Tensor:
+    """Find the upper edge of the last bin that is not empty: nothing is clipped."""
     edges = torch.arange(1, counts.shape[1] + 1, dtype=counts.dtype, device=counts.device)
     return ((counts > 0) * edges).amax(1)
 
 
-def amax_percentile(counts, percentile):
-    """The smallest bin edge that covers `percentile` % of the values."""
+def amax_percentile(counts: torch.Tensor, percentile: float) -> torch.Tensor:
+    """Find the smallest bin edge that covers `percentile` % of the values."""
     share = counts.cumsum(1) / counts.sum(1, keepdim=True)
     wanted = share.new_full((len(share), 1), percentile / 100)
     return (torch.searchsorted(share, wanted)[:, 0] + 1).clamp(max=counts.shape[1]).double()
 
 
-def amax_mse(counts):
-    """The amax of least squared error between the histogram's values, its bins' centres, and their INT8 approximation.
+def amax_mse(counts: torch.Tensor) -> torch.Tensor:
+    """Find the amax with the least squared error of the INT8 approximation.
 
-    With s a step, b(q) the first bin that rounds to q or more, and T0, T1 the sums of counts and counts x centre from a bin
-    to the end, the error is that of rounding all to zero and a sum over q = 1..127 of (2q - 1) s² T0[b(q)] - 2 s T1[b(q)].
+    Every value counts as the centre of its bin. Let s be a step, b(q) the first bin that rounds to q or more, T0 the
+    sum of counts from a bin to the end, and T1 the same sum of counts x centre. Then the error is a constant, the error
+    if all values became 0, plus the sum over q = 1..127 of (2q - 1) s² T0[b(q)] - 2 s T1[b(q)].
     """
     bins = counts.shape[1]
     tried = torch.arange(SMALLEST, bins + 1, dtype=torch.float64, device=counts.device)  # [K]
@@ -52,8 +57,8 @@ def amax_mse(counts):
     return _best(error.t(), tried, counts)
 
 
-def amax_power(counts, power):
-    """As `amax_mse`, but of least sum of |error| ** power: the higher, the less is clipped."""
+def amax_power(counts: torch.Tensor, power: float) -> torch.Tensor:
+    """Find the amax with the least sum of |error| ** `power`; see `amax_mse`. A higher power clips less."""
     bins = counts.shape[1]
     tried = torch.arange(SMALLEST, bins + 1, dtype=torch.float64, device=counts.device)  # [K]
     centers = torch.arange(bins, dtype=torch.float64, device=counts.device) + 0.5
@@ -64,24 +69,24 @@ def amax_power(counts, power):
     return _best(torch.cat(errors).t(), tried, counts)
 
 
-def amax_entropy(counts):
-    """The amax of least Kullback-Leibler divergence from the values, clipped to it, to their approximation in 128 cells.
+def amax_entropy(counts: torch.Tensor) -> torch.Tensor:
+    """Find the amax with the least Kullback-Leibler divergence of the values from their approximation in 128 cells.
 
-    As pytorch_quantization's `compute_amax('entropy')` defines it: bin 0 is taken to be as full as bin 1; what is clipped is
-    added to the last bin; a cell's values are spread evenly over those of its bins that hold any; of equals the largest.
+    The definition is `compute_amax('entropy')` of pytorch_quantization: bin 0 counts as full as bin 1. Clipped values
+    are added to the last bin. The values of a cell are spread evenly over its bins that are not empty. Of equal
+    candidates the largest wins.
     """
     counts = torch.cat((counts[:, 1:2], counts[:, 1:]), 1)
     bins = counts.shape[1]
     tried = torch.arange(bins, SMALLEST - 1, -1, device=counts.device)  # [K], the largest first
-    edges = (
-        torch.arange(CELLS + 1, device=counts.device) * tried[:, None] + CELLS - 1
-    ) // CELLS  # of the cells, [K, 129]
+    # edges of the cells, [K, 129]
+    edges = (torch.arange(CELLS + 1, device=counts.device) * tried[:, None] + CELLS - 1) // CELLS
     divergence = torch.cat([_divergence(part, tried, edges) for part in counts.split(ROWS)])
     return _best(divergence, tried.double(), counts)
 
 
-def _divergence(counts, tried, edges):
-    """[Q, K]: of the values from their approximation; infinite where clipped values meet an empty bin."""
+def _divergence(counts: torch.Tensor, tried: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """Compute the divergence of each candidate, [Q, K]; infinite where clipped values meet an empty bin."""
     sums, filled = _from_the_start(counts), _from_the_start((counts > 0).double())
     within, last = sums[tried], counts.t()[tried - 1]  # [K, Q]
     clipped = sums[-1] - within
@@ -92,23 +97,29 @@ def _divergence(counts, tried, edges):
     return ((reference - cross) / sums[-1] + within.log() - sums[-1].log()).t()
 
 
-def _best(loss, tried, counts):
-    """Of `tried` [K] that of least `loss` [Q, K] for each row, the first of equals, not above the largest value."""
+def _best(loss: torch.Tensor, tried: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Pick the candidate with the least loss in each row: the first of equals, not above the largest value.
+
+    Args:
+        loss: [Q, K].
+        tried: the candidates, [K].
+        counts: [Q, N].
+    """
     above = tried > amax_max(counts).clamp(min=SMALLEST)[:, None]
     return tried[loss.nan_to_num(nan=float('inf'), posinf=float('inf')).masked_fill(above, float('inf')).argmin(1)]
 
 
-def _from_the_start(x):
-    """[Q, N] → [N + 1, Q]: sums of the bins before each edge."""
+def _from_the_start(x: torch.Tensor) -> torch.Tensor:
+    """Sum the bins before each edge: [Q, N] → [N + 1, Q]."""
     return F.pad(x.cumsum(1), (1, 0)).t().contiguous()
 
 
-def _to_the_end(x):
-    """[Q, N] → [N + 1, Q]: sums of the bins from each edge on."""
+def _to_the_end(x: torch.Tensor) -> torch.Tensor:
+    """Sum the bins from each edge on: [Q, N] → [N + 1, Q]."""
     return F.pad(x.flip(1).cumsum(1).flip(1), (0, 1)).t().contiguous()
 
 
-SEARCH = {
+SEARCH: dict[str, Callable[[torch.Tensor, CalibrationConfig], torch.Tensor]] = {
     'mse': lambda counts, config: amax_mse(counts),
     'l1.5': lambda counts, config: amax_power(counts, 1.5),
     'l2.4': lambda counts, config: amax_power(counts, 2.4),

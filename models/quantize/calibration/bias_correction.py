@@ -1,30 +1,39 @@
-"""Bias correction: rounding moves the mean of a convolution's outputs, and its bias can take that back, at no cost.
+"""Bias correction: rounding moves the mean of a convolution's outputs, and its bias takes this shift back at no cost.
 
-The rounded input and the rounded weights of a convolution make an error that does not average out over an image. Only this error of
-its own is taken back, on the inputs that the quantized model has, and only as far as it is the same on all images. The errors of
-earlier layers are left alone: they differ from image to image, and their mean over a few images is chance (docs/calibration.md).
-Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the
-correction; James and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
+The rounded input and the rounded weights of a convolution make an error whose mean over an image is not zero. Only this
+error, the convolution's own error, is taken back. It is measured on the inputs in the quantized model, and it is taken
+back as far as it is the same on all images. Errors of earlier layers stay: they differ from image to image, and their
+mean over a few images is chance (docs/calibration.md). Sources: Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the correction; James and Stein, "Estimation with
+Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
 
+from collections.abc import Iterable, Mapping
+
 import torch
+import torch.nn as nn
 
 from models.quantize.blocks import QuantConv2d
 
 
-def quantized_convs(model):
-    """List (path, convolution) of those that are quantized and have a bias."""
+def quantized_convs(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
+    """List the quantized convolutions that have a bias, each with its path."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
 
 
 @torch.no_grad()
-def own_errors(model, batches):
-    """Measure what its own roundings move the outputs of each quantized convolution by: {path: mean over an image's places, [N, C]}.
+def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Measure how far the roundings of each quantized convolution move the mean of its own outputs.
 
-    model: calibrated. batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+    Args:
+        model: calibrated.
+        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+
+    Returns:
+        Path of a convolution → shift of the mean over the places of an image, FP32 [images, C].
     """
     convs = quantized_convs(model)
-    errors = {path: [] for path, _ in convs}
+    errors: dict[str, list[torch.Tensor]] = {path: [] for path, _ in convs}
 
     def note(path):
         def hook(conv, inputs, output):
@@ -42,8 +51,15 @@ def own_errors(model, batches):
     return {path: torch.cat(of_images) for path, of_images in errors.items()}
 
 
-def certain(errors):
-    """Shrink the mean over images, [C], the nearer to zero the less certain it is. errors: [N, C]; a single image is certain."""
+def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
+    """Compute the mean over images, shrunk towards zero by its variance.
+
+    Args:
+        errors: [images, C]. A single image has no variance, and its errors are returned as they are.
+
+    Returns:
+        [C].
+    """
     mean = errors.mean(0)
     if len(errors) == 1:
         return mean
@@ -51,10 +67,13 @@ def certain(errors):
     return mean * (1 - variance / mean.square()).nan_to_num(nan=0).clamp(min=0)
 
 
-def correct_biases(model, biases, shifts):
-    """Take `shifts` back, or where there is none make a bias its own again.
+def correct_biases(model: nn.Module, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
+    """Set the bias of each convolution to its original value minus the shift; without a shift, to the original value.
 
-    biases: {path of a convolution: its own bias, [C]}. shifts: {path: what the mean of its outputs moved by, [C]}.
+    Args:
+        model: quantized; its biases change in place.
+        biases: path of a convolution → original bias, [C].
+        shifts: path of a convolution → shift of the mean of its outputs, [C].
     """
     for path, bias in biases.items():
         model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)

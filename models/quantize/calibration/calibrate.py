@@ -1,56 +1,69 @@
-"""Un-augmented images → amax of every quantizer.
+"""Calibration gives every quantizer its amax: un-augmented images go in, ranges come out.
 
-Activations: one histogram of |x| per quantizer, collected on the device the model runs on without waiting for it, then one
-search for the amax that loses least, for all of them together. Weights: the largest magnitude of each output channel, or
-the amax of least squared error, of a histogram per channel.
+Activations: each quantizer has one histogram of |x|. It is collected on the model's device, and the host does not wait
+for the device. Then one search finds the amax of every histogram at once. Weights: the amax of an output channel is its
+largest magnitude, or the amax with the least squared error, from a histogram of the channel.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import torch
+import torch.nn as nn
 
 from models.quantize.calibration.amax_search import SEARCH, amax_mse
 from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
+from utils.qat.config.qat import CalibrationConfig
 from utils.qat.core.distributed import all_reduce
 from utils.qat.core.errors import QatError
 
 BITS = 12
 BINS = 1 << BITS
-WEIGHT_BINS = 2048  # from 0 to the largest magnitude of a channel, which is known beforehand
-MIN_EXPONENT = -100  # limits go down to 2^-100; no range is below MIN_AMAX
-HISTC_CHUNK = 1 << 24  # torch.histc counts in the input's FP32, exact up to 2^24 per bin
+WEIGHT_BINS = 2048  # of a channel's histogram, from 0 to the channel's largest magnitude
+MIN_EXPONENT = -100  # the smallest limit is 2^-100, because no range is below MIN_AMAX
+HISTC_CHUNK = 1 << 24  # values: torch.histc counts in FP32, which is exact up to 2^24 per bin
 
 
 class Histogram:
-    """Histogram of |x| over [0, limit), BINS bins, where limit is a power of two that grows with the data.
+    """Histogram of |x| with BINS bins over [0, limit); the limit is a power of two and grows with the data.
 
-    Powers of two make growing exact (neighbouring bins are added) and let histograms of different data be summed exactly.
-    The limit lives on the device with the counts: to know it here would be to wait for the device. What is not finite is
-    not counted, but seen in `largest`.
-    Follows pytorch_quantization's calibrator protocol, as far as its TensorQuantizer calls it (`collect`).
+    Powers of two have two advantages. A histogram grows without error, because neighbouring bins are added. Histograms
+    of different data have an exact sum. The limit stays on the device with the counts: to read it, the host would have
+    to wait for the device. A value that is not finite is not counted, but `largest` shows it. The class follows the
+    calibrator protocol of pytorch_quantization as far as TensorQuantizer calls it (`collect`).
+
+    Attributes:
+        counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
+        exponent: INT32 [], the limit is 2 ** exponent.
+        largest: FP32 [], the largest |x| so far; NaN after the first NaN.
     """
 
-    def __init__(self, device='cpu'):
-        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)  # integers, exact up to 2^53
-        self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)  # limit = 2 ** exponent
-        self.largest = torch.tensor(0.0, device=device)  # |x| of all so far; NaN once there was one
+    def __init__(self, device: torch.device | str = 'cpu') -> None:
+        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
+        self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)
+        self.largest = torch.tensor(0.0, device=device)
 
-    def collect(self, x):
-        """Count the values of `x` (any shape, float)."""
+    def collect(self, x: torch.Tensor) -> None:
+        """Count the values of `x`, a float tensor of any shape."""
         x = x.detach().abs().float().flatten()  # a copy
         self.largest = torch.maximum(self.largest, x.max())
         self.grow(exponent_above(self.largest))
-        self.counts += count(x.div_(bin_width(self.exponent)))
+        self.counts += count_per_bin(x.div_(bin_width(self.exponent)))
 
-    def grow(self, exponent):
-        """Raise the limit to 2 ** `exponent` (INT32 [], not below the present one)."""
+    def grow(self, exponent: torch.Tensor) -> None:
+        """Raise the limit to 2 ** `exponent`, INT32 [], which is not below the present exponent."""
         index = torch.arange(BINS, device=self.counts.device) >> (exponent - self.exponent).clamp(max=BITS)
         self.counts = torch.zeros_like(self.counts).index_add_(0, index, self.counts)
         self.exponent = exponent
 
 
-def merge(histograms):
-    """Each of `histograms` (a list, the same on every process of a torchrun) becomes that of what all processes saw, exactly.
+def merge_histograms(histograms: Sequence[Histogram]) -> None:
+    """Add up each histogram over the processes of a torchrun, in place and without error.
 
-    Three exchanges, however many there are.
+    There are three exchanges for any number of histograms.
+
+    Args:
+        histograms: in the same order on every process.
     """
     largest = torch.stack([h.largest for h in histograms])
     largest = all_reduce(largest.nan_to_num(nan=float('inf'), posinf=float('inf')), 'MAX')  # a maximum may lose NaN
@@ -62,26 +75,50 @@ def merge(histograms):
         histogram.largest, histogram.counts = merged
 
 
-def exponent_above(largest):
-    """The exponents e, INT32, of the smallest limits 2^e above `largest` (FP32, any shape); 128 for what is not finite."""
+def exponent_above(largest: torch.Tensor) -> torch.Tensor:
+    """Find the exponent e of the smallest limit 2^e above each value.
+
+    Args:
+        largest: FP32, any shape.
+
+    Returns:
+        INT32, the same shape; 128 for a value that is not finite.
+    """
     finite = largest.nan_to_num(nan=torch.finfo(torch.float32).max)
     return finite.clamp(min=2.0 ** (MIN_EXPONENT - 1)).frexp().exponent
 
 
-def bin_width(exponent):
-    """Of a histogram with the limit 2^exponent (INT32, any shape), FP32, exact."""
+def bin_width(exponent: torch.Tensor) -> torch.Tensor:
+    """Compute the exact bin width, FP32, of histograms with the limits 2^`exponent` (INT32, any shape)."""
     return torch.exp2((exponent - BITS).double()).float()
 
 
-def count(x):
-    """How many of `x`, FP32 [n] in bins, lie in each: FP64 [BINS]. What is not finite lies in the first or in none."""
-    if x.is_cuda:  # torch.bincount would wait for the device, to know the size of its result
+def count_per_bin(x: torch.Tensor) -> torch.Tensor:
+    """Count the values in each bin.
+
+    Args:
+        x: FP32 [n], |x| in units of a bin; its content is lost.
+
+    Returns:
+        FP64 [BINS]. A value that is not finite is counted in the first bin or in none.
+    """
+    if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
         return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.split(HISTC_CHUNK))
-    return torch.bincount(x.nan_to_num_(0, 0).short(), minlength=BINS).double()  # torch.histc takes five times as long
+    return torch.bincount(
+        x.nan_to_num_(0, 0).short(), minlength=BINS
+    ).double()  # torch.histc takes five times as long on a CPU
 
 
-def weight_amax(weight, method):
-    """Range of each output channel. weight: float [K, ...]; method: 'max' or 'mse'. Returns FP32 [K]."""
+def weight_amax(weight: torch.Tensor, method: str) -> torch.Tensor:
+    """Find the amax of each output channel of a weight.
+
+    Args:
+        weight: float [K, ...].
+        method: one of WEIGHT_METHODS (config/qat.py).
+
+    Returns:
+        FP32 [K].
+    """
     weight = weight.detach().abs().float().flatten(1)
     largest = weight.amax(1)
     if method == 'max':
@@ -93,16 +130,24 @@ def weight_amax(weight, method):
     return amax_mse(counts).float() * width
 
 
-def calibrate_weights(model, method):
-    """Set the amax of every weight quantizer by `method`, 'max' or 'mse'."""
+def calibrate_weights(model: nn.Module, method: str) -> None:
+    """Set the amax of every weight quantizer by `method`, one of WEIGHT_METHODS (config/qat.py)."""
     for module in model.modules():
         quantizer = getattr(module, 'weight_quantizer', None)
         if quantizer is not None:
             quantizer.set_amax(weight_amax(module.weight, method))
 
 
-def require_values(histograms):
-    """Raise QatError naming those of `histograms` (name → Histogram) that can have no amax."""
+def require_values(histograms: Mapping[str, Histogram]) -> None:
+    """Refuse histograms that cannot give an amax.
+
+    Args:
+        histograms: path of a quantizer → its histogram.
+
+    Raises:
+        QatError: a histogram has seen a value that is not finite, no value at all, or only zeros. The message names the
+            quantizers.
+    """
     largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
     broken = [name for name, value in largest.items() if not value < float('inf')]
     if broken:
@@ -117,15 +162,30 @@ def require_values(histograms):
         )
 
 
-def histogram_amax(histograms, method, config):
-    """The amax of each of `histograms`, FP32 [Q]. method: a key of amax_search.SEARCH. config: percentile."""
+def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: CalibrationConfig) -> torch.Tensor:
+    """Find the amax of each histogram by one criterion.
+
+    Args:
+        histograms: path of a quantizer → its histogram.
+        method: a key of amax_search.SEARCH.
+        config: its `percentile` is read.
+
+    Returns:
+        FP32 [Q], in the order of `histograms`.
+    """
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
     return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
 
 @torch.no_grad()
-def collect(model, batches, calibrators):
-    """Show `calibrators` (path of a quantizer → an object with `collect(x)`) what their quantizers see; all compute in float."""
+def collect(model: nn.Module, batches: Iterable[torch.Tensor], calibrators: Mapping[str, Any]) -> None:
+    """Show each calibrator the inputs of its quantizer, while the whole model computes in float.
+
+    Args:
+        model: quantized; it need not be calibrated.
+        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+        calibrators: path of a quantizer → an object with `collect(x)`, such as a Histogram.
+    """
     quantizers = named_quantizers(model)
     try:
         with collecting(model):
@@ -138,38 +198,57 @@ def collect(model, batches, calibrators):
             q._calibrator = None
 
 
-def observe(model, batches):
-    """What every activation quantizer of `model` sees: path → Histogram. Under torchrun the batches of all processes count.
+def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, Histogram]:
+    """Collect a histogram of the inputs of every activation quantizer.
 
-    batches: iterable of images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+    Under torchrun the batches of all processes count.
+
+    Args:
+        model: quantized; it need not be calibrated.
+        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
+
+    Returns:
+        Path of a quantizer → its histogram.
     """
     device = next(model.parameters()).device
     histograms = {name: Histogram(device) for name, q in named_quantizers(model) if q._axis is None}
     collect(model, batches, histograms)
-    merge(list(histograms.values()))
+    merge_histograms(list(histograms.values()))
     return histograms
 
 
-def set_ranges(model, ranges):
-    """Give quantizers of `model` an amax, whether they had one before or not. ranges: path → amax."""
+def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor]) -> None:
+    """Set the amax of quantizers of `model`, with or without an earlier one. `ranges`: path of a quantizer → amax."""
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
         quantizers[path].set_amax(amax)
 
 
-def raised_ranges(model):
-    """{path of a quantizer: how many of its ranges are MIN_AMAX, to which smaller ones are raised}; a dead channel is one."""
+def raised_ranges(model: nn.Module) -> dict[str, int]:
+    """Count the ranges of each quantizer that were raised to MIN_AMAX, such as the range of a dead channel.
+
+    Returns:
+        Path of a quantizer → number of such ranges; a quantizer without them is left out.
+    """
     raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in named_quantizers(model)}
     return {name: channels for name, channels in raised.items() if channels}
 
 
-def calibrate(model, batches, config):
-    """Every quantizer of `model` gets its amax, those of activations by what they see on `batches`; see `observe`.
+def calibrate(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
+    """Set the amax of every quantizer of `model` by one criterion.
 
-    config: calib_method (a key of amax_search.SEARCH), percentile, weight_calib. Returns `raised_ranges`. Raises QatError naming the
-    quantizers that saw no data, only zeros, or a value that is not finite.
+    Args:
+        model: quantized.
+        batches: see `collect_histograms`.
+        config: calib_method (a key of amax_search.SEARCH), percentile and weight_calib are read.
+
+    Returns:
+        See `raised_ranges`.
+
+    Raises:
+        QatError: see `require_values`.
     """
-    histograms = observe(model, batches)
+    histograms = collect_histograms(model, batches)
     require_values(histograms)
     calibrate_weights(model, config.weight_calib)
     set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))))

@@ -1,14 +1,18 @@
-"""Which calibration keeps the detections: each is tried, and the one whose outputs are closest to the float model's is kept.
+"""The choice of a calibration: each one is tried, and the one with the least divergence from the float model is kept.
 
-No criterion for the range of a single tensor is best for all models: clipping large values helps one and harms the next. The same
-holds for a correction of biases. What counts is what becomes of the detections, and that can be measured on a few images, without
-labels. Nothing is fitted to the images that it is measured on.
+No criterion for the range of a single tensor is best for all models. Clipping of large values helps one model and harms
+the next. The same is true of bias correction. Only the effect on the detections counts, and it can be measured on a few
+images without labels. Nothing is fitted to the images of this measurement.
 """
 
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from models.quantize.calibration.bias_correction import certain, correct_biases, own_errors, quantized_convs
+import torch
+import torch.nn as nn
+
+from models.quantize.calibration.bias_correction import correct_biases, own_errors, quantized_convs, shrunk_mean
 from models.quantize.calibration.calibrate import (
+    Histogram,
     calibrate_weights,
     histogram_amax,
     raised_ranges,
@@ -18,29 +22,51 @@ from models.quantize.calibration.calibrate import (
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.head_outputs import Raw, has_known_head, require_known_head
+from utils.qat.config.qat import CalibrationConfig
 from utils.qat.core.distributed import from_first
 
 CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
-PROMISING = 3  # methods, those of least divergence, that are tried with corrected biases too
-CORRECTED = ' + biases'  # behind the name of a method, in the divergences
-UNUSABLE = 0.5  # divergence from which on detections are lost: docs/calibration.md has what was measured
+PROMISING = 3  # methods with the least divergence; they are tried with corrected biases too
+CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
+UNUSABLE = 0.5  # at this divergence and above detections are lost; docs/calibration.md has the measurements
 
 
-def halves(batches):
-    """A list of batches of one shape → every second image, and the others; of a single image twice that one."""
+def halves(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Split batches of one shape into two sets: every second image, and the other images. A single image is in both."""
     images, size = torch.cat(batches), len(batches[0])
     return images[::2].split(size), (images[1::2] if len(images) > 1 else images).split(size)
 
 
-def choose(model, reference, histograms, images, config, progress=iter):
-    """Calibrate `model` by config.calib_method, or where that is 'auto' by each of CANDIDATES, and (config.bias_correction) the PROMISING
-    ones with corrected biases too; the one whose detections are closest to the float model's stays. Without a known head, see
-    head_outputs.py, nothing can be compared: 'auto' is the first of CANDIDATES then, and biases are corrected.
+def choose_calibration(
+    model: nn.Module,
+    reference: nn.Module,
+    histograms: Mapping[str, Histogram],
+    images: Sequence[torch.Tensor],
+    config: CalibrationConfig,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> tuple[dict[str, float], str, bool, dict[str, int]]:
+    """Calibrate `model` in place, in each way that `config` allows, and keep the way with the least divergence.
 
-    reference: the float model that it was made of. histograms: see calibrate.observe. images: a list of batches, FP32
-    [B, 3, H, W] in 0..1: corrections and 'fisher' are fitted to half of them, and all is compared on the other half.
-    progress: wraps the methods, e.g. tqdm. Returns ({method, and method + CORRECTED: divergence of those that were compared}, method, whether biases
-    were corrected, raised_ranges). Every process of a torchrun calls it with the same images.
+    The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction the PROMISING
+    best ones are tried with corrected biases too. Without a known head (see head_outputs.py) nothing can be compared:
+    then 'auto' is the first of CANDIDATES, and config.bias_correction alone decides about the biases. Every process of
+    a torchrun calls this function with the same images.
+
+    Args:
+        model: quantized.
+        reference: the float model that `model` was made from.
+        histograms: see calibrate.collect_histograms.
+        images: batches of one shape, FP32 [B, 3, H, W] in 0..1. Corrections and 'fisher' are fitted to one half of the
+            images, and the divergence is measured on the other half.
+        config: calib_method, percentile, weight_calib, bias_correction and seed are read.
+        progress: wraps the methods, such as tqdm.
+
+    Returns:
+        The divergences that were compared (method, or method + CORRECTED → divergence), the method that is kept,
+        whether its biases are corrected, and `raised_ranges`.
+
+    Raises:
+        QatError: a histogram gives no amax (see `require_values`), or 'fisher' meets an unknown head.
     """
     require_values(histograms)
     known, auto = has_known_head(model), config.calib_method == 'auto'
@@ -53,15 +79,16 @@ def choose(model, reference, histograms, images, config, progress=iter):
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
-    tried, found = {}, {}  # name → (method, ranges, shifts), divergence
+    tried: dict[str, tuple[str, dict, dict]] = {}  # name → (method, ranges, shifts)
+    found: dict[str, float] = {}  # name → divergence
 
-    def take(ranges, shifts):
+    def set_calibration(ranges, shifts):
         set_ranges(model, ranges)
         correct_biases(model, biases, shifts)
 
-    def attempt(name, method, ranges, shifts):
+    def try_calibration(name, method, ranges, shifts):
         tried[name] = method, ranges, shifts
-        take(ranges, shifts)
+        set_calibration(ranges, shifts)
         if known:
             found[name] = divergence(model, others, wanted)
 
@@ -71,18 +98,18 @@ def choose(model, reference, histograms, images, config, progress=iter):
             if method == 'fisher'
             else dict(zip(histograms, histogram_amax(histograms, method, config)))
         )
-        attempt(method, method, ranges, {})
-    promising = from_first(sorted(found, key=found.get)[:PROMISING]) if known else methods
+        try_calibration(method, method, ranges, {})
+    promising = from_first(sorted(found, key=found.__getitem__)[:PROMISING]) if known else methods
     for method in progress(promising) if config.bias_correction else ():
         _, ranges, as_they_are = tried[method]
-        take(ranges, as_they_are)
-        attempt(
+        set_calibration(ranges, as_they_are)
+        try_calibration(
             method + CORRECTED,
             method,
             ranges,
-            {path: certain(errors) for path, errors in own_errors(model, fitting).items()},
+            {path: shrunk_mean(errors) for path, errors in own_errors(model, fitting).items()},
         )
-    best = from_first(min(found, key=found.get)) if known else [*tried][-1]
+    best = from_first(min(found, key=found.__getitem__)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
-    take(ranges, shifts)
+    set_calibration(ranges, shifts)
     return found, method, bool(shifts), raised_ranges(model)

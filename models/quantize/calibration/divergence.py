@@ -1,11 +1,16 @@
-"""How far what a model finds is from what the float model finds: calibrations are chosen by it, and units judged.
+"""The divergence tells how far the detections of a model are from the detections of the float model.
 
-It is the Kullback-Leibler divergence, at every place of the head, of the classes' scores, of the distances to the four sides of a box
-(mean of the four) and of the points of a mask (mean of those in the float model's box), the last two weighted by the float model's best
-score there; over the sum of these best scores, which is near the number of places with an object.
+Calibrations are chosen by it, and units are judged by it. It is a Kullback-Leibler divergence, summed over every place
+of the head. Three parts count at a place: the scores of the classes, the distances to the four sides of the box (the
+mean of the four), and the points of the mask (the mean inside the float model's box). The last two have a weight, the
+float model's best score at that place. The sum is divided by the sum of these weights, which is near the number of
+places with an object.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
@@ -13,20 +18,36 @@ from utils.segment.general import crop_mask
 from models.quantize.head_outputs import Raw
 from utils.qat.data.masks import COARSE
 
-OBJECTS = 100  # places of an image whose masks count: those of the highest scores, as many as COCO scores
+OBJECTS = 100  # places per image whose masks count: the places with the highest scores, as many as COCO scores
 
 
-def split(raw, bins):
-    """A level's raw map → (sides [B, 4, bins, H, W], classes [B, classes, H, W]), logits."""
+def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the raw map of a level into the logits of its sides and of its classes.
+
+    Args:
+        raw: [B, 4 bins + classes, H, W].
+        bins: of the head, reg_max.
+
+    Returns:
+        Sides [B, 4, bins, H, W] and classes [B, classes, H, W].
+    """
     sides, scores = raw.split((4 * bins, raw.shape[1] - 4 * bins), 1)
     return sides.unflatten(1, (4, bins)), scores
 
 
-def strongest(raw, bins):
-    """Where masks count: (places [B, K], of the highest scores; weights [B, K, H / 4, W / 4]: the score there over the number of points in
-    the box inside it, 0 outside)."""
+def strongest_places(raw: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the places with the highest scores, where masks count, and the weights of the points of these masks.
+
+    Args:
+        raw: outputs of a segmentation head.
+        bins: of the head, reg_max.
+
+    Returns:
+        Places, INT64 [B, K], and weights [B, K, H / 4, W / 4]: inside the box the score divided by the number of points
+        in the box, outside 0.
+    """
     scores, places = (
-        torch.cat([split(m, bins)[1].flatten(2) for m in raw.maps], 2)
+        torch.cat([split_map(m, bins)[1].flatten(2) for m in raw.maps], 2)
         .amax(1)
         .sigmoid()
         .topk(min(OBJECTS, raw.boxes.shape[2]))
@@ -36,46 +57,60 @@ def strongest(raw, bins):
     return places, inside * (scores / inside.sum((2, 3)).clamp(min=1))[..., None, None]
 
 
-def mask_logits(raw, places):
-    """Logits of the masks at `places` [B, K]: [B, K, H / 4, W / 4], not cut at a box."""
+def mask_logits(raw: Raw, places: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the masks at `places` (INT64 [B, K]): [B, K, H / 4, W / 4], not cut at the box."""
     chosen = raw.coefficients.transpose(1, 2).gather(1, places[..., None].expand(-1, -1, raw.coefficients.shape[1]))
     return (chosen @ raw.prototypes.flatten(2)).unflatten(2, raw.prototypes.shape[2:])
 
 
-def bernoulli(mine, theirs):
-    """Divergence of sigmoid(mine) from sigmoid(theirs), element by element."""
+def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Compute the divergence of sigmoid(mine) from sigmoid(theirs), element by element."""
     wanted = theirs.sigmoid()
     return F.binary_cross_entropy_with_logits(mine, wanted, reduction='none') - F.binary_cross_entropy_with_logits(
         theirs, wanted, reduction='none'
     )
 
 
-def divergence_sums(mine, wanted, bins):
-    """(divergence, places with an object), summed over all images and places, FP64 scalars. mine, wanted: Raw, of a model and of the
-    float one. bins: of the head, reg_max."""
+def divergence_sums(mine: Raw, wanted: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the divergence, and its weights, over all images and places.
+
+    Args:
+        mine: outputs of the model.
+        wanted: outputs of the float model on the same images.
+        bins: of the head, reg_max.
+
+    Returns:
+        The sum of the divergences and the sum of the weights (about the number of places with an object), FP64 [].
+    """
     total, weights = 0.0, 0.0
     for ours, theirs in zip(mine.maps, wanted.maps):
-        (sides, scores), (true_sides, true_scores) = (split(raw.double(), bins) for raw in (ours, theirs))
+        (sides, scores), (true_sides, true_scores) = (split_map(raw.double(), bins) for raw in (ours, theirs))
         sides, true_sides = sides.log_softmax(2), true_sides.log_softmax(2)
         weight = true_scores.amax(1).sigmoid()  # [B, H, W]
-        total = total + bernoulli(scores, true_scores).sum()
+        total = total + bernoulli_divergence(scores, true_scores).sum()
         total = total + (F.kl_div(sides, true_sides, reduction='none', log_target=True).sum(2).mean(1) * weight).sum()
         weights = weights + weight.sum()
     if wanted.prototypes is not None:
-        places, weight = strongest(wanted, bins)
-        total = total + (bernoulli(mask_logits(mine, places), mask_logits(wanted, places)) * weight).sum(
+        places, weight = strongest_places(wanted, bins)
+        total = total + (bernoulli_divergence(mask_logits(mine, places), mask_logits(wanted, places)) * weight).sum(
             dtype=torch.float64
         )
     return total, weights
 
 
 @torch.no_grad()
-def divergence(model, batches, references):
-    """How far the detections of `model`, which has a known head (see head_outputs.py), are from a float model's, at least 0.
+def divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Raw]) -> float:
+    """Measure how far the detections of `model` are from the detections of the float model.
 
-    batches: a list of images, FP32 [B, 3, H, W] in 0..1. references: for each, Raw of the float model.
+    Args:
+        model: with a known head (see head_outputs.py).
+        batches: images, FP32 [B, 3, H, W] in 0..1.
+        references: outputs of the float model, one per batch.
+
+    Returns:
+        The divergence, 0 or more.
     """
     bins = model.eval().model[-1].reg_max
     sums = (divergence_sums(Raw.of(model(images)), wanted, bins) for images, wanted in zip(batches, references))
     total, weights = map(sum, zip(*sums))
-    return (total / weights).item()
+    return float(total / weights)

@@ -1,62 +1,92 @@
-"""What a small change of the head's outputs does to the detections, and the ranges that change them least.
+"""The Fisher information of the head's outputs says how much a rounding error matters to the detections.
 
-To second order, the divergence of the outputs (see divergence.py) is half the square of their change in the metric of their
-Fisher information. A random vector v whose covariance is that information stands for it: the mean of (v · change)² is the square. So
-one backward pass from v gives, at every place where something is rounded, how much its values matter.
-Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric; Yuan et al.,
-"PTQ4ViT" (arXiv:2111.12293), section 3.3, on ranges by squared gradients.
+To second order, the divergence of the outputs (see divergence.py) is half the square of their change, and the metric is
+their Fisher information. Let v be a random vector whose covariance is that information: the mean of (v · change)² is
+the square. So one backward pass from v shows, at every place that is rounded, how much its values matter. Sources:
+Martens, "New Insights and Perspectives on the Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric;
+Yuan et al., "PTQ4ViT" (arXiv:2111.12293), section 3.3, on ranges by squared gradients.
 """
 
-import torch
+from collections.abc import Callable, Mapping, Sequence
 
-from models.quantize.calibration.calibrate import histogram_amax
-from models.quantize.calibration.divergence import mask_logits, split, strongest
+import torch
+import torch.nn as nn
+
+from models.quantize.calibration.calibrate import Histogram, histogram_amax
+from models.quantize.calibration.divergence import mask_logits, split_map, strongest_places
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import named_quantizers, quantizers_off, rounded, usable_scale
+from utils.qat.config.qat import CalibrationConfig
 
-TRIED = 10  # ranges for each scale
-AT_ONCE = 4  # images in a backward pass, which keeps all activations in FP32
+TRIED = 10  # candidate ranges of each scale
+AT_ONCE = 4  # images in a backward pass: it keeps all activations in FP32
+
+Draw = Callable[[Sequence[int]], torch.Tensor]  # shape → FP32 of that shape, uniform in 0..1
 
 
-def bernoulli(logits, draw):
-    """A random v whose covariance is the Fisher information of the `logits` of Bernoulli variables."""
+def probe_bernoulli(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """Draw a random v for the logits of Bernoulli variables; its covariance is their Fisher information."""
     p = logits.sigmoid()
     return (p * (1 - p)).sqrt() * (draw(p.shape) - 0.5).sign()
 
 
-def probe(maps, bins, draw):
-    """(v, weight): for each of a head's raw maps [B, 4 bins + classes, H, W] a random v whose covariance is their Fisher information,
-    and the sum that the divergence is relative to. draw: shape → uniform in 0..1.
+def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Draw a random v for each raw map of a head; its covariance is the Fisher information of the map.
 
-    As divergence.py weighs them: a class is a Bernoulli variable, the distance to a side a categorical one, of a weight.
+    The variables have the weights of divergence.py: a class is a Bernoulli variable, and the distance to a side is a
+    categorical variable with a weight.
+
+    Args:
+        maps: FP32 [B, 4 bins + classes, H, W] per level.
+        bins: of the head, reg_max.
+        draw: source of randomness.
+
+    Returns:
+        The vectors, each with the shape of its map, and the weight, FP32 []: the divergence is relative to it.
     """
     vectors, weights = [], 0.0
     for raw in maps:
-        sides, logits = split(raw, bins)
+        sides, logits = split_map(raw, bins)
         scores, sides = logits.sigmoid(), sides.softmax(2)
         weight = scores.amax(1)[:, None, None]  # [B, 1, 1, H, W]
-        one = (len(raw), 4, 1, *raw.shape[2:])  # a number for each side
+        one = (len(raw), 4, 1, *raw.shape[2:])  # one random number per side
         index = (sides.cumsum(2) < draw(one)).sum(2, keepdim=True).clamp_(max=bins - 1)
         drawn = torch.zeros_like(sides).scatter_(2, index, 1.0)
         of_sides = (drawn - sides) * (weight / 4).sqrt() * (draw(one) - 0.5).sign()
-        vectors.append(torch.cat((of_sides.flatten(1, 2), bernoulli(logits, draw)), 1))
+        vectors.append(torch.cat((of_sides.flatten(1, 2), probe_bernoulli(logits, draw)), 1))
         weights += weight.sum()
     return vectors, weights
 
 
-def probe_masks(raw, bins, draw):
-    """The logits of the masks that count in a Raw, and a v for them, as `probe`: a point of a mask is a Bernoulli variable of a weight."""
+def probe_masks(raw: Raw, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a random v for the masks that count, as `probe` does for the maps.
+
+    A point of a mask is a Bernoulli variable with a weight.
+
+    Args:
+        raw: outputs of a segmentation head.
+        bins: of the head, reg_max.
+        draw: source of randomness.
+
+    Returns:
+        The logits of the masks, FP32 [B, K, H / 4, W / 4], and v, the same shape.
+    """
     with torch.no_grad():
-        places, weights = strongest(raw, bins)
+        places, weights = strongest_places(raw, bins)
     logits = mask_logits(raw, places)
-    return logits, bernoulli(logits.detach(), draw) * weights.sqrt()
+    return logits, probe_bernoulli(logits.detach(), draw) * weights.sqrt()
 
 
-def backward(model, images, generator):
-    """A forward pass of `model` (with a known head, in eval mode), and the backward pass from a probe of its outputs; hooks see the
-    gradients. Returns the weight, see `probe`.
+def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
-    images: FP32 [B, 3, H, W] in 0..1.
+    Args:
+        model: in eval mode, with a known head (see head_outputs.py).
+        images: FP32 [B, 3, H, W] in 0..1.
+        generator: of the CPU; the probe follows from it.
+
+    Returns:
+        The weight, see `probe`.
     """
 
     def draw(shape):
@@ -75,12 +105,25 @@ def backward(model, images, generator):
     return weight
 
 
-def fisher_amax(model, histograms, images, config):
-    """The amax of each activation quantizer of `model` that changes the detections least, by what each rounding error does alone:
-    that of the least sum of (gradient · error)². {path: FP32 []}.
+def fisher_amax(
+    model: nn.Module,
+    histograms: Mapping[str, Histogram],
+    images: Sequence[torch.Tensor],
+    config: CalibrationConfig,
+) -> dict[str, torch.Tensor]:
+    """Find the amax of each activation quantizer with the least sum of (gradient · error)²: detections change least.
 
-    model: quantized, its biases those of the float model. histograms: see calibrate.observe; the ranges tried lie between the
-    smallest of 'mse' and 'l3', a little less, and the largest value. images: a list of batches, FP32 [B, 3, H, W] in 0..1.
+    The sum treats each rounding error as if it were alone. The candidates lie between 0.8 times the smaller amax of
+    'mse' and 'l3' and the largest value.
+
+    Args:
+        model: quantized; its biases are still the biases of the float model.
+        histograms: see calibrate.collect_histograms.
+        images: batches, FP32 [B, 3, H, W] in 0..1.
+        config: seed and percentile are read.
+
+    Returns:
+        Path of a quantizer → amax, FP32 [].
     """
     least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
     ratio = histogram_amax(histograms, 'max', config) / least
@@ -90,7 +133,10 @@ def fisher_amax(model, histograms, images, config):
 
     def watch(path):
         def hook(quantizer, inputs, output):
-            values, output = inputs[0].detach(), output.view_as(output)  # a view: others read the input as well
+            values, output = (
+                inputs[0].detach(),
+                output.view_as(output),
+            )  # a view, because other layers read the input too
 
             def note(gradient):
                 errors[path] += torch.stack(
@@ -108,7 +154,7 @@ def fisher_amax(model, histograms, images, config):
     try:
         with quantizers_off(model.eval().requires_grad_(False)):
             for part in (part for batch in images for part in batch.split(AT_ONCE)):
-                backward(model, part, generator)
+                backward_from_probe(model, part, generator)
     finally:
         for hook in hooks:
             hook.remove()

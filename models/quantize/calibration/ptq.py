@@ -1,25 +1,43 @@
-"""Float model → calibrated quantized model, some of it left in float if that is asked for."""
+"""Post-training quantization (PTQ): a float model becomes a calibrated quantized model; blocks may stay in float."""
 
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from models.quantize.calibration.calibrate import observe
-from models.quantize.calibration.choose_calibration import CORRECTED, UNUSABLE, choose
-from models.quantize.convert import find_twins, quantize_model
+import torch.nn as nn
+
+from models.quantize.calibration.calibrate import collect_histograms
+from models.quantize.calibration.choose_calibration import CORRECTED, UNUSABLE, choose_calibration
+from models.quantize.convert import Conversion, find_twins, quantize_model
 from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out
+from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.data.loaders import few
+from utils.qat.data.loaders import Images, few
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 
-COMPARED = 64  # calibration images: corrections are fitted to half of them, and calibrations compared on the other half
+COMPARED = 64  # calibration images: corrections are fitted to one half, and calibrations are compared on the other half
+
+T = TypeVar('T')
 
 
-def prepare(model, config, keep_float=()):
-    """Quantize `model` in place as `config` says, not calibrated yet; returns (Conversion, groups that share a scale).
+def prepare(
+    model: nn.Module, config: CalibrationConfig, keep_float: Sequence[str] = ()
+) -> tuple[Conversion, list[list[str]]]:
+    """Quantize `model` in place, without a calibration.
 
-    keep_float: paths of blocks that stay as they are, see convert.find_twins.
+    Args:
+        model: float, fused.
+        config: add_policy and scale_policy are read.
+        keep_float: paths of blocks that stay in float, see convert.find_twins.
+
+    Returns:
+        The conversion, and the groups of activation quantizers that share a scale, see scales.shared_scales.
+
+    Raises:
+        QatError: no block is left to quantize.
     """
     conversion = quantize_model(model, config.add_policy, keep_float)
     if not conversion.swapped:
@@ -39,16 +57,33 @@ def prepare(model, config, keep_float=()):
     return conversion, groups
 
 
-def calibrated(reference, images, config, progress, keep_float=()):
-    """A calibrated copy of the float model `reference`, and plain values: the method, which biases were corrected ('all' or 'none'),
-    and the divergences that were compared.
+def calibrated(
+    reference: nn.Module,
+    images: Images,
+    config: CalibrationConfig,
+    progress: Callable[..., Iterable],
+    keep_float: Sequence[str] = (),
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Make a calibrated quantized copy of a float model.
 
-    images: see loaders.calibration_images. progress: wraps an iterable, with a text and what it counts, see log.bar.
+    Args:
+        reference: the float model, fused.
+        images: see loaders.calibration_images.
+        config: how to quantize and calibrate.
+        progress: wraps an iterable, with a text and the name of its items, see log.bar.
+        keep_float: paths of blocks that stay in float, see convert.find_twins.
+
+    Returns:
+        The quantized model, and plain values for the report: 'method', 'biases' ('all' or 'none' were corrected), and
+        'divergence', the divergences that were compared.
+
+    Raises:
+        QatError: see `prepare` and `choose_calibration`.
     """
     model = deepcopy(reference)
     prepare(model, config, keep_float)
-    histograms = observe(model, progress(images, 'calibrating'))
-    found, method, corrected, raised = choose(
+    histograms = collect_histograms(model, progress(images, 'calibrating'))
+    found, method, corrected, raised = choose_calibration(
         model,
         reference,
         histograms,
@@ -75,17 +110,24 @@ def calibrated(reference, images, config, progress, keep_float=()):
 
 @dataclass
 class Choice:
-    """What shall stay in float of `reference`, as config asks: by path, by number of units, or by as many as a budget needs.
+    """The blocks that stay in float: named by path, by a number of units, or as many as a budget needs."""
 
-    paths: of blocks, see convert.find_twins. summary: that of --sensitive, None without.
-    """
-
-    paths: list
-    summary: dict = None
+    paths: list[str]  # of blocks, see convert.find_twins
+    summary: Any = None  # content of the file of --sensitive, see sensitivity_summary.read_summary; None without it
 
     @classmethod
-    def of(cls, reference, config, source):
-        """source: SHA-256 of the reference's file. Raises QatError for what is not there to choose."""
+    def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'Choice':
+        """Choose the blocks of `reference` by --exclude, --only and --keep-float.
+
+        Args:
+            reference: the float model, fused.
+            config: exclude, only, sensitive and keep_float are read.
+            source: SHA-256 of the file of `reference`, hex digits.
+
+        Raises:
+            QatError: a setting names blocks or units that the model or the summary does not have, or nothing is left to
+                quantize.
+        """
         twins = list(find_twins(reference))
         summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
@@ -96,8 +138,8 @@ class Choice:
         choice = cls(left_out(twins, config.exclude, config.only), summary)
         return choice.adding(worst(summary)[: config.keep_float]) if config.keep_float else choice
 
-    def adding(self, units):
-        """This choice, and `units` of the summary."""
+    def adding(self, units: Sequence[dict[str, Any]]) -> 'Choice':
+        """Make a choice that has `units` of the summary too, and log it."""
         paths = {*self.paths, *(path for unit in units for path in unit['twins'])}
         LOGGER.info(
             f'kept in float: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 '
@@ -106,32 +148,39 @@ class Choice:
         return Choice(sorted(paths), self.summary)
 
 
-def within_budget(choice, budget, attempt):
-    """The smallest choice that keeps a budget: (Choice, what `attempt` returned for it).
+def within_budget(choice: Choice, budget: float, attempt: Callable[[Choice], tuple[float, T]]) -> tuple[Choice, T]:
+    """Find the smallest choice that keeps a budget of lost AP.
 
-    The units of choice.summary are left in float in the order of what they cost per FLOP, as many as it takes: twice as many each
-    time until it is kept, then between the last two. budget: points (0.01) of AP. attempt: Choice → (points lost, 0 within
-    chance, and the result).
-    Raises QatError if the budget cannot be kept.
+    Units of choice.summary are added in the order of their cost per FLOP. Their number doubles until the budget is
+    kept; then the search goes on between the last two numbers.
+
+    Args:
+        choice: the blocks that stay in float in any case, with a summary.
+        budget: points (0.01) of AP.
+        attempt: quantizes by a choice and returns the points lost (0 for a loss within chance) and any result.
+
+    Returns:
+        The choice, and the result of `attempt` for it.
+
+    Raises:
+        QatError: no number of units keeps the budget.
     """
-    order, lost, kept = (
-        dearest(choice.summary),
-        {},
-        {},
-    )  # by number of units: points lost; (choice, result) where the budget is kept
+    order = dearest(choice.summary)
+    lost: dict[int, float] = {}  # number of units → points lost
+    kept: dict[int, tuple[Choice, T]] = {}  # the smallest number that keeps the budget → (choice, result)
 
     def keeps(n):
         of_n = choice.adding(order[:n]) if n else choice
         lost[n], result = attempt(of_n)
         if lost[n] <= budget:
-            kept.clear()  # of more units
+            kept.clear()  # the results with more units
             kept[n] = of_n, result
         return n in kept
 
     most, below, n = len(order) - 1, -1, 0
     while not keeps(n):
         if n == most:
-            best = min(lost, key=lost.get)
+            best = min(lost, key=lost.__getitem__)
             raise QatError(
                 f'--max-drop {budget}: not kept with any number of units in float; {best} lose {lost[best]:.2f} points; '
                 'use a larger one, or more images in val'

@@ -19,7 +19,7 @@ import torch
 import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from finetune_step import measure, prepare
 from models.quantize.finetuning.losses import relative_error
-from models.quantize.finetuning.training_step import GraphedStep, Step
+from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
 from utils.qat.config.qat import AMP
 from utils.qat.core import distributed
 from utils.qat.core.command import Parser, run_command
@@ -30,8 +30,8 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.markdown import markdown_table
 
 
-class AloneStep(Step):
-    """A Step whose gradients are those of this process."""
+class AloneStep(TrainingStep):
+    """A TrainingStep whose gradients are those of this process."""
 
     def _average(self, loss, terms):
         return loss, terms
@@ -72,7 +72,7 @@ def main(argv=None):
         for compile in (False, True) if device.type == 'cuda' else (False,):
             with distributed.first_goes_ahead():
                 alone = timed(AloneStep, amp, compile) if distributed.is_first() else None
-            slowest = max(distributed.merged([timed(Step, amp, compile)]), default=None)
+            slowest = max(distributed.merged([timed(TrainingStep, amp, compile)]), default=None)
             if distributed.is_first():
                 rows.append(
                     {

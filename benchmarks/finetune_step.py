@@ -28,7 +28,7 @@ from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
-from models.quantize.finetuning.training_step import DTYPES, GraphedStep, Step, head_emits_raw_maps
+from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
 from models.quantize.scales import tie_scales
 from stock import with_stock_quantizers
 from utils.qat.config.qat import AMP, QuantizeConfig
@@ -139,7 +139,7 @@ def main():
     for amp in args.amp:
         kinds = {
             'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
-            'step': lambda: Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
+            'step': lambda: TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
         }
         if args.stock:
             kinds['stock quantizers'] = lambda: stock_step(
@@ -147,7 +147,7 @@ def main():
             )
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
-                Step(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True)
+                TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True)
             )
         for kind, make in kinds.items():
             if cuda:

@@ -26,9 +26,9 @@ from utils.general import xyxy2xywhn
 import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
-from models.quantize.finetuning.loop import rate, supervised_layers
+from models.quantize.finetuning.loop import learning_rate_share, supervised_layers
 from models.quantize.finetuning.losses import label_loss, relative_error
-from models.quantize.finetuning.training_step import GraphedStep, Step
+from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.device import select_device
@@ -87,7 +87,7 @@ def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, he
     images: uint8 [N, 3, H, W]. labels: a tensor [n, 5] for each image, used where `weight` is not 0.
     """
     layers = [len(student.model) - 1] if head_only else supervised_layers(student, 1)
-    step = Step(
+    step = TrainingStep(
         student,
         teacher,
         layers,
@@ -103,7 +103,7 @@ def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, he
     for epoch in range(epochs):
         chosen = torch.randperm(len(images), generator=order)
         for i, indices in enumerate(chosen[: per_epoch * batch].split(batch)):
-            step.set_rate(rate(epoch * per_epoch + i, epochs * per_epoch))
+            step.set_rate(learning_rate_share(epoch * per_epoch + i, epochs * per_epoch))
             of_batch = [
                 torch.cat((rows.new_full((len(rows), 1), n), rows), 1)
                 for n, rows in enumerate(labels[j] for j in indices)

@@ -58,7 +58,7 @@ def make_work(args, policy, folder):
     from finetune_step import prepare  # beside this file
     from models.deploy.onnx_export import export_onnx
     from models.quantize.finetuning.losses import relative_error
-    from models.quantize.finetuning.training_step import Step
+    from models.quantize.finetuning.training_step import TrainingStep
     from utils.qat.prediction.onnxruntime import OnnxModel
 
     assert torch.get_num_threads() == args.threads
@@ -78,7 +78,7 @@ def make_work(args, policy, folder):
 
     def learn():
         nonlocal step
-        step = step or Step(student, teacher, layers, relative_error, 1e-5)
+        step = step or TrainingStep(student, teacher, layers, relative_error, 1e-5)
         step(images)
 
     return {**work, f'step of fine-tuning, batch of {args.batch_size}': learn}

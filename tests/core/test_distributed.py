@@ -11,7 +11,7 @@ from zoo import image, program, python, same, settings, state
 from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
-from models.quantize.finetuning.training_step import Step
+from models.quantize.finetuning.training_step import TrainingStep
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
@@ -154,7 +154,7 @@ from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import Histogram, merge_histograms
 from models.quantize.finetuning.loop import finetune, supervised_layers
 from models.quantize.finetuning.losses import relative_error
-from models.quantize.finetuning.training_step import NotFinite, Step
+from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.prediction.pytorch import TorchModel
@@ -177,7 +177,7 @@ def state(model):
 
 result, teacher = {}, checkpoint.load_float(job['single'])
 model = student()
-step = Step(model, teacher, supervised_layers(model, 1), relative_error, job['lr'])
+step = TrainingStep(model, teacher, supervised_layers(model, 1), relative_error, job['lr'])
 result['loss'], result['step'] = step(job['batches'][me]), state(model)
 try:
     step(job['bad'][me])
@@ -254,7 +254,7 @@ def pair(demo, tmp_path_factory):
 def test_a_step_follows_the_mean_gradient(demo, pair):
     first, second, _ = pair
     student = demo.quantized_model()
-    step = Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    step = TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
     losses, gradients = [], []
     for images in BATCHES:
         terms = step._compare(images)

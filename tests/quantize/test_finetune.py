@@ -9,9 +9,9 @@ import torch
 from faults import sampled
 from zoo import build, image, output, program, same, settings, state, tensors
 
-from models.quantize.finetuning.loop import finetune, rate, supervised_layers
+from models.quantize.finetuning.loop import finetune, learning_rate_share, supervised_layers
 from models.quantize.finetuning.losses import TINY, relative_error
-from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, Step
+from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, TrainingStep
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
 
@@ -155,7 +155,7 @@ def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
 
 def new_step(demo, amp='off'):
     student = demo.quantized_model()
-    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
+    return TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
 
 
 def test_the_gradient_is_clipped_as_pytorch_does_it(demo):
@@ -196,9 +196,9 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
     with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
         list(finetune(student, demo.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
     expected = demo.quantized_model()
-    step = Step(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
+    step = TrainingStep(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
     for number, images in enumerate(LOADER[:2]):
-        step.set_rate(rate(number, 4))
+        step.set_rate(learning_rate_share(number, 4))
         step(images)
     assert same(state(student), state(expected)) and not same(state(student), state(demo.quantized_model()))
 
@@ -262,7 +262,9 @@ def test_a_graph_learns_what_single_launches_learn(demo, amp):
 @pytest.mark.parametrize('compile', [False, True])
 def test_no_step_waits_and_a_fault_is_named(demo, amp, compile):
     student = demo.quantized_model().cuda()
-    step = Step(student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile)
+    step = TrainingStep(
+        student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile
+    )
     step = GraphedStep(step) if compile else step
     batches = [b.cuda() for b in LOADER]
     for images in [*batches, *batches]:

@@ -14,7 +14,14 @@ from models.quantize.finetuning.learned_scales import LearnedScales, _Quantize, 
 from models.quantize.finetuning.loop import Epoch, finetune, supervised_layers
 from models.quantize.finetuning.losses import LabelLoss, relative_error
 from models.quantize.finetuning.packed_masks import PackedMasks
-from models.quantize.finetuning.training_step import LOG2, SCALES_LR, GraphedStep, NotFinite, Step, head_emits_raw_maps
+from models.quantize.finetuning.training_step import (
+    LOG2,
+    SCALES_LR,
+    GraphedStep,
+    NotFinite,
+    TrainingStep,
+    head_emits_raw_maps,
+)
 from models.quantize.quantizers import QMAX, QMIN, FixedScales, Quantizer, named_quantizers
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data, load_hyp
@@ -34,7 +41,9 @@ def run(demo, loader=LOADER, **changes):
 
 def new_step(demo, amp='off', **options):
     student = demo.quantized_model()
-    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options)
+    return TrainingStep(
+        student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options
+    )
 
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------
@@ -219,7 +228,7 @@ def test_what_is_saved_is_what_the_loss_was_of(demo):
     step = new_step(demo, learn_scales=True)
     for images in LOADER[:2]:
         step(images)
-    judge = Step(step.student, demo.float_model(), step.layers, relative_error, 1e-4)
+    judge = TrainingStep(step.student, demo.float_model(), step.layers, relative_error, 1e-4)
     assert not torch.equal(step.scales.log2, LearnedScales(demo.quantized_model()).log2)
     assert same(step._compare(LOADER[0]), judge._compare(LOADER[0]))
 
@@ -265,7 +274,7 @@ def test_scales_learn_in_a_graph(demo, amp):
     states = []
     for graphed in (False, True):
         student = demo.quantized_model().cuda()
-        step = Step(
+        step = TrainingStep(
             student,
             demo.float_model().cuda(),
             supervised_layers(student, 1),

@@ -26,7 +26,7 @@ from zoo import program, python, same
 from models.quantize.convert import find_twins
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
-from models.quantize.finetuning.training_step import Step
+from models.quantize.finetuning.training_step import TrainingStep
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -547,7 +547,7 @@ def test_files_that_no_run_writes(interrupted, tmp_path, capfd, name):
 @pytest.fixture(scope='module')
 def step(demo):
     student = demo.quantized_model()
-    return Step(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    return TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
 
 
 @pytest.mark.parametrize('name', sampled(STATES, 6))

@@ -1,63 +1,97 @@
-"""Quantization-aware fine-tuning: the quantized student learns to repeat the float teacher, layer by layer.
+"""Quantization-aware fine-tuning (QAT): the quantized student learns to repeat the float teacher, layer by layer.
 
-Labels are needed only if they are to count: the student starts as the teacher plus rounding noise, and the target of every
-layer is what the teacher computes there. The fake-quantizers pass gradients straight through inside their range; scales stay as
-they were calibrated, unless those of activations are asked to learn too.
+The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
+layer. So labels are needed only for --task-loss. Inside their range the fake-quantizers pass gradients straight
+through. Scales stay as calibrated; with --learn-scales the scales of activations learn too.
 """
 
 import math
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
+import torch.nn as nn
 
 from models.quantize.finetuning.losses import label_loss, relative_error
-from models.quantize.finetuning.training_step import GraphedStep, NotFinite, Step
+from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
+from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
 from utils.qat.run.resume import unfit_state
 
-LOOK_EVERY = 50  # steps between two looks at what the device says; a look waits for it
+LOOK_EVERY = 50  # steps between two checks of the device; a check waits for it
 
 
 @dataclass
 class Epoch:
-    """What one epoch of fine-tuning did."""
+    """The result of one epoch of fine-tuning."""
 
     number: int  # from 1
     loss: float  # mean over the steps
     steps: int
     seconds: float
-    state: dict  # of the step, to go on from here (see Step.state_dict)
+    state: dict[str, Any]  # of the training step, to continue from (see TrainingStep.state_dict)
 
 
-def supervised_layers(model, stride):
-    """Indices of the top-level layers whose outputs are compared: every `stride`-th that has weights, and the head."""
+def supervised_layers(model: nn.Module, stride: int) -> list[int]:
+    """List the top-level layers whose outputs are compared: the head, and every `stride`-th layer with weights."""
     with_weights = [i for i, layer in enumerate(model.model) if any(True for _ in layer.parameters())]
     head = len(model.model) - 1
     return sorted({*with_weights[:-1][::-1][::stride], head})
 
 
-def rate(step, total):
-    """Share of the learning rate at `step` of `total`: rises over the first 5 % of them, then falls along a cosine."""
+def learning_rate_share(step: int, total: int) -> float:
+    """Compute the share of the highest learning rate at a step: it rises over the first 5 % and falls along a cosine.
+
+    Args:
+        step: from 0.
+        total: number of steps.
+
+    Returns:
+        0..1.
+    """
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
 
-def finetune(student, teacher, loader, config, progress=None, after=None):
-    """Fine-tune `student` (calibrated, fused) in place; yields an Epoch after each, for the caller to judge and save.
+def finetune(
+    student: nn.Module,
+    teacher: nn.Module,
+    loader: Any,
+    config: QuantizeConfig,
+    progress: Callable[[Iterator, int, int], Iterable] | None = None,
+    after: Epoch | None = None,
+) -> Iterator[Epoch]:
+    """Fine-tune `student` in place, and yield each epoch when it ends: the caller can score and save the student.
 
-    loader: re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device; with task_loss over (images, labels, and masks where there are any).
-    config: epochs, iters, lr, supervision_stride, amp, compile, task_loss, learn_scales (see QuantizeConfig). progress: wraps
-    the iterator of batches, e.g. tqdm. after: the last Epoch of an interrupted fine-tuning; it is yielded again, with its
-    weights in `student`, and the others follow (a loader with an epoch of its own must be set to it). Raises QatError if the
-    loss is not finite, naming the first layer at fault, or if a gradient is not, and the step is not taken; and if `after` does not fit the student. Under torchrun each
-    process has a loader of its own, all equally long, and a step follows the mean of their gradients.
+    Under torchrun each process has its own loader. All loaders have the same length, and a step follows the mean of the
+    gradients of all processes.
+
+    Args:
+        student: calibrated, fused.
+        teacher: the float model.
+        loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
+            config.task_loss it gives (images, labels) or (images, labels, masks); see losses.py.
+        config: epochs, iters, lr, supervision_stride, amp, compile, task_loss and learn_scales are read; resume is
+            named in an error.
+        progress: takes the iterator of batches, the number of the epoch and the number of batches, and wraps the
+            iterator, such as tqdm.
+        after: the last epoch of an interrupted fine-tuning. It is yielded again, with its weights in `student`, and the
+            next epochs follow. A loader that counts epochs must be set to it.
+
+    Yields:
+        The result of each epoch.
+
+    Raises:
+        QatError: the loss or a gradient is not finite (the message names the first layer or parameter, and the step is
+            not taken), or `after` does not fit the student.
     """
-    take_from_first(student.state_dict().values())  # the calibration of two kinds of GPU may differ in the last bit
+    take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
     layers = supervised_layers(student, config.supervision_stride)
     on_labels = label_loss(student, config.task_loss) if config.task_loss else None
-    step = Step(
+    ungraphed = TrainingStep(
         student,
         teacher,
         layers,
@@ -68,8 +102,7 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
         label_loss=on_labels,
         learn_scales=config.learn_scales,
     )
-    if config.compile:
-        step = GraphedStep(step)
+    step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
     per_epoch = min(config.iters, len(loader))
     total = config.epochs * per_epoch
 
@@ -80,11 +113,12 @@ def finetune(student, teacher, loader, config, progress=None, after=None):
             raise unfit_state(config.resume, str(e)) from e
         yield after
     for number in range(after.number + 1 if after else 1, config.epochs + 1):
-        start, losses = time.perf_counter(), []
+        start = time.perf_counter()
+        losses: list[torch.Tensor] = []
         batches = islice(loader, per_epoch)
         try:
             for batch in progress(batches, number, per_epoch) if progress else batches:
-                step.set_rate(rate((number - 1) * per_epoch + len(losses), total))
+                step.set_rate(learning_rate_share((number - 1) * per_epoch + len(losses), total))
                 losses.append(step(*batch) if on_labels else step(batch))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()

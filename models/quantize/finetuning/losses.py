@@ -1,21 +1,27 @@
-"""Losses of the fine-tuning, each a scalar: of a layer against the float model's, and of what is found against the labels."""
+"""Losses of the fine-tuning: a layer against the float model's layer, and the head's outputs against the labels."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
+import torch.nn as nn
 from utils.loss_tal import ComputeLoss
 from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
 
-TINY = 1e-8  # squared relative error, 80 dB below the teacher: keeps the root's gradient finite where student and teacher agree
+# Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
+TINY = 1e-8
 
 
-def _energy(x):
-    """[B, ...] → sum of squares of each image, [B]."""
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    """Sum the squares of each image: [B, ...] → [B]."""
     return x.square().flatten(1).sum(1)
 
 
 class _SquaredError(torch.autograd.Function):
-    """sum((student - teacher)²) of each image, FP32 [B]; keeps the difference for the backward pass in the student's precision."""
+    """Sum of (student - teacher)² of each image, FP32 [B].
+
+    The difference is kept for the backward pass in the student's precision.
+    """
 
     @staticmethod
     def forward(ctx, student, teacher):
@@ -30,53 +36,91 @@ class _SquaredError(torch.autograd.Function):
         return (difference.float() * gradient).to(difference.dtype), None
 
 
-def relative_error(outputs, targets):
-    """|outputs - targets| / |targets| of one layer, mean over the images, a scalar: relative, so that no layer drowns the others.
+def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute |outputs - targets| / |targets| of one layer, the mean over the images.
 
-    The root, and image by image, because some images have values far beyond the calibrated ranges: what is clipped of these, and
-    cannot be learnt, would else be most of the loss. outputs, targets: the layer's tensors [B, ...], of student and teacher.
+    The error is relative, so that no layer drowns the others. It has a root and is computed image by image, because
+    some images have values far beyond the calibrated ranges. The clipped part of these values cannot be learnt, and it
+    would otherwise be most of the loss.
+
+    Args:
+        outputs: the student's tensors of the layer, each [B, ...].
+        targets: the teacher's tensors, the same shapes.
+
+    Returns:
+        FP32 [].
     """
     error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
     return (error / sum(_energy(t.float()) for t in targets).clamp(min=1e-12) + TINY).sqrt().mean()
 
 
-def _settings(model):
-    """What upstream's losses read of `model`: plain cross-entropy, as in upstream's settings."""
+def _settings(model: nn.Module) -> SimpleNamespace:
+    """Give upstream's losses the attributes that they read: plain cross-entropy, as in upstream's settings."""
     return SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
 
 
 class LabelLoss(ComputeLoss):
-    """Callable: the head's raw maps, one [B, 4 * bins + classes, H, W] per level, and labels [n, 6] (image, class, box as centre,
-    width and height in 0..1) → scalar, FP32.
+    """Upstream's training loss of a detector with one head, per image: 7.5 box + 0.5 class + 1.5 DFL, times `weight`.
 
-    It is `weight` times upstream's training loss of a model with one head, per image: 7.5 box + 0.5 class + 1.5 DFL. It waits
-    for the device.
+    It waits for the device.
+
+    Args:
+        model: detector; its head gives the number of bins and classes.
+        weight: factor of the loss.
     """
 
-    def __init__(self, model, weight=1.0):
+    def __init__(self, model: nn.Module, weight: float = 1.0) -> None:
         super().__init__(_settings(model))
         self.weight = weight
 
-    def __call__(self, maps, labels):
+    def __call__(self, maps: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            maps: the head's raw maps, [B, 4 bins + classes, H, W] per level.
+            labels: FP32 [n, 6]: image, class, box as centre, width and height in 0..1.
+
+        Returns:
+            FP32 [].
+        """
         loss, _ = super().__call__([m.float() for m in maps], labels)
         return self.weight * loss / len(maps[0])
 
 
 class MaskLoss(ComputeMaskLoss):
-    """The same of a segmentation model, and 2.5 mask. Callable: (raw maps, coefficients [B, nm, N], prototypes [B, nm, H / 4, W / 4]),
-    labels, and masks of each image, [1, H / 4, W / 4] of the number of the object, from 1."""
+    """Upstream's training loss of a segmentation model: as LabelLoss, with 2.5 mask more.
 
-    def __init__(self, model, weight=1.0):
+    Args:
+        model: segmentation model.
+        weight: factor of the loss.
+    """
+
+    def __init__(self, model: nn.Module, weight: float = 1.0) -> None:
         super().__init__(_settings(model))
         self.weight = weight
 
-    def __call__(self, outputs, labels, masks):
+    def __call__(
+        self,
+        outputs: tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor],
+        labels: torch.Tensor,
+        masks: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            outputs: raw maps (see LabelLoss), coefficients [B, nm, N] and prototypes [B, nm, H / 4, W / 4].
+            labels: see LabelLoss.
+            masks: of each image, [1, H / 4, W / 4]: the number of the object at each point, from 1; 0 = none.
+
+        Returns:
+            FP32 [].
+        """
         maps, coefficients, prototypes = outputs
         masks = torch.cat(masks).to(labels.device).float()
         loss, _ = super().__call__(([m.float() for m in maps], coefficients.float(), prototypes.float()), labels, masks)
         return self.weight * loss / len(prototypes)
 
 
-def label_loss(model, weight):
-    """The loss for the head of `model`."""
+def label_loss(model: nn.Module, weight: float) -> LabelLoss | MaskLoss:
+    """Make the loss against the labels that fits the head of `model`, times `weight`."""
     return (MaskLoss if hasattr(model.model[-1], 'nm') else LabelLoss)(model, weight)

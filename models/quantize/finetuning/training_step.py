@@ -1,14 +1,18 @@
-"""One step of fine-tuning: images → loss, gradients, clipped update. The host orders the work and never waits for it.
+"""One step of fine-tuning: images → loss, gradients, clipped update. The host orders the work and does not wait for it.
 
-What is not finite must not reach the weights, and asking the device after every step would stall it. So the optimizer
-itself is told on the device to skip (`found_inf` of fused Adam), every later step too, and the host looks from time to
-time. With FP16 the loss is multiplied by a power of two that follows the gradients, as GradScaler does, on the device.
+A value that is not finite must not reach the weights. To ask the device after every step would stall it. So the device
+itself tells the optimizer to skip the step (`found_inf` of fused Adam) and all later steps, and the host looks from
+time to time. With FP16 the loss is multiplied by a power of two that follows the gradients, as in GradScaler, but on
+the device.
 """
 
 import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
+import torch.nn as nn
 
 from models.quantize.finetuning.learned_scales import LearnedScales
 from models.quantize.finetuning.packed_masks import PackedMasks
@@ -18,20 +22,20 @@ from utils.qat.core.distributed import all_reduce, world_size
 
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
-# The loss is relative to whole layers, so that gradients of single activations are near 1e-8; FP16 ends at 6e-8.
-LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first, and after how many good steps it doubles
-LABELS, LOG2 = 'labels', 'log2 of the scales'  # the term of the loss and the parameter that belong to no layer
+# The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
+LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
+LABELS, LOG2 = 'labels', 'log2 of the scales'  # a term of the loss and a parameter without a layer
 SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
-MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # what Adam keeps of a parameter
-WARM_UP = 3  # steps before a CUDA graph is recorded: libraries choose and allocate in them
+MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
+WARM_UP = 3  # steps before a CUDA graph is recorded: in them libraries choose kernels and allocate memory
 
 
 class NotFinite(Exception):
     """The loss or a gradient is not finite; the message says where."""
 
 
-def _like(given, tensor):
-    """Whether `given`, read from a file, is a plain tensor of the type and shape of `tensor`, with finite values only."""
+def _like(given: Any, tensor: torch.Tensor) -> bool:
+    """Tell whether `given`, read from a file, is a plain finite tensor with the type and shape of `tensor`."""
     return (
         type(given) is torch.Tensor
         and given.layout is torch.strided
@@ -41,14 +45,16 @@ def _like(given, tensor):
     )
 
 
-def _copies(tensors):
-    """A dict of tensors, each copied to the CPU, in the same layout."""
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy each tensor to the CPU, in the same layout."""
     return {name: t.detach().to('cpu', copy=True) for name, t in tensors.items()}
 
 
 @contextlib.contextmanager
-def _watched(model, layers, see):
-    """Context: after each of the top-level layers `layers`, `see(layer, its outputs)` is called; see head_outputs.parts."""
+def _watched(
+    model: nn.Module, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
+) -> Iterator[None]:
+    """Call `see(layer, its outputs)` after each of these top-level layers, in this context; see head_outputs.parts."""
 
     def hook(index):
         return lambda module, inputs, output: see(index, parts(output))
@@ -61,26 +67,45 @@ def _watched(model, layers, see):
             h.remove()
 
 
-def head_emits_raw_maps(model):
-    """Eval mode but for the head, which then returns its raw outputs and spares the box decoding. (BN is fused away.)"""
+def head_emits_raw_maps(model: nn.Module) -> None:
+    """Set all layers to eval mode and the head to training mode: it returns raw outputs, without the decoding of boxes.
+
+    The batch norms are fused away, so the training mode changes nothing else.
+    """
     model.eval()
     model.model[-1].training = True
 
 
-class Step:
-    """Callable: images, FP32 [B, 3, H, W] in 0..1, and labels if they count → loss, a scalar on the device, without gradient.
+class TrainingStep:
+    """One step of fine-tuning, as a callable that takes a batch.
 
-    student: calibrated; all its weights are made to learn. teacher: float. layers: indices of the top-level layers compared.
-    loss: of one layer, such as `losses.relative_error`, or the mean of those of its parts; that of the step is the mean over the layers. amp: with 'bf16' or
-    'fp16' the student runs under autocast beside a copy of the teacher in that precision; weights, scales, loss and update
-    stay FP32. capturable: for a CUDA graph; the learning rate then lives on the device. label_loss: of (what the student's
-    head gives, labels, ...), a scalar that is added, such as losses.LabelLoss; not in a CUDA graph. learn_scales: of activations, too.
-    lr: the highest learning rate of the weights, see `set_rate`.
+    Args:
+        student: calibrated; all its weights will learn.
+        teacher: the float model.
+        layers: indices of the top-level layers that are compared.
+        loss: of one layer, such as losses.relative_error. A layer whose outputs have several parts has the mean over
+            its parts, and the step has the mean over the layers.
+        lr: highest learning rate of the weights, see `set_rate`.
+        amp: a key of DTYPES. With 'bf16' or 'fp16' the student runs under autocast, beside a copy of the teacher in
+            that precision. Weights, scales, loss and update stay FP32.
+        capturable: for a CUDA graph; the learning rate is then on the device.
+        label_loss: takes the outputs of the student's head, the labels and the masks, such as losses.LabelLoss; its
+            scalar is added to the loss. Not in a CUDA graph.
+        learn_scales: the scales of activations learn too.
     """
 
     def __init__(
-        self, student, teacher, layers, loss, lr, amp='off', capturable=False, label_loss=None, learn_scales=False
-    ):
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        layers: Sequence[int],
+        loss: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor],
+        lr: float,
+        amp: str = 'off',
+        capturable: bool = False,
+        label_loss: Callable[..., torch.Tensor] | None = None,
+        learn_scales: bool = False,
+    ) -> None:
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
@@ -91,17 +116,17 @@ class Step:
         self.amp = amp != 'off'
         self.format = torch.contiguous_format
         if self.amp:
-            self.teacher = deepcopy(teacher).to(self.dtype)  # instead of casting its weights at each step
-            if self.cuda:  # the layout of tensor cores, which saves transposing every tensor twice
+            self.teacher = deepcopy(teacher).to(self.dtype)  # so its weights are not cast at each step
+            if self.cuda:  # the layout of tensor cores; without it every tensor is transposed twice
                 self.format = torch.channels_last
                 self.teacher.to(memory_format=self.format)
                 student.to(memory_format=self.format)
-        self.scales = (LearnedScales if learn_scales else FixedScales)(student, share=self.amp)
-        # In a graph an eighth of the memory is saved for a seventh more time; launched one by one, the kernels cost more than that.
+        self.scales: Any = (LearnedScales if learn_scales else FixedScales)(student, share=self.amp)
+        # In a graph packed masks save an eighth of the memory for a seventh more time; without one, launches cost more
         self.masks = PackedMasks(self.device) if capturable else contextlib.nullcontext()
         self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
         groups = [{'params': list(self.parameters.values()), 'highest': lr}]
-        if learn_scales:
+        if isinstance(self.scales, LearnedScales):
             self.parameters[LOG2] = self.scales.log2
             groups.append({'params': [self.scales.log2], 'highest': SCALES_LR})
         for group in groups:
@@ -109,23 +134,22 @@ class Step:
         options = {'fused': True, 'capturable': capturable} if self.cuda else {}
         self.optimizer = torch.optim.Adam(groups, **options)
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
-        self.good_steps = torch.zeros((), device=self.device)  # since the loss scale last changed
+        self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
-        self.learning = None  # names of the parameters that the loss reaches
-        self.seen = (
-            None  # loss, terms of the layers, norms of the gradients: of the last step, or of the first at fault
-        )
+        self.learning: Any = None  # names of the parameters that the loss reaches, known after the first step
+        # Loss, terms of the layers, norms of the gradients: from the last step, or from the first step at fault
+        self.seen: Any = None
 
-    def set_rate(self, share):
-        """The learning rates of the steps that follow are this share of the highest, 0..1."""
+    def set_rate(self, share: float) -> None:
+        """Set the learning rates of the next steps to this share of the highest, 0..1."""
         for group in self.optimizer.param_groups:
             if isinstance(group['lr'], torch.Tensor):
                 group['lr'].fill_(group['highest'] * share)
             else:
                 group['lr'] = group['highest'] * share
 
-    def _tensors(self):
-        """What a step changes, by name: all that the steps to come depend on but the optimizer's state, and copies of nothing."""
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Collect the tensors that later steps depend on, without copies and without the optimizer's tensors."""
         tensors = {f'student.{name}': tensor for name, tensor in self.student.state_dict().items()}
         if LOG2 in self.parameters:
             tensors[LOG2] = self.scales.log2
@@ -133,31 +157,32 @@ class Step:
             tensors.update(loss_scale=self.loss_scale, good_steps=self.good_steps)
         return tensors
 
-    def state_dict(self):
-        """A copy, on the CPU, of what the steps to come depend on: tensors by name, and the optimizer's state by parameter.
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state that later steps depend on to the CPU. The learning rate is not in it: the caller sets it.
 
-        Not its learning rate, which the caller sets.
+        Returns:
+            'tensors': name → tensor; 'optimizer': number of a parameter → Adam's state of it, by the names MOMENTS.
         """
         state = self.optimizer.state_dict()['state']
         return {'tensors': _copies(self._tensors()), 'optimizer': {i: _copies(moments) for i, moments in state.items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state):
-        """Go on as the Step whose `state_dict` it was, of a student with the same layers and quantizers.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the `state_dict` of another TrainingStep, whose student has the same layers and quantizers.
 
-        Raises ValueError, with nothing changed, if it is of none such.
+        Raises:
+            ValueError: the state does not fit; nothing is changed.
         """
         if wrong := self._unlike(state):
             raise ValueError(wrong)
         for name, tensor in self._tensors().items():
             tensor.copy_(state['tensors'][name])
-        moments = {
-            i: _copies(of_one) for i, of_one in state['optimizer'].items()
-        }  # or the optimizer would write into `state`
+        # Copies, because the optimizer writes into its state
+        moments = {i: _copies(of_one) for i, of_one in state['optimizer'].items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), 'state': moments})
 
-    def _unlike(self, state):
-        """The first tensor of a `state_dict` that is not as this Step has it, None if all are: names, types, shapes, values in range."""
+    def _unlike(self, state: dict[str, Any]) -> str | None:
+        """Find the first tensor of a `state_dict` with another name, type, shape or range; None if all fit."""
         mine, given = self._tensors(), state['tensors']
         if given.keys() != mine.keys():
             return f'tensors of {len(given)} names, and the model has {len(mine)}, not the same ones'
@@ -180,23 +205,25 @@ class Step:
                 return f'optimizer {i}'
         if not state['optimizer']:
             return 'optimizer'
+        return None
 
     def _term(self, outputs, targets):
-        """The term of the loss of a layer, of whose parts all count alike."""
+        """Compute a layer's term of the loss; its parts have equal weights."""
         first, *others = (self.loss(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
-    def _compare(self, images, *labels):
-        """Both models on `images`: {layer: its term of the loss}, and that of the labels at last."""
-        targets, pairs, terms = {}, {}, {}
+    def _compare(self, images: torch.Tensor, *labels: Any) -> dict[Any, torch.Tensor]:
+        """Run both models on `images`: layer → its term of the loss, and the term of the labels at the end."""
+        targets: dict[int, Any] = {}  # layer → the teacher's outputs, until they are compared
+        pairs: dict[int, Any] = {}  # layer → the student's outputs and the teacher's
+        terms: dict[Any, torch.Tensor] = {}
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             self.teacher(images.to(self.dtype))
 
         def see(layer, outputs):
             pairs[layer] = outputs, targets.pop(layer)
-            if (
-                self.amp
-            ):  # at once, to keep neither side's outputs; in FP32 gradients keep the order in which they add up
+            # With AMP at once, so that no outputs are kept. Not in FP32: there gradients keep their order of summation
+            if self.amp:
                 terms[layer] = self._term(*pairs.pop(layer))
 
         with (
@@ -211,7 +238,19 @@ class Step:
             terms[LABELS] = self.label_loss(outputs, *labels)
         return terms
 
-    def __call__(self, images, *labels):
+    def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
+        """Take one step.
+
+        Args:
+            images: FP32 [B, 3, H, W] in 0..1.
+            *labels: further arguments of `label_loss`: the labels, and masks for a segmentation model.
+
+        Returns:
+            The loss, FP32 [] on the device, without gradient.
+
+        Raises:
+            NotFinite: see `check`; on a CPU only.
+        """
         terms = self._compare(images.contiguous(memory_format=self.format), *labels)
         loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
         if self.label_loss:
@@ -222,7 +261,7 @@ class Step:
         skip = self._clip_and_judge(loss, terms)
         if self.cuda:
             self.optimizer.found_inf = skip.float()
-        else:  # waiting costs nothing there, and its Adam cannot skip
+        else:  # a CPU: to wait costs nothing, and its Adam cannot skip a step
             self.check()
         self.optimizer.step()
         if LOG2 in self.parameters:
@@ -231,9 +270,10 @@ class Step:
 
     @torch.no_grad()
     def _average(self, loss, terms):
-        """Mean over the processes of a torchrun: of the gradients, in place, and of loss and terms, which are returned.
+        """Average gradients (in place), loss and terms (returned) over the processes of a torchrun.
 
-        One exchange of them all, so that every process judges and learns the same; what is not finite anywhere is in the mean.
+        One exchange carries all of them, so every process judges and learns the same. A value that is not finite on any
+        process makes the mean not finite.
         """
         if world_size() == 1:
             return loss, terms
@@ -241,11 +281,11 @@ class Step:
         flat = all_reduce(torch.cat([loss[None], terms, *(g.flatten() for g in gradients)])) / world_size()
         loss, terms, *means = flat.split([1, len(terms), *(g.numel() for g in gradients)])
         torch._foreach_copy_(gradients, [mean.view(g.shape) for mean, g in zip(means, gradients)])
-        return loss[0].clone(), terms  # a view would keep all of them in memory
+        return loss[0].clone(), terms  # a view would keep all gradients in memory
 
     @torch.no_grad()
     def _clip_and_judge(self, loss, terms):
-        """Unscale and clip the gradients, note what is not finite; returns a flag: do not take this step."""
+        """Unscale and clip the gradients and note a fault; return a flag on the device: skip this step."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
         scale = norms.new_ones(()) if self.loss_scale is None else self.loss_scale
@@ -253,7 +293,7 @@ class Step:
         torch._foreach_mul_(gradients, (MAX_NORM / (norm + 1e-6)).clamp(max=1.0) / scale)
         bad_loss, bad_gradient = ~torch.stack((loss, *terms)).isfinite().all(), ~norm.isfinite()
         fault = bad_loss | bad_gradient
-        if self.loss_scale is not None:  # an overflow: try the next batch with half the scale
+        if self.loss_scale is not None:  # after an overflow the next batch has half the scale
             fault = bad_loss | bad_gradient & (self.loss_scale <= 1)
             grow = self.good_steps >= GROW_AFTER
             self.loss_scale.mul_(torch.where(bad_gradient, 0.5, torch.where(grow, 2.0, 1.0)))
@@ -266,8 +306,12 @@ class Step:
         self.at_fault |= fault
         return self.at_fault | bad_gradient
 
-    def check(self):
-        """Raise NotFinite if a step met what is not finite, naming the first layer or parameter. Waits for the device."""
+    def check(self) -> None:
+        """Wait for the device and look for values that were not finite.
+
+        Raises:
+            NotFinite: the loss or a gradient of a step was not finite; the message names the first layer or parameter.
+        """
         if not self.at_fault.item():
             return
         finite = self.seen.isfinite().tolist()
@@ -284,18 +328,24 @@ class Step:
 
 
 class GraphedStep:
-    """A Step recorded as one CUDA graph after WARM_UP steps, and replayed: one launch instead of thousands.
+    """A TrainingStep that is recorded as one CUDA graph and replayed: one launch instead of thousands.
 
-    All of them are steps of the training. A batch of another shape than the first, such as the last of an epoch, is not
-    replayed.
+    The recording follows WARM_UP steps, which are steps of the training too. A batch whose shape is not the shape of
+    the first batch, such as the last batch of an epoch, is computed without the graph.
+
+    Args:
+        step: made with capturable=True, on a GPU.
     """
 
-    def __init__(self, step):
-        self.step, self.images, self.warm, self.graph = step, None, 0, None
+    def __init__(self, step: TrainingStep) -> None:
+        self.step, self.warm = step, 0
+        self.images: Any = None  # where the graph reads its batch
+        self.graph: Any = None
         self.stream = torch.cuda.Stream(step.device)
         self.check, self.set_rate, self.state_dict = step.check, step.set_rate, step.state_dict
 
-    def __call__(self, images):
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Take one step; see TrainingStep."""
         if self.images is None:
             self.images = torch.empty_like(images, memory_format=self.step.format)
         if images.shape != self.images.shape:
@@ -314,15 +364,15 @@ class GraphedStep:
         self.graph.replay()
         return self.loss.clone()
 
-    def load_state_dict(self, state):
-        """See Step.load_state_dict; the graph is recorded anew."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, see TrainingStep.load_state_dict; the graph is recorded anew."""
         self.step.load_state_dict(state)
         self.warm, self.graph = 0, None
 
     def _record(self):
-        self.step.optimizer.zero_grad(set_to_none=True)  # the graph keeps gradients of its own
+        self.step.optimizer.zero_grad(set_to_none=True)  # the graph has its own gradients
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's thread goes on pinning memory meanwhile
+        # thread_local: meanwhile the loader's thread pins memory
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode='thread_local'):
             self.loss = self.step(self.images)
         self.graph = graph

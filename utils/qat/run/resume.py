@@ -61,7 +61,7 @@ REPORT = {  # report.json but for its settings, see json_schema.misfit
     'last_epochs': (NONE, AGAINST),
     'val': (NONE, {'origin?': METRICS, 'ptq?': COMPARED, 'best?': COMPARED}),
 }
-EPOCH = {  # resume.pt but for its tensors, which training_step.Step compares with its own
+EPOCH = {  # resume.pt but for its tensors, which training_step.TrainingStep compares with its own
     'number': COUNT,
     'loss': POSITIVE,
     'steps': COUNT,

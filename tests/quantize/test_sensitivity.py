@@ -12,8 +12,8 @@ from zoo import build, full, fuse, image, program, same, settings
 
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
-from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, Forms, measure
-from models.quantize.analysis.sensitivity import Estimate, unit_costs
+from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
+from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.divergence import divergence
@@ -112,11 +112,11 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
     for m in model.modules():  # biases that a correction moved
         if isinstance(m, torch.nn.Conv2d) and m.bias is not None:
             m.bias.data += 0.01
-    forms = Forms(model, reference)
+    forms = TwinForms(model, reference)
     forms.learn_alone({})
     units = find_units(reference, list(forms.twins), 'layer')
     some = {unit: units[unit] for unit in ('model.0', 'model.14', 'model.34')}
-    found = measure(forms, some, loader, load_data(demo.data).names, True, plain_progress)
+    found = measure_units(forms, some, loader, load_data(demo.data).names, True, plain_progress)
     images = [batch[0].float() / 255 for batch in loader]
     with torch.no_grad():
         wanted = [Raw.of(reference(x)) for x in images]
@@ -126,11 +126,11 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
     )
     assert found['int8']['ap'] != found['float']['ap'] > 0.5
     for unit, twins in some.items():
-        forms.take(FLOAT)
-        forms.take(ALONE, twins)
+        forms.set_form(FLOAT)
+        forms.set_form(ALONE, twins)
         assert found[unit, 'only']['divergence'] == pytest.approx(divergence(forms.model, images, wanted), rel=1e-9)
-        forms.take(INT8)
-        forms.take(FLOAT, twins)
+        forms.set_form(INT8)
+        forms.set_form(FLOAT, twins)
         assert found[unit, 'without']['divergence'] == pytest.approx(divergence(forms.model, images, wanted), rel=1e-9)
         assert 0 < found[unit, 'only']['divergence'] < found['int8']['divergence'] and 'ap' in found[unit, 'without']
 
@@ -139,15 +139,15 @@ def test_estimates_rank_as_measuring_does(demo, loader):
     from scipy.stats import spearmanr
 
     reference = demo.float_model()
-    forms = Forms(demo.quantized_model(), reference)
+    forms = TwinForms(demo.quantized_model(), reference)
     units = find_units(reference, list(forms.twins), 'block')
-    estimate = Estimate(forms, units, False, 0)
+    estimate = DivergenceEstimate(forms, units, False, 0)
     for number, (images, *_) in enumerate(loader):
-        estimate.see(images.float() / 255, number)
+        estimate.add(images.float() / 255, number)
     estimated, _ = estimate.result()
     forms.learn_alone({})
     some = dict(list(units.items())[::4])
-    measured = measure(forms, some, loader, {}, False, plain_progress)
+    measured = measure_units(forms, some, loader, {}, False, plain_progress)
     pairs = [(estimated[u][0], measured[u, 'only']['divergence']) for u in some]
     assert spearmanr(*zip(*pairs)).statistic > 0.9
     ratios = np.array([e / m for e, m in pairs])
@@ -156,13 +156,13 @@ def test_estimates_rank_as_measuring_does(demo, loader):
 
 def test_the_shift_that_is_estimated_is_that_of_the_mean(demo, loader):
     reference = demo.float_model()
-    forms = Forms(demo.quantized_model(), reference)
+    forms = TwinForms(demo.quantized_model(), reference)
     units = find_units(reference, list(forms.twins), 'layer')
-    estimate = Estimate(forms, units, True, 0)
+    estimate = DivergenceEstimate(forms, units, True, 0)
     images = loader[0][0].float() / 255
-    estimate.see(images, 0)
+    estimate.add(images, 0)
     _, shifts = estimate.result()
-    forms.take(INT8, ['model.0.conv'])
+    forms.set_form(INT8, ['model.0.conv'])
     with torch.no_grad():
         moved = forms.model.model[0].conv(images) - reference.model[0].conv(images)
     assert torch.allclose(shifts['model.0.conv'], moved.mean((0, 2, 3)).double(), rtol=1e-3, atol=1e-7)

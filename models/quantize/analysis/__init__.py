@@ -1,1 +1,1 @@
-"""Analysis: each part of a model is measured in INT8 and in float."""
+"""Analysis: the cost of INT8 in each part of a model."""

@@ -1,8 +1,11 @@
-"""A quantized model with some of its parts in float: each part has its forms, and what comes before it is computed once."""
+"""A quantized model with parts in float: each part can change its form, and the layers before it are computed once."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
+import torch.nn as nn
 
 from models.quantize.analysis.sqnr import PARTS, decibels, energies
 from models.quantize.blocks import Twin
@@ -12,14 +15,14 @@ from models.quantize.quantizers import Quantizer
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.evaluate import Scorer
-from utils.qat.prediction.detections import detect, prepared
+from utils.qat.prediction.detections import Truth, detect, prepared
 from utils.qat.prediction.pytorch import TorchModel
 
-FLOAT, INT8, ALONE = 'float', 'int8', 'alone'
+FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
 
-def untied(model):
-    """A copy of the quantized `model` in which every place has a quantizer of its own, with the range that it shared."""
+def untied(model: nn.Module) -> nn.Module:
+    """Copy the quantized `model` so that every place has its own quantizer, with the range that it shared."""
     model = deepcopy(model)
     for module in model.modules():
         for name, child in module._modules.items():
@@ -28,14 +31,22 @@ def untied(model):
     return model
 
 
-class Forms:
-    """The twins of a calibrated model, each in one of its forms: FLOAT, as it was; INT8, with the bias that it has among others in
-    INT8; ALONE, INT8 with the bias that it has where all others are float.
+class TwinForms:
+    """The twins of a calibrated model, each in one of three forms. All begin in FLOAT.
 
-    model: a copy of the calibrated one; it begins in FLOAT.
+    FLOAT: the float block. INT8: with the bias of the calibration, where the other blocks are INT8 too. ALONE: INT8,
+    with the bias for a model whose other blocks are float.
+
+    Args:
+        model: calibrated; it is copied.
+        reference: the float model that `model` was made from.
+
+    Attributes:
+        model: the copy whose twins change their form.
+        twins: path → twin.
     """
 
-    def __init__(self, model, reference):
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
         self.model = untied(model).eval().requires_grad_(False)
         self.twins = {path: m for path, m in self.model.named_modules() if isinstance(m, Twin)}
         self.biases = {
@@ -43,15 +54,19 @@ class Forms:
             for path, m in self.model.named_modules()
             if isinstance(m, torch.nn.Conv2d) and m.bias is not None
         }
-        self.take(FLOAT)
+        self.set_form(FLOAT)
 
-    def learn_alone(self, shifts):
-        """shifts: {path of a convolution: what its roundings alone move the mean of its outputs by, [C]}, to be taken back."""
+    def learn_alone(self, shifts: Mapping[str, torch.Tensor]) -> None:
+        """Set the biases of the form ALONE, which take `shifts` back.
+
+        Args:
+            shifts: path of a convolution → shift of the mean of its outputs by its own roundings alone, [C].
+        """
         for path, biases in self.biases.items():
             biases[ALONE] = biases[FLOAT] - shifts[path].to(biases[FLOAT]) if path in shifts else biases[FLOAT]
 
-    def take(self, form, paths=None):
-        """Bring the twins at `paths` into `form`; default: all, and the biases of the convolutions that are always float."""
+    def set_form(self, form: str, paths: Iterable[str] | None = None) -> None:
+        """Bring the twins at `paths` into `form`; without paths all twins, and the biases of all convolutions."""
         for path in paths or {**self.twins, **self.biases}:
             for name in self.twins[path].quantizer_names if path in self.twins else ():
                 getattr(self.twins[path], name)._disabled = form == FLOAT
@@ -59,9 +74,18 @@ class Forms:
                 self.model.get_submodule(path).bias.data.copy_(self.biases[path][form])
 
 
-def walk(model, first, x, saved):
-    """The layers of upstream's `model` from number `first` on: yields what there is before each, and behind the last: the output of
-    the layer before, and the list of all so far, None where no later layer reads them. x, saved: such a pair, before `first`."""
+def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
+    """Run the layers of an upstream model, and yield the state before each layer and after the last.
+
+    Args:
+        model: of upstream.
+        first: index of the first layer to run.
+        x: output of the layer before `first`, or the images.
+        saved: outputs of the layers before `first`; None for an output that no later layer reads.
+
+    Yields:
+        Such a pair (x, saved).
+    """
     for layer in model.model[first:]:
         yield x, saved
         if layer.f != -1:
@@ -71,24 +95,37 @@ def walk(model, first, x, saved):
     yield x, saved
 
 
-def run_from(model, first, x, saved):
-    """The model's output, from layer `first` on; see `walk`."""
-    for output, _ in walk(model, first, x, saved):
+def run_from_layer(model: nn.Module, first: int, x: Any, saved: Sequence) -> Any:
+    """Compute the model's output from layer `first` on; the arguments are as in `layer_states`."""
+    for output, _ in layer_states(model, first, x, saved):
         pass
     return output
 
 
 class Tally:
-    """What a form of the model makes of all images: divergence and SQNR of its outputs; with `scorer` its detections' metrics."""
+    """The figures of one form of the model over all images: divergence and SQNR, and with a scorer the metrics.
 
-    def __init__(self, predict, scorer=None):
-        """predict: the TorchModel."""
+    Args:
+        predict: the model.
+        scorer: collects detections; None = no metrics.
+
+    Attributes:
+        resampled: see chance.resampled_ap; only after `result`, with a scorer.
+    """
+
+    def __init__(self, predict: TorchModel, scorer: Scorer | None = None) -> None:
         self.predict, self.scorer = predict, scorer
         energies_of = len(PARTS) if predict.segments else 2
         self.sums = torch.zeros(2 + 2 * energies_of, dtype=torch.float64, device=predict.device)
 
-    def add(self, output, wanted, truth):
-        """output: of the model. wanted: Raw of the float one. truth: a detections.Truth."""
+    def add(self, output: Any, wanted: Raw, truth: Truth) -> None:
+        """Add the outputs of a batch.
+
+        Args:
+            output: of the model, in eval mode.
+            wanted: outputs of the float model's head on the same images.
+            truth: labels of the images.
+        """
         raw, head = Raw.of(output), self.predict.model.model[-1]
         self.sums += torch.stack(
             (*divergence_sums(raw, wanted, head.reg_max), *energies(raw, wanted, head.nc).flatten())
@@ -96,10 +133,10 @@ class Tally:
         if self.scorer:
             self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)
 
-    def result(self):
-        """Plain values; of all processes of a torchrun. Sets `resampled`, see chance.resampled_ap."""
+    def result(self) -> dict[str, Any]:
+        """Compute the figures, as plain values, over all processes of a torchrun; sets `resampled`."""
         total, weight, *sums = all_reduce(self.sums.clone())
-        found = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(-1, 2))}
+        found: dict[str, Any] = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(-1, 2))}
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
             metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
@@ -109,39 +146,56 @@ class Tally:
 
 
 @torch.no_grad()
-def measure(forms, units, loader, names, scoring, progress):
-    """{'float', 'int8', (unit, 'only'), (unit, 'without'): figures of a Tally}: of the float model, of all in INT8, of this unit
-    alone in INT8, and of all but this unit in INT8. With `scoring` all but 'only' have metrics, too, 'int8' the difference
-    'against_float', and 'without' that of figures.merit 'against_int8': see chance.py.
+def measure_units(
+    forms: TwinForms,
+    units: Mapping[str, Sequence[str]],
+    loader: Any,
+    names: Mapping[int, str],
+    scoring: bool,
+    progress: Callable[[Iterable], Iterable],
+) -> dict[Any, dict[str, Any]]:
+    """Measure the model in float, in INT8, with only one unit in INT8, and with all units but one in INT8.
 
-    units: {unit: paths of its twins}. loader: see loaders.val_loader. Activations of a batch before each layer are kept, of the
-    float and of the INT8 model: a unit costs what comes behind it.
+    The inputs of each layer are kept for a batch, of the float and of the INT8 model. So a unit costs only the layers
+    behind it.
+
+    Args:
+        forms: of the calibrated model; ALONE must be set, see `learn_alone`.
+        units: unit → paths of its twins.
+        loader: see loaders.val_loader.
+        names: class index → name.
+        scoring: measure AP too. All models but 'only' then have metrics; 'int8' has 'against_float', and 'without' has
+            'against_int8', the difference of figures.merit (see chance.py).
+        progress: wraps the loader.
+
+    Returns:
+        'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally.
     """
     model, predict = forms.model, TorchModel(forms.model)
-    tallies = {key: Tally(predict, Scorer(names) if scoring else None) for key in ('float', 'int8')}
+    tallies: dict[Any, Tally] = {key: Tally(predict, Scorer(names) if scoring else None) for key in ('float', 'int8')}
     for unit in units:
         tallies[unit, 'only'] = Tally(predict)
         tallies[unit, 'without'] = Tally(predict, Scorer(names) if scoring else None)
     for batch in progress(loader):
         images, truth = prepared(batch, predict.device)
-        forms.take(FLOAT)
-        *float_states, (output, _) = walk(model, 0, images, [])
+        forms.set_form(FLOAT)
+        *float_states, (output, _) = layer_states(model, 0, images, [])
         wanted = Raw.of(output)
         tallies['float'].add(output, wanted, truth)
-        forms.take(INT8)
-        *int8_states, (output, _) = walk(model, 0, images, [])
+        forms.set_form(INT8)
+        *int8_states, (output, _) = layer_states(model, 0, images, [])
         tallies['int8'].add(output, wanted, truth)
         for unit, twins in units.items():
             layer = int(unit.split('.')[1])
-            forms.take(FLOAT, twins)
-            tallies[unit, 'without'].add(run_from(model, layer, *int8_states[layer]), wanted, truth)
-            forms.take(INT8, twins)
-        forms.take(FLOAT)
+            forms.set_form(FLOAT, twins)
+            tallies[unit, 'without'].add(run_from_layer(model, layer, *int8_states[layer]), wanted, truth)
+            forms.set_form(INT8, twins)
+        forms.set_form(FLOAT)
         for unit, twins in units.items():
             layer = int(unit.split('.')[1])
-            forms.take(ALONE, twins)
-            tallies[unit, 'only'].add(run_from(model, layer, *float_states[layer]), wanted, truth)
-            forms.take(FLOAT, twins)
+            forms.set_form(ALONE, twins)
+            tallies[unit, 'only'].add(run_from_layer(model, layer, *float_states[layer]), wanted, truth)
+            forms.set_form(FLOAT, twins)
     found = {key: tally.result() for key, tally in tallies.items()}
     if scoring:
         resampled = {key: tally.resampled for key, tally in tallies.items() if tally.scorer}

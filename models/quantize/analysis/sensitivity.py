@@ -1,50 +1,66 @@
-"""What the INT8 of each unit of a network costs: estimated for all of them at once, and measured for some.
+"""The cost of INT8 in each unit of a network: estimated for all units at once, and measured for some.
 
-Rounding moves what a place computes by δ, and the outputs by J δ. With a probe v of the outputs (see fisher.py) one backward pass
-gives v · J δ for every place, and half the mean square of these is the divergence that this place alone causes, to second order.
-Each image has a probe of its own: n images estimate a figure to sqrt(2 / n) of itself. The places of a unit are added before
-they are squared. Where δ is large, or one rounding changes another, only measuring tells: see partly_float.py.
+Rounding moves the output of a place by δ, and the outputs of the model by J δ. With a probe v of the outputs (see
+fisher.py) one backward pass gives v · J δ for every place. To second order, half its mean square is the divergence that
+this place alone causes. Each image has its own probe: n images estimate a figure to sqrt(2 / n) of itself. The places
+of a unit are added before they are squared. For a large δ, or if one rounding changes another, only a measurement
+tells: see partly_float.py.
 """
 
 import contextlib
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn as nn
 
-from models.quantize.analysis.partly_float import Forms, measure
+from models.quantize.analysis.partly_float import TwinForms, measure_units
 from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
 from models.quantize.quantizers import quantizers_off
 from models.quantize.units import find_units, within
+from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
 from utils.qat.prediction.detections import prepared
 
-MEASURED = 10  # units, the worst by the estimate
+MEASURED = 10  # units with the highest estimate, which are measured
 
 
-class Estimate:
-    """The divergence if only a unit is quantized, and if all but this one are; feed it images with `see`, then ask `result`.
+class DivergenceEstimate:
+    """An estimate of the divergence with one unit quantized, and with all but one: `add` batches, then take `result`.
 
-    forms: of the calibrated model, see partly_float.Forms; all in float. units: see units.find_units. correcting: the biases of a
-    quantized convolution take back what it moved the mean of its outputs by.
+    Args:
+        forms: of the calibrated model, all in FLOAT.
+        units: unit → paths of its twins, see units.find_units.
+        correcting: the bias of a quantized convolution takes back the shift of the mean of its outputs.
+        seed: of the probes.
     """
 
-    def __init__(self, forms, units, correcting, seed):
+    def __init__(self, forms: TwinForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int) -> None:
         self.forms, self.units, self.correcting, self.seed = forms, units, correcting, seed
         self.model = forms.model
         device = next(self.model.parameters()).device
-        self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)  # of the squares: only, all but
+        self.sums = torch.zeros(
+            2, len(units), dtype=torch.float64, device=device
+        )  # sums of squares: only this unit, all but it
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
+        # Shift of the mean of the outputs, summed over the images
         self.shifts = {
             path: torch.zeros(m.out_channels, dtype=torch.float64, device=device)
             for path, m in self.twins.items()
             if isinstance(m, QuantConv2d)
-        }  # of the mean of the outputs, sums over the images
+        }
         self.images = torch.zeros((), dtype=torch.float64, device=device)
 
-    def see(self, images, number):
-        """images: FP32 [B, 3, H, W] in 0..1, the batch `number` of all. One forward and one backward pass of the float model."""
+    def add(self, images: torch.Tensor, number: int) -> None:
+        """Add a batch, by one forward and one backward pass of the float model.
+
+        Args:
+            images: FP32 [B, 3, H, W] in 0..1.
+            number: of the batch, over all processes; the probes follow from it.
+        """
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         for part in images.split(AT_ONCE):
             found = {path: torch.zeros(len(part), dtype=torch.float64, device=part.device) for path in self.twins}
@@ -55,8 +71,8 @@ class Estimate:
             self.images += len(part)
 
     @contextlib.contextmanager
-    def _places(self, found):
-        """Context: the backward pass adds to `found` the share of the roundings of each twin."""
+    def _places(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Let the backward pass add v · J δ of each twin's roundings to `found` ([B] by path), inside this context."""
 
         def note(path, tensor, error):
             def add(gradient):
@@ -82,7 +98,7 @@ class Estimate:
             def hook(quantizer, inputs, output):
                 with torch.no_grad():
                     error = quantizer._quant_forward(inputs[0]) - inputs[0]
-                output = output.view_as(output)  # it is the input, which others read as well
+                output = output.view_as(output)  # a view: it is the input, and other layers read it too
                 note(path, output, error)
                 return output
 
@@ -100,17 +116,30 @@ class Estimate:
             for hook in hooks:
                 hook.remove()
 
-    def result(self):
-        """({unit: (only, all but)}, {path of a convolution: shift of the mean of its outputs, [C]}). Of all processes of a torchrun."""
+    def result(self) -> tuple[dict[str, Sequence[float]], dict[str, torch.Tensor]]:
+        """Compute the estimates over all processes of a torchrun.
+
+        Returns:
+            Unit → divergence if only it is quantized, and if all but it are; and path of a convolution → shift of the
+            mean of its outputs, FP64 [C].
+        """
         sums, weight, images = (all_reduce(x.clone()) for x in (self.sums, self.weight, self.images))
         values = (sums / 2 / weight).t().tolist()
         return dict(zip(self.units, values)), {path: all_reduce(s.clone()) / images for path, s in self.shifts.items()}
 
 
-def unit_costs(model, units, imgsz):
-    """{unit: (FLOPs of its convolutions for an image of imgsz x imgsz, 2 per multiply-add; parameters)}, and under '' those of all
-    convolutions of the model."""
-    flops = {}
+def unit_costs(model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: int) -> dict[str, tuple[int, int]]:
+    """Count the FLOPs and the parameters of the convolutions of each unit, and of the whole model.
+
+    Args:
+        model: quantized.
+        units: unit → paths of its twins.
+        imgsz: side of the image, in pixels.
+
+    Returns:
+        Unit → FLOPs (2 per multiply-add) and parameters; under '' the sums over all convolutions of the model.
+    """
+    flops: dict[str, int] = {}
 
     def note(path):
         return lambda conv, inputs, output: flops.__setitem__(path, 2 * output[0].numel() * conv.weight[0].numel())
@@ -129,9 +158,9 @@ def unit_costs(model, units, imgsz):
     return {'': total(convs), **{unit: total([p for p in twins if p in convs]) for unit, twins in units.items()}}
 
 
-def _ranges(model, twins):
-    """{path of a quantizer: its amax; for weights the smallest and the largest of the channels}."""
-    found = {}
+def _ranges(model: nn.Module, twins: Iterable[str]) -> dict[str, float | list[float]]:
+    """Collect the amax of each quantizer by path; for weights the smallest and the largest of the channels."""
+    found: dict[str, float | list[float]] = {}
     for path in twins:
         twin = model.get_submodule(path)
         for name in twin.quantizer_names:
@@ -140,29 +169,47 @@ def _ranges(model, twins):
     return found
 
 
-def analyse(model, reference, loader, names, config, corrected, progress, times):
-    """What each unit of `model` costs: plain values for summary-sensitive-analysis.json.
+def analyse(
+    model: nn.Module,
+    reference: nn.Module,
+    loader: Any,
+    names: Mapping[int, str],
+    config: SensitiveConfig,
+    corrected: bool,
+    progress: Callable[..., Iterable],
+    times: dict[str, float],
+) -> dict[str, Any]:
+    """Estimate the cost of INT8 in each unit of `model`, and measure it for the worst units; for all with --metric ap.
 
-    model: calibrated. corrected: whether its biases were. reference: the float model it was made of. loader: see
-    loaders.val_loader, of this process of a torchrun. config: see config.qat.SensitiveConfig. progress: wraps an iterable, with a text.
-    times: takes the seconds of the parts.
+    Args:
+        model: calibrated.
+        reference: the float model that `model` was made from.
+        loader: see loaders.val_loader; the share of this process of a torchrun.
+        names: class index → name.
+        config: granularity, metric, imgsz and seed are read.
+        corrected: the biases of `model` were corrected.
+        progress: wraps an iterable, with a text.
+        times: gets the seconds of 'estimate' and 'measure'.
+
+    Returns:
+        Plain values for summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
     """
     start = time.perf_counter()
     twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]
     units = find_units(reference, twins, config.granularity)
     costs = unit_costs(model, units, config.imgsz)
-    forms = Forms(model, reference)
-    estimate = Estimate(forms, units, corrected, config.seed)
+    forms = TwinForms(model, reference)
+    estimate = DivergenceEstimate(forms, units, corrected, config.seed)
     device = next(model.parameters()).device
     for number, batch in enumerate(progress(loader, 'estimating')):
-        estimate.see(prepared(batch, device)[0], rank() + number * world_size())
+        estimate.add(prepared(batch, device)[0], rank() + number * world_size())
     estimated, shifts = estimate.result()
     forms.learn_alone(shifts if corrected else {})
 
     times['estimate'] = time.perf_counter() - start
 
     chosen = list(units) if config.metric == 'ap' else sorted(units, key=lambda u: -estimated[u][0])[:MEASURED]
-    figures = measure(
+    figures = measure_units(
         forms,
         {u: units[u] for u in units if u in chosen},
         loader,

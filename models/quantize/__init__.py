@@ -1,1 +1,1 @@
-"""Float YOLOv9 model → quantized checkpoint. One step per file: reparameterize, convert, scales, calibrate, finetune, checkpoint."""
+"""From a float YOLOv9 model to a quantized checkpoint: one file, or one folder, for each step of the way."""

@@ -1,14 +1,16 @@
-"""Quantized twins of upstream blocks: the same block, with fake-quantizers where TensorRT wants its Q/DQ pairs.
+"""Quantized twins of upstream blocks: the same block, with fake-quantizers where TensorRT needs its Q/DQ pairs.
 
-A twin is a subclass of the upstream block, made by `from_float` and undone by `to_float`; both share the parameters
-and submodules with the block they come from. Convolutions are replaced at the leaf (`nn.Conv2d`), so every upstream
-block, known or not, gets its convolutions quantized; a block needs a twin of its own only for the other operations
-(residual Add, average pooling, the fusing sum), whose inputs must be INT8 for a kernel to run in INT8.
+A twin is a subclass of the upstream block. `from_float` makes it and `to_float` undoes it; the result shares parameters
+and submodules with the block that it was made from. Convolutions are replaced at the leaf (`nn.Conv2d`), so the
+convolutions of every upstream block, known or not, are quantized. A block needs its own twin only for its other
+operations (residual Add, average pooling, the fusing sum), whose inputs must be INT8 for an INT8 kernel.
 
-Class paths in this file are a file format: checkpoints pickle them. Do not rename or move.
+Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
 
+from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -18,11 +20,11 @@ from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 from models.quantize.quantizers import Quantizer
 
 
-def _without_copy(cls, module):
-    """An instance of `cls` with the state of `module`: own containers, the very same parameters and submodules.
+def _without_copy(cls: Any, module: Any) -> Any:
+    """Make an instance of `cls` with the state of `module`: new containers, the same parameters and submodules.
 
-    Everything upstream hangs on its layers (.i .f .type .np) comes along. Not the instance `forward` that upstream's
-    `fuse()` sets: it would shadow the class's.
+    The attributes that upstream gives its layers (.i .f .type .np) are copied too. The `forward` that upstream's
+    `fuse()` sets on an instance is left out: it would hide the forward of the class.
     """
     new = cls.__new__(cls)
     new.__dict__ = {
@@ -34,26 +36,32 @@ def _without_copy(cls, module):
 
 
 class Twin:
-    """Mixin of every quantized block. `float_class` is the upstream class, `quantizer_names` the quantizers it adds."""
+    """Mixin of every quantized block.
 
-    float_class = None
-    quantizer_names = ('input_quantizer',)
+    Attributes:
+        float_class: the upstream class.
+        quantizer_names: attributes of the quantizers that the twin adds.
+    """
+
+    # Comments, because torch.jit reads the annotations of modules
+    float_class = None  # type: Any
+    quantizer_names = ('input_quantizer',)  # type: tuple[str, ...]
 
     @classmethod
-    def suits(cls, block):
-        """Whether `block` has the operation this twin is for."""
+    def suits(cls, block: nn.Module) -> bool:
+        """Tell whether `block` has the operation that this twin quantizes."""
         return type(block) is cls.float_class
 
     @classmethod
-    def from_float(cls, block):
-        """The quantized twin of `block`, not calibrated yet."""
+    def from_float(cls, block: nn.Module) -> Any:
+        """Make the quantized twin of `block`, without a calibration."""
         twin = _without_copy(cls, block)
         for name in cls.quantizer_names:
             setattr(twin, name, Quantizer())
         return twin
 
-    def to_float(self):
-        """The upstream block again."""
+    def to_float(self) -> Any:
+        """Make the upstream block again."""
         block = _without_copy(self.float_class, self)
         for name in self.quantizer_names:
             del block._modules[name]
@@ -67,78 +75,102 @@ class QuantConv2d(Twin, nn.Conv2d):
     quantizer_names = ('input_quantizer', 'weight_quantizer')
 
     @classmethod
-    def from_float(cls, block):
+    def from_float(cls, block: nn.Module) -> Any:
+        """Make the quantized twin of `block`, without a calibration."""
         twin = super().from_float(block)
         twin.weight_quantizer = Quantizer(axis=0)
         return twin
 
-    def forward(self, x):  # [B, C, H, W] -> [B, K, H', W']
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Convolve the rounded input with the rounded weight: [B, C, H, W] → [B, K, H', W']."""
         return self._conv_forward(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
 
 
 class QuantResidual(Twin):
-    """Bottleneck with its residual Add in INT8. `add_policy` says which addends pass its one quantizer:
+    """Bottleneck with its residual Add in INT8, by one quantizer.
 
-    'both': the Add is an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler may let the last
-    convolution add it before it rounds (NVIDIA's advice for Conv+Add; here an activation stands between).
+    Attributes:
+        add_policy: the addends that pass the quantizer. 'both': the Add is an INT8 kernel by itself. 'residual': only
+            the shortcut, so that a compiler can let the last convolution add it before rounding (NVIDIA's advice for
+            Conv+Add; here an activation is between the two).
     """
 
     quantizer_names = ('add_quantizer',)
     add_policy = 'both'
 
     @classmethod
-    def suits(cls, block):
+    def suits(cls, block: nn.Module) -> bool:
+        """Tell whether `block` has a residual Add."""
         return super().suits(block) and block.add
 
-    def to_float(self):
+    def to_float(self) -> Any:
+        """Make the upstream block again."""
         block = super().to_float()
         block.__dict__.pop('add_policy', None)
         return block
 
-    def forward(self, x):  # [B, C, H, W], same shape out
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Add the shortcut to the branch: [B, C, H, W] → the same shape."""
         branch = self.cv2(self.cv1(x))
         return self.add_quantizer(x) + (self.add_quantizer(branch) if self.add_policy == 'both' else branch)
 
 
 class QuantBottleneck(QuantResidual, Bottleneck):
+    """Bottleneck with an INT8 Add."""
+
     float_class = Bottleneck
 
 
 class QuantRepNBottleneck(QuantResidual, RepNBottleneck):
+    """RepNBottleneck with an INT8 Add."""
+
     float_class = RepNBottleneck
 
 
 class _QuantPoolInput(Twin):
     """Down-sampling block that starts with an average pooling: INT8 only if its input and its output are quantized.
 
-    The output side is the input quantizer of the convolutions that follow.
+    The input quantizers of the next convolutions quantize the output.
     """
 
-    def forward(self, x):
-        return super().forward(self.input_quantizer(x))
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Quantize the input of the block: [B, C, H, W] → [B, K, H / 2, W / 2]."""
+        return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of the upstream block
 
 
 class QuantAConv(_QuantPoolInput, AConv):
+    """AConv with an INT8 average pooling."""
+
     float_class = AConv
 
 
 class QuantADown(_QuantPoolInput, ADown):
+    """ADown with an INT8 average pooling."""
+
     float_class = ADown
 
 
 class QuantCBFuse(Twin, CBFuse):
-    """Sum of one map of each CBLinear, resized (nearest) to the last input; all addends share one quantizer."""
+    """Sum of one map of each CBLinear, resized (nearest) to the last input. All addends share one quantizer."""
 
     float_class = CBFuse
 
-    def forward(self, xs):  # xs[:-1]: tuples of [B, C, h, w]; xs[-1]: [B, C, H, W]
-        # Added one by one, in upstream's order: an engine has INT8 kernels for Add, but none for a sum over a stack.
+    def forward(self, xs: Sequence[Any]) -> torch.Tensor:
+        """Add the maps.
+
+        Args:
+            xs: a tuple of maps [B, C, h, w] per CBLinear, and at last one map [B, C, H, W].
+
+        Returns:
+            [B, C, H, W].
+        """
+        # One Add after the other, in upstream's order: an engine has INT8 kernels for Add, none for a sum over a stack
         size = xs[-1].shape[2:]
         maps = [F.interpolate(self.input_quantizer(x[j]), size=size, mode='nearest') for x, j in zip(xs[:-1], self.idx)]
         return reduce(torch.add, [*maps, self.input_quantizer(xs[-1])])
 
 
-TWINS = {
+TWINS: dict[type, Any] = {  # upstream class → its twin
     twin.float_class: twin
     for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)
 }

@@ -1,13 +1,17 @@
-"""Checkpoint files ↔ models: load a float one, load a quantized one, save with provenance.
+"""Checkpoint files: load a float or a quantized model, and save a quantized model with its provenance.
 
-A file is read once: its kind is judged by the names in its pickle, its model is built from records by pickled_modules.py, which runs
-nothing of the file, and its SHA-256 is that of the bytes that were read.
+A file is read once. Its kind follows from the names in its pickle. pickled_modules.py builds its model from records and
+runs nothing of the file. Its SHA-256 is the hash of the bytes that were read.
 """
 
 import datetime
+from collections.abc import Iterable
 from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn as nn
 from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
@@ -21,34 +25,55 @@ from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive
 
-FORMAT = 2  # 2: every scale is an FP16 number
-LARGEST_STRIDE = 1024  # pixels; YOLOv9's is 64
+FORMAT = 2  # since 2 every scale is an FP16 number
+LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
 
 class CheckpointFile:
     """A checkpoint that was read and not built yet.
 
-    path: a Path. sha256: hex digest of the file as it was read. kind: 'quantized' (ours), 'foreign' (of another yolov9-qat tool), 'float'
-    (a YOLOv9 model) or 'other'.
+    Args:
+        path: of the file, given with --weights.
+
+    Attributes:
+        path: of the file.
+        kind: 'quantized' (ours), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model) or 'other'.
+
+    Raises:
+        QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later).
     """
 
-    def __init__(self, path):
-        """Read the file given with --weights. Raises QatError if it is no torch.save archive (the zip format, PyTorch 1.6 and later)."""
+    def __init__(self, path: str | Path) -> None:
         self.path = require_file(path, '--weights', ('.pt', '.pth'))
         self.archive = read_archive(self.path)
         self.digest, self.kind = self.archive.digest, _kind(self.archive.names)
 
     @property
-    def sha256(self):
+    def sha256(self) -> str:
+        """The SHA-256 of the file as it was read, hex digits."""
         return self.digest.result()
 
-    def load_dual_or_float(self, device='cpu'):
-        """Build a float model, whatever its head. Returns (checkpoint dict, unfused FP32 model in eval mode on `device`)."""
+    def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], nn.Module]:
+        """Build a float model with any head.
+
+        Returns:
+            The checkpoint dict and the model: not fused, FP32, in eval mode, on `device`.
+
+        Raises:
+            QatError: the file has another kind, or its model cannot be built or run.
+        """
         self._expect('float')
         return self._load(device)
 
-    def load_float(self, device='cpu'):
-        """Build the model of a single-branch float checkpoint. Returns it fused, FP32, in eval mode on `device`."""
+    def load_float(self, device: torch.device | str = 'cpu') -> nn.Module:
+        """Build the model of a single-branch float checkpoint.
+
+        Returns:
+            The model: fused, FP32, in eval mode, on `device`.
+
+        Raises:
+            QatError: see `load_dual_or_float`, or the model still has an auxiliary branch.
+        """
         _, model = self.load_dual_or_float(device)
         head = type(model.model[-1]).__name__
         if head.startswith(('Dual', 'Triple')):
@@ -59,8 +84,15 @@ class CheckpointFile:
             )
         return fuse(model)
 
-    def load_quantized(self, device='cpu'):
-        """Build a model saved by `save_quantized`. Returns (quantized model in eval mode on `device`, its `quant` dict)."""
+    def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
+        """Build a model that `save_quantized` wrote.
+
+        Returns:
+            The quantized model, in eval mode, on `device`, and its `quant` dict.
+
+        Raises:
+            QatError: the file has another kind or format, or its model cannot be built or run.
+        """
         self._expect('quantized')
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
@@ -71,12 +103,19 @@ class CheckpointFile:
             )
         return model, quant
 
-    def load_any(self, device='cpu'):
-        """Build a quantized model, or a float one, fused. Returns (model, `quant` dict or None)."""
+    def load_any(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any] | None]:
+        """Build a quantized model, or a float model, fused.
+
+        Returns:
+            The model and its `quant` dict; None for a float model.
+
+        Raises:
+            QatError: see `load_quantized` and `load_float`.
+        """
         return self.load_quantized(device) if self.kind == 'quantized' else (self.load_float(device), None)
 
-    def _expect(self, wanted):
-        """Check that the file is of kind `wanted`; say what to do about any other."""
+    def _expect(self, wanted: str) -> None:
+        """Refuse a file of another kind than `wanted`, with advice."""
         if self.kind != wanted:
             raise QatError(
                 f'--weights {self.path}: '
@@ -90,19 +129,19 @@ class CheckpointFile:
                 }[self.kind]
             )
 
-    def _load(self, device):
-        """Build what is in the file. Returns (checkpoint dict, FP32 model in eval mode); prefers the EMA weights."""
-        archive, self.archive = self.archive, None  # its bytes are freed as soon as the model needs them no more
+    def _load(self, device: torch.device | str) -> tuple[dict[str, Any], nn.Module]:
+        """Build the checkpoint dict and the model: FP32, in eval mode, with EMA weights if the file has any."""
+        archive, self.archive = self.archive, None  # its bytes are freed when the model needs them no more
         try:
             ckpt = build(archive)
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
-        except Exception as e:  # of damaged attributes, which fail in as many ways as there are layers
+        except Exception as e:  # damaged attributes raise errors of any kind, as the layers do
             raise QatError(
                 f'--weights {self.path}: damaged: {type(e).__name__}: {" ".join(str(e).split())[:200]}'
             ) from e
-        self.digest.result()  # FP32 weights lie in the very bytes that are hashed: nobody may change them before
-        model = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
+        self.digest.result()  # FP32 weights share the bytes that are hashed: no change before the hash is done
+        model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
         if not isinstance(getattr(model, 'model', None), torch.nn.Sequential):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
         self._require_running(model.float().eval())
@@ -110,22 +149,23 @@ class CheckpointFile:
         return ckpt, model.to(device)
 
     @torch.no_grad()
-    def _require_running(self, model):
-        """A model is built without a call of its layers: whether these are whole, and those of this tree, only a run tells."""
+    def _require_running(self, model: nn.Module) -> None:
+        """Run the model once: only a run tells whether its layers, built without a call, are whole and of this tree."""
         try:
-            len(model.names), model.model[-1].nc  # what upstream's training gives it
+            len(model.names), model.model[-1].nc  # attributes that upstream's training sets
             stride = int(max(model.stride))
             if not 0 < stride <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
             model(torch.zeros(1, 3, 2 * stride, 2 * stride))
-        except Exception as e:  # whatever a layer with other attributes meets
+        except Exception as e:  # a layer with other attributes raises errors of any kind
             raise QatError(
                 f'--weights {self.path}: its model does not run with the layers of this YOLOv9 tree ({type(e).__name__}: '
                 f"{' '.join(str(e).split())[:200]}); use the tree it was trained with, or a checkpoint of upstream's training"
             ) from e
 
 
-def _kind(names):
+def _kind(names: Iterable[str]) -> str:
+    """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) for n in names):
@@ -133,34 +173,34 @@ def _kind(names):
     return 'float' if any(n.startswith('models.yolo.') for n in names) else 'other'
 
 
-def kind_of(path):
+def kind_of(path: str | Path) -> str:
     """Tell the kind of a checkpoint, see CheckpointFile."""
     return CheckpointFile(path).kind
 
 
-def load_dual_or_float(path, device='cpu'):
-    """See CheckpointFile.load_dual_or_float."""
+def load_dual_or_float(path: str | Path, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], nn.Module]:
+    """Read and build a checkpoint, see CheckpointFile.load_dual_or_float."""
     return CheckpointFile(path).load_dual_or_float(device)
 
 
-def load_float(path, device='cpu'):
-    """See CheckpointFile.load_float."""
+def load_float(path: str | Path, device: torch.device | str = 'cpu') -> nn.Module:
+    """Read and build a checkpoint, see CheckpointFile.load_float."""
     return CheckpointFile(path).load_float(device)
 
 
-def load_quantized(path, device='cpu'):
-    """See CheckpointFile.load_quantized."""
+def load_quantized(path: str | Path, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
+    """Read and build a checkpoint, see CheckpointFile.load_quantized."""
     return CheckpointFile(path).load_quantized(device)
 
 
-def load_any(path, device='cpu'):
-    """See CheckpointFile.load_any."""
+def load_any(path: str | Path, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any] | None]:
+    """Read and build a checkpoint, see CheckpointFile.load_any."""
     return CheckpointFile(path).load_any(device)
 
 
-@torch.no_grad()  # or the folded weights would hang on the graph of their making and could not be trained
-def fuse(model):
-    """Fold batch norms into convolutions and RepConvN into one 3x3 convolution, in place; returns the model."""
+@torch.no_grad()  # with gradients the folded weights would be results of a graph, which cannot be trained
+def fuse(model: nn.Module) -> nn.Module:
+    """Fold batch norms into convolutions and each RepConvN into one 3x3 convolution, in place, and return the model."""
     for m in model.modules():
         if isinstance(m, RepConvN) and hasattr(m, 'conv1'):  # older upstream trees do not fuse these by themselves
             m.fuse_convs()
@@ -168,11 +208,17 @@ def fuse(model):
     return model.fuse()
 
 
-def save_quantized(path, model, recipe, source):
-    """Write a checkpoint that `load_quantized`, upstream's val.py and detect.py load.
+def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
+    """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
 
-    The model is stored whole and in FP32: half precision would round weights and with them what was measured.
-    recipe: settings as plain values, the policies among them. source: SHA-256 of the float checkpoint.
+    The whole model is stored, in FP32: half precision would round the weights, and the measured figures would not be
+    its own.
+
+    Args:
+        path: of the new file.
+        model: quantized, calibrated.
+        recipe: settings as plain values, with the policies.
+        source: SHA-256 of the float checkpoint, hex digits.
     """
     quant = {
         'format': FORMAT,

@@ -1,5 +1,6 @@
-"""Float model → quantized model, in place, and back. Says what was swapped and what stays float, and why."""
+"""Conversion of a float model to a quantized model and back, in place, with a record of the blocks and the reasons."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.nn as nn
@@ -8,8 +9,8 @@ from models.common import DFL
 from models.quantize.blocks import TWINS, QuantResidual, Twin
 from utils.qat.core.errors import QatError
 
-# Upstream's modules whose every operation has been looked at: what must be INT8 in them is, by a twin or by the
-# quantized convolutions around it.
+# Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
+# the quantized convolutions around it.
 REVIEWED = {
     'models.common': {
         'Conv',
@@ -36,29 +37,45 @@ REVIEWED = {
 }
 
 
-CHOSEN = 'by choice'  # why a block stays in float that could be INT8
+CHOSEN = 'by choice'  # the reason of a block that could be INT8 and stays in float
 
 
 @dataclass
 class Conversion:
-    """What `quantize_model` did: layer path → kind of twin, layer path → reason to stay float, and path → class of
-    modules that this toolkit has not met: their convolutions are quantized, their other operations are not looked at."""
+    """The record of `quantize_model`.
 
-    swapped: dict = field(default_factory=dict)
-    kept_float: dict = field(default_factory=dict)
-    unknown: dict = field(default_factory=dict)
+    Attributes:
+        swapped: path of a block → its float class.
+        kept_float: path of a block → its reason to stay in float.
+        unknown: path → class of a module that this toolkit does not know. Its convolutions are quantized; its other
+            operations are not looked at.
+    """
 
-    def summary(self):
+    swapped: dict[str, str] = field(default_factory=dict)
+    kept_float: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Say in one line how many blocks of each class are quantized and how many stay in float."""
         kinds = list(self.swapped.values())
         counts = ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds)))
         return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} stay float'
 
 
-def float_convs(model):
-    """Convolutions that stay float: {layer path: reason}.
+def float_convs(model: nn.Module) -> dict[str, str]:
+    """Find the convolutions that stay in float.
 
-    The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution holds the
-    integers 0..15: INT8 gains nothing there and costs box precision.
+    The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution has the
+    integers 0..15 as weights: INT8 gains nothing there and costs precision of the boxes.
+
+    Args:
+        model: float, with a YOLOv9 head.
+
+    Returns:
+        Path → reason.
+
+    Raises:
+        QatError: the last layer is no YOLOv9 head.
     """
     head_index = len(model.model) - 1
     kept = {}
@@ -73,8 +90,8 @@ def float_convs(model):
     return kept
 
 
-def unknown_modules(model):
-    """{path: class} of modules with a convolution inside that are not of PyTorch and not REVIEWED."""
+def unknown_modules(model: nn.Module) -> dict[str, str]:
+    """Find modules with a convolution inside that are neither PyTorch's nor REVIEWED: path → class."""
     return {
         path: type(m).__name__
         for path, m in model.named_modules()
@@ -84,8 +101,8 @@ def unknown_modules(model):
     }
 
 
-def find_twins(model):
-    """{path: class} of the blocks of a fused float model that `quantize_model` swaps, in the order of the network."""
+def find_twins(model: nn.Module) -> dict[str, str]:
+    """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network."""
     kept = float_convs(model)
     return {
         path: type(m).__name__
@@ -94,11 +111,22 @@ def find_twins(model):
     }
 
 
-def quantize_model(model, add_policy='both', keep_float=()):
-    """Swap the blocks of a fused float model for their quantized twins, in place; returns a Conversion.
+def quantize_model(model: nn.Module, add_policy: str = 'both', keep_float: Sequence[str] = ()) -> Conversion:
+    """Swap the blocks of a model for their quantized twins, in place.
 
-    Blocks inside blocks are swapped too (a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks do not).
-    add_policy: see blocks.QuantResidual. keep_float: paths of blocks that are not swapped, of `find_twins`.
+    Blocks inside blocks are swapped too: a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks change
+    theirs.
+
+    Args:
+        model: float, fused.
+        add_policy: see blocks.QuantResidual.
+        keep_float: paths of blocks (of `find_twins`) that are not swapped.
+
+    Returns:
+        The record.
+
+    Raises:
+        QatError: see `float_convs`.
     """
     done = Conversion(
         kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
@@ -121,8 +149,8 @@ def quantize_model(model, add_policy='both', keep_float=()):
     return done
 
 
-def dequantize_model(model):
-    """Undo `quantize_model`, in place: every twin becomes its upstream block again."""
+def dequantize_model(model: nn.Module) -> nn.Module:
+    """Undo `quantize_model` in place, and return the model: every twin becomes its upstream block again."""
     for name, child in list(model.named_children()):
         dequantize_model(child)
         if isinstance(child, Twin):
@@ -130,6 +158,6 @@ def dequantize_model(model):
     return model
 
 
-def is_quantized(model):
-    """Whether any block of `model` is a quantized twin."""
+def is_quantized(model: nn.Module) -> bool:
+    """Tell whether any block of `model` is a quantized twin."""
     return any(isinstance(m, Twin) for m in model.modules())

@@ -1,8 +1,11 @@
-"""What the head of a model gives, part by part: raw maps of boxes and classes, and of a segmentation model what its masks are made of."""
+"""The outputs of a model's head, part by part: raw maps of boxes and classes, coefficients and prototypes of masks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn as nn
 
 from utils.qat.core.errors import QatError
 
@@ -11,46 +14,64 @@ HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 
 @dataclass
 class Raw:
-    """Outputs of the head that nothing has been computed of, in order of the places of all levels together, N of them."""
+    """Outputs of the head, raw but for the boxes. N is the number of places of all levels, level by level.
 
-    maps: (
-        list  # of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes
-    )
-    boxes: torch.Tensor  # [B, 4, N], decoded: centre, width and height in pixels
-    coefficients: torch.Tensor = None  # [B, nm, N]
-    prototypes: torch.Tensor = None  # [B, nm, H / 4, W / 4]
+    Attributes:
+        maps: of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes.
+        boxes: [B, 4, N], decoded: centre, width and height in pixels.
+        coefficients: of masks, [B, nm, N]; None for a detector.
+        prototypes: of masks, [B, nm, H / 4, W / 4]; None for a detector.
+    """
+
+    maps: Sequence[torch.Tensor]
+    boxes: torch.Tensor
+    coefficients: torch.Tensor | None = None
+    prototypes: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, output):
-        """output: of a model in eval mode with one of HEADS."""
+    def of(cls, output: Any) -> 'Raw':
+        """Take the parts of the output of a model in eval mode with one of HEADS."""
         predictions, rest = output
         maps, *masks = rest if isinstance(rest, tuple) else (rest,)
         return cls(maps, predictions[:, :4], *masks)
 
 
-def tensors(output):
-    """The floating-point tensors in a layer's output (a tensor, or lists, tuples and dicts of them)."""
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """List the floating-point tensors in a layer's output: a tensor, or lists, tuples and dicts of tensors."""
     if isinstance(output, torch.Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, dict):
         output = output.values()
-    return [t for part in output for t in tensors(part)]
+    return [t for part in output for t in output_tensors(part)]
 
 
-def parts(output):
-    """A layer's output as groups of tensors: of a segmentation head that is training maps, coefficients and prototypes, of all else one."""
+def output_parts(output: Any) -> list[list[torch.Tensor]]:
+    """Group the tensors of a layer's output.
+
+    Returns:
+        Maps, coefficients and prototypes for a segmentation head in training mode; one group for any other layer.
+    """
     if isinstance(output, tuple) and isinstance(output[0], list):
-        return [tensors(part) for part in output]
-    return [tensors(output)]
+        return [output_tensors(part) for part in output]
+    return [output_tensors(output)]
 
 
-def has_known_head(model):
-    """Whether the outputs of `model` are those of Raw."""
+def has_known_head(model: nn.Module) -> bool:
+    """Tell whether the outputs of `model` fit Raw: its head is one of HEADS."""
     return type(model.model[-1]).__name__ in HEADS
 
 
-def require_known_head(model, what, instead):
-    """Raise QatError, saying `what` needs it and what to do `instead`, if the head of `model` is none of HEADS."""
+def require_known_head(model: nn.Module, what: str, instead: str) -> None:
+    """Refuse a model whose head is not one of HEADS.
+
+    Args:
+        model: of upstream, float or quantized.
+        what: the option or command that needs such a head.
+        instead: advice, a clause.
+
+    Raises:
+        QatError: with `what` and `instead`.
+    """
     if not has_known_head(model):
         raise QatError(
             f"{what}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}"

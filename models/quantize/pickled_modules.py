@@ -1,7 +1,8 @@
-"""Records of a checkpoint's pickle → its modules, without running anything that the file brings.
+"""The modules of a checkpoint are built from the records of its pickle, and nothing that the file brings is run.
 
-A module is made without its constructor, and its attributes are data: tensors, plain values, and modules below it. Nothing among them
-can be called, and no name hides a method of the class; so whatever the model does later is code of PyTorch, of this tree and of ours.
+A module is made without its constructor, and its attributes are data: tensors, plain values, and modules below it. No
+attribute can be called, and no name hides a method of the class. So all later computation of the model is code of
+PyTorch, of this tree and of this toolkit.
 """
 
 import ast
@@ -12,17 +13,19 @@ import types
 from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import models
 from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
 from utils.qat.untrusted.plain_values import TRUST, Values
+from utils.qat.untrusted.torch_archive import Archive
 
-TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # ours
+TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # modules of this toolkit
 TORCH = {
     f'torch.nn.modules.{module}.{name}'
-    for module, names in {  # layers that YOLOv9's networks are made of
+    for module, names in {  # layers of YOLOv9's networks
         'activation': 'ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
         'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm',
         'container': 'ModuleDict ModuleList Sequential',
@@ -40,28 +43,37 @@ TORCH = {
     }.items()
     for name in names.split()
 }
-WRAPPERS = {
+WRAPPERS = {  # classes of the tree that read files or wrap whole models
     'AutoShape',
     'DetectMultiBackend',
     'Ensemble',
     'ONNX_ORT',
     'ONNX_TRT',
     'End2End',
-}  # of the tree: they read files, or wrap whole models
+}
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
 
-def build(archive):
-    """Build what is in a torch_archive.Archive. Returns its object, with modules in it. Raises Refused."""
+def build(archive: Archive) -> Any:
+    """Build the object in an archive, with its modules.
+
+    Raises:
+        Refused: the pickle is damaged, or asks for more than a checkpoint needs.
+    """
     with without_collector():
         return Modules(archive.members).value(archive.content)
 
 
 class Modules(Values):
-    """Builds modules as well."""
+    """A builder of plain values that builds modules too."""
 
-    def other(self, record):
-        cls = layer_class(record.function)
+    def other(self, record: Call) -> torch.nn.Module:
+        """Build a module.
+
+        Raises:
+            Refused: the record is no module that this tree or PyTorch's list has, or its attributes are not data.
+        """
+        cls: Any = layer_class(record.function)
         if not record.new or record.arguments or record.items or type(record.state) is not dict:
             raise Refused(
                 f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
@@ -72,18 +84,27 @@ class Modules(Values):
         state = {name: self.attribute(module, name, item, record) for name, item in record.state.items()}
         for name, kind in (('_parameters', torch.Tensor), ('_buffers', torch.Tensor), ('_modules', torch.nn.Module)):
             _require_parts(state.get(name), name, kind)
-        fill_in = next(c for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
+        fill_in: Any = next(c for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
         fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
         return module
 
-    def attribute(self, module, name, item, record):
-        """The value of attribute `name` of `module`, which `record` stands for."""
+    def attribute(self, module: torch.nn.Module, name: str, item: Any, record: Call) -> Any:
+        """Build the value of an attribute.
+
+        Args:
+            module: that has the attribute.
+            name: of the attribute.
+            item: record of the value, or a plain value.
+            record: of the module.
+
+        Raises:
+            Refused: the value is code.
+        """
         kind = type(item)
-        if name == 'forward' or (
-            name == 'detect' and kind is Call
-        ):  # what upstream sets in a fused layer, and in a head with masks
+        # Upstream sets `forward` in a fused layer, and `detect` in a head with masks
+        if name == 'forward' or (name == 'detect' and kind is Call):
             return _method(module, item, record)
-        if name == 'type' and kind is not str:  # upstream notes the name of the class as `type`, which hides type()
+        if name == 'type' and kind is not str:  # upstream stores the name of the class as `type`, which hides type()
             raise Refused(f'its pickle replaces type() of {type(module).__name__}; {TRUST}')
         if kind is bool or item is None:
             return item
@@ -102,8 +123,11 @@ class Modules(Values):
 
 
 @lru_cache(1024)
-def _require_names(cls, names):
-    """Refuse attributes that would stand before a method or a property of `cls`, but for two that `attribute` looks at, and names that are none."""
+def _require_names(cls: type, names: tuple[Any, ...]) -> None:
+    """Refuse names that are no identifiers, and attributes that hide a method or a property of `cls`.
+
+    Two attributes may hide one, `forward` and `type`: `attribute` checks these.
+    """
     for name in names:
         if type(name) is not str or not name.isidentifier() or name.startswith('__') or name == '_compiled_call_impl':
             raise Refused(f'an attribute of {cls.__name__} has a name that none of ours has; {TRUST}')
@@ -112,16 +136,16 @@ def _require_names(cls, names):
             raise Refused(f'its pickle replaces {name}() of {cls.__name__}; {TRUST}')
 
 
-def _require_parts(parts, name, kind):
-    """Whether `parts` maps names to objects of a `kind`, or None: `_parameters`, `_buffers`, `_modules`."""
+def _require_parts(parts: Any, name: str, kind: type) -> None:
+    """Refuse `_parameters`, `_buffers` or `_modules` that do not map names to objects of `kind` or None."""
     if not isinstance(parts, dict) or not all(
         type(key) is str and '.' not in key and (part is None or isinstance(part, kind)) for key, part in parts.items()
     ):
         raise Refused(f'a module whose {name} are damaged')
 
 
-def _require_data(value, where):
-    """Refuse modules outside of `_modules`: code that finds one where it expects a value would call it."""
+def _require_data(value: Any, where: str) -> None:
+    """Refuse modules outside of `_modules`: code that expects a value would call the module."""
     if isinstance(value, torch.nn.Module):
         raise Refused(f'{where} is a module, where only data belong; {TRUST}')
     if isinstance(value, (list, tuple, dict)):
@@ -129,8 +153,8 @@ def _require_data(value, where):
             _require_data(part, where)
 
 
-def _method(module, call, owner):
-    """What a method is pickled as: getattr(the layer itself or a class of layers, the name of a forward pass)."""
+def _method(module: torch.nn.Module, call: Any, owner: Call) -> Any:
+    """Build a method. Its pickle is getattr(the layer itself or a class of layers, the name of a forward pass)."""
     if (
         type(call) is not Call
         or call.function.text not in GETATTR
@@ -150,8 +174,12 @@ def _method(module, call, owner):
     return types.MethodType(found, module) if of is owner else found
 
 
-def layer_class(name):
-    """The class of modules that a Name names: of PyTorch's on the list, of this tree, or ours. Raises Refused."""
+def layer_class(name: Name) -> type[torch.nn.Module]:
+    """Find the class of modules that a pickle names: PyTorch's on the list, this tree's, or this toolkit's.
+
+    Raises:
+        Refused: there is no such class, or it may not be built.
+    """
     if name.text in TORCH:
         return getattr(torch.nn, name.text.rpartition('.')[2])
     module, _, cls = name.text.rpartition('.')
@@ -176,8 +204,8 @@ def layer_class(name):
 
 
 @cache
-def _defined(module, cls):
-    """The class `cls` if a file under models/ defines it. No file is imported for a class that it does not define."""
+def _defined(module: str, cls: str) -> Any:
+    """Find the class `cls` if a file under models/ defines it. A file is imported only if it defines the class."""
     if module in sys.modules:
         return getattr(sys.modules[module], cls, None)
     file = Path(*models.__path__[:1], *module.split('.')[1:]).with_suffix('.py')

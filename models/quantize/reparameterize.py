@@ -1,12 +1,14 @@
-"""Dual-branch model → single-branch model with the same main outputs.
+"""Reparameterization: a model with two branches becomes a model with one branch and the same main outputs.
 
-YOLOv9 trains with an auxiliary branch that inference does not need. What it is follows from the graph: the layers that
-the main inputs of the head do not reach. They are dropped, the rest is renumbered, and the Dual head becomes its
-single twin. Nothing depends on the model's size, so custom widths and class counts work as well.
+YOLOv9 trains with an auxiliary branch that inference does not need. The graph defines this branch: the main inputs of
+the head do not depend on its layers. They are dropped, the other layers are renumbered, and the Dual head becomes its
+single twin. Nothing depends on the model's size, so custom widths and numbers of classes work too.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,9 +19,9 @@ from models.quantize.weightless import parameter_shapes
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.model_yaml import require_network
 
-# Dual head → its single twin, and the submodules of the main branch under their new names. Upstream evaluates the first
-# half of a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head
-# (yolov9-cf) has two auxiliary branches; val_triple.py evaluates the last third, with cv6/cv7/dfl3.
+# Dual head → its single twin, and submodules of the main branch → their new names. Upstream computes the first half of
+# a Dual head's inputs with cv2/cv3 (auxiliary) and the second half with cv4/cv5/dfl2 (main). A Triple head (yolov9-cf)
+# has two auxiliary branches; val_triple.py evaluates the last third, with cv6/cv7/dfl3.
 HEADS = {
     'TripleDetect': ('Detect', {'cv6': 'cv2', 'cv7': 'cv3', 'dfl3': 'dfl'}),
     'TripleDDetect': ('DDetect', {'cv6': 'cv2', 'cv7': 'cv3', 'dfl3': 'dfl'}),
@@ -31,31 +33,32 @@ HEADS = {
 
 @dataclass
 class Reparameterized:
-    """The result: the model and what happened to the layers."""
+    """A single-branch model, and the layers that it was made from."""
 
     model: nn.Module
-    kept: list  # old indices, in order
-    dropped: list
+    kept: list[int]  # old indices of its layers, in order
+    dropped: list[int]  # old indices
     head: str  # class of the new head
 
 
-def _sources(layer):
-    """Indices of the layers that `layer` reads; -1 is the image."""
+def _sources(layer: nn.Module) -> list[int]:
+    """List the indices of the layers that `layer` reads; -1 is the image."""
     froms = [layer.f] if isinstance(layer.f, int) else layer.f
     return [layer.i - 1 if f == -1 else f for f in froms]
 
 
-def _main_inputs(head):
-    """The inputs of a Dual or Triple head that its main branch reads: the last `nl` maps, and the last prototype map."""
+def _main_inputs(head: nn.Module) -> list[int]:
+    """List the layers that the main branch of such a head reads: the last `nl` maps, and the last prototype map."""
     f = list(head.f)
     if type(head).__name__ == 'DualDSegment':
         return f[:-2][-head.nl :] + f[-1:]
     return f[-head.nl :]
 
 
-def _reached(model, inputs):
-    """Indices of the layers needed to compute the layers `inputs`, in order."""
-    needed, waiting = set(), list(inputs)
+def _reached(model: nn.Module, inputs: Sequence[int]) -> list[int]:
+    """List the indices of the layers that the layers `inputs` need, in order."""
+    needed: set[int] = set()
+    waiting = list(inputs)
     while waiting:
         i = waiting.pop()
         if i >= 0 and i not in needed:
@@ -69,12 +72,12 @@ def _reached(model, inputs):
     return kept
 
 
-def _single_yaml(model, kept, inputs, head):
-    """The model's YAML with only the layers `kept`, renumbered, and `head` on the layers `inputs`."""
+def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], head: str) -> dict[str, Any]:
+    """Write the YAML of the single model: the layers `kept`, renumbered, and `head` on the layers `inputs`."""
     rows = model.yaml['backbone'] + model.yaml['head']
     new_index = {-1: -1, **{old: new for new, old in enumerate(kept)}}
 
-    def renumber(old, reader):  # to the index the YAML format wants: -1 for the layer before
+    def renumber(old, reader):  # an index as the YAML has it: -1 is the layer before
         new = new_index.get(old, -1)  # a dropped Silence is the image, which is "before" the first layer
         return -1 if new == reader - 1 else new
 
@@ -87,8 +90,8 @@ def _single_yaml(model, kept, inputs, head):
     return {**deepcopy(model.yaml), 'backbone': layers[:in_backbone], 'head': layers[in_backbone:]}
 
 
-def _single_state(model, kept, renames):
-    """State dict of the single model: kept layers renumbered, main-branch parts of the head renamed."""
+def _single_state(model: nn.Module, kept: Sequence[int], renames: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Collect the state dict of the single model: layers renumbered, parts of the head's main branch renamed."""
     new_index = {old: new for new, old in enumerate(kept)}
     head_index, state = len(model.model) - 1, {}
     for key, value in model.state_dict().items():
@@ -102,10 +105,18 @@ def _single_state(model, kept, renames):
     return state
 
 
-def reparameterize(model):
-    """A new single-branch model (FP32, eval mode, CPU) that computes what the main branch of `model` computes.
+def reparameterize(model: nn.Module) -> Reparameterized:
+    """Make a single-branch model that computes the same outputs as the main branch of `model`.
 
-    Raises QatError if the head has no single twin in this upstream tree, or if any parameter is missing or left over.
+    Args:
+        model: with one of HEADS, on the CPU; it becomes FP32.
+
+    Returns:
+        The new model, FP32, in eval mode, on the CPU, and the old layers.
+
+    Raises:
+        QatError: the head has no auxiliary branch, or no single twin in this upstream tree; the YAML in the checkpoint
+            does not fit; or a parameter is missing or left over.
     """
     old_head = model.model[-1]
     if type(old_head).__name__ not in HEADS:
@@ -115,7 +126,8 @@ def reparameterize(model):
     head, renames = HEADS[type(old_head).__name__]
     if not hasattr(yolo, head):
         raise QatError(f'this upstream tree has no {head}; use a full clone of WongKinYiu/yolov9')
-    source, content = 'the YAML inside the checkpoint', getattr(model, 'yaml', None)
+    source = 'the YAML inside the checkpoint'
+    content: Any = getattr(model, 'yaml', None)
     require_network(content, source)
     if not isinstance(model, yolo.DetectionModel) or len(content['backbone'] + content['head']) != len(model.model):
         raise QatError(f"{source}: is not that of its model; use a checkpoint of upstream's training")
@@ -140,8 +152,14 @@ def reparameterize(model):
 
 
 @torch.no_grad()
-def largest_difference(dual, single, size=64):
-    """Largest absolute difference between the main outputs of `dual` and the outputs of `single` on a random image."""
+def largest_difference(dual: nn.Module, single: nn.Module, size: int = 64) -> float:
+    """Compute the largest absolute difference between the main outputs of `dual` and the outputs of `single`.
+
+    Args:
+        dual: with two branches or more.
+        single: made from it.
+        size: side of the random image, in pixels.
+    """
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     ours, theirs = (m.eval()(image)[0] for m in (single, dual))
     return (ours - (theirs[-1] if isinstance(theirs, (list, tuple)) else theirs)).abs().max().item()

@@ -1,21 +1,25 @@
-"""Which tensors share one scale, and why: found by watching the model compute.
+"""The groups of tensors that share one scale are found by a dry run of the model.
 
 TensorRT moves a Q backward and a DQ forward across operations that only move or select values (Concat, MaxPool, split,
-nearest resize, reshape). Where the scales on both sides differ it must requantize, which costs a kernel and precision.
-So all tensors joined by such operations form one group with one scale; so do tensors that meet at one quantizer (the
-addends of a residual Add). Sources: NVIDIA-AI-IOT/yolo_deepstream, yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md,
-and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
+nearest resize, reshape). If the scales on the two sides differ, it must requantize, which costs a kernel and precision.
+So all tensors joined by such operations form one group with one scale. Tensors that meet at one quantizer (the addends
+of a residual Add) are in one group too. Sources: NVIDIA-AI-IOT/yolo_deepstream,
+yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md, and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
-Nothing is guessed from names: a dry run records every operation on every tensor, and union-find does the rest.
+Nothing is guessed from names: the dry run records every operation on every tensor, and union-find does the rest.
 """
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 
-# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none.
+# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute nothing.
 COMMUTING = {
     torch.cat,
     torch.chunk,
@@ -43,12 +47,14 @@ COMMUTING = {
 
 
 class _Groups:
-    """Union-find over objects, by identity. Keeps them alive, so that no identity is used twice."""
+    """Union-find over objects, by identity. It keeps the objects alive, so that no identity is used twice."""
 
-    def __init__(self):
-        self.parent, self.alive = {}, []
+    def __init__(self) -> None:
+        self.parent: dict[int, int] = {}
+        self.alive: list[Any] = []
 
-    def find(self, item):
+    def find(self, item: Any) -> int:
+        """Find the root of an object's group, as an identity."""
         key = id(item)
         if key not in self.parent:
             self.parent[key] = key
@@ -57,28 +63,34 @@ class _Groups:
             self.parent[key] = key = self.parent[self.parent[key]]
         return key
 
-    def join(self, items):
+    def join(self, items: Iterable) -> None:
+        """Make one group of the groups of `items`."""
         roots = [self.find(i) for i in items]
         for root in roots[1:]:
             self.parent[root] = roots[0]
 
 
-def _tensors(value):
-    """The tensors in nested lists and tuples."""
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """List the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
 class _Watch(TorchFunctionMode):
-    """Joins the inputs and outputs of every commuting operation, and the outputs of equal average poolings of one tensor, which an
-    exporter merges into one node."""
+    """Context that joins the inputs and outputs of every commuting operation.
 
-    def __init__(self, groups):
+    It also joins the outputs of equal average poolings of one tensor, because an exporter merges these into one node.
+    """
+
+    def __init__(self, groups: _Groups) -> None:
         super().__init__()
-        self.groups, self.pooled = groups, {}
+        self.groups = groups
+        self.pooled: dict[tuple[int, str], torch.Tensor] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
@@ -86,20 +98,25 @@ class _Watch(TorchFunctionMode):
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         elif func is F.avg_pool2d:
             x, *settings = args
-            self.groups.find(x)  # keeps it alive, so that its identity is its own
+            self.groups.find(x)  # keeps it alive, so that its identity is not used twice
             first = self.pooled.setdefault((id(x), str((settings, sorted(kwargs.items())))), result)
             self.groups.join([first, result])
         return result
 
 
 @torch.no_grad()
-def scale_groups(model, size=64):
-    """Groups of activation quantizers that must share a scale: lists of paths, in the order of the network.
+def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
+    """Find the groups of activation quantizers that must share a scale, by a dry run on one blank image.
 
-    model: quantized, calibrated or not; it computes one blank image of `size` pixels. Quantizers that share with no
-    other form groups of one.
+    Args:
+        model: quantized; it need not be calibrated.
+        size: side of the image, in pixels.
+
+    Returns:
+        Paths by group, in the order of the network. A quantizer that shares with no other is a group of one.
     """
-    groups, order = _Groups(), []
+    groups = _Groups()
+    order: list[int] = []
     activations = {id(q): (name, q) for name, q in named_quantizers(model) if q._axis is None}
 
     def met(quantizer, inputs):
@@ -114,20 +131,25 @@ def scale_groups(model, size=64):
     finally:
         for hook in hooks:
             hook.remove()
-    members = {}
-    for key in dict.fromkeys(order):  # each once, in the order of the first meeting
+    members: dict[int, list[str]] = {}
+    for key in dict.fromkeys(order):  # each quantizer once, in the order of its first call
         name, quantizer = activations[key]
         members.setdefault(groups.find(quantizer), []).append(name)
     return list(members.values())
 
 
-def tie_scales(model, size=64):
-    """Replace the quantizers of each group by one, in place, so that it is calibrated on the union of what they see.
+def tie_scales(model: nn.Module, size: int = 64) -> list[list[str]]:
+    """Replace the quantizers of each group by one, in place: it is calibrated on the inputs of all of them.
 
-    Returns the groups (see `scale_groups`).
+    Args:
+        model: quantized.
+        size: see `scale_groups`.
+
+    Returns:
+        The groups, see `scale_groups`.
     """
     found = scale_groups(model, size)
-    owners = {}  # quantizer → where it hangs
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
     for path, module in model.named_modules():
         for name, child in module._modules.items():
             if isinstance(child, Quantizer):
@@ -141,10 +163,16 @@ def tie_scales(model, size=64):
     return found
 
 
-def shared_scales(model):
-    """Paths of the activation quantizers of `model`, those that are one and the same together: lists, as `scale_groups`
-    finds them, but read from a model that is tied already."""
-    groups = {}
+def shared_scales(model: nn.Module) -> list[list[str]]:
+    """Read the groups of activation quantizers that are one and the same object; see `scale_groups`.
+
+    Args:
+        model: quantized; with tied scales, if they were asked for.
+
+    Returns:
+        Paths by group.
+    """
+    groups: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Quantizer) and module._axis is None:
             groups.setdefault(id(module), []).append(path)

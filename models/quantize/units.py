@@ -1,9 +1,10 @@
-"""Units of a network: what is judged, and kept in float, as one: a layer, a block or a convolution.
+"""A unit of a network is a layer, a block or a convolution: it is judged, and kept in float, as a whole.
 
-A unit is named by its path. It holds the quantized twins at that path and below it (see blocks.py).
+The name of a unit is its path. It has the quantized twins at that path and below it (see blocks.py).
 """
 
 import re
+from collections.abc import Callable, Collection, Sequence
 
 import torch.nn as nn
 
@@ -12,14 +13,17 @@ from utils.qat.core.errors import QatError
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
-def within(path, unit):
-    """Whether `path` is that of `unit` or of something inside it."""
+def within(path: str, unit: str) -> bool:
+    """Tell whether `path` is the unit `unit` or lies inside it."""
     return path == unit or path.startswith(f'{unit}.')
 
 
-def _block(model, path):
-    """The block that the twin at `path` belongs to: of layers that are built of blocks (ELAN, the head), which hold them in
-    containers, a part that is no container itself; any other layer is one block."""
+def _block(model: nn.Module, path: str) -> str:
+    """Find the path of the block that the twin at `path` belongs to.
+
+    A layer that is built of blocks (ELAN, the head) keeps them in containers. Its blocks are the parts that are no
+    containers. Any other layer is one block.
+    """
     layer, *names = path.split('.')[1:]
     module, unit = model.model[int(layer)], f'model.{layer}'
     if not any(isinstance(m, CONTAINERS) for m in module.modules()):
@@ -31,23 +35,31 @@ def _block(model, path):
     return unit
 
 
-def find_units(model, twins, granularity):
-    """{unit: paths of its twins}, in the order of the network. model: quantized or float. twins: paths, as in
-    Conversion.swapped. granularity: see config.qat.GRANULARITIES."""
-    of_twin = {
+def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> dict[str, list[str]]:
+    """Group twins into units.
+
+    Args:
+        model: quantized or float.
+        twins: paths, as in Conversion.swapped.
+        granularity: one of GRANULARITIES (config/qat.py).
+
+    Returns:
+        Unit → paths of its twins, in the order of the network.
+    """
+    unit_of: dict[str, Callable[[str], str]] = {  # granularity → (path of a twin → its unit)
         'layer': lambda path: '.'.join(path.split('.')[:2]),
         'block': lambda path: _block(model, path),
         'conv': str,
-    }[granularity]
-    units = {}
+    }
+    units: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         if path in twins:
-            units.setdefault(of_twin(path), []).append(path)
+            units.setdefault(unit_of[granularity](path), []).append(path)
     return units
 
 
-def _matching(paths, regex, flag):
-    """Those of `paths` that `regex` matches: from their start to their end or to a dot."""
+def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
+    """Select the paths that `regex`, given with `flag`, matches from the start to the end or to a dot."""
     try:
         pattern = re.compile(f'(?:{regex})(?:\\.|$)')
     except re.error as e:
@@ -61,13 +73,24 @@ def _matching(paths, regex, flag):
     return found
 
 
-def left_out(paths, exclude=(), only=()):
-    """Of `paths`, of twins, those that stay in float: that one of `exclude` matches or, where there is any in `only`, that none of
-    these matches. Both are regular expressions over a path from its start on: 'model.2' is layer 2 and all in it, and not layer 22.
+def left_out(paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
+    """Select the twins that stay in float by --exclude and --only.
 
-    Raises QatError for one that matches nothing, and if nothing is left to quantize.
+    A regular expression is matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer
+    22.
+
+    Args:
+        paths: of all twins.
+        exclude: regular expressions; a twin that one of them matches stays in float.
+        only: regular expressions; if there are any, a twin that none of them matches stays in float.
+
+    Returns:
+        Paths, in the order of `paths`.
+
+    Raises:
+        QatError: an expression is invalid or matches nothing, or no twin is left to quantize.
     """
-    chosen = set().union(*(_matching(paths, regex, '--only') for regex in only)) if only else set(paths)
+    chosen: set[str] = set().union(*(_matching(paths, regex, '--only') for regex in only)) if only else set(paths)
     chosen -= set().union(*(_matching(paths, regex, '--exclude') for regex in exclude))
     if not chosen:
         raise QatError('--exclude, --only: nothing is left to quantize')

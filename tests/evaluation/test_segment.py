@@ -18,7 +18,7 @@ from models.quantize.calibration.divergence import divergence, mask_logits, stro
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
-from models.quantize.head_outputs import Raw, parts
+from models.quantize.head_outputs import Raw, output_parts
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -370,15 +370,15 @@ def test_all_parts_of_the_head_count_alike(model):
     with torch.no_grad():
         maps, coefficients, prototypes = output = model(image(64, 2))
     model.eval()
-    groups = parts(output)
+    groups = output_parts(output)
     assert (
         [len(g) for g in groups] == [3, 1, 1]
         and groups[1][0] is coefficients
         and groups[2][0] is prototypes
         and groups[0][0] is maps[0]
     )
-    assert [len(g) for g in parts([coefficients, [prototypes]])] == [2] and [
-        len(g) for g in parts((coefficients, prototypes))
+    assert [len(g) for g in output_parts([coefficients, [prototypes]])] == [2] and [
+        len(g) for g in output_parts((coefficients, prototypes))
     ] == [2]
 
 

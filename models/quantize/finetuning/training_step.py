@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from models.quantize.finetuning.learned_scales import LearnedScales
 from models.quantize.finetuning.packed_masks import PackedMasks
-from models.quantize.head_outputs import parts
+from models.quantize.head_outputs import output_parts
 from models.quantize.quantizers import FixedScales
 from utils.qat.core.distributed import all_reduce, world_size
 
@@ -54,10 +54,10 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _watched(
     model: nn.Module, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
 ) -> Iterator[None]:
-    """Call `see(layer, its outputs)` after each of these top-level layers, in this context; see head_outputs.parts."""
+    """Call `see(layer, its outputs)` after each of these top-level layers, in this context; see `output_parts`."""
 
     def hook(index):
-        return lambda module, inputs, output: see(index, parts(output))
+        return lambda module, inputs, output: see(index, output_parts(output))
 
     hooks = [model.model[i].register_forward_hook(hook(i)) for i in layers]
     try:

@@ -185,7 +185,7 @@ def main(argv=None):
     import onnx
     import torch
 
-    from models.deploy.end2end import export_end2end, outside
+    from models.deploy.end2end import export_end2end, torch_detections
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
     from utils.qat.core.device import select_device
@@ -271,7 +271,7 @@ def main(argv=None):
     if config.verify:
         references = {
             'onnx': predict,
-            'onnx_end2end': lambda images: outside(predict(images), tuple(images.shape[2:]), nms, pooling),
+            'onnx_end2end': lambda images: torch_detections(predict(images), tuple(images.shape[2:]), nms, pooling),
         }
         with explain_out_of_memory(config.batch_size):
             status = max(

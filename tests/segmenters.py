@@ -5,7 +5,7 @@ import pytest
 import torch
 from zoo import build, fuse, settings
 
-from models.deploy.onnx_export import test_images
+from models.deploy.onnx_export import made_images
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
@@ -34,7 +34,7 @@ def segmenter(head='Segment', quantized=False):
     if quantized:
         quantize_model(model)
         tie_scales(model)
-        calibrate(model, [test_images(4, (96, 96))], settings(calib_method='max'))
+        calibrate(model, [made_images(4, (96, 96))], settings(calib_method='max'))
     return model
 
 

@@ -1,11 +1,14 @@
-"""Finished ONNX detector → the same with NMS inside: appended, then checked against torchvision's NMS, box for box, mask for mask.
+"""NMS inside a finished ONNX detector: appended, then checked against torchvision's NMS, box by box and mask by mask.
 
-The detector itself was compared with PyTorch when it was exported. What is checked here is the rest: that in ONNX Runtime the outputs are
-bit for bit what `torch_nms` makes of the predictions, and masks, within MASK_TOLERANCE, what `torch_masks` does. A file with the plugin
-cannot run there: ONNX's checker takes it, TensorRT has to do the rest.
+The detector itself was compared with PyTorch at its export. Here the rest is checked in ONNX Runtime: the detections
+must be equal to `torch_nms` of the predictions bit for bit, and the masks to `torch_masks` within MASK_TOLERANCE. A
+file with the plugin cannot run there: only ONNX's checker sees it before TensorRT does.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -13,8 +16,8 @@ from torchvision.ops import nms as torchvision_nms
 from torchvision.ops import roi_align
 from utils.general import xywh2xyxy
 
-from models.deploy.onnx_export import test_images
-from utils.qat.config.export import Pooling
+from models.deploy.onnx_export import made_images
+from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.data.masks import BoxMasks
@@ -23,16 +26,24 @@ from utils.qat.graph.nms import add_nms
 from utils.qat.prediction.detections import Detections
 from utils.qat.prediction.onnxruntime import onnx_session
 
-MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products comes in another order
-RUNS = 21  # the last opset whose RoiAlign ONNX Runtime (1.31) has; 22 and 23 change nothing but add types
+MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
+RUNS = 21  # the last opset whose RoiAlign ONNX Runtime (1.31) has; 22 and 23 only add types
 
 
-def torch_nms(predictions, nms, nm=0):
-    """What a file with NMS inside shall return: predictions [B, 4 + nc + nm, N] → per image rows [n, 6 + nm]: see detections.Detections,
-    and mask coefficients.
+def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> list[torch.Tensor]:
+    """Compute the detections that a file with NMS inside must return.
 
-    Class by class on the boxes as they are. Upstream's NMS moves each class to a place of its own (by 7680 px) to do all at once, which
-    costs a large number of classes the last bits of their boxes. Of equal scores the earlier box comes first, of one box the earlier class.
+    NMS runs class by class on the boxes as they are. Upstream's NMS moves each class to a place of its own (by 7680 px)
+    to do all classes at once; with many classes this costs the last bits of the boxes. Of equal scores the earlier box
+    comes first, and of one box the earlier class.
+
+    Args:
+        predictions: [B, 4 + nc + nm, N].
+        nms: settings.
+        nm: number of mask coefficients.
+
+    Returns:
+        Rows [n, 6 + nm] per image: see detections.Detections, and the mask coefficients behind them.
     """
     found = []
     for p in predictions:
@@ -55,8 +66,17 @@ def torch_nms(predictions, nms, nm=0):
     return found
 
 
-def torch_masks(rows, prototypes, pooling):
-    """And its masks: rows of `torch_nms`, prototypes [B, nm, h, w] → per image [n, R * R], in 0..1."""
+def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling: Pooling) -> list[torch.Tensor]:
+    """Compute the masks that a file with NMS inside must return.
+
+    Args:
+        rows: of `torch_nms`.
+        prototypes: [B, nm, h, w].
+        pooling: settings; R is its mask_resolution.
+
+    Returns:
+        [n, R * R] per image, in 0..1.
+    """
     found = []
     for each, p in zip(rows, prototypes):
         maps = (each[:, 6:] @ p.flatten(1)).view(-1, 1, *p.shape[1:])
@@ -68,8 +88,18 @@ def torch_masks(rows, prototypes, pooling):
     return found
 
 
-def outside(outputs, shape, nms, pooling):
-    """What is done to `outputs` inside a file, done to those of a TorchModel: a list of Detections. shape: height and width of the images."""
+def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
+    """Compute detections from the outputs of a model without NMS, as a file with NMS inside does.
+
+    Args:
+        outputs: of a TorchModel or of a plain file.
+        shape: height and width of the images.
+        nms: settings.
+        pooling: settings, for masks.
+
+    Returns:
+        One per image.
+    """
     predictions, *prototypes = outputs if isinstance(outputs, tuple) else (outputs,)
     found = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
     if not prototypes:
@@ -77,16 +107,23 @@ def outside(outputs, shape, nms, pooling):
     sides = (pooling.mask_resolution,) * 2
     return [
         Detections(rows[:, :6], BoxMasks(masks.unflatten(1, sides), rows[:, :4], shape))
-        for rows, masks in zip(found, torch_masks(found, *prototypes, pooling))
+        for rows, masks in zip(found, torch_masks(found, prototypes[0], pooling))
     ]
 
 
-def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
-    """Write the model in `source`, a file of export_onnx, with NMS behind it to `path`, which may be the same.
+def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Pooling(), runnable: bool = True) -> None:
+    """Append NMS to an exported model, check it, and write it.
 
-    nms, pooling: see config; the second is for a segmentation model. runnable: whether ONNX Runtime can run `source`. Raises QatError,
-    and writes nothing, if ONNX's checker rejects the graph, its detections are not those of `torch_nms`, or its masks those of
-    `torch_masks`.
+    Args:
+        source: file of export_onnx.
+        path: of the new file; it may be `source`.
+        nms: settings.
+        pooling: settings, for a segmentation model.
+        runnable: ONNX Runtime can run `source`.
+
+    Raises:
+        QatError: ONNX's checker rejects the graph, or its detections or masks are not equal to `torch_nms` and
+            `torch_masks`. Nothing is written.
     """
     model = onnx.load(source)
     [given], outputs = model.graph.input, list(model.graph.output)
@@ -107,26 +144,34 @@ def export_end2end(source, path, nms, pooling=Pooling(), runnable=True):
         )
         next(o for o in part.opset_import if not o.domain).version = min(onnx_graph.opset(part), RUNS)
         batch, _, *imgsz = _shape(given)
-        made = test_predictions(nms, max(imgsz), *map(_shape, outputs))
+        made = made_predictions(nms, max(imgsz), *map(_shape, outputs))
         _check(_run(part, dict(zip((o.name for o in outputs), made))), made, nms, pooling)
         if runnable:
             whole = onnx.ModelProto()
             whole.CopyFrom(model)
             whole.graph.output.extend(outputs)
-            returned = _run(whole, {given.name: test_images(batch, imgsz)})
+            returned = _run(whole, {given.name: made_images(batch, imgsz)})
             _check(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling)
     with atomic(path) as tmp:
         onnx.save(model, tmp)
 
 
-def _shape(value):
-    """Shape of a graph input or output; 3 for an open batch axis."""
+def _shape(value: onnx.ValueInfoProto) -> list[int]:
+    """Read the shape of a graph's input or output; 3 for an open batch axis."""
     return [d.dim_value or 3 for d in value.type.tensor_type.shape.dim]
 
 
-def test_predictions(nms, side, shape, *prototypes):
-    """Predictions of `shape` [batch, rows, number] for images with `side`, the same every time: every second image with more boxes than
-    nms.topk_all, some of several classes, the others empty. And prototypes, if their shape is given."""
+def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Sequence[int]) -> list[torch.Tensor]:
+    """Make predictions, and prototypes, the same every time.
+
+    Every second image has more boxes than nms.topk_all, some of several classes; the other images are empty.
+
+    Args:
+        nms: settings.
+        side: of the images, in pixels.
+        shape: of the predictions, [batch, rows, number].
+        *prototypes: shape of the prototypes, for a segmentation model.
+    """
     batch, rows, number = shape
     nm = sum(p[1] for p in prototypes)
     generator = torch.Generator().manual_seed(0)
@@ -143,16 +188,26 @@ def test_predictions(nms, side, shape, *prototypes):
     return [made, *(2 * rand(*p) - 1 for p in prototypes)]
 
 
-def _run(model, values):
-    """Outputs of a ModelProto, as tensors. values: name of an input → tensor."""
+def _run(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a graph in ONNX Runtime. `values`: name of an input → tensor."""
     return [
         torch.from_numpy(out)
         for out in onnx_session(model.SerializeToString()).run(None, {k: v.numpy() for k, v in values.items()})
     ]
 
 
-def _check(outputs, made, nms, pooling):
-    """Raise QatError unless `outputs`, those of END2END and MASKS, are what torch_nms and torch_masks make of `made`, the plain file's."""
+def _check(outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling) -> None:
+    """Compare a file's outputs with torchvision.
+
+    Args:
+        outputs: END2END, and MASKS of a segmentation model.
+        made: outputs of the plain file, which `outputs` follow from.
+        nms: settings.
+        pooling: settings.
+
+    Raises:
+        QatError: detections or masks differ from `torch_nms` and `torch_masks`.
+    """
     predictions, *prototypes = made
     rows = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
     for number, boxes, scores, classes, wanted in zip(*outputs[:4], rows):

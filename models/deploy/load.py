@@ -1,18 +1,34 @@
-"""A file of any kind → the model in it, ready to predict."""
+"""Loading of a file of any kind: its model is ready to predict."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
 
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
 from utils.qat.core.log import quiet_upstream
+from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.prediction.registry import open_file
 
 SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 
 
-def load_model(path, device, backend='tensorrt'):
-    """The model of a checkpoint (float or quantized), an ONNX file or an engine. Raises QatError if it is none, or cannot run here.
+def load_model(path: Path, device: torch.device, backend: str = 'tensorrt') -> TorchModel | FileModel:
+    """Load the model of a checkpoint (float or quantized), an ONNX file or an engine.
 
-    path: a Path that ends in one of SUFFIXES. backend: what runs an engine. Returns a callable as utils/qat/prediction/file_model.py describes.
+    Args:
+        path: ends in one of SUFFIXES.
+        device: of the model and its inputs.
+        backend: a key of BACKENDS (config/backends.py), for an engine.
+
+    Returns:
+        A callable, images → predictions; see utils/qat/prediction/file_model.py.
+
+    Raises:
+        QatError: the file has no such model, or it cannot run here.
     """
     if path.suffix.lower() not in ('.pt', '.pth'):
         return open_file(path, device, backend)
@@ -20,9 +36,15 @@ def load_model(path, device, backend='tensorrt'):
         return TorchModel(load_any(path, device)[0])
 
 
-def load_main_branch(path):
-    """(model, `quant` dict or None, class of the head in the file): as load_any, and of a checkpoint that still has its auxiliary
-    branches the main one, reparameterized in memory. On the CPU."""
+def load_main_branch(path: Path) -> tuple[nn.Module, dict[str, Any] | None, str]:
+    """Load a checkpoint as `load_any` does, and reparameterize in memory a model that still has auxiliary branches.
+
+    Returns:
+        The fused model on the CPU, its `quant` dict (None for a float model), and the class of the head in the file.
+
+    Raises:
+        QatError: see CheckpointFile.load_any and `reparameterize`.
+    """
     file = CheckpointFile(path)
     if file.kind == 'float':
         _, model = file.load_dual_or_float()

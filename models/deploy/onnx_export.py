@@ -1,18 +1,22 @@
-"""Model → ONNX file: trace, passes, checks. The file appears only when everything held.
+"""Export of a model to ONNX: trace, passes, checks. The file appears only if every check passes.
 
-Targets. TensorRT 8.6 and 10: FP32 graph with Q/DQ, opset 13 to 17, the builder chooses FP16 (--int8 --fp16). TensorRT 11 has
-no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16 or, on request,
-in FP32 (opset 23); see utils/qat/graph/half.py.
+TensorRT 8.6 and 10 take an FP32 graph with Q/DQ, opset 13 to 17; their builder chooses FP16 (--int8 --fp16). TensorRT
+11 has no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16
+or, on request, in FP32 (opset 23); see utils/qat/graph/half.py.
 """
 
 import inspect
 import logging
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.quantizers import named_quantizers
@@ -24,49 +28,55 @@ from utils.qat.graph import passes as onnx_passes
 from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.outputs import parts
 
-OUTPUTS = 'output0', 'output1'  # predictions, and of a segmentation model prototypes
+OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
 
-# How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms) over all boxes, over all scores as
-# logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, which masks are
-# made of. Float graphs differ by the order of summation only, or by FP16 (seen: 0.05 %). With INT8, a value between two
-# steps rounds either way, and each such flip is one whole step to the next layer. How much that makes depends on the model
-# (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %), so it is measured: PyTorch against PyTorch with other
-# last bits behind each convolution, and MARGIN times that is allowed as well. One such measurement may be far too small where few
-# flips make much, so that a file is refused only after SAMPLES of them. The scales themselves must agree bit for bit.
+# How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as
+# logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, the source
+# of masks. Float graphs differ only by the order of summation, or by FP16 (seen: 0.05 %). With INT8, a value between
+# two steps rounds either way, and each such flip is one whole step for the next layer. The effect of flips depends on
+# the model (trained ones: up to 2.5 %, with FP16 4.2 %; random weights: 20 %). So it is measured: PyTorch against
+# PyTorch with other last bits behind each convolution, and MARGIN times this difference is allowed too. One such
+# measurement may be far too small if a few flips make the difference, so a file is refused only after SAMPLES of them.
+# The scales themselves must be equal bit for bit.
 LIMITS = {('float', 'FP32'): 1e-3, ('float', 'FP16'): 5e-3, ('INT8', 'FP32'): 0.05, ('INT8', 'FP16'): 0.08}
 MARGIN, SAMPLES = 3, 8
-LAST_BITS = {'FP32': 2.0**-22, 'FP16': 2.0**-12}  # of the largest value that a convolution returns
+LAST_BITS = {'FP32': 2.0**-22, 'FP16': 2.0**-12}  # relative to the largest output of a convolution
 RELATIVE = 'boxes', 'scores', 'coefficients', 'prototypes'  # the errors that must keep the limit
-MIN_SCORE = 1e-4  # scores below count as this: their logits magnify float rounding, and no threshold is lower
+MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float rounding, and no threshold is lower
 
 
 @dataclass
 class Exported:
-    """What was written, and how far ONNX Runtime is from PyTorch on the test images."""
+    """The facts of a written file, and how far ONNX Runtime is from PyTorch on the made images."""
 
     opset: int
-    qdq: tuple  # numbers of Q and of DQ nodes
+    qdq: tuple[int, int]  # numbers of Q and of DQ nodes
     boxes: float  # relative error of the boxes
     scores: float  # relative error of the class scores, as logits
     boxes_max: float  # largest absolute difference, pixels
     scores_max: float  # largest absolute difference, 0..1
     noise: float  # largest relative error of PyTorch against itself; 0 for a float model
     limit: float  # the relative error allowed
-    coefficients: float = None  # relative error of the mask coefficients, of a segmentation model
-    prototypes: float = None
+    coefficients: float | None = None  # relative error of the mask coefficients; None for a detector
+    prototypes: float | None = None  # relative error of the prototypes; None for a detector
 
 
-def prepare(model, inplace=False):
-    """A copy of `model` in the form that is traced: eval mode, the head returning only the decoded predictions, and prototypes."""
+def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
+    """Copy `model` in the form for the trace: eval mode, and a head that returns only predictions and prototypes.
+
+    Args:
+        model: fused; float or quantized.
+        inplace: the head's own flag: it decodes boxes in place.
+    """
     model = deepcopy(model).float().eval().requires_grad_(False)
     head = model.model[-1]
     head.export, head.inplace = True, inplace
-    head.shape = None  # compute the anchors anew, inside the trace
+    head.shape = None  # so the anchors are computed anew, inside the trace
     return model
 
 
-def _trace(model, images, path, opset, dynamic):
-    """torch.onnx.export through TorchScript: the exporter that knows fake-quantize operators at every opset we need."""
+def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool) -> None:
+    """Write the traced graph by the TorchScript exporter: it knows fake-quantize operators at every opset we need."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
     outputs = OUTPUTS[: 1 + hasattr(model.model[-1], 'nm')]
     with warnings.catch_warnings():
@@ -85,8 +95,16 @@ def _trace(model, images, path, opset, dynamic):
         )
 
 
-def test_images(batch, imgsz):
-    """Images with structure at many scales, FP32 [batch, 3, H, W] in 0..1, the same every time."""
+def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
+    """Make images with structure at many scales, the same every time.
+
+    Args:
+        batch: number of images.
+        imgsz: height and width.
+
+    Returns:
+        FP32 [batch, 3, H, W] in 0..1.
+    """
     generator = torch.Generator().manual_seed(0)
     layers = [
         F.interpolate(torch.rand(batch, 3, n, n, generator=generator), size=tuple(imgsz), mode='bilinear')
@@ -95,13 +113,25 @@ def test_images(batch, imgsz):
     return sum(layers) / len(layers)
 
 
-def _relative(ours, theirs):
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def differences(ours, theirs):
-    """How far two predictions [B, 4 + nc, N] are apart, or those of a segmentation model, pairs ([B, 4 + nc + nm, N], prototypes
-    [B, nm, h, w]); the figures of Exported."""
+def output_differences(ours: Any, theirs: Any) -> dict[str, float]:
+    """Compare the outputs of two runtimes.
+
+    Args:
+        ours: predictions [B, 4 + nc, N]; for a segmentation model the pair of predictions [B, 4 + nc + nm, N] and
+            prototypes [B, nm, h, w].
+        theirs: of PyTorch, the same form.
+
+    Returns:
+        Figures of Exported: 'boxes', 'scores', 'boxes_max', 'scores_max', and for masks 'coefficients' and
+        'prototypes'.
+
+    Raises:
+        QatError: the shapes differ.
+    """
     ours, theirs = ({name: part.cpu() for name, part in parts(outputs).items()} for outputs in (ours, theirs))
     shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
     if shapes[0] != shapes[1]:
@@ -112,9 +142,19 @@ def differences(ours, theirs):
     return {**figures, **{name: _relative(ours[name], theirs[name]) for name in theirs}}
 
 
-def rounding_noise(model, images, theirs, last_bits, seed):
-    """How far a change (random, by `seed`) of the last bits of what each convolution returns moves what `model` returns from `theirs`:
-    the largest relative error."""
+def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
+    """Measure how far random last bits behind each convolution move the outputs of a model.
+
+    Args:
+        model: in the form of `traceable_copy`.
+        images: FP32 [B, 3, H, W] in 0..1.
+        theirs: outputs of `model` without the change.
+        last_bits: largest change, relative to the largest output of a convolution.
+        seed: of the change.
+
+    Returns:
+        The largest relative error of RELATIVE.
+    """
     generator = torch.Generator(images.device).manual_seed(seed)
 
     def round_otherwise(module, inputs, result):
@@ -123,7 +163,7 @@ def rounding_noise(model, images, theirs, last_bits, seed):
 
     hooks = [m.register_forward_hook(round_otherwise) for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
     try:
-        moved = differences(model(images), theirs)
+        moved = output_differences(model(images), theirs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -132,34 +172,52 @@ def rounding_noise(model, images, theirs, last_bits, seed):
 
 @torch.no_grad()
 def export_onnx(
-    model,
-    path,
-    imgsz=(640, 640),
-    batch=1,
-    dynamic=False,
-    simplify=False,
-    opset=17,
-    inplace=False,
-    half=False,
-    fp32_scales=False,
-    kept_float=(),
-    layout=None,
-    progress=iter,
-):
-    """Write `model` (fused; float or quantized) to `path`: images [B, 3, H, W] → output0 [B, 4 + nc, N], or of a segmentation model
-    output0 [B, 4 + nc + nm, N] and output1 [B, nm, H / 4, W / 4]: mask coefficients behind the scores, and prototypes. All FP32.
+    model: nn.Module,
+    path: Path,
+    imgsz: Sequence[int] = (640, 640),
+    batch: int = 1,
+    dynamic: bool = False,
+    simplify: bool = False,
+    opset: int = 17,
+    inplace: bool = False,
+    half: bool = False,
+    fp32_scales: bool = False,
+    kept_float: Sequence[str] = (),
+    layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> Exported:
+    """Write a model to an ONNX file, and compare ONNX Runtime with PyTorch.
 
-    imgsz: height, width, multiples of the stride. dynamic: leave the batch axis open. half: FP16 inside. fp32_scales: with
-    `half`, scales in FP32. ONNX Runtime (1.31) cannot run these: what it compares with PyTorch is the graph with FP16 scales,
-    and what is written is made of that graph. kept_float: paths of blocks that are float by choice, noted in the metadata. layout:
-    function that gives the checked graph (an onnx.ModelProto) other inputs and outputs, such as deepstream_layout. progress: wraps the
-    steps. Returns Exported.
-    Raises QatError, and leaves no file, if ONNX's checker rejects the graph or ONNX Runtime does not agree with PyTorch.
+    The graph takes images [B, 3, H, W] and returns output0 [B, 4 + nc, N]. A segmentation model returns output0 [B, 4 +
+    nc + nm, N], with mask coefficients behind the scores, and the prototypes output1 [B, nm, H / 4, W / 4]. All of them
+    are FP32.
+
+    Args:
+        model: fused; float or quantized.
+        path: of the new file.
+        imgsz: height and width, multiples of the stride.
+        batch: number of images.
+        dynamic: leave the batch axis open.
+        simplify: run onnxslim.
+        opset: of the graph.
+        inplace: see `traceable_copy`.
+        half: FP16 outside Q/DQ.
+        fp32_scales: with `half`, write scales in FP32. ONNX Runtime (1.31) cannot run these. So the graph with FP16
+            scales is compared with PyTorch, and the written graph is made from it.
+        kept_float: paths of blocks that are float by choice, for the metadata.
+        layout: gives the checked graph other inputs and outputs, such as deepstream_layout.
+        progress: wraps the steps.
+
+    Returns:
+        The facts of the file.
+
+    Raises:
+        QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
     """
-    traced = prepare(model, inplace)
+    traced = traceable_copy(model, inplace)
     device = next(traced.parameters()).device
     quantizers = [q for _, q in named_quantizers(traced)]
-    # onnxslim would drop Q/DQ of equal nodes, so they are merged first; what it drops besides shall get no Q/DQ
+    # onnxslim would drop Q/DQ of equal nodes, so these are merged first; other nodes that it drops shall get no Q/DQ
     passes = [
         onnx_passes.remove_identities,
         onnx_passes.constants_to_initializers,
@@ -181,7 +239,7 @@ def export_onnx(
         for step in progress([trace, *passes]):
             graph = step(graph)
         onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
-        images = test_images(2 if dynamic else batch, imgsz)
+        images = made_images(2 if dynamic else batch, imgsz)
         theirs = traced(images.to(device))
         returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
@@ -196,7 +254,7 @@ def export_onnx(
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        figures, typing = differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
+        figures, typing = output_differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
         limit, noise = LIMITS['INT8' if quantizers else 'float', typing], 0.0
         errors = {name: figures[name] for name in RELATIVE if name in figures}
 
@@ -213,7 +271,7 @@ def export_onnx(
                 f'ONNX Runtime differs from PyTorch by {", ".join(f"{e:.2%} ({name})" for name, e in errors.items())}, '
                 f'more than {limit:.1%}; no file was written'
             )
-        for apply in (*[onnx_half.fp32_scales] * fp32_scales, *[layout] * (layout is not None)):
+        for apply in (*[onnx_half.fp32_scales] * fp32_scales, *([layout] if layout else [])):
             graph = apply(graph)
             onnx.checker.check_model(graph, full_check=True)
             onnx.save(graph, tmp)

@@ -11,8 +11,7 @@ from graphs import copy, dims, graph_of, node, run_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
 
-from models.deploy.end2end import _check, export_end2end, torch_nms
-from models.deploy.end2end import test_predictions as made_predictions
+from models.deploy.end2end import _check, export_end2end, made_predictions, torch_nms
 from models.deploy.onnx_export import export_onnx
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig

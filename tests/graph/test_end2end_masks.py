@@ -16,10 +16,16 @@ from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from zoo import program
 
-from models.deploy.end2end import MASK_TOLERANCE, _check, export_end2end, outside, torch_masks, torch_nms
-from models.deploy.end2end import test_predictions as made_predictions
-from models.deploy.onnx_export import export_onnx
-from models.deploy.onnx_export import test_images as made_images
+from models.deploy.end2end import (
+    MASK_TOLERANCE,
+    _check,
+    export_end2end,
+    made_predictions,
+    torch_detections,
+    torch_masks,
+    torch_nms,
+)
+from models.deploy.onnx_export import export_onnx, made_images
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -324,7 +330,7 @@ def test_outside_is_inside(exported, tmp_path):
     nms, pooling = Nms('standard', 20), Pooling(40)
     export_end2end(exported('Segment', 'int8 open'), tmp_path / 'model.onnx', nms, pooling)
     images = made_images(2, IMGSZ)
-    wanted = outside(OnnxModel(exported('Segment', 'int8 open'))(images), IMGSZ, nms, pooling)
+    wanted = torch_detections(OnnxModel(exported('Segment', 'int8 open'))(images), IMGSZ, nms, pooling)
     found = OnnxModel(tmp_path / 'model.onnx')(images)
     assert [len(d) for d in found] == [len(d) for d in wanted] and min(map(len, found)) > 3
     for ours, theirs in zip(found, wanted):

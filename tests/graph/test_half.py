@@ -27,7 +27,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from zoo import build, fuse, image
 
-from models.deploy.onnx_export import LIMITS, differences, export_onnx, prepare
+from models.deploy.onnx_export import LIMITS, export_onnx, output_differences, traceable_copy
 from models.quantize.blocks import QuantConv2d
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
@@ -547,7 +547,7 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
     for n in (1, 3) if options.get('dynamic') else (1,):
         images = image(64, n, seed=n)
         with torch.no_grad():
-            figures = differences(OnnxModel(file)(images), prepare(model)(images))
+            figures = output_differences(OnnxModel(file)(images), traceable_copy(model)(images))
         assert max(figures['boxes'], figures['scores']) <= LIMITS['float' if kind == 'float' else 'INT8', 'FP16'], (
             figures
         )

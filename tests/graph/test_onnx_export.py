@@ -15,8 +15,7 @@ from segmenters import CLASSES, NM, SEGMENTERS, segmenter
 from zoo import image, output, same, state
 
 from models.deploy import onnx_export
-from models.deploy.onnx_export import LIMITS, RELATIVE, differences, export_onnx, prepare
-from models.deploy.onnx_export import test_images as made_images
+from models.deploy.onnx_export import LIMITS, RELATIVE, export_onnx, made_images, output_differences, traceable_copy
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
@@ -174,7 +173,7 @@ def test_a_segmentation_model_returns_predictions_and_prototypes(tmp_path, head,
     for n in (1, 3) if options.get('dynamic') else (1,):
         ours = [torch.from_numpy(out) for out in run_onnx(file, {'images': made_images(n, (height, width)).numpy()})]
         with torch.no_grad():
-            figures = differences(ours, prepare(model)(made_images(n, (height, width))))
+            figures = output_differences(ours, traceable_copy(model)(made_images(n, (height, width))))
         assert max(figures[name] for name in RELATIVE) <= done.limit, figures
     assert (
         max(done.boxes, done.scores, done.coefficients, done.prototypes) <= done.limit and (done.noise > 0) == quantized
@@ -211,11 +210,11 @@ def test_the_audit_of_a_segmentation_model(tmp_path, head):
 )
 def test_each_part_of_a_segmentation_model_is_compared(part, change):
     with torch.no_grad():
-        theirs = prepare(segmenter())(made_images(1, (96, 96)))
+        theirs = traceable_copy(segmenter())(made_images(1, (96, 96)))
     ours = [t.clone() for t in theirs]
-    assert not any(differences(ours, theirs).values())
+    assert not any(output_differences(ours, theirs).values())
     change(*ours)
-    assert {name for name, error in differences(ours, theirs).items() if error and name in RELATIVE} == {part}
+    assert {name for name, error in output_differences(ours, theirs).items() if error and name in RELATIVE} == {part}
 
 
 def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypatch):

@@ -37,7 +37,8 @@ class CheckpointFile:
 
     Attributes:
         path: of the file.
-        kind: 'quantized' (ours), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model) or 'other'.
+        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model) or
+            'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later).
@@ -211,8 +212,8 @@ def fuse(model: nn.Module) -> nn.Module:
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
     """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
 
-    The whole model is stored, in FP32: half precision would round the weights, and the measured figures would not be
-    its own.
+    The whole model is stored, in FP32: half precision would round the weights, and the file would not be the model that
+    was measured.
 
     Args:
         path: of the new file.

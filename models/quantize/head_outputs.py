@@ -19,14 +19,14 @@ class Raw:
     Attributes:
         maps: of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes.
         boxes: [B, 4, N], decoded: centre, width and height in pixels.
-        coefficients: of masks, [B, nm, N]; None for a detector.
-        prototypes: of masks, [B, nm, H / 4, W / 4]; None for a detector.
+        coefficients: tensor of masks, [B, nm, N]; None for a detector.
+        prototypes: tensor of masks, [B, nm, H / 4, W / 4]; None for a detector.
     """
 
     maps: Sequence[torch.Tensor]
     boxes: torch.Tensor
-    coefficients: torch.Tensor | None = None
-    prototypes: torch.Tensor | None = None
+    coefficients: Any = None
+    prototypes: Any = None
 
     @classmethod
     def of(cls, output: Any) -> 'Raw':
@@ -61,18 +61,18 @@ def has_known_head(model: nn.Module) -> bool:
     return type(model.model[-1]).__name__ in HEADS
 
 
-def require_known_head(model: nn.Module, what: str, instead: str) -> None:
+def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
     """Refuse a model whose head is not one of HEADS.
 
     Args:
         model: of upstream, float or quantized.
-        what: the option or command that needs such a head.
+        purpose: option or command that needs such a head.
         instead: advice, a clause.
 
     Raises:
-        QatError: with `what` and `instead`.
+        QatError: with `purpose` and `instead`.
     """
     if not has_known_head(model):
         raise QatError(
-            f"{what}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}"
+            f"{purpose}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}"
         )

@@ -71,7 +71,7 @@ class Modules(Values):
         """Build a module.
 
         Raises:
-            Refused: the record is no module that this tree or PyTorch's list has, or its attributes are not data.
+            Refused: the record is no module, its class may not be built, or an attribute is not data.
         """
         cls: Any = layer_class(record.function)
         if not record.new or record.arguments or record.items or type(record.state) is not dict:

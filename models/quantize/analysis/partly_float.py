@@ -78,13 +78,13 @@ def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Itera
     """Run the layers of an upstream model, and yield the state before each layer and after the last.
 
     Args:
-        model: of upstream.
+        model: of upstream, float or quantized.
         first: index of the first layer to run.
         x: output of the layer before `first`, or the images.
         saved: outputs of the layers before `first`; None for an output that no later layer reads.
 
     Yields:
-        Such a pair (x, saved).
+        x and saved, before each layer and at the end.
     """
     for layer in model.model[first:]:
         yield x, saved

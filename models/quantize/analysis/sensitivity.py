@@ -41,9 +41,8 @@ class DivergenceEstimate:
         self.forms, self.units, self.correcting, self.seed = forms, units, correcting, seed
         self.model = forms.model
         device = next(self.model.parameters()).device
-        self.sums = torch.zeros(
-            2, len(units), dtype=torch.float64, device=device
-        )  # sums of squares: only this unit, all but it
+        # Sums of squares: only this unit, all but it
+        self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
         self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
         # Shift of the mean of the outputs, summed over the images

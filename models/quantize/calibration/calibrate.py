@@ -104,9 +104,8 @@ def count_per_bin(x: torch.Tensor) -> torch.Tensor:
     """
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
         return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.split(HISTC_CHUNK))
-    return torch.bincount(
-        x.nan_to_num_(0, 0).short(), minlength=BINS
-    ).double()  # torch.histc takes five times as long on a CPU
+    # torch.histc takes five times as long on a CPU
+    return torch.bincount(x.nan_to_num_(0, 0).short(), minlength=BINS).double()
 
 
 def weight_amax(weight: torch.Tensor, method: str) -> torch.Tensor:

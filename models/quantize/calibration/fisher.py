@@ -133,10 +133,8 @@ def fisher_amax(
 
     def watch(path):
         def hook(quantizer, inputs, output):
-            values, output = (
-                inputs[0].detach(),
-                output.view_as(output),
-            )  # a view, because other layers read the input too
+            # A view of the output, because other layers read the input too
+            values, output = inputs[0].detach(), output.view_as(output)
 
             def note(gradient):
                 errors[path] += torch.stack(

@@ -1,4 +1,6 @@
-"""A command from its arguments to its exit status: 0 done, 2 a mistake of the user's, 130 interrupted."""
+"""Run a command from its arguments to its exit status: 0 done, 2 a user's mistake, 130 interrupted."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -8,7 +10,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any, NoReturn
 
 from utils.qat.core.distributed import is_first, rank, world_size
 from utils.qat.core.errors import QatError
@@ -16,26 +20,34 @@ from utils.qat.core.log import LOGGER, RED, TERMINAL, painted
 from utils.qat.core.printable import is_printable, visible
 from utils.qat.core.system_errors import KINDS, OUTPUT, explain
 
-FIRST_SPEAKS = 5  # seconds that a failed process leaves to the first to say the same
+FIRST_SPEAKS = 5  # seconds that a failed process waits: the first process may print the same error meanwhile
 
 
 class _Speak(argparse.Action):
-    """An option that says how much the terminal is told; it leaves nothing in the parsed arguments."""
+    """Set the level of the terminal by an option, and leave nothing in the parsed arguments."""
 
-    def __init__(self, option_strings, dest, level, help):
+    def __init__(self, option_strings: Sequence[str], dest: str, level: int, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
         self.level = level
 
-    def __call__(self, *_):
+    def __call__(self, *_: Any) -> None:
         TERMINAL.setLevel(self.level)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with --quiet and --verbose, whose errors are one line (no usage dump) and leave through QatError like every other
-    bad input."""
+    """An `ArgumentParser` with --quiet and --verbose, which raises QatError for bad arguments.
 
-    def __init__(self, *args, verbose="details and upstream's messages as well", **options):
-        """verbose: what --verbose adds, in words."""
+    argparse prints its usage and ends the process. Here a bad argument is one line, as every other bad input.
+    """
+
+    def __init__(self, *args: Any, verbose: str = "details and upstream's messages as well", **options: Any) -> None:
+        """Make a parser.
+
+        Args:
+            *args: as ArgumentParser takes them.
+            verbose: help of --verbose.
+            **options: as ArgumentParser takes them.
+        """
         super().__init__(*args, **options)
         speak = self.add_mutually_exclusive_group()
         speak.add_argument(
@@ -43,23 +55,33 @@ class Parser(argparse.ArgumentParser):
         )
         speak.add_argument('--verbose', action=_Speak, level=logging.DEBUG, help=verbose)
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """Raise a bad argument as a QatError."""
         raise QatError(f"{message} (see '{self.prog} -h')")
 
 
-def run_command(main, argv=None):
-    """Run `main(argv)` and turn what it raises into an exit status: 0 done, 2 user's mistake, 130 interrupted.
+def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
+    """Run `main(argv)` and turn its result or its exception into an exit status.
 
-    Under torchrun most mistakes are met by all processes. The first says so and ends, and torchrun ends the others; only one
-    that is alone with its mistake is still there to speak.
+    Under torchrun all processes meet most mistakes at once. The first process prints the error and ends, and
+    torchrun ends the others. A process that is alone with its mistake waits, is not ended, and prints it.
+
+    Args:
+        main: a command: arguments → exit status; None is 0.
+        argv: arguments; None = the process's own.
+
+    Returns:
+        0 done, 2 a user's mistake or a limit of the system, 130 interrupted, 141 nobody reads standard output any more.
+
+    Raises:
+        Exception: a bug of ours or of a library, with its traceback.
     """
-    TERMINAL.setLevel(logging.INFO)  # until --quiet or --verbose is met
+    TERMINAL.setLevel(logging.INFO)  # --quiet and --verbose change it when they are parsed
     start = time.perf_counter()
     open_streams()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(
-            errors='replace'
-        )  # where the locale has no arrows or bars, a question mark is better than a traceback
+        # A locale may lack arrows and bars: a question mark is better than a traceback.
+        stream.reconfigure(errors='replace')  # type: ignore[union-attr]  # Python's own streams have it
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
         status = main(argv) or 0
@@ -69,14 +91,14 @@ def run_command(main, argv=None):
         problem = str(e)
         _note()
     except KINDS as e:
-        if getattr(e, 'filename', None) == OUTPUT:  # a full disk, `| head`
+        if isinstance(e, OSError) and e.filename == OUTPUT:  # standard output failed: a full disk, a closed pipe
             _silence(sys.stdout)
-            if e.errno == errno.EPIPE:  # whoever reads has enough
+            if e.errno == errno.EPIPE:  # the reader of the pipe, such as `head`, has ended
                 return 128 + signal.SIGPIPE
-        problem = explain(e)
-        if problem is None:
+        reason = explain(e)
+        if reason is None:
             raise
-        problem = visible(problem)
+        problem = visible(reason)
         _note()
     except KeyboardInterrupt as e:
         if is_first():
@@ -89,32 +111,33 @@ def run_command(main, argv=None):
     return 2
 
 
-def open_streams():
-    """Point standard streams that were closed (`>&-`) at /dev/null.
+def open_streams() -> None:
+    """Point each standard stream that is closed (`>&-`) at /dev/null.
 
-    Left closed, the next file that is opened would get their number, and whatever prints would write into it.
+    The next file that a process opens would otherwise get the number of the stream, and each print would write into
+    this file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
     sys.stdout, sys.stderr = sys.stdout or open(1, 'w'), sys.stderr or open(2, 'w')
 
 
-def _note():
-    """Log where the exception at hand was found, if the log can be written to: it may be on the disk that is full."""
+def _note() -> None:
+    """Log the traceback of the current exception. The log may be on the full disk: then leave it out."""
     with contextlib.suppress(OSError):
         LOGGER.debug('where it was found:', exc_info=True)
 
 
-def _silence(stream):
-    """Let a stream that cannot be written to swallow the rest, also that which Python writes at its end."""
+def _silence(stream: IO[str]) -> None:
+    """Send the rest of a stream that cannot be written to /dev/null; Python flushes it once more when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _say(line):
-    """Print to stderr, if anybody listens."""
+def _say(line: str) -> None:
+    """Print a line to stderr, or nothing if stderr cannot be written."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -122,8 +145,16 @@ def _say(line):
 
 
 @contextlib.contextmanager
-def resumable(command):
-    """What is interrupted in the block, or ended by the system, can be gone on with by `command`, and `run_command` says so."""
+def resumable(command: str) -> Iterator[None]:
+    """Name the command that resumes the block, if the block is interrupted or the system stops it.
+
+    Args:
+        command: the command that resumes the run.
+
+    Raises:
+        KeyboardInterrupt: with `command` as its text; `run_command` prints it.
+        QatError: the system stopped the block, see system_errors.
+    """
     try:
         yield
     except KeyboardInterrupt as e:
@@ -136,9 +167,9 @@ def resumable(command):
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(batch_size):
-    """Turn CUDA's out-of-memory error into advice: the batch size to try next."""
-    import torch  # here, so that `-h` does not pay for it
+def explain_out_of_memory(batch_size: int) -> Iterator[None]:
+    """Turn CUDA's out-of-memory error in the block into a QatError that names the next batch size to try."""
+    import torch  # here, because `-h` must not load it
 
     try:
         yield
@@ -147,16 +178,24 @@ def explain_out_of_memory(batch_size):
         raise QatError(f'out of GPU memory at --batch-size {batch_size}: {advice}') from e
 
 
-def require_file(path, flag, suffixes=()):
-    """`path` as a Path if it is a readable file with one of `suffixes` (any if empty), else a QatError naming `flag`."""
+def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:
+    """Check that a path is a file, and return it as a Path.
+
+    Args:
+        path: the file.
+        flag: the option that gave it.
+        suffixes: allowed endings in lower case, such as '.pt'; empty = any.
+
+    Raises:
+        QatError: there is no such file, its name has control characters, or its ending is another one.
+    """
     path = Path(path)
-    if not os.path.exists(path):  # unlike Path.exists, it takes names of any length
+    if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
         raise QatError(f'{flag} {path}: no such file')
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
-    if not all(
-        is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)
-    ):  # names need not be UTF-8, but are repeated
+    # Messages repeat the name. A byte that is not UTF-8 is a surrogate here, and is allowed.
+    if not all(is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)):
         raise QatError(f'{flag} {path}: the name has control characters; rename it')
     if suffixes and path.suffix.lower() not in suffixes:
         raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')

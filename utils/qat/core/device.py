@@ -1,17 +1,29 @@
-"""--device → torch.device, and a device in words."""
+"""The device of a process: from --device to a torch.device, and from a torch.device to words."""
+
+from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from utils.qat.core.distributed import rank, world_size
 from utils.qat.core.errors import QatError
 
+if TYPE_CHECKING:
+    import torch
 
-def select_device(text):
-    """--device as upstream takes it ('', 'cpu', '0', 'cuda:0', 'mps') → torch.device. '' is the first GPU, else the CPU.
 
-    Several processes of a torchrun have a GPU each, the one of their number.
+def select_device(text: str) -> torch.device:
+    """Select the device that --device names.
+
+    Each process of a torchrun has a GPU of its own, with the number of the process.
+
+    Args:
+        text: as upstream takes it: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none.
+
+    Raises:
+        QatError: the device is not there, or torchrun started more processes than there are GPUs.
     """
-    import torch  # here, so that `-h` does not pay for it
+    import torch  # here, because `-h` must not load it
 
     world, found = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
@@ -28,12 +40,12 @@ def select_device(text):
             f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
             f'and each process needs its own; start {found}, or use --device cpu'
         )
-    torch.cuda.set_device(rank())  # for what asks for no device: synchronize(), streams
+    torch.cuda.set_device(rank())  # synchronize() and streams take the current device
     return torch.device('cuda', rank())
 
 
-def _one_device(text):
-    """The device of a process that is alone."""
+def _one_device(text: str) -> torch.device:
+    """Select the device of a process that is alone."""
     import torch
 
     text = str(text).strip().lower().replace('cuda:', '')
@@ -56,8 +68,8 @@ def _one_device(text):
     return torch.device('cuda', int(index))
 
 
-def describe(device):
-    """What is computed on, in words: a torch.device, of a torchrun the first process's."""
+def describe(device: torch.device) -> str:
+    """Describe a device in words; under torchrun, the device of the first process."""
     import torch
 
     name = f'{device} ({torch.cuda.get_device_name(device)})' if device.type == 'cuda' else str(device).upper()

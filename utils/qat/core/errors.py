@@ -1,23 +1,38 @@
 """The line between a user's mistake and a bug.
 
-A `QatError` is something the user can mend: it prints as one line on stderr and ends the command with exit code 2.
-Every other exception is a bug of ours (or of a library) and keeps its traceback.
+The user can correct a `QatError`: the command prints it as one line on stderr and ends with exit code 2. Every
+other exception is a bug of ours or of a library, and keeps its traceback.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 from utils.qat.core.printable import cut, visible
 
 
 class QatError(Exception):
-    """A mistake of the user's. The message names the file or flag, what is allowed, and what to do next, in one line whatever it repeats."""
+    """A user's mistake, in one line: the file or flag, the allowed values and the next step.
 
-    def __str__(self):
+    The line stays one, and its characters printable, whatever part of a file it repeats.
+    """
+
+    def __str__(self) -> str:
+        """Return the message in one line."""
         text = super().__str__()
-        if text.startswith('Caught QatError in DataLoader worker'):  # whose traceback stands before the message
+        if text.startswith('Caught QatError in DataLoader worker'):  # then a traceback stands before the message
             text = text.rpartition(f'\n{__name__}.{type(self).__name__}: ')[2].rstrip('\n')
         return cut(visible(text))
 
 
-def check(problems):
+def check(problems: Iterable[tuple[Any, str]]) -> None:
+    """Raise the messages of all problems that are there, in one line.
+
+    Args:
+        problems: pairs (whether it is a problem, its message).
+
+    Raises:
+        QatError: there is at least one problem.
+    """
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
         raise QatError('; '.join(bad))

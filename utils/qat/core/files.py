@@ -1,4 +1,6 @@
-"""Files that are whole at any moment: written under a temporary name and renamed. And what tells them apart."""
+"""Files that are whole at any moment: written under a temporary name, then renamed."""
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -6,21 +8,26 @@ import io
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
-def sha256(path):
-    """Hex digest of a file."""
+def sha256(path: str | Path) -> str:
+    """Compute the SHA-256 of a file, in hex digits."""
     with open(path, 'rb') as f:
         return (
             hashlib.file_digest(f, 'sha256').hexdigest()
-            if hasattr(hashlib, 'file_digest')
+            if hasattr(hashlib, 'file_digest')  # Python 3.11
             else hashlib.sha256(f.read()).hexdigest()
         )
 
 
-def write_torch(path, content):
-    """torch.save to `path`, whole at any moment. In memory first: its own writer does not say that it was the disk that is full."""
+def write_torch(path: str | Path, content: Any) -> None:
+    """Write `content` as torch.save does, whole at any moment.
+
+    It is pickled in memory first, because the error of torch's own writer does not tell that the disk is full.
+    """
     import torch
 
     buffer = io.BytesIO()
@@ -29,14 +36,20 @@ def write_torch(path, content):
         tmp.write_bytes(buffer.getbuffer())
 
 
-HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names of files that are being written, see `atomic`
+HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # temporary names, see `atomic`
 
 
 @contextlib.contextmanager
-def atomic(path):
-    """Yield a temporary path beside `path`, in a folder that is there; rename it to `path` if the block succeeds, delete it if not.
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it if not.
 
-    The suffix is kept, because writers such as matplotlib choose the format by it.
+    It keeps the suffix, because writers such as matplotlib choose the format by it.
+
+    Args:
+        path: the file to write, in a folder that exists.
+
+    Raises:
+        OSError: of the block or the renaming, with `path` as its filename.
     """
     path = Path(path)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
@@ -44,17 +57,18 @@ def atomic(path):
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        e.filename = str(path)  # a failed write does not say where
+        e.filename = str(path)  # the error of a failed write does not name its file
         raise
     finally:
         tmp.unlink(missing_ok=True)
 
 
-def write_text(path, text):
-    """`path` with `text`, in UTF-8, whole at any moment."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8, whole at any moment."""
     with atomic(path) as tmp:
         tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
-def write_json(path, content):
+def write_json(path: str | Path, content: Any) -> None:
+    """Write `content` as JSON, whole at any moment; a value of another type, such as a Path, as its text."""
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')

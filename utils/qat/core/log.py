@@ -1,18 +1,27 @@
-"""What the commands say: lines to the terminal and, once a run has a folder, to its log file; and one bar for each long step.
+"""The output of the commands: lines to the terminal and to the log file of a run, and one bar for each long step.
 
-DEBUG is for --verbose, INFO for everyone but --quiet; warnings, errors and RESULT, what the command was called for, are for all.
-The log file has everything. Colours and bars are for terminals: a pipe and a file get plain lines.
+DEBUG is for --verbose; INFO is for everybody without --quiet; warnings, errors and RESULT are for all. RESULT is the
+answer that the command was called for. The log file has everything. Colours and bars are for terminals: a pipe and a
+file get plain lines.
 """
+
+from __future__ import annotations
 
 import contextlib
 import logging
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from utils.qat.core.distributed import is_first
 from utils.qat.core.printable import visible
 from utils.qat.core.system_errors import OUTPUT
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 RESULT = logging.WARNING + 5
 BOLD, RED, YELLOW = 1, 31, 33  # ANSI
@@ -20,64 +29,84 @@ MARKS = {logging.WARNING: ('warning:', YELLOW), logging.ERROR: ('error:', RED)}
 BAR = '{desc}{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left, {rate_noinv_fmt}{postfix}]'
 
 
-def painted(text, style, stream):
-    """`text` in one of the styles above if `stream` is a terminal and the user has nothing against colours (no-color.org)."""
+def painted(text: str, style: int, stream: IO[str]) -> str:
+    """Paint text for a terminal that may show colours (see no-color.org); else return it unchanged.
+
+    Args:
+        text: the text.
+        style: BOLD, RED or YELLOW.
+        stream: the stream that will show it.
+    """
     plain = not stream.isatty() or os.environ.get('NO_COLOR') or os.environ.get('TERM') == 'dumb'
     return text if plain else f'\033[{style}m{text}\033[0m'
 
 
 class Line(logging.Formatter):
-    """Calls warnings and errors by their names; in colours if `coloured` and where stdout is a terminal. What is said moves no cursor and has
-    no colours of its own: names of files, classes and layers are in it."""
+    """A formatter that puts 'warning:' or 'error:' before a line, and escapes characters that control a terminal.
 
-    def __init__(self, *args, coloured=False):
+    Names of files, classes and layers are in the messages: they must move no cursor and set no colours.
+    """
+
+    def __init__(self, *args: Any, coloured: bool = False) -> None:
+        """Make a formatter.
+
+        Args:
+            *args: as logging.Formatter takes them.
+            coloured: use colours where stdout is a terminal.
+        """
         super().__init__(*args)
         self.paint = (lambda text, style: painted(text, style, sys.stdout)) if coloured else lambda text, _: text
 
-    def formatMessage(self, record):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, without its traceback."""
         record.message = visible(record.message, keep='\n\t')
         if record.levelno in MARKS:
             record.message = f'{self.paint(*MARKS[record.levelno])} {record.message}'
         record.message = re.sub('(?m)^next: .*', lambda found: self.paint(found[0], BOLD), record.message)
         return super().formatMessage(record)
 
-    def formatException(self, info):
+    def formatException(self, info: Any) -> str:
+        """Return a traceback, its control characters escaped."""
         return visible(super().formatException(info), keep='\n\t')
 
 
-def _named(error, file):
-    """`error`, which if the system refused to write tells where: `explain` needs it."""
+def _named(error: Any, file: str) -> BaseException:
+    """Return `error`; an OSError gets the name of its file, which `explain` needs."""
     if isinstance(error, OSError):
         error.filename = file
     return error
 
 
 class Terminal(logging.StreamHandler):
-    """To whatever stdout is now; lines appear above the progress bar, if there is one.
+    """A handler that writes to the current stdout, above the progress bar if there is one.
 
-    What goes wrong when it writes is raised, and so told in one line, where logging prints a traceback and goes on.
+    It raises an error of writing, so that the command ends with one line; logging would print a traceback and go on.
     """
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)
 
-    def __init__(self):
+    def __init__(self) -> None:
+        """Make a handler of level INFO."""
         super().__init__()
         self.setFormatter(Line(coloured=True))
         self.setLevel(logging.INFO)
 
-    def emit(self, record):
-        library = sys.modules.get('tqdm')  # which is loaded by the first bar
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        library = sys.modules.get('tqdm')  # the first bar loads it
         with library.tqdm.external_write_mode(self.stream) if library else contextlib.nullcontext():
             super().emit(record)
 
-    def handleError(self, record):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise the error of writing a record."""
         raise _named(sys.exc_info()[1], OUTPUT)
 
 
 class LogFile(logging.FileHandler):
-    """Likewise."""
+    """A handler that writes to a file, and raises an error of writing."""
 
-    def handleError(self, record):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Raise the error of writing a record."""
         raise _named(sys.exc_info()[1], self.baseFilename)
 
 
@@ -86,22 +115,33 @@ if not LOGGER.handlers:
     LOGGER.setLevel(logging.DEBUG if is_first() else logging.CRITICAL)
     LOGGER.propagate = False
     if hasattr(sys.stdout, 'reconfigure'):
-        sys.stdout.reconfigure(errors='backslashreplace')  # names of files need not be text
+        sys.stdout.reconfigure(errors='backslashreplace')  # the name of a file need not be valid text
     LOGGER.addHandler(Terminal())
 TERMINAL = LOGGER.handlers[0]
 
 
-def is_verbose():
+def is_verbose() -> bool:
+    """Tell whether --verbose was given."""
     return TERMINAL.level <= logging.DEBUG
 
 
-def bar(iterable, text, total=None, unit='batches'):
-    """`iterable` with a progress bar called `text` that counts `unit`; where there is no terminal for it, a line before it begins."""
+def bar(iterable: Iterable, text: str, total: int | None = None, unit: str = 'batches') -> tqdm:
+    """Show a progress bar over an iterable; without a terminal, log one line before it begins.
+
+    Args:
+        iterable: the steps.
+        text: title of the bar.
+        total: number of steps; None = len(iterable) if it has one.
+        unit: the steps in words, plural.
+
+    Returns:
+        A bar: an iterable over the same steps.
+    """
     from tqdm import tqdm
 
     text = visible(text)
     shown = is_first() and sys.stderr.isatty() and TERMINAL.level <= logging.INFO
-    number = total if total is not None or not hasattr(iterable, '__len__') else len(iterable)
+    number = len(iterable) if total is None and isinstance(iterable, Sized) else total
     if not shown:
         LOGGER.info(text if number is None else f'{text}: {number} {unit}')
     return tqdm(
@@ -116,15 +156,20 @@ def bar(iterable, text, total=None, unit='batches'):
     )
 
 
-def log_to(path):
-    """Write everything logged from now on to the file `path` too (appended, with the time of day)."""
+def log_to(path: str | Path) -> None:
+    """Write each later message to the file `path` too, with its time of day; an existing file is appended to."""
     handler = LogFile(path, encoding='utf-8', errors='backslashreplace')
     handler.setFormatter(Line('%(asctime)s %(message)s', '%H:%M:%S'))
     LOGGER.addHandler(handler)
 
 
-def finish(*following, **files):
-    """The end of a command: the files it leaves, by what they are, and the commands to type next."""
+def finish(*following: str, **files: str | Path) -> None:
+    """Print the end of a command: the files that it made, and the next commands.
+
+    Args:
+        *following: commands to type next.
+        **files: kind of a file → its path.
+    """
     width = max(map(len, files), default=0)
     for what, file in files.items():
         LOGGER.log(RESULT, f'{what:<{width}}  {file}')
@@ -133,15 +178,15 @@ def finish(*following, **files):
 
 
 class _WithoutBars:
-    """stderr without what upstream's progress bars leave behind. `live`: one is shown as long as it counts."""
+    """A stderr without the lines that upstream's progress bars leave. `live`: show a bar as long as it counts."""
 
-    def __init__(self, stream, live):
+    def __init__(self, stream: IO[str], live: bool) -> None:
         self.stream, self.live, self.in_bar = stream, live, False
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def write(self, text):
+    def write(self, text: str) -> None:
         ends_bar, self.in_bar = self.in_bar and text == '\n', text.startswith('\r')
         if not self.in_bar and not ends_bar:
             self.stream.write(text)
@@ -150,17 +195,18 @@ class _WithoutBars:
 
 
 @contextlib.contextmanager
-def quiet_upstream():
-    """Context: upstream's logger keeps its layer tables and "Fusing layers..." to itself, but for --verbose, and its bars do not stay;
-    warnings show."""
-    from utils.general import LOGGER as upstream  # here: it imports torch, and `-h` must not
+def quiet_upstream() -> Iterator[None]:
+    """Hide upstream's messages in the block: its layer tables, "Fusing layers...", and its bars once they are full.
+
+    Warnings are shown. With --verbose the messages are shown too.
+    """
+    from utils.general import LOGGER as upstream  # here, because it imports torch, and `-h` must not load it
 
     level = upstream.level
     upstream.setLevel(level if is_verbose() else logging.WARNING)
     try:
-        with contextlib.redirect_stderr(
-            _WithoutBars(sys.stderr, sys.stderr.isatty() and TERMINAL.level <= logging.INFO)
-        ):
+        stream = _WithoutBars(sys.stderr, sys.stderr.isatty() and TERMINAL.level <= logging.INFO)
+        with contextlib.redirect_stderr(stream):  # type: ignore[type-var]  # has all of stderr by __getattr__
             yield
     finally:
         upstream.setLevel(level)

@@ -1,11 +1,16 @@
-"""What all reports are made of: Markdown tables, links, pictures and documents.
+"""The parts that all reports are made of: Markdown tables, links, pictures and documents.
 
-The report of a command is in a file of its own: run/report.py (quantize), sensitivity_summary.py (sensitive), score_report.py (eval, val_trt.py),
-compare_report.py, benchmark/report.py.
+Each command's report is in a file of its own: run/report.py (quantize), sensitivity_summary.py (sensitive),
+score_report.py (eval, val_trt.py), compare_report.py, benchmark/report.py.
 """
+
+from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from utils.qat.core.files import write_text
@@ -13,59 +18,77 @@ from utils.qat.core.printable import visible
 
 
 class Markdown(str):
-    """Text with a meaning in Markdown, of ours: a cell of a table that is not escaped."""
+    """Text that is Markdown already: as a cell of a table it is not escaped."""
 
 
-# What GitHub gives a meaning: some signs anywhere, brackets of a link, an underscore at the edge of a word, an address
+# Signs that GitHub reads: some anywhere, brackets of a link, an underscore at the edge of a word, an address
 MEANINGFUL = re.compile(
     r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
     r'(?<=\bwww)\.|(?<=\w)@(?=\w)'
 )
 
 
-def escaped(text):
-    """Markdown that shows `text` as it is typed, on one line: a name of a file, a class or a layer is no link, no picture and no HTML."""
-    text = MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text))
-    return Markdown(re.sub(r'&(?=[#\w]+;)', '&amp;', text).replace('<', '&lt;'))  # `\<` is not known to all readers
+def escaped(text: object) -> Markdown:
+    """Escape text, so that Markdown shows it as it is typed, on one line.
+
+    The name of a file, a class or a layer becomes no link, no picture and no HTML.
+
+    Args:
+        text: anything; its str() is taken.
+    """
+    typed = MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text))
+    return Markdown(re.sub(r'&(?=[#\w]+;)', '&amp;', typed).replace('<', '&lt;'))  # some readers do not know `\<`
 
 
-def link(file):
-    """Markdown that leads to a file beside the document."""
+def link(file: str | Path) -> Markdown:
+    """Make a link to a file beside the document."""
     return Markdown(f'[{escaped(file)}]({quote(str(file))})')
 
 
-def code(*lines):
-    """Markdown that shows lines as they are typed."""
+def code(*lines: str) -> Markdown:
+    """Make a code block of lines."""
     fence = '`' * max(3, *(1 + len(run) for run in re.findall('`+', ' '.join(lines))), 0)
     return Markdown('\n'.join((fence, *map(visible, lines), fence)))
 
 
-def document(path, title, parts):
-    """A Markdown file: a title, which is text, and paragraphs, tables and pictures, which are Markdown, with an empty line between."""
+def document(path: str | Path, title: str, parts: Iterable[str]) -> None:
+    """Write a Markdown file.
+
+    Args:
+        path: the file.
+        title: its title, as text.
+        parts: Markdown: paragraphs, tables and pictures; an empty line is put between them.
+    """
     write_text(path, '\n\n'.join((f'# {escaped(title)}', *parts)) + '\n')
 
 
-def image(text, file):
-    """Markdown that shows a picture which lies beside the document."""
+def image(text: str, file: str | Path) -> str:
+    """Make the Markdown of a picture that lies beside the document."""
     return f'![{text}]({file})'
 
 
-def width(text):
-    """Columns that a terminal gives `text`: Chinese, Japanese and Korean characters take two, accents of their own none."""
+def width(text: str) -> int:
+    """Count the columns of a text on a terminal.
+
+    A Chinese, Japanese or Korean character takes two, a combining accent none.
+    """
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
 
 
-def markdown_table(header, rows, right=True):
-    """A Markdown table whose columns also align as plain text; the first column is left-aligned, the rest right, if `right`.
+def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: bool = True) -> str:
+    """Make a Markdown table whose columns align as plain text too.
 
-    A cell is text, which is escaped, or Markdown.
+    Args:
+        header: titles of the columns.
+        rows: cells; Markdown is taken as it is, anything else is text and escaped.
+        right: align all columns but the first to the right; False = all to the left.
     """
     cells = [
         [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]
         for row in (header, *rows)
     ]
     widths = [max(width(row[i]) for row in cells) for i in range(len(header))]
-    left = 1 if right else len(header)  # columns
+    left = 1 if right else len(header)  # left-aligned columns
 
     def line(row):
         padded = ((c, ' ' * (w - width(c))) for c, w in zip(row, widths))

@@ -1,40 +1,46 @@
-"""The command that one would type next, with which each command ends."""
+"""The command to type next: each command ends with it."""
+
+from __future__ import annotations
 
 import os
 import shlex
 import sys
 from pathlib import Path
 
-DATA = 'DATA.yaml'  # to be replaced, where nothing tells which data is the user's
+DATA = 'DATA.yaml'  # stands for the user's data YAML where none is known
 
 
-def command(file, *words):
-    """`python FILE WORDS...` as one would type it here. file: of the toolkit, from its root."""
-    here = Path(
-        next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')
-    ).parent  # a launcher changes sys.argv
+def command(file: str | Path, *words: object) -> str:
+    """Make the command `python FILE WORDS...` as a user types it in the current folder.
+
+    Args:
+        file: a command of the toolkit, from its root, such as 'scripts/build_engine.py'.
+        *words: its arguments.
+    """
+    # orig_argv, because a launcher changes sys.argv
+    here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent
     root = here.parent if here.name in ('scripts', 'segment') else here
     file = root / file if (root / file).is_file() else file
-    return shlex.join(
-        [
-            'python',
-            *(
-                f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word)
-                for word in (file, *words)
-            ),
-        ]
+    typed = (
+        f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words)
     )
+    return shlex.join(['python', *typed])
 
 
-def data_yaml(path):
-    """`path`, noted in a checkpoint, if it names a file that is here."""
-    return (
-        path if isinstance(path, str) and os.path.isfile(path) else DATA
-    )  # unlike Path.is_file, for names of any length
+def data_yaml(path: object) -> str:
+    """Return the data YAML that a checkpoint notes if it is a file on this machine, else DATA."""
+    # os.path, because Path.is_file raises an error for a name that is too long
+    return path if isinstance(path, str) and os.path.isfile(path) else DATA
 
 
-def after_scoring(model, imgsz, backend='tensorrt'):
-    """What a model that was found good is followed by: .pt → ONNX → engine → how fast it is. imgsz: pixels."""
+def after_scoring(model: Path, imgsz: int, backend: str = 'tensorrt') -> str:
+    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine → benchmark.
+
+    Args:
+        model: the file that was scored.
+        imgsz: pixels.
+        backend: a key of BACKENDS.
+    """
     by = [] if backend == 'tensorrt' else ['--backend', backend]
     if model.suffix == '.engine':
         return command('benchmark_trt.py', model, *by)

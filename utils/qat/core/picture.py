@@ -1,18 +1,28 @@
-"""What all pictures share. Matplotlib without pyplot: no global state, no display needed."""
+"""Pictures by Matplotlib without pyplot: no global state, no display needed."""
+
+from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from utils.qat.core.files import atomic
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def literal(text):
-    """`text` for Matplotlib, which takes $ for the beginning of a formula, and leaves labels that begin with _ out of a legend."""
+
+def literal(text: str) -> str:
+    """Escape text for Matplotlib.
+
+    Matplotlib takes $ as the begin of a formula, and leaves a label that begins with _ out of a legend.
+    """
     text = text.replace('$', r'\$')
     return f' {text}' if text.startswith('_') else text
 
 
-def save(figure, path):
-    """Write a picture, whole at any moment. The suffix of `path` chooses the format."""
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a picture, whole at any moment; the suffix of `path` chooses the format."""
     with atomic(path) as tmp, warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Glyph .* missing from')  # of a class name in a script that its font lacks
+        warnings.filterwarnings('ignore', 'Glyph .* missing from')  # a class name in a script that the font lacks
         figure.savefig(tmp, dpi=120)

@@ -1,31 +1,42 @@
-"""Text that a file wrote, such as a name, made safe to show: nothing in it moves the cursor, colours the screen or turns the writing around."""
+"""Text out of a file, such as a name, made safe to show.
+
+It moves no cursor, sets no colours and does not turn the direction of the writing.
+"""
 
 import unicodedata
 
 JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
-CONTROLS = (
-    'Cc',
-    'Cf',
-    'Cs',
-    'Zl',
-    'Zp',
-)  # categories of Unicode: control, format (bidirectional among them), half a character, line breaks
+# Categories of Unicode: control, format (bidirectional among them), half a character, line and paragraph separators
+CONTROLS = ('Cc', 'Cf', 'Cs', 'Zl', 'Zp')
 LONGEST = 2000  # characters of a message
 
 
-def is_printable(character):
-    """Whether a character shows and does nothing else: letters, signs and spaces, not line breaks, control or bidirectional characters."""
+def is_printable(character: str) -> bool:
+    """Tell whether a character only shows: letters, signs and spaces do.
+
+    Line breaks, control characters and bidirectional characters do more.
+    """
     return character.isprintable() or character in JOINERS or unicodedata.category(character) not in CONTROLS
 
 
-def visible(text, keep=''):
-    """`text` with an escape, such as \\x1b or \\u202e, for each character that is not printable; those in `keep` stay."""
+def visible(text: object, keep: str = '') -> str:
+    """Replace each character that is not printable by an escape, such as \\x1b or \\u202e.
+
+    Args:
+        text: anything; its str() is taken.
+        keep: characters that stay as they are.
+    """
     text = str(text)
-    if text.isprintable():  # nearly always, and quick
+    if text.isprintable():  # nearly always, and fast
         return text
     return ''.join(c if c in keep or is_printable(c) else c.encode('unicode_escape').decode() for c in text)
 
 
-def cut(text, longest=LONGEST):
-    """`text`, its middle left out if it is longer than `longest`: its beginning says where, its end says what to do."""
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Leave out the middle of a text that is too long: the begin tells where the mistake is, the end what to do.
+
+    Args:
+        text: the text.
+        longest: the most characters.
+    """
     return text if len(text) <= longest else f'{text[: longest * 3 // 4]} … {text[-longest // 4 :]}'

@@ -1,4 +1,6 @@
-"""The folder of a run: a new one for each run, and one process that writes to it."""
+"""The folder of a run: a new one for each run, and only one process that writes to it."""
+
+from __future__ import annotations
 
 import contextlib
 import errno
@@ -8,27 +10,38 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from utils.qat.core.distributed import is_first
 from utils.qat.core.errors import QatError
 
-LOCK = '.lock'  # in the folder of a run while a process works there: names it, and carries its lock
-OURS = 'weights', 'log.txt'  # what a run opens by name, and a link would lead out of its folder
+LOCK = '.lock'  # in the folder of a run while a process works there; holds its number and host, and carries the lock
+OURS = 'weights', 'log.txt'  # a run opens these by name, and a link would lead out of its folder
 
 
 @contextlib.contextmanager
-def run_folder(config):
-    """Context: the folder of --resume, or else PROJECT/NAME, numbered if it exists and --exist-ok is not given.
+def run_folder(config: Any) -> Iterator[Path | None]:
+    """Yield the folder of a run: the folder of --resume, or a new one.
 
-    No other process of ours writes there meanwhile. A folder that is still empty at the end goes again. Only the first process
-    of a torchrun gets the folder; the others get None, see distributed.from_first. Raises QatError at once if another process
-    works there.
+    A new folder is PROJECT/NAME; if it exists and --exist-ok is not given, a number is appended. No other process of
+    ours writes there meanwhile. A new folder that is still empty at the end is removed.
+
+    Args:
+        config: settings with project, name and exist_ok, and perhaps resume.
+
+    Yields:
+        The folder on the first process of a torchrun, None on the others, see distributed.from_first.
+
+    Raises:
+        QatError: another process works there (at once), or a link leads out of the folder.
     """
     if not is_first():
         yield None
         return
-    resume, made = getattr(config, 'resume', None), []
+    resume = getattr(config, 'resume', None)
+    made: list[Path] = []
     folder = resume or _make(config.project / config.name, config.exist_ok, made)
     try:
         with writing(folder, '--resume' if resume else '--exist-ok'):
@@ -44,12 +57,20 @@ def run_folder(config):
                 path.rmdir()
 
 
-def _make(path, exist_ok, made):
-    """Make and return the folder `path`, or path2, path3, ...; of two processes each gets its own. made: gets what was made."""
+def _make(path: Path, exist_ok: bool, made: list[Path]) -> Path:
+    """Make the folder `path`, or path2, path3, ...; two processes get one each.
+
+    Args:
+        path: the folder.
+        exist_ok: take `path` if it exists.
+        made: gets the folders that were made, the innermost first.
+    """
     missing = list(itertools.takewhile(lambda parent: not parent.exists(), path.parents))
     path.parent.mkdir(parents=True, exist_ok=True)
     made += missing
-    for folder in itertools.chain([path], (Path(f'{path}{n}') for n in itertools.count(2))):
+    folders = itertools.chain([path], (Path(f'{path}{n}') for n in itertools.count(2)))
+    while True:
+        folder = next(folders)
         try:
             folder.mkdir()
         except FileExistsError:
@@ -63,12 +84,18 @@ def _make(path, exist_ok, made):
 
 
 @contextlib.contextmanager
-def writing(folder, flag):
-    """Context: this process is the one that writes to `folder`. flag: the option that named an existing folder.
+def writing(folder: Path, flag: str) -> Iterator[None]:
+    """Make this process the only one that writes to `folder` in the block.
 
-    The system takes the lock back when the process ends, however it ends. A lock file that is left is of a killed process, and
-    harmless. Raises QatError at once, and changes nothing, if another process holds the lock. Does nothing but in the first
-    process of a torchrun.
+    Only the first process of a torchrun does so. The system takes the lock back when the process ends, however it
+    ends. A lock file that remains is of a killed process, and harmless.
+
+    Args:
+        folder: an existing folder.
+        flag: the option that named it.
+
+    Raises:
+        QatError: another process holds the lock; raised at once, nothing is changed.
     """
     if not is_first():
         yield
@@ -84,40 +111,43 @@ def writing(folder, flag):
             raise
         yield
     finally:
-        if _is(file, descriptor):  # the folder may have been deleted, and made anew by another run
+        if _is(file, descriptor):  # another run may have deleted the folder and made it anew
             with contextlib.suppress(OSError):
-                file.unlink()  # first, so that whoever has opened it meanwhile finds that it is gone
+                file.unlink()  # before it is closed: a process that has opened it meanwhile sees that it is gone
         os.close(descriptor)
 
 
-def _locked(file, flag):
-    """Descriptor of the lock file `file`, locked by this process."""
+def _locked(file: Path, flag: str) -> int:
+    """Return a descriptor of the lock file `file`, locked by this process."""
     while True:
         descriptor, kind = _open(file)
         try:
             _lock(descriptor, kind, file, flag)
             if kind == fcntl.LOCK_SH:
-                file.unlink()  # of another user's process, which is gone
+                file.unlink()  # left by another user's process that has ended
             elif _is(file, descriptor):
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # removed by the process that held it, between our opening and our locking
+        os.close(descriptor)  # its process removed it between our opening and our locking: try again
 
 
-def _open(file):
-    """(descriptor, kind of lock) of the lock file, which is made if it is missing."""
+def _open(file: Path) -> tuple[int, int]:
+    """Open the lock file, and make it if it is missing; return (descriptor, kind of lock)."""
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), fcntl.LOCK_EX
-    except PermissionError:  # to make it; or it is another user's, and can be looked at
+    except PermissionError:  # no file may be made here; or it is another user's, and can be read
         with contextlib.suppress(OSError):
             return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), fcntl.LOCK_SH
         raise
 
 
-def _lock(descriptor, kind, file, flag):
-    """Lock without waiting. POSIX's lock, not flock's: that would live on in the workers of a DataLoader, which outlast a killed run."""
+def _lock(descriptor: int, kind: int, file: Path, flag: str) -> None:
+    """Lock without waiting.
+
+    This is POSIX's lock. A lock of flock would live on in the workers of a DataLoader, which outlast a killed run.
+    """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise QatError(f'{file}: not a file; remove it')
     try:
@@ -139,8 +169,8 @@ def _lock(descriptor, kind, file, flag):
         ) from e
 
 
-def _is(file, descriptor):
-    """Whether the open file is the one that has the name `file`."""
+def _is(file: Path, descriptor: int) -> bool:
+    """Tell whether `file` is still the name of the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(file))
     except OSError:

@@ -1,8 +1,10 @@
-"""What the system refuses a command, in one line: which file or which limit, and the way out.
+"""Errors of the system in one line: the file or the limit, and the way out.
 
-A full disk, memory that is not there, a process that was killed are no bugs. Python, PyTorch and OpenCV have classes of their own
-for some of these; the others are told by their words.
+A full disk, missing memory or a killed process is no bug. Python, PyTorch and OpenCV have classes of their own for some
+of these errors; the words of the message tell the others.
 """
+
+from __future__ import annotations
 
 import errno
 import os
@@ -11,29 +13,25 @@ import shutil
 from pathlib import Path
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
-OUTPUT = '<output>'  # filename of an OSError that standard output gave
-KINDS = OSError, MemoryError, RuntimeError, ImportError  # what can be the system's doing
+OUTPUT = '<output>'  # filename of an OSError of standard output
+KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
 SHM = Path('/dev/shm')
 
 
-def explain(error):
-    """An exception that is the system's doing, in a line; None for any other."""
-    number, file = getattr(error, 'errno', None), getattr(error, 'filename', None)
+def explain(error: BaseException) -> str | None:
+    """Explain an error of the system in one line; None for any other error."""
+    number, reason, file = (getattr(error, name, None) for name in ('errno', 'strerror', 'filename'))
     if number and file is not None:
-        return f'output: {error.strerror}' if file == OUTPUT else _of_file(number, error.strerror, file)
-    if number in (
-        *FULL,
-        errno.EROFS,
-        errno.EACCES,
-    ):  # a failed write has the name of its file: what has none is a semaphore
+        return f'output: {reason}' if file == OUTPUT else _of_file(number, reason, file)
+    if number in (*FULL, errno.EROFS, errno.EACCES):  # without a file's name it is no failed write but a semaphore
         return _shared_memory()
     return next(
         (line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None
     )
 
 
-def _of_file(number, reason, file):
-    file = Path(os.fsdecode(file))
+def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
+    file = Path(os.fsdecode(name))
     if number in FULL:
         folder = next(p for p in file.absolute().parents if p.is_dir())
         return (
@@ -47,19 +45,19 @@ def _of_file(number, reason, file):
     return f'{file}: {reason}; choose another folder (--project, --save)'
 
 
-def _shared_memory():
+def _shared_memory() -> str:
     free = f' ({shutil.disk_usage(SHM).free / 1e6:.0f} MB are free in {SHM})' if SHM.is_dir() else ''
     return f'out of shared memory{free}, through which data loading processes pass images; use --workers 0, or give a container more: docker run --shm-size=8g'
 
 
-def _killed():
+def _killed() -> str:
     return (
         'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
         '--batch-size, and repeat the command'
     )
 
 
-def _memory():
+def _memory() -> str:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -69,18 +67,18 @@ def _memory():
     return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
 
 
-def _processes():
+def _processes() -> str:
     return 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
 
 
-def _torchvision():
+def _torchvision() -> str:
     return (
         'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
         'memory'
     )
 
 
-def _open_files():
+def _open_files() -> str:
     return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
 

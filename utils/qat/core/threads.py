@@ -1,45 +1,57 @@
-"""Has threads sleep while they wait for work.
+"""Let threads sleep while they wait for work.
 
-Threads of OpenMP (PyTorch) and of ONNX Runtime otherwise spin, to be there at once. Beside any other busy process they then hold the
-cores that the threads they wait for need: docs/troubleshooting.md#it-is-slow has the figures. Who sets one of `CHOSEN` has chosen already.
+Threads of OpenMP (PyTorch) and of ONNX Runtime otherwise spin, to be there at once. Beside any other busy process they
+hold the cores that the working threads need; docs/troubleshooting.md#it-is-slow has the figures. A user who sets one of
+`CHOSEN` keeps that choice.
 """
+
+from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-# A thread looks for work for about as long as it takes to wake it, and then sleeps. So it loses little on an idle machine, and holds up
-# little on a busy one: docs/measured.md#threads. GCC's library (PyTorch's wheels) counts its looks, 0.03 to 0.05 us each.
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+# A thread looks for work for about the time that it takes to wake it, and then sleeps. So it loses little on an idle
+# machine, and delays little on a busy one: docs/measured.md#threads. GCC's library (PyTorch's wheels) counts its looks,
+# of 0.03 to 0.05 us each.
 ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
 ONNX_RUNTIME_SPINS = '100'  # us
-CHOSEN = (
-    'OMP_WAIT_POLICY',
-    'GOMP_SPINCOUNT',
-    'KMP_BLOCKTIME',
-)  # of OpenMP, of GCC's library for it, of LLVM's and Intel's
+CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
 
-too_late = False  # whether OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
+too_late = False  # OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
 
-def sleep_while_waiting():
-    """Set `ASLEEP` for this process and its children, unless one of `CHOSEN` is set. OpenMP reads it once, when torch is loaded."""
+def sleep_while_waiting() -> None:
+    """Set `ASLEEP` for this process and its children, unless one of `CHOSEN` is set.
+
+    OpenMP reads these variables once, when torch is loaded.
+    """
     global too_late
     if not any(name in os.environ for name in CHOSEN):
         os.environ.update(ASLEEP)
         too_late = 'torch' in sys.modules
 
 
-def onnx_options(entries=None):
-    """Make ONNX Runtime's options for any session: errors only, threads that sleep unless OMP_WAIT_POLICY is active, and the dict `entries`."""
+def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions:
+    """Make ONNX Runtime's options for any session: it logs errors only, and its threads sleep.
+
+    With OMP_WAIT_POLICY=active the threads spin as ONNX Runtime has it.
+
+    Args:
+        entries: further entries of the session's configuration, key → value.
+    """
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 3
     waits = {}
     if os.environ.get('OMP_WAIT_POLICY', '').strip().lower() != 'active':
-        bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (
-            1,
-            26,
-        )  # before, threads spin for 50 ms and more, or not at all
+        # 1.26 is the first that bounds the time. Before, threads spin for 50 ms and more, or not at all.
+        bounded = tuple(int(n) for n in ort.__version__.split('.')[:2]) >= (1, 26)
         waits = (
             {'session.intra_op.spin_duration_us': ONNX_RUNTIME_SPINS}
             if bounded

@@ -90,7 +90,7 @@ def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: 
     widths = [max(width(row[i]) for row in cells) for i in range(len(header))]
     left = 1 if right else len(header)  # left-aligned columns
 
-    def line(row):
+    def line(row: Sequence[str]) -> str:
         padded = ((c, ' ' * (w - width(c))) for c, w in zip(row, widths))
         return '| ' + ' | '.join(c + space if i < left else space + c for i, (c, space) in enumerate(padded)) + ' |'
 

@@ -1,25 +1,29 @@
-"""YAML → plain values, at a cost in proportion to what people write.
+"""YAML as plain values, with a limit on their number.
 
-YAML can say much in few bytes: an alias repeats a part of the file, a merge copies one, and each may lie within another. So the events
-of the parser are counted first, an alias with all that it stands for, and what is beyond the bounds is not built.
+YAML can say much in few bytes: an alias repeats a part of the file, a merge copies one, and each may lie within
+another. So the events of the parser are counted first, an alias with all that it repeats, and a file beyond the limits
+is not built.
 """
+
+from typing import Any
 
 import yaml
 
-NODES = 100_000  # values, aliases and merges written out; 21 841 classes with their numbers are 44 000
-DEPTH = 20  # of lists and maps within each other; a network has 4
+NODES = 100_000  # values, with all that aliases and merges repeat; 21 841 classes with their numbers are 44 000
+DEPTH = 20  # lists and maps within each other; a network has 4
 TEXT = 50_000  # characters of a value
-DIGITS = 18  # of an integer: beyond, many integers have the same hash, and a map of these takes hours
+DIGITS = 18  # of an integer: many longer ones can share one hash, and a map of these takes hours
 
 
 class TooMuch(yaml.YAMLError):
-    """Beyond what anybody writes."""
+    """An error of a YAML file that is beyond the limits of this file."""
 
 
-class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):
-    """PyYAML's safe loader, in C where there is one. Integers are of bounded length."""
+class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ignore[misc]  # one of the two, by the build
+    """PyYAML's safe loader, in C where there is one; its integers have a bounded length."""
 
-    def construct_yaml_int(self, node):
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Build an integer, or raise TooMuch if it is too long."""
         if len(node.value) > DIGITS:
             raise TooMuch(f'an integer of {len(node.value)} digits, at most {DIGITS} are read')
         return super().construct_yaml_int(node)
@@ -28,16 +32,28 @@ class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):
 Loader.add_constructor('tag:yaml.org,2002:int', Loader.construct_yaml_int)
 
 
-def load(text):
-    """The one document in `text`, None if there is none. Raises yaml.YAMLError, TooMuch among them, and what PyYAML lets out of dates and
-    numbers that are none: ValueError, ArithmeticError, LookupError, TypeError, AttributeError."""
+def load_yaml(text: str) -> Any:
+    """Read the one document of a YAML text.
+
+    Args:
+        text: YAML.
+
+    Returns:
+        The document as plain values, None if the text is empty.
+
+    Raises:
+        yaml.YAMLError: no valid YAML, or TooMuch.
+        ValueError, ArithmeticError, LookupError, TypeError, AttributeError: a date or a number that is none; PyYAML
+            does not catch its own errors here.
+    """
     _require_bounded(text)
     return yaml.load(text, Loader)
 
 
-def _require_bounded(text):
-    """Count nodes by anchors: the size of an alias is that of what it names."""
-    sizes, open_nodes = {}, [[None, 0]]  # anchor → nodes; (anchor, nodes so far) of the lists and maps around
+def _require_bounded(text: str) -> None:
+    """Raise TooMuch if a text is beyond the limits; an alias has the size of the part that it names."""
+    sizes: dict[str, int | None] = {}  # anchor → nodes; None while its list or map is open
+    open_nodes: list[list[Any]] = [[None, 0]]  # (anchor, nodes so far) of the lists and maps around
     for event in yaml.parse(text, Loader):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append([event.anchor, 1])
@@ -49,7 +65,7 @@ def _require_bounded(text):
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_nodes.pop()
         elif isinstance(event, yaml.AliasEvent):
-            anchor, size = None, sizes.get(event.anchor, 1)  # one that names nothing is an error, told by the loader
+            anchor, size = None, sizes.get(event.anchor, 1)  # the loader reports an alias that names nothing
             if size is None:
                 raise TooMuch(f'the anchor {event.anchor[:40]} contains itself')
         elif isinstance(event, yaml.ScalarEvent):

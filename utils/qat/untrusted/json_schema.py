@@ -1,25 +1,34 @@
-"""What a file that is gone on from must hold, exactly: every key known, every value of its type and in its range.
+"""The exact content of a JSON file that a command resumes from: every key known, every value of its type and range.
 
-A kind is a type (exactly that: True is no int), a function of the value that says whether it fits, a tuple of kinds of which one fits,
-[kind] for a list, or {'key': kind, 'key?': kind, str: kind} for these keys, of which one with ? may be missing, and any others.
+A kind says which values fit. It is one of
+
+- a type: exactly this type fits, so that True is no int;
+- a function: the value fits if it returns True;
+- a tuple of kinds: one of them fits;
+- [kind]: a list whose values all fit;
+- {'key': kind, 'key?': kind, str: kind}: a dict with these keys. A key with ? may be missing. `str` stands for all
+  other keys; without it there may be none.
 """
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 NONE = type(None)
 
 
-def between(low, high, kinds=(int, float)):
-    """The kind of a number in low..high; NaN is in none."""
+def between(low: float, high: float, kinds: tuple[type, ...] = (int, float)) -> Callable[[Any], bool]:
+    """Make the kind of a number in low..high, of one of the types `kinds`; NaN does not fit."""
     return lambda value: type(value) in kinds and low <= value <= high
 
 
 SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2**53, (int,)), between(-1e30, 1e30), between(0, 1e10)
 INDEX, POSITIVE = between(0, 2**53, (int,)), between(0, 1e30)
-DECIBELS = between(-math.inf, math.inf, (float,))  # infinite where two models give the same
+DECIBELS = between(-math.inf, math.inf, (float,))  # infinite where two models give the same values
 FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
 COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
@@ -36,11 +45,20 @@ SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
-def misfit(value, kind, place=''):
-    """The first place in `value` that is not of `kind`, such as 'epochs[2].ap'; None if all of it is."""
+def misfit(value: Any, kind: Any, place: str = '') -> str | None:
+    """Find the first part of a value that is not of its kind.
+
+    Args:
+        value: a value as json.loads returns it.
+        kind: see the head of this file.
+        place: where the value stands in the file.
+
+    Returns:
+        Its place, such as 'epochs[2].ap'; None if everything fits.
+    """
     if isinstance(kind, tuple):
         found = [misfit(value, k, place) for k in kind]
-        return None if None in found else max(found, key=len)  # of what it is most alike
+        return None if None in found else max(filter(None, found), key=len)  # of the kind that fits best
     if isinstance(kind, list):
         parts = [(f'{place}[{i}]', v, *kind) for i, v in enumerate(value)] if type(value) is list else None
     elif isinstance(kind, dict):
@@ -49,13 +67,13 @@ def misfit(value, kind, place=''):
         return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else place or 'all of it'
     if parts is None:
         return place or 'all of it'
-    return next((found for at, v, k in parts if (found := misfit(v, k, at))), None)
+    return next((wrong for at, v, k in parts if (wrong := misfit(v, k, at))), None)
 
 
-def _items(value, kind, place):
-    """(place, value, kind) of what is in a dict; what is missing or not known has a kind that nothing fits."""
+def _items(value: dict, kind: dict, place: str) -> list[tuple[str, Any, Any]]:
+    """Return (place, value, kind) of each entry of a dict; a missing or unknown key gets a kind that nothing fits."""
 
-    def at(key):
+    def at(key: Any) -> str:
         return f'{place}{"." * bool(place)}{ascii(key)[1:61] if type(key) is str else "?"}'
 
     named = {key.removesuffix('?'): k for key, k in kind.items() if key is not str}
@@ -66,28 +84,45 @@ def _items(value, kind, place):
     ]
 
 
-def _never(value):
+def _never(value: Any) -> bool:
     return False
 
 
-def anything(value):
-    """The kind of what is not looked at here."""
+def anything(value: Any) -> bool:
+    """Be the kind of a value that is not checked."""
     return True
 
 
-def settings_kind(cls):
-    """The kind of the settings in the dataclass `cls` as they are written to JSON; ranges are checked by `cls` itself."""
-    plain = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,)), list: [str]}
-    kinds = {f.name: plain.get(f.type, f.type) for f in fields(cls)}
+def settings_kind(cls: type) -> dict[str, Any]:
+    """Make the kind of a dataclass of settings, as it is written to JSON.
+
+    The ranges are not in it: `cls` itself checks them.
+    """
+    types = get_type_hints(cls)
+    kinds = {f.name: _kind_of_type(types[f.name]) for f in fields(cls)}
     return {
         f.name: (NONE, kinds[f.name]) if f.default is None and f.default is not MISSING else kinds[f.name]
         for f in fields(cls)
     }
 
 
-def read_json(file):
-    """Content of a JSON file. Raises ValueError if it is none, OSError if it cannot be read."""
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+def _kind_of_type(type_: Any) -> Any:
+    """Return the kind of a setting's type: Path | None is text or nothing, list[str] a list of texts."""
+    plain = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,)), list: [str]}
+    if get_origin(type_) in (Union, UnionType):
+        return tuple(map(_kind_of_type, get_args(type_)))
+    type_ = get_origin(type_) or type_
+    return plain.get(type_, type_)
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: it is no JSON, or no file.
+        OSError: it cannot be read.
+    """
+    if file.exists() and not file.is_file():  # reading a pipe would wait
         raise ValueError('not a file')
     try:
         return json.loads(file.read_text(encoding='utf-8'))

@@ -1,14 +1,17 @@
-"""The YAML of a network, looked at before upstream's parse_model, which runs `eval` on its strings and calls what they name.
+"""The YAML of a network, checked before upstream's parse_model.
 
-A row is [from, repeats, layer, [arguments]]. It may name a layer; it may say numbers, and the few words of YOLOv9's files.
+parse_model runs `eval` on the strings of the file and calls what they name. A row is [from, repeats, layer,
+[arguments]]. Here it may only name a layer, and have numbers and the few words of YOLOv9's own files.
 """
 
 import ast
+from collections.abc import Callable, Iterator
 from types import CodeType
+from typing import Any, NoReturn
 
 from utils.qat.core.errors import QatError
 
-# What upstream's parse_model knows, and what else its files have
+# The layers that upstream's parse_model knows, and the others of its files
 LAYERS = frozenset(
     """
     Conv AConv ConvTranspose Bottleneck SPP SPPF DWConv BottleneckCSP DWConvTranspose2d SPPCSPC ADown ELAN1 RepNCSPELAN4 SPPELAN
@@ -16,78 +19,50 @@ LAYERS = frozenset(
     Detect DualDetect TripleDetect DDetect DualDDetect TripleDDetect Segment DSegment DualDSegment Panoptic""".split()
 )
 PYTORCH = frozenset(
-    f'nn.{name}'
-    for name in (
-        'Upsample',
-        'MaxPool2d',
-        'AvgPool2d',
-        'ZeroPad2d',
-        'ConvTranspose2d',
-        'BatchNorm2d',
-        'Identity',
-        'Dropout',
-    )
+    """
+    nn.Upsample nn.MaxPool2d nn.AvgPool2d nn.ZeroPad2d nn.ConvTranspose2d nn.BatchNorm2d nn.Identity
+    nn.Dropout""".split()
 )
 ACTIVATIONS = frozenset(
-    f'nn.{name}'
-    for name in (
-        'ReLU',
-        'ReLU6',
-        'LeakyReLU',
-        'PReLU',
-        'ELU',
-        'CELU',
-        'SELU',
-        'GELU',
-        'SiLU',
-        'Mish',
-        'Hardswish',
-        'Hardsigmoid',
-        'Sigmoid',
-        'Tanh',
-        'Softplus',
-        'Identity',
-    )
+    """
+    nn.ReLU nn.ReLU6 nn.LeakyReLU nn.PReLU nn.ELU nn.CELU nn.SELU nn.GELU nn.SiLU nn.Mish nn.Hardswish nn.Hardsigmoid
+    nn.Sigmoid nn.Tanh nn.Softplus nn.Identity""".split()
 )
-VALUES = frozenset(
-    ('None', 'True', 'False', 'nc', 'anchors')
-)  # what parse_model makes a number, None or a list of numbers of
-MODES = frozenset(
-    ('nearest', 'bilinear', 'bicubic')
-)  # of nn.Upsample; no names that parse_model knows, so that they stay text
-LARGEST = 100_000  # number
-WINDOW = 64  # of a pooling, and factor of an upsampling: their work grows with it and is in no weights
-WINDOWED = {
-    'nn.MaxPool2d': 0,
-    'nn.AvgPool2d': 0,
-    'nn.Upsample': 0,
-    'nn.ZeroPad2d': 0,
-    'MP': 0,
-    'SP': 0,
-    'SPP': 1,
-    'SPPF': 1,
-    'SPPCSPC': 1,
-}  # layer → from which argument on
-ROWS, REPEATS, LENGTH = 1000, 100, 100  # at most: of the network, of a row, of a list
+# Words that parse_model turns into a number, None or a list of numbers
+VALUES = frozenset(('None', 'True', 'False', 'nc', 'anchors'))
+# Words of nn.Upsample. parse_model knows no such names, so they stay text.
+MODES = frozenset(('nearest', 'bilinear', 'bicubic'))
+LARGEST = 100_000  # absolute value of a number
+# Window of a pooling, factor of an upsampling: the work of such a layer grows with it, and no weights show it
+WINDOW = 64
+WINDOWED = {  # layer → its first argument that WINDOW limits
+    **dict.fromkeys(('nn.MaxPool2d', 'nn.AvgPool2d', 'nn.Upsample', 'nn.ZeroPad2d', 'MP', 'SP'), 0),
+    **dict.fromkeys(('SPP', 'SPPF', 'SPPCSPC'), 1),
+}
+ROWS, REPEATS, LENGTH = 1000, 100, 100  # rows of the network, repeats of a row, values of a list: at most
 
-# A layer of the user's own: where it is defined, what it must not be, and what its functions must not use
+# A layer of the user's own: the modules that may define it, the classes that it must not be a subclass of, and the
+# functions that it must not use
 TREE = 'models.common', 'models.experimental', 'models.yolo'
-NO_LAYERS = frozenset(
-    ('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT')
-)  # nor their subclasses
+NO_LAYERS = frozenset(('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT'))
 NOT_CALLED = frozenset(
     """eval exec compile open __import__ import_module system popen Popen run load load_url safe_load yaml_load parse_model
     attempt_load attempt_download""".split()
 )
 
 
-def require_network(content, source):
-    """Check that upstream builds `content` without running or opening what the file says; raises QatError, naming `source`, if not.
+def require_network(content: Any, source: str) -> None:
+    """Check that upstream builds a network without running or opening anything that the file names.
 
-    content: of a YAML file, or what a checkpoint holds as the YAML of its model.
+    Args:
+        content: content of a YAML file, or the YAML of its model that a checkpoint holds.
+        source: the file or flag, for the message.
+
+    Raises:
+        QatError: it describes no network, or has a value that is not allowed.
     """
 
-    def fail(problem):
+    def fail(problem: str) -> NoReturn:
         raise QatError(f'{source}: {problem}')
 
     if type(content) is not dict or not all(type(key) is str for key in content):
@@ -110,8 +85,8 @@ def require_network(content, source):
             fail(f'layer {number}: {problem}, and upstream would run it as code or build no layer')
 
 
-def _is_plain(content):
-    """Whether nothing but plain values is in it. A part that is there twice, or in itself, is looked at once."""
+def _is_plain(content: Any) -> bool:
+    """Tell whether there are only plain values in it. A part that is there twice, or in itself, is checked once."""
     waiting, seen = [content], set()
     while waiting:
         value = waiting.pop()
@@ -123,26 +98,26 @@ def _is_plain(content):
     return True
 
 
-def _is_number(value, least=-LARGEST, most=LARGEST):
-    return type(value) in (int, float) and least <= value <= most  # NaN does not
+def _is_number(value: Any, least: float = -LARGEST, most: float = LARGEST) -> bool:
+    return type(value) in (int, float) and least <= value <= most  # false for NaN
 
 
-def _is_list_of(fits, value):
+def _is_list_of(fits: Callable[[Any], Any], value: Any) -> bool:
     return type(value) is list and len(value) <= LENGTH and all(map(fits, value))
 
 
-def _is_int(value, least, most):
+def _is_int(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _is_anchors(value):
+def _is_anchors(value: Any) -> bool:
     return _is_int(value, 1, 100) or (
         _is_list_of(lambda row: _is_list_of(_is_number, row) and row, value) and bool(value)
     )
 
 
-def _is_activation(text):
-    """An activation as YOLOv9 writes it: nn.SiLU(), nn.LeakyReLU(0.1), nn.ReLU(inplace=True)."""
+def _is_activation(text: Any) -> bool:
+    """Tell whether it is an activation as YOLOv9 writes it: nn.SiLU(), nn.LeakyReLU(0.1), nn.ReLU(inplace=True)."""
     if not text:
         return text is None
     if type(text) is not str or len(text) > 60:
@@ -161,7 +136,9 @@ def _is_activation(text):
 
 
 FACTOR = lambda value: _is_number(value, 1e-3, 10), 'a number from 0.001 to 10'
-SETTINGS = {  # key → (what it may be, in words)
+SETTINGS: dict[
+    str, tuple[Callable[[Any], Any], str]
+] = {  # key → (whether a value is allowed, the allowed values in words)
     'nc': (lambda value: _is_int(value, 1, LARGEST), f'a number of classes from 1 to {LARGEST}'),
     'depth_multiple': FACTOR,
     'width_multiple': FACTOR,
@@ -172,8 +149,8 @@ SETTINGS = {  # key → (what it may be, in words)
 }
 
 
-def _wrong_row(source, repeats, name, arguments):
-    """What is wrong with a row, in words; None if nothing is."""
+def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | None:
+    """Say in words what is wrong with a row; None if nothing is."""
     if not (_is_int(source, -ROWS, ROWS) or (source and _is_list_of(lambda i: _is_int(i, -ROWS, ROWS), source))):
         return f'{_shown(source)} is no layer to read from, nor a list of such'
     if not _is_int(repeats, 1, REPEATS):
@@ -200,15 +177,15 @@ def _wrong_row(source, repeats, name, arguments):
     return None if len(arguments) <= LENGTH else f'more than {LENGTH} arguments'
 
 
-def _shown(value):
+def _shown(value: Any) -> str:
     return repr(value)[:60]
 
 
-def _wrong_layer(name):
-    """Why `name` is no layer of this tree, in words; None if it is one."""
+def _wrong_layer(name: str) -> str | None:
+    """Say in words why `name` is no layer of this tree; None if it is one."""
     import torch
 
-    from models import yolo
+    from models import yolo  # type: ignore[attr-defined]  # upstream's
 
     if not name.isidentifier():
         return f'{_shown(name)} is no name of a layer'
@@ -226,8 +203,8 @@ def _wrong_layer(name):
     return f'{name} calls {min(called)}, which no layer needs' if called else None
 
 
-def _names_used(function):
-    """Names that a function, and what is defined in it, uses."""
+def _names_used(function: Any) -> Iterator[str]:
+    """Yield the names that a function, and the functions defined in it, use."""
     waiting = [getattr(function, '__code__', None)]
     while waiting:
         code = waiting.pop()

@@ -1,33 +1,46 @@
-"""Names of classes and of modules, which files bring along: of printable characters, so that they can be repeated in a line of their own."""
+"""Names of classes and modules out of a file: one line of printable characters, because messages repeat them."""
+
+from __future__ import annotations
 
 import datetime
+from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import is_printable
 
+if TYPE_CHECKING:
+    from torch import nn
+
 LONGEST = 200  # characters of a name
-SCALARS = (
-    str,
-    int,
-    float,
-    bool,
-    datetime.date,
-    datetime.datetime,
-    type(None),
-)  # what YAML makes of `yes`, 7 and 2020-01-01
+# YAML reads the names `yes`, 7 and 2020-01-01 as values of these types.
+SCALARS = (str, int, float, bool, datetime.date, datetime.datetime, type(None))
 
 
-def is_printable_text(text):
+def is_printable_text(text: str) -> bool:
+    """Tell whether all characters of a text are printable, see printable.is_printable."""
     return text.isprintable() or all(map(is_printable, text))
 
 
-def is_name(name):
+def is_name(name: str) -> bool:
+    """Tell whether a name is printable and not too long."""
     return len(name) <= LONGEST and is_printable_text(name)
 
 
-def class_names(names, source):
-    """{class index: name} of a list of names, or of a map from 0..n-1. Raises QatError, naming `source`, if it is none, or a name is not
-    in one line of printable characters: labels.txt has a name on each line, and a second line would shift all that follow."""
+def class_names(names: Any, source: str) -> dict[int, str]:
+    """Check the names of classes.
+
+    labels.txt has one name on each line, so a line break in a name would shift all that follow.
+
+    Args:
+        names: a list of names, or a map from 0..n-1.
+        source: the file or flag, for the message.
+
+    Returns:
+        Class index → name.
+
+    Raises:
+        QatError: `names` is something else, or a name is too long or not printable.
+    """
     names = dict(enumerate(names)) if isinstance(names, (list, tuple)) else names
     if (
         not isinstance(names, dict)
@@ -44,8 +57,16 @@ def class_names(names, source):
     return names
 
 
-def require_names(model, source):
-    """Check the names in a model that was loaded, of its classes and its layers; it keeps the first as a map from 0..n-1."""
+def require_names(model: nn.Module, source: str) -> None:
+    """Check the names of a loaded model's classes and layers, and keep its class names as a map from 0..n-1.
+
+    Args:
+        model: a model with `names`.
+        source: the file or flag, for the message.
+
+    Raises:
+        QatError: a name is too long or not printable.
+    """
     model.names = class_names(model.names, source)
     for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
         if not all(map(is_name, path.split('.'))):

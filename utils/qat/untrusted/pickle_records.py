@@ -1,21 +1,24 @@
-"""A pickle as a description: its bytes → inert records, in which nothing can be called.
+"""A pickle as a description: its bytes become inert records that nobody can call.
 
-A pickle is a program for a stack machine that may name any callable and call it. This reader runs the same program, but a name stays
-a `Name`, a call stays a `Call`, and a tensor's bytes stay a `Stored`: no class or function is looked up, so none can run. What the
-records may become is decided by those who build from them: plain_values.py and models/quantize/pickled_modules.py.
+A pickle is a program for a stack machine that may name any callable and call it. This reader runs the same program,
+but a name stays a `Name`, a call stays a `Call`, and a tensor's bytes stay a `Stored`. No class or function is looked
+up, so none can run. plain_values.py and models/quantize/pickled_modules.py build values from the records, and they
+decide what a record may become.
 """
 
 import contextlib
 import gc
 import pickle
 import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-SCALARS = str, int, float, bool, type(None), bytes  # what may be a key of a dictionary or an element of a set
+SCALARS = str, int, float, bool, type(None), bytes  # allowed keys of a dictionary and elements of a set
 LONGEST_INTEGER = 9  # bytes: 64 bits and a sign
 
 
 class Refused(Exception):
-    """The pickle is damaged, or asks for more than our files need. The message is a clause that follows the name of the file."""
+    """A pickle is damaged, or asks for more than our files need. The message follows the name of the file."""
 
 
 class Name:
@@ -23,49 +26,61 @@ class Name:
 
     __slots__ = ('text',)
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         self.text = text
 
 
 class Stored:
-    """Data beside the pickle, which its archive holds. key: as the pickle gives it, of any type."""
+    """Data beside the pickle, in its archive. key: as the pickle gives it, of any type."""
 
     __slots__ = ('key',)
 
-    def __init__(self, key):
+    def __init__(self, key: Any) -> None:
         self.key = key
 
 
 class Call:
     """An object that the pickle makes.
 
-    function: a Name. arguments: a tuple. new: whether the object is made without its constructor. items: (key, value) pairs put into it.
-    state: its attributes as the pickle gives them, of any type, or None.
+    Attributes:
+        function: a Name.
+        arguments: a tuple.
+        new: the object is made without its constructor.
+        items: (key, value) pairs that are put into it.
+        state: its attributes as the pickle gives them, of any type, or None.
     """
 
     __slots__ = 'arguments', 'function', 'items', 'new', 'state'
 
-    def __init__(self, function, arguments, new):
-        self.function, self.arguments, self.new, self.items, self.state = function, arguments, new, (), None
+    def __init__(self, function: Name, arguments: tuple, new: bool) -> None:
+        self.function, self.arguments, self.new = function, arguments, new
+        self.items: Sequence[tuple[Any, Any]] = ()
+        self.state: Any = None
 
 
-def read_pickle(content):
+def read_pickle(content: bytes) -> tuple[Any, set[str]]:
     """Read a pickle of protocol 2 to 5.
 
-    content: bytes. Returns (its object, the set of all names in it); beside records there are plain values, lists, tuples, dictionaries and
-    sets. Raises Refused.
+    Args:
+        content: the pickle.
+
+    Returns:
+        Its object and all names in it. Beside records there are plain values, lists, tuples, dictionaries and sets.
+
+    Raises:
+        Refused: the pickle is damaged, or does something that no file of ours needs.
     """
     try:
         with without_collector():
             return _run(content)
-    # whatever reading bytes raises that are no pickle
+    # all that bytes which are no pickle can raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, struct.error) as e:
         raise Refused(f'its pickle is damaged ({type(e).__name__})') from e
 
 
 @contextlib.contextmanager
-def without_collector():
-    """Context: Python's garbage collector, which would look through all new records again and again, does not run."""
+def without_collector() -> Iterator[None]:
+    """Turn Python's garbage collector off in the block: it would look through all new records again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -75,23 +90,28 @@ def without_collector():
             gc.enable()
 
 
-def _run(content):
-    stack, marks, memo, names, position = [], [], {}, set(), 0  # marks: heights of the stack
+def _run(content: bytes) -> tuple[Any, set[str]]:
+    """Run the program of a pickle; raises Refused, or the errors that `read_pickle` takes for damage."""
+    stack: list[Any] = []
+    marks: list[int] = []  # heights of the stack
+    memo: dict[int, Any] = {}
+    names: set[str] = set()
+    position = 0
     push, pop = stack.append, stack.pop
 
-    def above_mark():
+    def above_mark() -> list[Any]:
         height = marks.pop()
         values = stack[height:]
         del stack[height:]
         return values
 
-    def text_of(length):
+    def text_of(length: int) -> str:
         return str(content[position : position + length], 'utf-8', 'surrogatepass')
 
     while True:
         code = content[position]
         position += 1
-        # the most frequent ones first
+        # the most frequent operations first
         if code == BINGET:
             push(memo[content[position]])
             position += 1
@@ -116,11 +136,11 @@ def _run(content):
             marks.append(len(stack))
         elif code in TUPLES:
             count = TUPLES[code]
-            values = tuple(stack[-count:])
+            top = tuple(stack[-count:])
             del stack[-count:]
-            if len(values) < count:
+            if len(top) < count:
                 raise IndexError
-            push(values)
+            push(top)
         elif code == TUPLE:
             push(tuple(above_mark()))
         elif code in SETS_ITEMS:
@@ -196,7 +216,8 @@ def _run(content):
             raise IndexError  # an operation took what is below a mark
 
 
-def _set_items(target, flat):
+def _set_items(target: Any, flat: list[Any]) -> None:
+    """Put items into a dictionary or a Call. flat: key, value, key, value, ..."""
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     if not all(type(key) in SCALARS for key, _ in pairs):
         raise Refused('its pickle has a key that is neither text nor a number')
@@ -208,7 +229,7 @@ def _set_items(target, flat):
         raise Refused('its pickle sets items of an object that has none')
 
 
-# Operations as numbers, which is what an element of bytes is.
+# Operations as numbers, as an element of bytes is.
 (
     BININT1,
     BINGET,
@@ -270,7 +291,7 @@ FIXED = {
     pickle.BININT2[0]: struct.Struct('<H'),
     pickle.BINFLOAT[0]: struct.Struct('>d'),
 }
-LONG_VALUES = {  # form of the length, kind of the value
+LONG_VALUES: dict[int, tuple[struct.Struct, type]] = {  # operation → (form of the length, type of the value)
     pickle.BINUNICODE[0]: (struct.Struct('<I'), str),
     pickle.SHORT_BINUNICODE[0]: (struct.Struct('<B'), str),
     pickle.BINUNICODE8[0]: (struct.Struct('<Q'), str),

@@ -1,9 +1,15 @@
-"""Records of a pickle → plain values, tensors and arrays of numbers: what is built is on the list here, and the rest is refused by name."""
+"""Plain values, tensors and arrays of numbers from the records of a pickle.
+
+Only the types listed here are built; any other is refused by its name.
+"""
 
 import math
 import pathlib
 import re
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,9 +19,8 @@ from utils.qat.untrusted.pickle_records import Call, Name, Refused, Stored
 from utils.qat.untrusted.torch_archive import read_archive
 
 DEEPEST = 100  # levels of nesting
-MOST_VALUES = (
-    4_000_000  # everything counted as often as it is referred to: lists of lists of lists grow without growing the file
-)
+# Each value counts as often as it is referred to: lists of lists of lists grow without growing the file.
+MOST_VALUES = 4_000_000
 STORAGES = {
     f'torch.{name}Storage': dtype
     for name, dtype in {
@@ -32,28 +37,45 @@ STORAGES = {
     }.items()
 }
 DTYPES = {f'torch.{str(dtype).removeprefix("torch.")}': dtype for dtype in STORAGES.values()}
-NUMBERS = re.compile('[fiu][1248]|b1')  # NumPy's names of its number types, without byte order
+NUMBERS = re.compile('[fiu][1248]|b1')  # NumPy's names of its number types, without the byte order
 MULTIARRAY = 'numpy.core.multiarray', 'numpy._core.multiarray'  # before NumPy 2 and since
 TRUST = 'take the file from where you trust it'
 
 
 class Values:
-    """Builds values from the records of one pickle. Each record is built once, however often it is referred to.
+    """The builder of the values of one pickle. It builds each record once, however often the record is referred to.
 
-    calls: name of a function or class in the pickle → what builds its value.
+    Attributes:
+        calls: name of a function or class in the pickle → function that builds its value from a Call.
     """
 
-    def __init__(self, members=None):
-        """members: of the archive that the pickle is in, see torch_archive.Archive; None = a pickle by itself."""
-        self.members = members or {}
-        self.room = 2 * sum(
-            len(data) for name, data in self.members.items() if name.startswith('data/')
-        )  # bytes of all tensors together
-        self.made, self.cost, self.busy, self.storages = {}, {}, set(), {}
-        self.count = 0
+    calls: ClassVar[Mapping[str, Callable[[Any, Call], Any]]]
 
-    def value(self, record):
-        """Build a value. record: of pickle_records, or a plain value. Raises Refused."""
+    def __init__(self, members: Mapping[str, memoryview] | None = None) -> None:
+        """Make a builder.
+
+        Args:
+            members: of the archive that has the pickle, see torch_archive.Archive; None = a pickle by itself.
+        """
+        self.members = members or {}
+        # bytes left for tensors: all together have at most twice the bytes of the file's data
+        self.room = 2 * sum(len(data) for name, data in self.members.items() if name.startswith('data/'))
+        # by id of a record: its value, and the number of values in it
+        self.made: dict[int, Any] = {}
+        self.cost: dict[int, int] = {}
+        self.busy: set[int] = set()  # ids of the records that are being built
+        self.storages: dict[Any, torch.Tensor] = {}
+        self.count = 0  # values so far
+
+    def value(self, record: Any) -> Any:
+        """Build a value.
+
+        Args:
+            record: of pickle_records, or a plain value.
+
+        Raises:
+            Refused: the value is not on the list of this file, is damaged, or is too large.
+        """
         build = BUILDERS.get(type(record))
         if build is None:
             return _plain(record)
@@ -73,23 +95,28 @@ class Values:
             raise Refused(f'it has more than {MOST_VALUES} values, counted as often as they are used')
         return self.made[key]
 
-    def values(self, records):
+    def values(self, records: Sequence[Any]) -> list[Any]:
+        """Build a list of values."""
         self.count += len(records)
         return [self.value(record) for record in records]
 
-    def mapping(self, record):
+    def mapping(self, record: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Build a dictionary."""
         self.count += len(record)
         return {_plain(key): self.value(item) for key, item in record.items()}
 
-    def name(self, record):
+    def name(self, record: Name) -> torch.dtype:
+        """Build the value of a name: only a dtype of PyTorch is one."""
         if record.text in DTYPES:
             return DTYPES[record.text]
         raise Refused(f'its pickle asks for {_shown(record)}, which no checkpoint needs as a value; {TRUST}')
 
-    def stored(self, record):
+    def stored(self, record: Stored) -> Any:
+        """Refuse data that belong to no tensor."""
         raise Refused(f'its pickle has data that belong to no tensor; {TRUST}')
 
-    def call(self, record):
+    def call(self, record: Call) -> Any:
+        """Build an object by its entry of `calls`; the constructor, items and state must be as the entry has them."""
         name = record.function.text
         build = self.calls.get(name)
         if build is None:
@@ -102,57 +129,56 @@ class Values:
             ):
                 raise ValueError
             return build(self, record)
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ) as e:  # arguments that do not fit
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError) as e:
             raise Refused(f'its pickle is damaged: {_shown(record.function)} with arguments that do not fit') from e
 
-    def other(self, record):
-        """Build an object that is not on the list of this file; a subclass may know it."""
+    def other(self, record: Call) -> Any:
+        """Build an object that `calls` does not have: here none. A subclass may know it."""
         raise Refused(f'its pickle asks for {_shown(record.function)}, which was not done; {TRUST}')
 
-    # ---- entries of CALLS: each takes a Call -------------------------------------------------------------------------------------
+    # ---- entries of `calls` ----------------------------------------------------------------------------------------
 
-    def ordered(self, record):
-        self.value(record.state)  # of a state dict, PyTorch's notes on versions
+    def ordered(self, record: Call) -> OrderedDict[Any, Any]:
+        """Build an OrderedDict, such as a state dict."""
+        self.value(record.state)  # a state dict has PyTorch's notes on versions here: checked, and left out
         _arguments(record, 0)
         return OrderedDict((_plain(key), self.value(item)) for key, item in record.items)
 
-    def set_(self, record):
+    def set_(self, record: Call) -> set[Any]:
+        """Build a set."""
         (elements,) = _arguments(record, 1)
         return set(map(_plain, elements))
 
-    def size(self, record):
+    def size(self, record: Call) -> torch.Size:
+        """Build a torch.Size."""
         return torch.Size(map(_count, _arguments(record, 1)[0]))
 
-    def device(self, record):
+    def device(self, record: Call) -> torch.device:
+        """Build a torch.device."""
         return torch.device(*map(_plain, record.arguments))
 
-    def path(self, record):
+    def path(self, record: Call) -> Any:
+        """Build the text of a path."""
         kind = pathlib.PureWindowsPath if 'Windows' in record.function.text else pathlib.PurePosixPath
         return _plain(str(kind(*map(_plain, record.arguments))))
 
-    def namespace(self, record):
+    def namespace(self, record: Call) -> dict[Any, Any]:
+        """Build the arguments of a command, an argparse.Namespace, as a dictionary."""
         _arguments(record, 0)
         return self.mapping(record.state or {})
 
-    def encoded(self, record):
-        """Bytes, which protocol 2 has only as text."""
+    def encoded(self, record: Call) -> bytes:
+        """Build bytes, which protocol 2 has only as text."""
         text, encoding = _arguments(record, 2)
         if encoding != 'latin1':
             raise ValueError
         return text.encode('latin1')
 
-    def tensor(self, record):
-        """A tensor over a part of its storage: size, stride and offset, in elements, stay within it."""
+    def tensor(self, record: Call) -> torch.Tensor:
+        """Build a tensor over a part of its storage: size, stride and offset, in elements, stay within it."""
         stored, offset, size, stride, gradient, hooks, *_ = record.arguments
         storage = self.storage(stored)
-        size, stride = (tuple(map(_count, values)) for values in (size, stride))
+        size, stride = (tuple(map(_count, numbers)) for numbers in (size, stride))
         count = math.prod(size)
         end = _count(offset) + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
         if count and max(end, count) > len(storage):
@@ -163,7 +189,11 @@ class Values:
         _require_no_hooks(hooks)
         return storage.as_strided(size, stride, offset).requires_grad_(gradient is True)
 
-    def storage(self, record):
+    def storage(self, record: Any) -> torch.Tensor:
+        """Build the storage of tensors as a tensor [elements].
+
+        It shares the memory of the file if its elements are aligned there.
+        """
         if type(record) is not Stored:
             raise Refused('it has a tensor without data')
         kind, dtype, key, _, length = record.key
@@ -179,15 +209,15 @@ class Values:
             raise Refused('it has tensors of two types over the same data')
         return self.storages[key]
 
-    def parameter(self, record):
+    def parameter(self, record: Call) -> torch.nn.Parameter:
+        """Build a parameter, without its state."""
         data, gradient, hooks, *state = record.arguments
         self.values(state)
         _require_no_hooks(hooks)
-        data = self.value(data)
-        return torch.nn.Parameter(data.detach(), requires_grad=gradient is True)
+        return torch.nn.Parameter(self.value(data).detach(), requires_grad=gradient is True)
 
-    def dtype(self, record):
-        """A number type of NumPy, from its name and byte order alone."""
+    def dtype(self, record: Call) -> np.dtype:
+        """Build a number type of NumPy, from its name and byte order alone."""
         name, *_ = _arguments(record, 3)
         version, order, *rest = record.state
         if (
@@ -198,12 +228,14 @@ class Values:
             raise Refused('it has an array of NumPy whose elements are no numbers')
         return np.dtype(name).newbyteorder(order)
 
-    def scalar(self, record):
+    def scalar(self, record: Call) -> Any:
+        """Build a number of NumPy."""
         dtype, content = map(self.value, _arguments(record, 2))
         (value,) = np.frombuffer(content, np.dtype(dtype))
         return value
 
-    def array(self, record):
+    def array(self, record: Call) -> np.ndarray:
+        """Build an array of numbers."""
         _, shape, dtype, fortran, content = array_state(self, record)
         return (
             np.frombuffer(self.value(content), np.dtype(self.value(dtype)))
@@ -212,8 +244,16 @@ class Values:
         )
 
 
-def read_values(path, flag):
-    """Read a torch.save file of plain values and tensors, given with `flag`. Raises QatError, naming the file, if it holds anything else."""
+def read_values(path: str | Path, flag: str) -> Any:
+    """Read a torch.save file of plain values and tensors.
+
+    Args:
+        path: the file.
+        flag: the option that gave it.
+
+    Raises:
+        QatError: the file holds anything else, or is damaged.
+    """
     archive = read_archive(path, flag)
     try:
         return Values(archive.members).value(archive.content)
@@ -221,8 +261,8 @@ def read_values(path, flag):
         raise QatError(f'{flag} {path}: not loaded: {e}') from e
 
 
-def _plain(value):
-    """`value`, a scalar. Text must be Unicode, whole numbers of at most 64 bits."""
+def _plain(value: Any) -> Any:
+    """Return a scalar. Text must be Unicode, whole numbers have at most 64 bits."""
     if type(value) is int and value.bit_length() > 64:
         raise Refused('it has a whole number of more than 64 bits')
     if type(value) is str and not value.isascii():
@@ -235,27 +275,38 @@ def _plain(value):
     return value
 
 
-def _count(value):
-    """`value`, a whole number of at least 0."""
+def _count(value: Any) -> int:
+    """Return a whole number of at least 0."""
     if type(value) is not int or not 0 <= value < 2**48:
         raise ValueError
     return value
 
 
-def _shown(name):
-    """The text of a Name, cut to a length that fits a line."""
+def _shown(name: Name) -> str:
+    """Return the text of a Name, cut to a length that fits a line."""
     return name.text if len(name.text) <= 80 else f'{name.text[:77]}...'
 
 
-def _arguments(call, count):
-    """The arguments of a Call, which must be `count`."""
+def _arguments(call: Call, count: int) -> tuple:
+    """Return the arguments of a Call, which must be `count`."""
     if len(call.arguments) != count:
         raise ValueError
     return call.arguments
 
 
-def array_state(values, call):
-    """What an array of NumPy is pickled as: (1, its shape, the record of its dtype, whether its columns come first, its elements)."""
+def array_state(values: Values, call: Call) -> Any:
+    """Take apart the record of an array of NumPy.
+
+    Args:
+        values: the builder.
+        call: the record.
+
+    Returns:
+        (1, its shape, the record of its dtype, whether its columns come first, its elements).
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
     kind, shape, code = _arguments(call, 3)
     if (
         type(kind) is not Name
@@ -268,7 +319,7 @@ def array_state(values, call):
     return call.state
 
 
-def _require_no_hooks(record):
+def _require_no_hooks(record: Any) -> None:
     if (
         type(record) is not Call
         or record.function.text != 'collections.OrderedDict'
@@ -278,7 +329,7 @@ def _require_no_hooks(record):
         raise Refused('it has a tensor with hooks, which are code')
 
 
-BUILDERS = {
+BUILDERS: dict[type, Callable[[Values, Any], Any]] = {  # type of a record → function that builds its value
     list: lambda self, record: self.values(record),
     tuple: lambda self, record: tuple(self.values(record)),
     dict: Values.mapping,
@@ -287,7 +338,7 @@ BUILDERS = {
     Stored: Values.stored,
     Call: Values.call,
 }
-ARRAYS = {
+ARRAYS: dict[str, Callable[[Values, Call], Any]] = {
     '_codecs.encode': Values.encoded,
     'numpy.dtype': Values.dtype,
     **{f'{module}.scalar': Values.scalar for module in MULTIARRAY},
@@ -301,14 +352,16 @@ Values.calls = {
     'argparse.Namespace': Values.namespace,
     'torch.Size': Values.size,
     'torch.device': Values.device,
+    # _local: Python 3.13
     **{
         f'{module}.{kind}Path': Values.path for module in ('pathlib', 'pathlib._local') for kind in ('Posix', 'Windows')
-    },  # _local: Python 3.13
+    },
     'torch._utils._rebuild_tensor_v2': Values.tensor,
     'torch._utils._rebuild_parameter': Values.parameter,
     'torch._utils._rebuild_parameter_with_state': Values.parameter,
 }
-NEW = {'argparse.Namespace'}  # made without its constructor
+# Names of `calls` whose objects are made without their constructor, may get items, and may have a state
+NEW = {'argparse.Namespace'}
 WITH_ITEMS = {'collections.OrderedDict'}
 WITH_STATE = {
     'collections.OrderedDict',

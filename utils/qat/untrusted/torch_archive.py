@@ -1,7 +1,8 @@
-"""A file of torch.save: read once, hashed as read, and looked at member by member. PyTorch never opens it.
+"""A file of torch.save: read once, hashed as it is read, and checked member by member. PyTorch never opens it.
 
-torch.load decides by the content what a file is, and runs some kinds as programs (TorchScript) or through other readers (tar). So only
-one form passes here: the zip archive that torch.save has written since version 1.6, with one pickle, and tensors as plain bytes.
+torch.load decides by the content which kind of file it has, and runs some kinds as programs (TorchScript) or through
+other readers (tar). So only one form passes here: the zip archive that torch.save has written since version 1.6, with
+one pickle, and tensors as plain bytes.
 """
 
 import hashlib
@@ -12,47 +13,61 @@ import zipfile
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.pickle_records import Refused, read_pickle
 
-MOST_PICKLE = (
-    8_000_000  # bytes; that of the largest YOLOv9, with its optimizer, has 2 MB. Each can become 70 bytes of objects
-)
+# Bytes. The pickle of the largest YOLOv9, with its optimizer, has 2 MB. One byte can become 70 bytes of objects.
+MOST_PICKLE = 8_000_000
 MEMBERS = re.compile(
     r'[^/]+/(data\.pkl|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id|data/\d+)'
 )
-HEADER = struct.Struct('<4s5H3L2H')  # of a member: signature, ..., length of the name, length of the extra field
+HEADER = struct.Struct('<4s5H3L2H')  # header of a member: signature, ..., length of its name, of its extra field
 AGAIN = "if you trust it, write it again: python -c \"import torch; torch.save(torch.load('OLD.pt', weights_only=False), 'NEW.pt')\""
 
 
 @dataclass
 class Archive:
-    """content: its pickle as records. names: the set of names in it. members: 'data/KEY' → a memoryview of bytes. digest: its result is the
-    SHA-256 of the file as it was read, in hex digits."""
+    """Content of a torch.save file.
 
-    content: object
-    names: set
-    members: dict
-    digest: Future
+    Attributes:
+        content: its pickle as records.
+        names: all names in the pickle.
+        members: 'data/KEY' → its bytes.
+        digest: its result is the SHA-256 of the file as it was read, in hex digits.
+    """
+
+    content: Any
+    names: set[str]
+    members: dict[str, memoryview]
+    digest: 'Future[str]'
 
 
-def read_archive(path, flag='--weights'):
-    """Read a torch.save file given with `flag`. Raises QatError, naming the file, if it is none, is damaged, or holds anything else."""
-    import torch  # here, so that `-h` does not pay for it
+def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
+    """Read a torch.save file.
+
+    Args:
+        path: the file.
+        flag: the option that gave it.
+
+    Raises:
+        QatError: it is no such file, is damaged, or holds anything else.
+    """
+    import torch  # here, because `-h` must not load it
 
     require_file(path, flag)
     try:
         with open(path, 'rb') as file:
             size = file.seek(0, 2)
             file.seek(0)
-            content = memoryview(
-                torch.empty(size, dtype=torch.uint8).numpy()
-            )  # PyTorch's memory is aligned for its tensors
+            # PyTorch's memory is aligned for its tensors.
+            content = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
             if file.readinto(content) != size:
                 raise Refused('it was changed while it was read')
-            pool = ThreadPoolExecutor(2)  # both leave Python to the others while they compute
+            pool = ThreadPoolExecutor(2)  # SHA-256 and CRC-32 release Python's lock while they compute
             digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
             members, sums = _members(file, content)
         damaged = pool.submit(lambda: [name for name, data in members.items() if zlib.crc32(data) != sums[name]])
@@ -63,19 +78,24 @@ def read_archive(path, flag='--weights'):
         return Archive(record, names, members, digest)
     except Refused as e:
         raise QatError(f'{flag} {path}: not loaded: {e}') from e
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        struct.error,
-        UnicodeDecodeError,
-        ValueError,
-        EOFError,
-    ) as e:  # NotImplementedError: of another zip version
+    # NotImplementedError: another version of zip
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeDecodeError, ValueError, EOFError) as e:
         raise QatError(f'{flag} {path}: not a PyTorch checkpoint (or cut short): {e or type(e).__name__}') from e
 
 
-def _members(file, content):
-    """(members of a zip file, their CRC-32), by names without the leading folder. Each is checked to be plain bytes of `content` of its own."""
+def _members(file: BinaryIO, content: memoryview) -> tuple[dict[str, memoryview], dict[str, int]]:
+    """Check the members of a zip file: each is a plain, separate part of `content`.
+
+    Args:
+        file: the zip file.
+        content: its bytes.
+
+    Returns:
+        Name without the leading folder → bytes, and name → CRC-32.
+
+    Raises:
+        Refused, zipfile.BadZipFile: it is no plain archive of torch.save.
+    """
     if content[:4] != b'PK\3\4':
         raise zipfile.BadZipFile(
             f'it does not begin as torch.save writes it since version 1.6; if it is an older file, {AGAIN}'
@@ -84,7 +104,10 @@ def _members(file, content):
         infos, last = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
     if not any(info.filename.endswith('/data.pkl') for info in infos):
         raise zipfile.BadZipFile('no pickled data inside')
-    found, sums, end, folders = {}, {}, 0, set()
+    found: dict[str, memoryview] = {}
+    sums: dict[str, int] = {}
+    folders: set[str] = set()
+    end = 0
     for info in infos:
         folder, _, name = info.filename.partition('/')
         if not MEMBERS.fullmatch(info.filename):
@@ -117,8 +140,11 @@ def _members(file, content):
     return found, sums
 
 
-def _start(info, content):
-    """Where the bytes of a member begin: behind its own header, which must name the same file as the directory at the end."""
+def _start(info: zipfile.ZipInfo, content: memoryview) -> int:
+    """Find the first byte of a member.
+
+    It stands behind the member's own header, which must name the same file as the directory at the end does.
+    """
     signature, *_, name_length, extra_length = HEADER.unpack_from(content, info.header_offset)
     name = info.header_offset + HEADER.size
     if signature != b'PK\3\4' or bytes(content[name : name + name_length]) != info.orig_filename.encode():

@@ -1,22 +1,33 @@
-"""A YAML file that a flag names → plain values, or the one line that says why not."""
+"""A YAML file that a flag names, as plain values."""
+
+from pathlib import Path
+from typing import Any
 
 from utils.qat.core.errors import QatError
 
 LARGEST_YAML = 2_000_000  # bytes; the names of 20 000 classes are a quarter of it
 
 
-def read_yaml(file, flag):
-    """Content of a YAML file given with `flag`. Raises QatError if it is none, or beyond what anybody writes."""
-    import yaml  # here, so that `-h` does not need it
+def read_yaml(file: Path, flag: str) -> Any:
+    """Read a YAML file.
 
-    from utils.qat.untrusted.bounded_yaml import TooMuch, load
+    Args:
+        file: the file, which exists.
+        flag: the option that gave it.
+
+    Raises:
+        QatError: it is no YAML, or beyond the limits of bounded_yaml.
+    """
+    import yaml  # here, because `-h` must not need it
+
+    from utils.qat.untrusted.bounded_yaml import TooMuch, load_yaml
 
     if file.stat().st_size > LARGEST_YAML:
         raise QatError(
             f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?'
         )
     try:
-        return load(file.read_text(encoding='utf-8', errors='ignore'))
+        return load_yaml(file.read_text(encoding='utf-8', errors='ignore'))
     except TooMuch as e:
         raise QatError(f'{flag} {file}: not read: {e}; is it another file?') from e
     except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as e:

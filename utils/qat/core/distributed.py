@@ -120,7 +120,7 @@ def merged(batches: list) -> list:
         return batches
     import torch.distributed as dist
 
-    shards = [None] * world_size() if is_first() else None
+    shards: list[Any] | None = [None] * world_size() if is_first() else None
     with _of_all():
         dist.gather_object(batches, shards)
     nothing = object()

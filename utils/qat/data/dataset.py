@@ -1,10 +1,15 @@
-"""Data YAML → upstream's dataset of boxes or of masks: checks the YAML and the labels, and holds images out of train."""
+"""Data YAML → upstream's dataset of boxes or of masks.
+
+The YAML and the labels are checked, and images are held out of train.
+"""
 
 import glob
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -12,37 +17,57 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
+from utils.qat.config.qat import CalibrationConfig, EvalConfig
 from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, quiet_upstream
-from utils.qat.data.labels import check_cache, check_dropped, check_labels, check_names
+from utils.qat.data.labels import check_cache, check_dropped, check_image_names, check_labels
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.yaml_file import read_yaml
 
 
 @dataclass
 class Data:
-    """A checked data YAML. Paths are absolute: image folders, or text files that list images."""
+    """A checked data YAML.
+
+    Attributes:
+        file: the YAML.
+        train: absolute paths of image folders, or of text files that list images.
+        val: likewise.
+        names: class index → name.
+        annotations: COCO's instances_val2017.json, if the data is COCO.
+        flag: the option that gave the YAML.
+        val_split: share of the training images that is held out of training, in [0, 1).
+        segments: the model gives masks, so labels must be polygons.
+    """
 
     file: Path
-    train: list
-    val: list
-    names: dict  # class index → name
-    annotations: Path = None  # COCO's instances_val2017.json, where the data is COCO
-    flag: str = '--data'  # that named the file
-    val_split: float = 0.0  # share of the training images that is held out of training
-    segments: bool = False  # the model gives masks, so labels must be polygons
+    train: list[str]
+    val: list[str]
+    names: dict[int, str]
+    annotations: Path | None = None
+    flag: str = '--data'
+    val_split: float = 0.0
+    segments: bool = False
 
     @property
-    def nc(self):
+    def nc(self) -> int:
+        """Number of classes."""
         return len(self.names)
 
 
-def load_data(file, nc=None, flag='--data', segments=False):
-    """Read and check a data YAML given with `flag`; `nc` is the model's class count, to compare, and `segments` whether it gives masks.
+def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', segments: bool = False) -> Data:
+    """Read and check a data YAML.
 
-    Raises QatError naming the key at fault.
+    Args:
+        file: the YAML.
+        nc: number of the model's classes, to compare; None = any.
+        flag: the option that gave the YAML.
+        segments: the model gives masks.
+
+    Raises:
+        QatError: a key is missing or wrong, or a path leads to no images; it names the key.
     """
     file = require_file(file, flag, ('.yaml', '.yml'))
     content = read_yaml(file, flag)
@@ -72,7 +97,7 @@ def load_data(file, nc=None, flag='--data', segments=False):
     train, val = ([base / p for p in _as_list(content[k])] for k in ('train', 'val'))
     for key, paths in (('train', train), ('val', val)):
         for p in paths:
-            if not os.path.exists(p):  # unlike Path.exists, it takes any text
+            if not os.path.exists(p):  # Path.exists raises an error for some texts
                 tried = (
                     ''
                     if os.path.isabs(content.get('path') or '')
@@ -96,26 +121,29 @@ def load_data(file, nc=None, flag='--data', segments=False):
     )
 
 
-def _as_list(value):
+def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _base_folder(file, content):
-    """Folder that the relative paths of a data YAML start from: its path:, taken relative to the upstream tree (as
-    upstream does), the current folder, or the YAML's own; the first under which val: exists."""
+def _base_folder(file: Path, content: dict) -> Path:
+    """Find the folder that the relative paths of a data YAML start from.
+
+    It is the YAML's path:, taken from the upstream tree (as upstream does), from the current folder, or from the
+    YAML's own: the first of the three under which val: exists.
+    """
     path = Path(content.get('path') or '')
     bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
     return next((b for b in bases if all(os.path.exists(b / p) for p in _as_list(content['val']))), bases[0])
 
 
-def _has_images(path):
+def _has_images(path: Path) -> bool:
     if path.is_file():
         return any(line.rsplit('.', 1)[-1].strip().lower() in IMG_FORMATS for line in path.open(errors='ignore'))
     return any(p.suffix[1:].lower() in IMG_FORMATS for p in path.rglob('*.*'))
 
 
-def _check_polygons(dataset, data):
-    """Name the label that has no outline: upstream would give its image the masks of others, or none."""
+def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
+    """Raise QatError for a label without an outline: upstream would give its image another image's masks, or none."""
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         if len(outlines) != len(rows) or any(len(outline) < 3 for outline in outlines):
             raise QatError(
@@ -125,45 +153,67 @@ def _check_polygons(dataset, data):
 
 
 class Readable:
-    """What upstream's dataset is beside: an image that OpenCV cannot read, where Pillow found nothing wrong, is told by name."""
+    """A base beside upstream's dataset: it names an image that OpenCV cannot read although Pillow found no fault.
 
-    def load_image(self, i):
+    Attributes:
+        im_files: upstream's, the images.
+    """
+
+    im_files: list[str]
+
+    def load_image(self, i: int) -> tuple:
+        """Load image `i`, or raise a QatError that names it."""
         try:
-            return super().load_image(i)
-        except (AssertionError, ValueError, cv2.error) as e:  # ValueError: of a damaged .npy beside it
+            return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
+        except (AssertionError, ValueError, cv2.error) as e:  # ValueError: a damaged .npy beside the image
             raise QatError(
                 f'image {self.im_files[i]}: cannot be read; mend or remove it ({" ".join(str(e).split())[:200]})'
             ) from e
 
 
-class Boxes(Readable, LoadImagesAndLabels):
-    pass
+class BoxDataset(Readable, LoadImagesAndLabels):
+    """Upstream's dataset of images and boxes."""
 
 
-class Masks(Readable, LoadImagesAndLabelsAndMasks):
-    pass
+class MaskDataset(Readable, LoadImagesAndLabelsAndMasks):
+    """Upstream's dataset of images, boxes and masks."""
 
 
-def open_dataset(data, split, config, stride, masks=None, **options):
-    """Upstream's dataset over images of `data`, its labels checked.
+def open_dataset(
+    data: Data,
+    split: str,
+    config: CalibrationConfig | EvalConfig,
+    stride: int,
+    masks: dict[str, Any] | None = None,
+    **options: Any,
+) -> LoadImagesAndLabels:
+    """Open upstream's dataset over the images of a data YAML, and check its labels.
 
-    split: 'train', 'val', or 'held out': those of the training images that `data.val_split` takes away from 'train'. masks: settings of
-    upstream's dataset that gives masks as well; None = boxes only.
+    Args:
+        data: the data YAML.
+        split: 'train', 'val', or 'held out': the training images that `data.val_split` takes away from 'train'.
+        config: gives imgsz and batch_size.
+        stride: of the model, in pixels.
+        masks: settings of upstream's dataset of masks; None = boxes only.
+        **options: as upstream's dataset takes them.
+
+    Raises:
+        QatError: a label or an image is wrong, or none is left.
     """
     key = 'val' if split == 'val' else 'train'
-    cls = Boxes if masks is None else Masks
+    cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)
     files = _image_files(paths)
     if not files:
         raise QatError(f'{data.flag} {data.file}: {key}: no images in {", ".join(paths)}')
-    check_names(files, data)
+    check_image_names(files, data)
     check_cache(files, paths)
-    with first_goes_ahead(), quiet_upstream():  # it writes a cache of the labels
+    with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
         try:
             dataset = cls(
                 paths, config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options
             )
-        except (AssertionError, ValueError) as e:  # how upstream reports a set without one usable label or image
+        except (AssertionError, ValueError) as e:  # upstream's errors for a set without one usable label or image
             check_dropped(files, data)
             raise QatError(
                 f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})'
@@ -191,9 +241,9 @@ def open_dataset(data, split, config, stride, masks=None, **options):
     return dataset
 
 
-def _held_out(files, share):
-    """The set of files that --val-split `share` holds out: evenly spread over the names, whatever the seed."""
-    files = sorted(files)
+def _held_out(names: Sequence[str], share: float) -> set[str]:
+    """Choose the files that --val-split `share` holds out: evenly spread over the names, whatever the seed."""
+    files = sorted(names)
     n = round(share * len(files))
     if not 0 < n < len(files):
         raise QatError(
@@ -203,28 +253,33 @@ def _held_out(files, share):
     return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
 
 
-def _keep(dataset, wanted, config, pad):
-    """Leave only the `wanted` images (a bool for each) in upstream's dataset, in place: no mosaic shows another one.
+def _keep(
+    dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: CalibrationConfig | EvalConfig, pad: float
+) -> None:
+    """Keep only some images in upstream's dataset, in place: then no mosaic shows another one.
 
-    pad: of rectangles, in strides, as given to the dataset.
+    Args:
+        dataset: the dataset.
+        wanted: for each image, whether it stays.
+        config: gives imgsz and batch_size.
+        pad: of rectangles, in strides, as given to the dataset.
     """
     kept = np.flatnonzero(wanted)
     for name in ('im_files', 'label_files', 'labels', 'segments', 'ims', 'npy_files'):
         setattr(dataset, name, [getattr(dataset, name)[i] for i in kept])
     dataset.shapes, dataset.n, dataset.indices = dataset.shapes[kept], len(kept), range(len(kept))
     dataset.batch = np.arange(len(kept)) // config.batch_size
-    if (
-        dataset.rect
-    ):  # sorted by shape already; a batch is as high and as wide as its images need, the longer side of each 1
+    if dataset.rect:
+        # The images are sorted by shape. A batch is as high and as wide as its images need; their longer side is 1.
         ratio = dataset.shapes[:, 1:] / dataset.shapes[:, :1]  # height / width
         sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
         largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
         dataset.batch_shapes = np.ceil(largest * config.imgsz / dataset.stride + pad).astype(int) * dataset.stride
 
 
-def _image_files(paths):
-    """The image files that upstream's dataset looks for under `paths`."""
-    files = []
+def _image_files(paths: Sequence[str]) -> list[str]:
+    """List the image files that upstream's dataset looks for under `paths`."""
+    files: list[str] = []
     for p in map(Path, paths):
         if p.is_dir():
             files += glob.glob(str(p / '**' / '*.*'), recursive=True)
@@ -234,25 +289,15 @@ def _image_files(paths):
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
 
-def load_hyp(file):
-    """Augmentation settings in upstream's format. Raises QatError naming what is missing."""
-    file = require_file(file, '--hyp', ('.yaml', '.yml'))
+def load_hyp(path: str | Path) -> dict[str, Any]:
+    """Read augmentation settings in upstream's format.
+
+    Raises:
+        QatError: a setting is missing or no number.
+    """
+    file = require_file(path, '--hyp', ('.yaml', '.yml'))
     hyp = read_yaml(file, '--hyp')
-    needed = (
-        'hsv_h',
-        'hsv_s',
-        'hsv_v',
-        'degrees',
-        'translate',
-        'scale',
-        'shear',
-        'perspective',
-        'flipud',
-        'fliplr',
-        'mosaic',
-        'mixup',
-        'copy_paste',
-    )
+    needed = 'hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste'.split()
     missing = [k for k in needed if not isinstance(hyp, dict) or k not in hyp]
     if missing:
         raise QatError(f'--hyp {file}: {", ".join(missing)} missing; take data/hyps/hyp.scratch-high.yaml as a model')

@@ -1,10 +1,16 @@
-"""Images and labels, before and after upstream reads them: what it drops without a word, fails on later or would run is told by name."""
+"""Images and labels, before and after upstream reads them.
+
+Upstream leaves some files out without a message, fails later on some, and would run others. Here each gets one line
+with its name.
+"""
 
 import math
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from utils.dataloaders import img2label_paths
+from utils.dataloaders import LoadImagesAndLabels, img2label_paths
 
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.names import is_printable_text
@@ -14,8 +20,15 @@ from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_s
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
-def check_names(files, data):
-    """files: of images. Upstream hashes their names as UTF-8, and repeats them."""
+def check_image_names(files: Sequence[str], data: Any) -> None:
+    """Raise QatError for an image whose name is not UTF-8 or has control characters.
+
+    Upstream hashes the names as UTF-8, and repeats them in messages.
+
+    Args:
+        files: images.
+        data: a dataset.Data.
+    """
     for file in files:
         try:
             file.encode()
@@ -28,20 +41,24 @@ def check_names(files, data):
 
 
 class _Arrays(Values):
-    """Plain values and NumPy's arrays of numbers."""
+    """A builder of plain values and NumPy's arrays of numbers."""
 
     calls = ARRAYS
 
 
-def check_cache(files, paths):
-    """Refuse the cache of labels, which upstream is about to unpickle, unless it is what upstream writes: it could run any code.
+def check_cache(files: Collection[str], paths: Sequence[str]) -> None:
+    """Refuse a cache of labels that upstream did not write: upstream unpickles the cache, which could run any code.
 
-    files: images. paths: what they are listed from.
+    Args:
+        files: images.
+        paths: folders or text files that list the images.
+
+    Raises:
+        QatError: the cache is not as upstream writes it.
     """
     last = Path(paths[-1])
-    cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix(
-        '.cache'
-    )  # as upstream names it
+    # as upstream names it
+    cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
     if not cache.is_file():
         return
     try:
@@ -53,8 +70,8 @@ def check_cache(files, paths):
         ) from e
 
 
-def _require_labels(content):
-    """Raise Refused, ValueError or TypeError unless `content` is NumPy's file of one object: a mapping of plain values and arrays."""
+def _require_labels(content: bytes) -> None:
+    """Raise Refused, ValueError or TypeError unless it is NumPy's file of one mapping of plain values and arrays."""
     if not content.startswith(b'\x93NUMPY'):
         raise Refused('it is no file of NumPy')
     length = 2 if content[6:7] == b'\1' else 4  # of the header's size, by the version of the format
@@ -78,14 +95,21 @@ def _require_labels(content):
     values.value(mapping)
 
 
-def check_dropped(files, data):
-    """Name the label for which upstream leaves one of these images out. Where there is none, the image itself cannot be read."""
+def check_dropped(files: Sequence[str], data: Any) -> None:
+    """Raise QatError for the label for which upstream leaves an image out.
+
+    If all labels are right, the image itself cannot be read.
+
+    Args:
+        files: images that upstream leaves out.
+        data: a dataset.Data.
+    """
     for label in map(Path, img2label_paths(files)):
         for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
             try:
                 c, *values = [float(v) for v in line.split()] or [0] * 5
             except ValueError:
-                c, values = 0, ()
+                c, values = 0, []
             if not (
                 (len(values) == 4 or (len(values) >= 6 and len(values) % 2 == 0)) and all(0 <= v <= 1 for v in values)
             ):
@@ -96,19 +120,22 @@ def check_dropped(files, data):
             _check_class(c, f'{label}:{number}', data)
 
 
-def check_labels(dataset, data):
-    """Name the label that upstream takes, though it has no such class, or no outline where it looks for one."""
+def check_labels(dataset: LoadImagesAndLabels, data: Any) -> None:
+    """Raise QatError for a label that upstream takes although its class or its outline is wrong.
+
+    Args:
+        dataset: upstream's.
+        data: a dataset.Data.
+    """
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
-        if any(
-            len(outline) < 3 for outline in outlines
-        ):  # a box beside an outline is taken for an outline of two points
+        if any(len(outline) < 3 for outline in outlines):  # upstream takes a box beside an outline for two points
             raise QatError(
                 f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file'
             )
 
 
-def _check_class(c, where, data):
+def _check_class(c: float, where: str | Path, data: Any) -> None:
     if not (math.isfinite(c) and c == int(c) and 0 <= c < data.nc):
         raise QatError(f'label {where}: class {c:g}, but {data.file} has classes 0..{data.nc - 1}')

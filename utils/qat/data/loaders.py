@@ -1,54 +1,68 @@
-"""Datasets → batches: those of an evaluation, of the calibration, and of the epochs of a fine-tuning.
+"""Datasets → batches, for an evaluation, for the calibration, and for the epochs of a fine-tuning.
 
-Under torchrun a process has a share of them, (rank, world), and each of its batches is one that a single process would have.
+Under torchrun each process has a share of the batches, (rank, world); each of them is a batch of one process alone.
 """
 
 import os
 import random
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
+from utils.qat.config.compare import CompareConfig
+from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import open_dataset
+from utils.qat.data.dataset import Data, open_dataset
 from utils.qat.data.masks import COARSE
 
 
 class Shard:
     """Batches rank, rank + world, ... of a batch sampler."""
 
-    def __init__(self, batches, rank, world):
+    def __init__(self, batches: BatchSampler, rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(range(self.rank, len(self.batches), self.world))
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[int]]:
         return islice(self.batches, self.rank, None, self.world)
 
 
-def _in_order(dataset, config, shard):
-    """All batches of `dataset`, in order; those of them that `shard` (rank, world) has, each as one process alone would have it."""
+def _in_order(dataset: Sized, config: CalibrationConfig | EvalConfig, shard: tuple[int, int]) -> Shard:
+    """Cut a dataset into batches, in its order, and return the share (rank, world) of them.
+
+    Each is a batch that one process alone would have.
+    """
     return Shard(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False), *shard)
 
 
-def _collate(samples):
-    """Samples of upstream's dataset → a batch; the masks of each image, where there are any, stay a tensor of their own."""
+def _collate(samples: list[tuple]) -> tuple:
+    """Collate samples of upstream's dataset; each image's masks, if there are any, stay a tensor of their own."""
     images, labels, paths, shapes = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
     masks = [sample[4] for sample in samples] if len(samples[0]) > 4 else []
-    if (
-        get_worker_info()
-    ):  # a worker that finds no shared memory when it sends is not heard: a traceback, and everybody waits
+    # A worker that has no shared memory left when it sends a batch prints a traceback, and everybody waits for it.
+    # Here its error reaches the first process.
+    if get_worker_info():
         for tensor in (images, labels, *masks):
             tensor.share_memory_()
     return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
 
 
-def _loader(dataset, config, batches, world=1):
-    """batches: sized and re-iterable over lists of what `dataset` takes as index. world: how many processes load at once."""
+def _loader(dataset: Any, config: CalibrationConfig | EvalConfig, batches: Any, world: int = 1) -> DataLoader:
+    """Make a loader.
+
+    Args:
+        dataset: the dataset.
+        config: gives workers, batch_size and device.
+        batches: lists of indices of `dataset`; has a length and can be iterated again.
+        world: number of processes that load at once.
+    """
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
     return DataLoader(
         dataset,
@@ -61,19 +75,37 @@ def _loader(dataset, config, batches, world=1):
     )
 
 
-def _spread(dataset, limit):
-    """At most `limit` images, evenly spread over the set."""
+def _spread(dataset: Any, limit: int) -> Subset:
+    """Take at most `limit` images, evenly spread over the set."""
     n = min(limit, len(dataset))
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
 
-def val_loader(data, config, stride, square=False, limit=None, split='val', shard=(0, 1)):
-    """Validation batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), as upstream's val.py makes them; where the model
-    gives masks, as segment/val.py does, with a fifth item, see detections.Truth.
+def val_loader(
+    data: Data,
+    config: CalibrationConfig | EvalConfig,
+    stride: int,
+    square: bool = False,
+    limit: int | None = None,
+    split: str = 'val',
+    shard: tuple[int, int] = (0, 1),
+) -> DataLoader:
+    """Make the batches of an evaluation as upstream's val.py does, for a model with masks as segment/val.py.
 
-    square: letterboxed to imgsz x imgsz, as a deployed model with a fixed input sees them; else padded rectangles.
-    limit: so many of the images at most, evenly spread over the set; only with `square`, as rectangles are padded for the
-    batch that they have in the whole set. split: see dataset.open_dataset. shard: see `_in_order`.
+    Args:
+        data: the data YAML.
+        config: gives imgsz, batch_size, workers and device, and for masks mask_ratio and overlap.
+        stride: of the model, in pixels.
+        square: letterbox to imgsz x imgsz, as a deployed model with a fixed input sees the images; False = padded
+            rectangles.
+        limit: most images, evenly spread over the set; None = all. Only with `square`: a rectangle is padded for the
+            batch that it has in the whole set.
+        split: see dataset.open_dataset.
+        shard: (rank, world).
+
+    Returns:
+        Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth item, see
+        detections.Truth.
     """
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
     dataset = open_dataset(data, split, config, stride, masks, rect=not square, pad=0.5)
@@ -82,62 +114,87 @@ def val_loader(data, config, stride, square=False, limit=None, split='val', shar
 
 
 class Images:
-    """Re-iterable view of a loader: only the images, FP32 [B, 3, H, W] in 0..1 on `device`; with `labels`, pairs of them and
-    FP32 [n, 6]: image in the batch, class, box as centre, width and height in 0..1; and as a third their masks, where the data has them."""
+    """A re-iterable view of a loader that gives images FP32 [B, 3, H, W] in 0..1 on a device.
 
-    def __init__(self, loader, device, labels=False):
+    With `labels` it gives tuples: the images; FP32 [n, 6]: image in the batch, class, box as centre, width and height
+    in 0..1; and, where the data has them, the masks.
+    """
+
+    def __init__(self, loader: DataLoader, device: torch.device, labels: bool = False) -> None:
         self.loader, self.device, self.labels = loader, device, labels
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         for images, labels, _, _, *masks in self.loader:
             images = images.to(self.device, non_blocking=True).float() / 255
             yield (images, labels.to(self.device, non_blocking=True), *masks) if self.labels else images
 
 
-def calibration_images(data, config, stride, device, shard=(0, 1)):
-    """Un-augmented, letterboxed training images: `calib_images` of them, evenly spread over the set. shard: see `_in_order`."""
+def calibration_images(
+    data: Data, config: CalibrationConfig, stride: int, device: torch.device, shard: tuple[int, int] = (0, 1)
+) -> Images:
+    """Make the batches of the calibration: training images, letterboxed, without augmentation.
+
+    Args:
+        data: the data YAML.
+        config: `calib_images` is the most images, evenly spread over the set.
+        stride: of the model, in pixels.
+        device: the device of the images.
+        shard: (rank, world).
+    """
     dataset = _spread(open_dataset(data, 'train', config, stride), config.calib_images)
     return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
-def few(images, limit, config):
-    """At most `limit` of the calibration images `images`, evenly spread over them: the same ones in every process."""
+def few(images: Images, limit: int, config: CalibrationConfig) -> Images:
+    """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
     dataset = _spread(images.loader.dataset, limit)
     return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)
 
 
 class Seeded:
-    """Dataset over pairs (index, seed): `dataset[index]`, with everything random in it begun from `seed`, 0..2^32 - 1."""
+    """A dataset over pairs (index, seed): `dataset[index]`, whose random numbers all start from `seed`.
 
-    def __init__(self, dataset):
+    A seed is in 0..2^32 - 1.
+    """
+
+    def __init__(self, dataset: LoadImagesAndLabels) -> None:
         self.dataset = dataset
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, item):
+    def __getitem__(self, item: tuple[int, int]) -> tuple:
         index, seed = item
         random.seed(seed)
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too
-        transform = getattr(self.dataset.albumentations, 'transform', None)  # not where nothing is augmented
-        if hasattr(transform, 'set_random_seed'):  # albumentations that keep a random state of their own
+        transform: Any = getattr(self.dataset.albumentations, 'transform', None)  # None where nothing is augmented
+        if hasattr(transform, 'set_random_seed'):  # new versions of albumentations have a random state of their own
             transform.set_random_seed(seed)
         return self.dataset[index]
 
 
 class EpochBatches:
-    """Batch sampler: lists of (index, seed of its augmentation) of the epoch `epoch`; both follow from (seed, epoch) alone.
+    """A batch sampler: lists of (index, seed of its augmentation), which follow from the seed and the epoch alone.
 
-    n: images in the set. shard: (rank, ranks): every `ranks`-th batch of the list that a single process has, from `rank`
-    on. With several, a batch that is not full and batches that do not go round are left out: all take the same steps. epoch:
-    from 0.
+    With several processes, a batch that is not full, and batches that do not go round, are left out: all processes take
+    the same number of steps.
+
+    Attributes:
+        n: number of images in the set.
+        epoch: the epoch, from 0.
+        rank, ranks: this process has every `ranks`-th batch of one process alone, from `rank` on.
     """
 
-    def __init__(self, n, batch_size, seed, shard=(0, 1)):
+    def __init__(self, n: int, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
+        """Make a sampler of epoch 0.
+
+        Raises:
+            QatError: there is no full batch for each process.
+        """
         self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
         self.epoch = 0
         if not len(self):
@@ -146,10 +203,10 @@ class EpochBatches:
                 'images; use a smaller --batch-size, or fewer processes'
             )
 
-    def __len__(self):
+    def __len__(self) -> int:
         return -(-self.n // self.batch_size) if self.ranks == 1 else self.n // self.batch_size // self.ranks
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         generator = np.random.RandomState((self.seed, self.epoch))
         order = generator.permutation(self.n).tolist()
         seeds = generator.randint(2**32, size=self.n, dtype=np.int64).tolist()
@@ -159,33 +216,53 @@ class EpochBatches:
 
 
 class TrainingImages(Images):
-    """Images that are others in each epoch. epoch: that of the next pass, from 0; a pass moves it on."""
+    """Images that differ from epoch to epoch. epoch: of the next pass, from 0; each pass adds 1."""
 
     epoch = 0
 
-    def __iter__(self):
-        self.loader.batch_sampler.epoch = self.epoch
+    def __iter__(self) -> Iterator[Any]:
+        self.loader.batch_sampler.epoch = self.epoch  # type: ignore[union-attr]  # of EpochBatches
         self.epoch += 1
         return super().__iter__()
 
 
-def training_images(data, config, stride, device, hyp=None, shard=(0, 1)):
-    """Training images in random order, for fine-tuning; with their labels if config.task_loss counts them. These must exist in
-    any case.
+def training_images(
+    data: Data,
+    config: QuantizeConfig,
+    stride: int,
+    device: torch.device,
+    hyp: dict[str, Any] | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> TrainingImages:
+    """Make the batches of a fine-tuning: training images in random order.
 
-    hyp: how they are augmented, see dataset.load_hyp; None = letterboxed, as for calibration. An epoch's images follow from
-    config.seed and its number, whatever the number of workers and the epochs before. shard: (rank, ranks), see EpochBatches.
+    They come with their labels if config.task_loss is not 0; labels must exist in any case. The images of an epoch
+    follow from config.seed and its number, whatever the number of workers and the epochs before.
+
+    Args:
+        data: the data YAML.
+        config: gives imgsz, batch_size, workers, device, seed and task_loss.
+        stride: of the model, in pixels.
+        device: the device of the images.
+        hyp: settings of the augmentation, see dataset.load_hyp; None = letterboxed, as for calibration.
+        shard: (rank, world), see EpochBatches.
     """
-    masks = (
-        {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None
-    )  # as segment/train.py
+    # as segment/train.py has them
+    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None
     dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
 
 
-def random_images(number, batch_size, imgsz, seed):
-    """Batches of noise, as `val_loader` makes them: images uint8 [B, 3, imgsz, imgsz], and no targets, paths or shapes."""
+def random_images(number: int, batch_size: int, imgsz: int, seed: int) -> Iterator[tuple]:
+    """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes.
+
+    Args:
+        number: images.
+        batch_size: images of a batch.
+        imgsz: pixels, of both sides.
+        seed: of the noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
         yield (
@@ -198,13 +275,23 @@ def random_images(number, batch_size, imgsz, seed):
         )
 
 
-def class_images(config, imgsz):
-    """Batches of (images FP32 [B, 3, imgsz, imgsz], labels [B]) of a folder with one folder for each class, in the order of their names.
+def class_images(config: CompareConfig, imgsz: int) -> Iterable:
+    """Make batches of a folder that has a folder of images for each class, in the order of their names.
 
-    The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out; values are in 0..1, then
-    normalised with config.mean and config.std. config: a config.engine.CompareConfig. Raises QatError if there is no such folder.
+    The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
+
+    Args:
+        config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
+            batch_size and workers.
+        imgsz: pixels, of both sides.
+
+    Returns:
+        Batches (images FP32 [B, 3, imgsz, imgsz], classes [B]).
+
+    Raises:
+        QatError: there is no such folder.
     """
-    from torchvision import datasets, transforms  # here: upstream needs no more of it than NMS
+    from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
 
     steps = transforms.Compose(
         [

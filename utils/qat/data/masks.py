@@ -1,108 +1,147 @@
-"""Masks of the detections of one image, in the two forms in which models give them, and the truth that they are scored against.
+"""The masks of the detections in one image, in the two forms in which models give them, and the true masks.
 
-A mask is computed only where it is asked for, at one of two sizes: `coarse`, that of the prototypes, a quarter of the model's input,
-at which upstream's segment/val.py scores; and `fine`, that of the input, for masks that are written. Both cut at the box.
+A mask is computed only when it is asked for, at one of two sizes. `coarse` is the size of the prototypes, a quarter of
+the model's input: upstream's segment/val.py scores at it. `fine` is the size of the input, for masks that are written.
+Both are cut at the box.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from utils.segment.general import crop_mask, process_mask, process_mask_upsample
 
-COARSE = 4  # input pixels to one of a prototype
+COARSE = 4  # pixels of the input for one pixel of a prototype, along each side
 
 
 class Masks(ABC):
-    """`boxes`: FP32 [n, 4], xyxy in pixels of the model's input. `shape`: height and width of that."""
+    """The masks of n detections in one image.
+
+    Attributes:
+        boxes: FP32 [n, 4], xyxy in pixels of the model's input.
+        shape: height and width of the model's input.
+    """
+
+    boxes: torch.Tensor
+    shape: tuple[int, int]
 
     @abstractmethod
-    def coarse(self):
-        """FP32 [n, H / 4, W / 4], 0 or 1."""
+    def coarse(self) -> torch.Tensor:
+        """Compute the masks at a quarter of the size: FP32 [n, H / 4, W / 4], 0 or 1."""
 
     @abstractmethod
-    def fine(self):
-        """FP32 [n, H, W], 0 or 1."""
+    def fine(self) -> torch.Tensor:
+        """Compute the masks at the size of the input: FP32 [n, H, W], 0 or 1."""
 
     @abstractmethod
-    def __getitem__(self, which):
-        """Those of some of the detections."""
+    def __getitem__(self, which: Any) -> Masks:
+        """Return the masks of some of the detections."""
 
 
 @dataclass
 class PrototypeMasks(Masks):
-    """sigmoid(coefficients @ prototypes) > 0.5, by upstream's own functions. coefficients: [n, nm]. prototypes: [nm, H / 4, W / 4]."""
+    """Masks as sigmoid(coefficients @ prototypes) > 0.5, by upstream's own functions.
+
+    Attributes:
+        coefficients: [n, nm].
+        prototypes: [nm, H / 4, W / 4].
+        boxes: see Masks.
+        shape: see Masks.
+    """
 
     coefficients: torch.Tensor
     prototypes: torch.Tensor
     boxes: torch.Tensor
-    shape: tuple
+    shape: tuple[int, int]
 
-    def coarse(self):
+    def coarse(self) -> torch.Tensor:
         return process_mask(self.prototypes, self.coefficients, self.boxes, self.shape)
 
-    def fine(self):
+    def fine(self) -> torch.Tensor:
         return process_mask_upsample(self.prototypes, self.coefficients, self.boxes, self.shape)
 
-    def __getitem__(self, which):
+    def __getitem__(self, which: Any) -> PrototypeMasks:
         return PrototypeMasks(self.coefficients[which], self.prototypes, self.boxes[which], self.shape)
 
 
 @dataclass
 class BoxMasks(Masks):
-    """Masks that a model with NMS inside has cut out: crops [n, R, R] in 0..1, each of the area of its box, which they divide evenly."""
+    """Masks that a model with NMS inside has cut out.
+
+    Attributes:
+        crops: [n, R, R] in 0..1: R x R cells that divide the box evenly.
+        boxes: see Masks.
+        shape: see Masks.
+    """
 
     crops: torch.Tensor
     boxes: torch.Tensor
-    shape: tuple
+    shape: tuple[int, int]
 
-    def coarse(self):
+    def coarse(self) -> torch.Tensor:
         return self._paste(COARSE)
 
-    def fine(self):
+    def fine(self) -> torch.Tensor:
         return self._paste(1)
 
-    def _paste(self, stride):
-        """The crops in their places on a grid of one point every `stride` pixels, between whose values is linear."""
+    def _paste(self, stride: int) -> torch.Tensor:
+        """Put the crops in their places on a grid of one point every `stride` pixels, interpolated linearly."""
         height, width = (side // stride for side in self.shape)
         boxes = self.boxes / stride
         x1, y1, x2, y2 = boxes.t()[..., None]  # [n, 1] each
 
-        def places(number, low, high):  # of the centres of pixels, in units of the box from -1 to 1
+        def places(number: int, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+            """Return the centres of pixels along one axis, in units of the box from -1 to 1."""
             return (torch.arange(number, device=boxes.device) + 0.5 - low) / (high - low) * 2 - 1
 
         x, y = places(width, x1, x2), places(height, y1, y2)  # [n, width], [n, height]
         grid = torch.stack((x[:, None].expand(-1, height, -1), y[..., None].expand(-1, -1, width)), 3)
         pasted = F.grid_sample(self.crops[:, None], grid, align_corners=False, padding_mode='border')[:, 0]
-        inside = crop_mask(pasted, boxes - 0.5)  # of points beside the box nothing is known
-        return (
-            crop_mask(inside, boxes).gt(0.5).float()
-        )  # upstream's rule is about the corners of pixels, not about their centres
+        inside = crop_mask(pasted, boxes - 0.5)  # nothing is known of points beside the box
+        # Upstream's rule is about the corners of pixels, not about their centres.
+        return crop_mask(inside, boxes).gt(0.5).float()
 
-    def __getitem__(self, which):
+    def __getitem__(self, which: Any) -> BoxMasks:
         return BoxMasks(self.crops[which], self.boxes[which], self.shape)
 
 
-def true_masks(masks, number):
-    """Masks of the `number` objects of an image, as upstream's dataset gives them → FP32 [number, H, W].
+def true_masks(masks: torch.Tensor, number: int) -> torch.Tensor:
+    """Separate the masks of an image's objects, as upstream's dataset gives them.
 
-    masks: [number, H, W] of 0 and 1, or, overlapping, [1, H, W] of the number of the object, from 1.
+    Args:
+        masks: [number, H, W] of 0 and 1, or, overlapping, [1, H, W] of the number of the object, from 1.
+        number: objects of the image.
+
+    Returns:
+        FP32 [number, H, W].
     """
     if len(masks) != number:
         masks = masks == torch.arange(1, number + 1, device=masks.device)[:, None, None]
     return masks.float()
 
 
-def resized(masks, size):
-    """True masks [m, H, W] at another size (height, width), as upstream's segment/val.py has them."""
+def resized(masks: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Resize true masks [m, H, W] to (height, width), as upstream's segment/val.py does."""
     if masks.shape[1:] == size:
         return masks
     return F.interpolate(masks[None], size, mode='bilinear', align_corners=False)[0].gt(0.5).float()
 
 
-def same_place_iou(first, second):
-    """IoU [n] of each mask of `first` [n, H, W] with that of `second`; 1 where both are empty, as those of small boxes may be."""
+def same_place_iou(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Compute the IoU of masks in pairs.
+
+    Args:
+        first: [n, H, W] of 0 and 1.
+        second: likewise, on any device.
+
+    Returns:
+        IoU [n]; 1 where both masks are empty, as masks of small boxes may be.
+    """
     second = second.to(first.device)
     common = (first * second).sum((1, 2))
     union = first.sum((1, 2)) + second.sum((1, 2)) - common

@@ -64,7 +64,7 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
             size = file.seek(0, 2)
             file.seek(0)
             # PyTorch's memory is aligned for its tensors.
-            content = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+            content = torch.empty(size, dtype=torch.uint8).numpy().data
             if file.readinto(content) != size:
                 raise Refused('it was changed while it was read')
             pool = ThreadPoolExecutor(2)  # SHA-256 and CRC-32 release Python's lock while they compute

@@ -32,10 +32,10 @@ def main(argv=None):
     model = audit.load(args.model)
     with audit.naming(args.model):
         found = audit.audit(model)
-    LOGGER.log(RESULT, f'{args.model}\n{audit.text(found, None if is_verbose() else SHOWN)}\n')
+    LOGGER.log(RESULT, f'{args.model}\n{audit.audit_text(found, None if is_verbose() else SHOWN)}\n')
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.json, {'file': str(args.model), **audit.plain(found)})
+        write_json(args.json, {'file': str(args.model), **audit.plain_audit(found)})
     finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 

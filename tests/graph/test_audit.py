@@ -506,7 +506,7 @@ def test_open_image_axes_give_no_estimate_but_findings():
         dim.dim_param = 'any'
     found = audit.audit(model)
     assert found.cost == {} and audit.coverage(found)['flops'] == {'int8': None, 'all': None, 'ratio': None}
-    assert [f.kind for f in found.findings] == ['two scales'] and 'No estimate' in audit.text(found)
+    assert [f.kind for f in found.findings] == ['two scales'] and 'No estimate' in audit.audit_text(found)
 
 
 def test_operators_of_others_are_float():
@@ -569,9 +569,9 @@ def test_flops_and_parameters_are_those_of_the_model(demo, audits):
 
 
 def test_free_scales_conflict_and_tied_do_not(audits):
-    free, tied = (audit.counts(audits[name]) for name in ('free', 'tied'))
+    free, tied = (audit.finding_counts(audits[name]) for name in ('free', 'tied'))
     assert free['two scales'] > 20
-    assert set(tied.values()) == set(audit.counts(audits['half']).values()) == {0}
+    assert set(tied.values()) == set(audit.finding_counts(audits['half']).values()) == {0}
     assert audits['tied'].cost['as typed'].kernels < audits['free'].cost['as typed'].kernels
 
 
@@ -598,7 +598,7 @@ def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_pa
     assert sorted(free.convs, key=str) == sorted(simplified.convs, key=str)
     for ours, theirs in zip(free.cost.values(), simplified.cost.values(), strict=True):
         assert abs(ours.kernels - theirs.kernels) <= 2 and ours.bytes == pytest.approx(theirs.bytes, rel=0.01)
-    assert {**audit.counts(free), 'unequal move': 0} == {**audit.counts(simplified), 'unequal move': 0}
+    assert {**audit.finding_counts(free), 'unequal move': 0} == {**audit.finding_counts(simplified), 'unequal move': 0}
 
 
 def test_the_baseline_is_the_float_export(audits):
@@ -609,7 +609,7 @@ def test_the_baseline_is_the_float_export(audits):
         == audits['float'].cost['float parts in FP16']
     )
     assert audits['float'].cost['as typed'].bytes == 2 * audits['float'].cost['FP16, no Q/DQ'].bytes
-    counts = audit.counts(audits['float'])
+    counts = audit.finding_counts(audits['float'])
     assert counts['not quantized'] == 1 and sum(counts.values()) == 1 + counts['float conv']
 
 
@@ -637,7 +637,7 @@ def test_shapes_are_those_that_onnx_infers(exports):
 def test_the_command(exports, tmp_path):
     out = python('scripts/audit_onnx.py', exports['free'], '--json', tmp_path / 'audit.json')
     content = json.loads((tmp_path / 'audit.json').read_text())
-    assert content['counts'] == audit.counts(audit.audit(onnx.load(exports['free'])))
+    assert content['counts'] == audit.finding_counts(audit.audit(onnx.load(exports['free'])))
     assert len(content['findings']) == sum(content['counts'].values()) and f'{len(content["findings"])} findings' in out
     assert (
         'not measured' in out and '... and' in out and content['findings'][-1]['where'] not in out.split('... and')[0]

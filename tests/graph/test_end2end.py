@@ -20,7 +20,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
-from utils.qat.graph.nms import DOMAIN, Appended, add_nms, standard
+from utils.qat.graph.nms import DOMAIN, Appended, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.prediction.detections import prepared
 from utils.qat.prediction.onnxruntime import OnnxModel
@@ -254,7 +254,7 @@ def test_the_attributes_of_the_plugin(schema, agnostic):
 def with_plugin_as_function(model, nms, classes):
     """A copy of a file with the plugin in which ONNX finds a definition of EfficientNMS_TRT: the standard nodes."""
     body = helper.make_model(helper.make_graph([], 'body', [], []))
-    standard(Appended(body), 'boxes', 'scores', nms, classes)
+    add_standard(Appended(body), 'boxes', 'scores', nms, classes)
     constants = [helper.make_node('Constant', [], [i.name], value=i) for i in body.graph.initializer]
     model = copy(model)
     imports = [o for o in model.opset_import if o.domain != DOMAIN]

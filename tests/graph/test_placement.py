@@ -13,7 +13,7 @@ from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.graph.audit import audit, counts
+from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD
 
 
@@ -32,7 +32,7 @@ def exported(name, file, add_policy='both', tie=True, **changes):
 
 def assert_all_int8(done, graph, ends=6):
     found = audit(graph)
-    assert found.findings == [] and set(counts(found).values()) == {0}
+    assert found.findings == [] and set(finding_counts(found).values()) == {0}
     int8 = [c for c in found.convs if c.int8]
     assert len(int8) == list(done.swapped.values()).count('Conv2d')
     assert sorted(c.reason for c in found.convs if not c.int8) == sorted([HEAD] * ends + [DFL])
@@ -64,5 +64,5 @@ def test_other_activations_and_policies(options, tmp_path):
 
 
 def test_free_scales_do_leave_something(tmp_path):
-    found = counts(audit(exported('demo', tmp_path / 'model.onnx', tie=False)[1]))
+    found = finding_counts(audit(exported('demo', tmp_path / 'model.onnx', tie=False)[1]))
     assert found['two scales'] > 20 and sum(found.values()) > found['two scales']

@@ -1,24 +1,27 @@
-"""Which Q and DQ disappear into the kernels beside them, and which cost a kernel of their own.
+"""Q and DQ that disappear into the kernels beside them, and Q and DQ that cost a kernel of their own.
 
-Sources as in audit_rules.py. Reduce operators are taken as float: nothing read says that TensorRT has them in INT8.
+The sources are in audit_rules.py. Reduce operators are taken as float: no source says that TensorRT has them in INT8.
 """
 
-from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, moved_inputs, name_of
+from collections.abc import Iterator
 
-QUANTIZABLE = {
-    'Add',
-    'AveragePool',
-    'GlobalAveragePool',
-}  # run in INT8 if what they read and what they make is quantized
-IN_THE_WAY = {'Cast', 'Identity'}  # a rule of its own, see audit_rules.py
+from onnx import NodeProto
+
+from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, Graph, moved_inputs, name_of
+
+QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if their inputs and outputs are quantized
+IN_THE_WAY = {'Cast', 'Identity'}  # have a rule of their own, see audit_rules.py
 
 
-def unabsorbed(graph):
-    """(node, reason) of every Q and DQ that runs as a kernel of its own, or as none but wastes precision.
+def unabsorbed(graph: Graph) -> Iterator[tuple[NodeProto, str]]:
+    """Find every Q and DQ that runs as a kernel of its own, or that runs as none but wastes precision.
 
-    A DQ is absorbed by a convolution or matrix product (data and weight), by operators that are QUANTIZABLE if a Q follows
-    them, and moves behind operators that only move values. A Q is absorbed by what computes its input, if that can write
-    INT8, and by the reformatting of the graph's input.
+    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q
+    follows. A DQ moves behind operators that only move values. A Q is absorbed by the kernel that computes its input,
+    if this can write INT8, and by the reformatting of the graph's input.
+
+    Yields:
+        (node, reason).
     """
     for node in graph.nodes:
         if node.op_type == 'DequantizeLinear':
@@ -32,7 +35,8 @@ def unabsorbed(graph):
                 yield node, reason
 
 
-def _loose_dq(graph, dq, reader, i):
+def _loose_dq(graph: Graph, dq: NodeProto, reader: NodeProto | None, i: int) -> str:
+    """Say why input `i` of `reader` (None: the graph's caller) does not absorb `dq`; '' if it does."""
     if reader is None:
         return 'the graph returns it'
     if reader.op_type == 'QuantizeLinear':
@@ -42,7 +46,7 @@ def _loose_dq(graph, dq, reader, i):
     if reader.op_type in QUANTIZABLE:
         return '' if id(reader) in graph.quantized_behind else f'{name_of(reader)} makes float of it'
     if reader.op_type in IN_THE_WAY:
-        return ''  # says `in_the_way`
+        return ''  # a finding of `in_the_way`
     q = graph.producer.get(dq.input[0])
     inside = (
         q is not None
@@ -54,7 +58,8 @@ def _loose_dq(graph, dq, reader, i):
     )
 
 
-def _loose_q(graph, q):
+def _loose_q(graph: Graph, q: NodeProto) -> str:
+    """Say why nothing absorbs `q`; '' if a kernel does."""
     readers = [n for n, _ in graph.readers.get(q.output[0], ())]
     wrong = [name_of(n) for n in readers if n.op_type not in IN_THE_WAY | {'DequantizeLinear'}]
     if wrong or not readers:

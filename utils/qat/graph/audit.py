@@ -1,12 +1,16 @@
-"""What a Q/DQ graph lets TensorRT run in INT8, and where it costs more than it must: a ModelProto in, an `Audit` out.
+"""The audit of a Q/DQ graph: the parts that TensorRT can run in INT8, and the places that cost more than they must.
 
-Findings (see audit_rules.py) are what another placement of Q/DQ or other scales would mend. Convolutions in float at the
-end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: information, no findings.
+Findings (see audit_rules.py) are places that another placement of Q/DQ or other scales would repair. Convolutions in
+float at the end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: they are
+information, no findings.
 """
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -15,7 +19,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
 from utils.qat.graph import audit_cost
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, float_reason, is_int8
+from utils.qat.graph.audit_cost import Cost, Types
+from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
     ELEMENTWISE,
@@ -32,47 +37,80 @@ from utils.qat.graph.onnx_graph import (
 from utils.qat.untrusted.names import is_printable_text
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
-READS = {
+READS = {  # operator → its least number of inputs
     **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1),
     **dict.fromkeys((*QDQ, *WEIGHTED), 2),
-}  # inputs, at least
-TYPES = {onnx.TensorProto.FLOAT: 'FP32', onnx.TensorProto.FLOAT16: 'FP16', onnx.TensorProto.BFLOAT16: 'BF16'}
+}
+TYPES: dict[int, str] = {
+    onnx.TensorProto.FLOAT: 'FP32',
+    onnx.TensorProto.FLOAT16: 'FP16',
+    onnx.TensorProto.BFLOAT16: 'BF16',
+}
 
 
 @dataclass
 class Convolution:
+    """A convolution of the graph.
+
+    Attributes:
+        name: name of its node.
+        int8: it runs in INT8.
+        reason: why it runs in float; '' if it runs in INT8.
+        channels: in and out, per group; None if the weight is computed.
+        first: it reads the image.
+        flops: per inference, 2 per multiply-add; None if the shapes do not follow from the graph.
+    """
+
     name: str
     int8: bool
-    reason: str  # why it runs in float; '' if it does not
-    channels: tuple  # in and out, per group; None if the weight is computed
-    first: bool  # reads the image
-    flops: int  # per inference, 2 per multiply-add; None if the shapes do not follow from the graph
+    reason: str
+    channels: tuple[int, int] | None
+    first: bool
+    flops: int | None
 
 
 @dataclass
 class Audit:
+    """The audit of a graph.
+
+    Attributes:
+        opset: version of the standard operator set.
+        images: input name → shape, an open batch axis as 1; None if unknown.
+        layers: operator → number of nodes between image and output, without Q and DQ.
+        typing: FP32, FP16, BF16 or other → number of these nodes that return it.
+        qdq: number of Q and of DQ nodes.
+        parameters: number of values in weights and biases.
+        convs: the convolutions.
+        findings: the places that break a rule.
+        cost: kind of an estimate → estimate; empty if the shapes of a convolution are unknown.
+    """
+
     opset: int
-    images: dict  # input name → shape, an open batch axis as 1; None if unknown
-    layers: dict  # operator → number of nodes on the way of the image, Q and DQ aside
-    typing: dict  # FP32, FP16, BF16, other → number of those nodes that return it
-    qdq: tuple  # numbers of Q and DQ nodes
-    parameters: int  # in weights and biases
-    convs: list  # Convolution
-    findings: list  # Finding
-    cost: dict  # what was estimated → audit_cost.Cost; empty if the shapes of a convolution are unknown
+    images: dict[str, tuple[int, ...] | None]
+    layers: dict[str, int]
+    typing: dict[str, int]
+    qdq: tuple[int, int]
+    parameters: int
+    convs: list[Convolution]
+    findings: list[Finding]
+    cost: dict[str, Cost]
 
     @property
-    def misaligned(self):
-        """INT8 convolutions whose channels are no multiple of TILE. The first is not asked: an image has 3."""
+    def misaligned(self) -> list[Convolution]:
+        """INT8 convolutions whose channels are no multiple of TILE, without the first: an image has 3 channels."""
         return [c for c in self.convs if c.int8 and not c.first and c.channels and any(n % TILE for n in c.channels)]
 
 
-def load(path):
-    """The graph in a file; QatError if there is none, or one that ONNX does not accept or that computes nothing."""
+def load(path: str | Path) -> onnx.ModelProto:
+    """Read an ONNX file.
+
+    Raises:
+        QatError: there is no such file, ONNX does not accept it, or it computes nothing.
+    """
     try:
         model = onnx.load(path)
         onnx.checker.check_model(model)
-    # ValueError and TypeError: of weights in another file that is not whole
+    # ValueError and TypeError: the weights are in another file, which is not whole
     except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
         raise QatError(
             f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
@@ -100,18 +138,18 @@ def load(path):
 
 
 @contextlib.contextmanager
-def naming(path):
-    """What is wrong with a graph in the block is said of the file at `path`."""
+def naming(path: str | Path) -> Iterator[None]:
+    """Put the name of the file before the message of a QatError about its graph."""
     try:
         yield
     except QatError as e:
         raise QatError(f'{path}: {e}') from e
 
 
-def _convolution(graph, types, node):
+def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolution:
     weight, int8 = graph.values.get(graph.unquantized(node.input[1])), is_int8(graph, node)
     channels = None
-    if weight is not None:  # Conv: [K, C / groups, ...]; ConvTranspose: [C, K / groups, ...]
+    if weight is not None:  # shapes of weights, Conv: [K, C / groups, ...]; ConvTranspose: [C, K / groups, ...]
         group = attribute(node, 'group', 1)
         channels = (
             (weight.shape[1], weight.shape[0] // group)
@@ -128,8 +166,12 @@ def _convolution(graph, types, node):
     )
 
 
-def audit(model):
-    """Audit of an ONNX model, quantized or not."""
+def audit(model: onnx.ModelProto) -> Audit:
+    """Audit an ONNX model, quantized or not.
+
+    Raises:
+        QatError: its shapes contradict each other, or the graph is like no network.
+    """
     graph, types = Graph(model), audit_cost.tensor_types(model)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
@@ -137,7 +179,7 @@ def audit(model):
         graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]
     } & graph.values.keys()
     typing = Counter(TYPES.get(types[n.output[0]][0], 'other') for n in layers if n.output[0] in types)
-    cost = {}
+    cost: dict[str, Cost] = {}
     if all(c.flops is not None for c in convs):
         loose = [node for node, _ in unabsorbed(graph)]
         cost = {
@@ -158,11 +200,15 @@ def audit(model):
     )
 
 
-def coverage(found):
-    """How much runs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where it is unknown or nothing is there."""
+def coverage(found: Audit) -> dict[str, dict[str, Any]]:
+    """Count the convolutions and FLOPs in INT8.
 
-    def share(part, whole):
-        part, whole = (None if None in values else sum(values) for values in (part, whole))
+    Returns:
+        {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where a number is unknown or there is nothing.
+    """
+
+    def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, Any]:
+        part, whole = (None if None in values else sum(filter(None, values)) for values in (int8_values, all_values))
         return {'int8': part, 'all': whole, 'ratio': None if part is None or not whole else part / whole}
 
     int8 = [c for c in found.convs if c.int8]
@@ -172,25 +218,30 @@ def coverage(found):
     }
 
 
-def counts(found):
-    """{kind of finding: number of places}, every kind there is."""
+def finding_counts(found: Audit) -> dict[str, int]:
+    """Count the places of every kind of finding."""
     return {kind: sum(f.kind == kind for f in found.findings) for kind in FINDINGS}
 
 
-def plain(found):
-    """An Audit as dicts and lists, with the sums that the text shows."""
+def plain_audit(found: Audit) -> dict[str, Any]:
+    """Return an audit as dicts and lists, with the sums that the text shows."""
     return {
         **asdict(found),
         'misaligned': [c.name for c in found.misaligned],
-        'counts': counts(found),
+        'counts': finding_counts(found),
         'coverage': coverage(found),
     }
 
 
-def text(found, limit=None):
-    """An Audit to read: tables, then each kind of finding with its first `limit` places (None = all)."""
+def audit_text(found: Audit, limit: int | None = None) -> str:
+    """Write an audit as text: tables, then each kind of finding.
 
-    def listed(title, lines):
+    Args:
+        found: the audit.
+        limit: most places that are listed of each kind; None = all.
+    """
+
+    def listed(title: str, lines: Sequence[str]) -> list[str]:
         rest = len(lines) - len(lines[:limit])
         more = [f'  ... and {rest} more'] if rest else []
         return ['', f'{title}: {len(lines)}', *(f'  {line}' for line in lines[:limit]), *more]
@@ -202,7 +253,7 @@ def text(found, limit=None):
         f'{sum(found.layers.values())} layers, {found.parameters / 1e6:.2f} M parameters, Q/DQ nodes {found.qdq[0]}/{found.qdq[1]}',
         '',
     ]
-    rows = []
+    rows: list[list[Any]] = []
     for what, unit, digits, of in (('convolutions', 1, 0, 'convs'), ('their GFLOPs', 1e9, 2, 'flops')):
         share = coverage(found)[of]
         rows.append(
@@ -213,7 +264,9 @@ def text(found, limit=None):
             ]
         )
     lines += [markdown_table(('INT8 coverage', 'INT8', 'all', 'share'), rows), '']
-    lines.append(markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in counts(found).items()]))
+    lines.append(
+        markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in finding_counts(found).items()])
+    )
     if found.cost:
         base = list(found.cost.values())[-1]
         rows = [
@@ -243,7 +296,7 @@ def text(found, limit=None):
     lines += listed('In float by choice', chosen) if chosen else []
     lines += listed(
         f'For information: INT8 convolutions with channels (in, out per group) that are no multiples of {TILE}',
-        [f'{c.name}: {c.channels[0]}, {c.channels[1]}' for c in found.misaligned],
+        [f'{c.name}: {", ".join(map(str, c.channels or ()))}' for c in found.misaligned],
     )
     for kind, meaning in FINDINGS.items():
         places = [f'{f.where}: {f.detail}' for f in found.findings if f.kind == kind]

@@ -1,34 +1,38 @@
-"""What a graph costs, estimated from the graph alone: shapes, FLOPs, kernels launched, bytes moved.
+"""The cost of a graph, estimated from the graph alone: shapes, FLOPs, kernels launched, bytes moved.
 
-The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Types of Fusions" and "Q/DQ Layer-Placement"):
+The model of a kernel, after the fusions that NVIDIA documents (dev guide, "Types of Fusions" and "Q/DQ
+Layer-Placement"):
 
 - A convolution (or matrix product) takes along its bias, an Add directly on its output, and one activation (SiLU too).
   Not an Add behind an activation: NVIDIA/TensorRT#3861.
-- Chains of elementwise operators are one kernel. Concat, Reshape and their like cost nothing: who makes the inputs writes
-  them in place. Every output of a Slice or Split is one copy. Every other operator is one kernel.
-- A Q or DQ costs nothing where a neighbour absorbs it. One kernel each costs: every further form in which a tensor is wanted
-  (a second scale, a scale beside float), every other scale behind operators that only move values, and every Q or DQ that no
-  kernel absorbs.
-- A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element in
-  INT8, else what its type has. Caches, layouts and workspaces are not modelled.
+- A chain of elementwise operators is one kernel. Concat, Reshape and their like cost nothing: the kernels that make
+  their inputs write them in place. Each output of a Slice or Split is one copy. Every other operator is one kernel.
+- A Q or DQ costs nothing where a neighbour absorbs it. One kernel each costs: every further form in which a tensor is
+  wanted (a second scale, a scale beside float), every other scale behind operators that only move values, and every Q
+  or DQ that no kernel absorbs.
+- A kernel reads its inputs and weights once (indices and shapes aside) and writes its outputs once: 1 byte per element
+  in INT8, else the bytes of its type. Caches, layouts and workspaces are not modelled.
 """
 
 import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import NodeProto, TensorProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, moved_inputs, name_of, opset
+from utils.qat.graph.onnx_graph import ELEMENTWISE, FLOAT, QDQ, WEIGHTED, Graph, moved_inputs, name_of, opset
+
+Types = dict[str, tuple[int, tuple[int, ...]]]  # tensor name → (element type of onnx.TensorProto, shape)
 
 FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
-LARGEST, MOST_EVALUATED = 100, 10_000  # values of a tensor, nodes: what shape arithmetic takes
-NONE = onnx.TensorProto.FLOAT, (0,)  # in place of a type that is not known
+LARGEST, MOST_EVALUATED = 100, 10_000  # limits of shape arithmetic: values of a tensor, nodes
+NONE = onnx.TensorProto.FLOAT, (0,)  # stands for an unknown type and shape
 FREE = {'Concat', 'Flatten', 'Identity', 'Reshape', 'Squeeze', 'Unsqueeze'}
-# What a kernel can still take along: (its state, the role of the next node) → its state then.
+# The nodes that a kernel can take along: (its state, the role of the next node) → its new state
 FUSES = {
     ('conv', 'BatchNormalization'): 'conv',
     ('conv', 'Add'): 'sum',
@@ -40,17 +44,23 @@ FUSES = {
 
 @dataclass
 class Cost:
-    """One inference."""
+    """The cost of one inference: kernels launched, bytes read and written."""
 
     kernels: int
     bytes: int
 
 
-def tensor_types(model):
-    """{tensor name: (element type of onnx.TensorProto, shape)}; a tensor whose shape does not follow from the graph is not in it.
+def tensor_types(model: onnx.ModelProto) -> Types:
+    """Infer the types and shapes of a graph's tensors.
 
-    An open first axis of an input counts as 1. Shape arithmetic (Shape, Gather, Div ... in front of a Slice) is carried out, which
-    onnx.shape_inference does in part only: on up to LARGEST values at a time. Raises QatError where shapes or types contradict each other.
+    An open first axis of an input counts as 1. Shape arithmetic (Shape, Gather, Div ... before a Slice) is carried out,
+    on up to LARGEST values at a time; onnx.shape_inference does it only in part.
+
+    Returns:
+        The tensors whose shapes follow from the graph.
+
+    Raises:
+        QatError: shapes or types contradict each other.
     """
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}
@@ -64,7 +74,7 @@ def tensor_types(model):
     for node in model.graph.node:
         known = [name for name in node.input if name]
         if node.domain not in ('', 'ai.onnx') or not all(name in types for name in known):
-            continue  # an operator of somebody else's, or what follows from it
+            continue  # an operator that is not ONNX's, or a node behind one
         schema = onnx.defs.get_schema(node.op_type, version, '')
         try:
             types.update(
@@ -84,25 +94,27 @@ def tensor_types(model):
         if evaluated < MOST_EVALUATED and _is_arithmetic(node, known, types, constant):
             constant.update(_evaluate(model, node, types, constant))
             evaluated += 1
-    return {name: (t.tensor_type.elem_type, _shape(t)) for name, t in types.items() if _shape(t) is not None}
+    return {name: (t.tensor_type.elem_type, shape) for name, t in types.items() if (shape := _shape(t)) is not None}
 
 
-def _shape(type_):
-    """Shape in a TypeProto as a tuple of ints, or None if an axis is open."""
+def _shape(type_: TypeProto) -> tuple[int, ...] | None:
+    """Return the shape of a TypeProto, None if an axis is open."""
     dims = type_.tensor_type.shape.dim
     if not type_.tensor_type.HasField('shape') or not all(d.HasField('dim_value') and d.dim_value >= 0 for d in dims):
         return None
     return tuple(d.dim_value for d in dims)
 
 
-def _count(type_):
-    """Number of values of a TypeProto, infinite if its shape is open."""
+def _count(type_: TypeProto) -> float:
+    """Count the values of a TypeProto, infinite if its shape is open."""
     shape = _shape(type_)
     return math.inf if shape is None else math.prod(shape)
 
 
-def _is_arithmetic(node, known, types, constant):
-    """Whether a node computes few values of few constants."""
+def _is_arithmetic(
+    node: NodeProto, known: Iterable[str], types: Mapping[str, TypeProto], constant: Mapping[str, TensorProto]
+) -> bool:
+    """Tell whether a node computes few values from few constants."""
     if node.op_type == 'Shape':
         return _shape(types[node.input[0]]) is not None
     takes_long = any(a.type in (a.GRAPH, a.GRAPHS) or a.name in ('kernel_shape', 'pads') for a in node.attribute)
@@ -114,8 +126,14 @@ def _is_arithmetic(node, known, types, constant):
     )
 
 
-def _evaluate(model, node, types, constant):
-    """{output name: TensorProto} of a node whose inputs are constant, or of a Shape; empty if ONNX's reference has no such operator."""
+def _evaluate(
+    model: onnx.ModelProto, node: NodeProto, types: Mapping[str, TypeProto], constant: Mapping[str, TensorProto]
+) -> dict[str, TensorProto]:
+    """Compute the outputs of a node whose inputs are constant, or of a Shape.
+
+    Returns:
+        Output name → value; empty if ONNX's reference lacks the operator.
+    """
     names = [name for name in node.input if name]
     graph = helper.make_graph(
         [node],
@@ -126,7 +144,9 @@ def _evaluate(model, node, types, constant):
     one = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
     try:
         feeds = {
-            n: numpy_helper.to_array(constant[n]) if n in constant else np.broadcast_to(np.float32(0), _shape(types[n]))
+            n: numpy_helper.to_array(constant[n])
+            if n in constant
+            else np.broadcast_to(np.float32(0), _shape(types[n]) or ())  # a Shape's input, whose shape is known
             for n in names
         }
         with np.errstate(all='ignore'):
@@ -134,22 +154,24 @@ def _evaluate(model, node, types, constant):
         return {name: numpy_helper.from_array(np.asarray(value), name) for name, value in zip(node.output, values)}
     except NotImplementedError:
         return {}
-    except Exception as e:  # the operators of the reference raise whatever they meet
+    except Exception as e:  # the operators of the reference raise errors of every class
         raise QatError(
             f'{name_of(node)}: {(str(e).strip().splitlines() or [type(e).__name__])[0][:200]}; the graph cannot run, export it anew'
         ) from e
 
 
-def flops(graph, types, conv):
-    """Floating-point operations of a convolution, two per multiply-add; None if its shapes are not known."""
+def flops(graph: Graph, types: Types, conv: NodeProto) -> int | None:
+    """Count the floating-point operations of a convolution, two per multiply-add; None if its shapes are unknown."""
     weight = graph.values.get(graph.unquantized(conv.input[1]))
     at = types.get(conv.input[0] if conv.op_type == 'ConvTranspose' else conv.output[0])
     return None if weight is None or at is None else 2 * math.prod(at[1]) * math.prod(weight.shape[1:])
 
 
-def without_qdq(model):
-    """A copy of `model` in which every reader of a DQ reads what was in front of its Q."""
-    bare, renamed, kept = onnx.ModelProto.FromString(model.SerializeToString()), {}, []
+def without_qdq(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Copy a model, and let every reader of a DQ read the tensor in front of its Q."""
+    bare = onnx.ModelProto.FromString(model.SerializeToString())
+    renamed: dict[str, str] = {}
+    kept: list[NodeProto] = []
     returned = {o.name for o in bare.graph.output}
     for node in bare.graph.node:
         for i, name in enumerate(node.input):
@@ -163,9 +185,10 @@ def without_qdq(model):
     return bare
 
 
-def kernels(graph):
-    """Lists of nodes: what is expected to run as one kernel each. Q and DQ are in none."""
-    groups, state = {}, {}  # output name → the list of its node; id of a list → what else it can take along
+def kernels(graph: Graph) -> list[list[NodeProto]]:
+    """Group the nodes that are expected to run as one kernel each, without Q and DQ."""
+    groups: dict[str, list[NodeProto]] = {}  # output name → the list of its node
+    state: dict[int, str] = {}  # id of a list → its state in FUSES
     for node in graph.nodes:
         if node.op_type in FREE | QDQ or all(name in graph.fixed for name in node.output) or _is_gate(graph, node):
             continue
@@ -192,8 +215,8 @@ def kernels(graph):
     return list({id(g): g for g in groups.values()}.values())
 
 
-def _is_gate(graph, node):
-    """Whether `node` is the Sigmoid inside a SiLU."""
+def _is_gate(graph: Graph, node: NodeProto) -> bool:
+    """Tell whether `node` is the Sigmoid inside a SiLU."""
     readers = [n for name in node.output for n, _ in graph.readers.get(name, ())]
     return (
         node.op_type == 'Sigmoid'
@@ -203,29 +226,44 @@ def _is_gate(graph, node):
     )
 
 
-def further_forms(graph):
-    """Names of tensors, each once for every kernel that only brings it into another form: a second scale, or a scale beside
-    float; behind operators that only move values, a scale other than the one it comes with."""
+def further_forms(graph: Graph) -> Iterator[str]:
+    """Find the kernels that only bring a tensor into another form.
+
+    Another form is a second scale, a scale beside float, or, behind operators that only move values, a scale other than
+    the tensor's own.
+
+    Yields:
+        The name of the tensor, once for each such kernel.
+    """
     for name in [*graph.inputs, *graph.producer]:
         node = graph.producer.get(name)
         if name in graph.fixed or (node is not None and (node.op_type == 'QuantizeLinear' or moved_inputs(node))):
             continue
         asked = set(graph.asked(name))
-        scales = asked - {FLOAT, graph.scale(node) if graph.op(name) == 'DequantizeLinear' else FLOAT}
-        free = 1 if graph.op(name) != 'DequantizeLinear' and FLOAT not in asked else 0  # the form its maker writes
+        own = graph.scale(node) if node is not None and node.op_type == 'DequantizeLinear' else None
+        scales = asked - {FLOAT, own}
+        free = 1 if own is None and FLOAT not in asked else 0  # the form that its maker writes
         yield from [name] * (len(scales) - free)
 
 
-def estimate(graph, types, unabsorbed=(), float_bytes=None):
-    """Cost of a graph. types: see `tensor_types`. unabsorbed: Q and DQ nodes that run as kernels of their own. float_bytes:
-    bytes of a float value; None = as typed in the graph. A tensor of unknown shape counts 0 bytes."""
+def estimate(
+    graph: Graph, types: Types, unabsorbed: Collection[NodeProto] = (), float_bytes: int | None = None
+) -> Cost:
+    """Estimate the cost of a graph. A tensor of unknown shape counts 0 bytes.
 
-    def size(name, width=None):
+    Args:
+        graph: the graph.
+        types: see `tensor_types`.
+        unabsorbed: Q and DQ nodes that run as kernels of their own.
+        float_bytes: bytes of a float value; None = as typed in the graph.
+    """
+
+    def size(name: str, width: int | None = None) -> int:
         kind, shape = types.get(name, NONE)
         itemsize = helper.tensor_dtype_to_np_dtype(kind).itemsize
         return math.prod(shape) * (width or (float_bytes if kind in FLOATS and float_bytes else itemsize))
 
-    def stored(name):
+    def stored(name: str) -> int:
         asked = graph.asked(name)
         int8 = graph.dequantized(name) or (bool(asked) and FLOAT not in asked)
         return size(name, 1 if int8 else None)

@@ -1,21 +1,24 @@
-"""The rules of TensorRT's explicit quantization that a Q/DQ graph keeps or breaks: one function each.
+"""The rules of TensorRT's explicit quantization that a Q/DQ graph keeps or breaks, one function each.
 
-Each takes a Graph and yields a `Finding` for every place that breaks the rule. A finding is something that another
-placement of Q and DQ, or other scales, would mend; what follows from the network itself is none. Nothing is measured.
-Sources: TensorRT's developer guide (explicit quantization, Q/DQ placement), NvInfer.h (IQuantizeLayer), the ONNX parsers of
-8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors`).
+Each takes a Graph and yields a `Finding` for every place that breaks the rule. Another placement of Q and DQ, or other
+scales, would repair a finding; a consequence of the network itself is none. Nothing is measured.
+Sources: TensorRT's developer guide (explicit quantization, Q/DQ placement), NvInfer.h (IQuantizeLayer), the ONNX
+parsers of 8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors`).
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from onnx import NodeProto
 
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, attribute, moved_inputs, name_of
+from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, Graph, attribute, moved_inputs, name_of
 
 HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (DFL)', 'by choice'
 
-FINDINGS = {  # kind → what it means
+FINDINGS = {  # kind → its meaning
     'not quantized': 'no convolution runs in INT8',
     'float conv': 'convolutions that run in float',
     'two scales': 'tensors wanted in two scales',
@@ -35,20 +38,29 @@ FINDINGS = {  # kind → what it means
 
 @dataclass
 class Finding:
-    kind: str  # a key of FINDINGS
-    where: str  # name of a node or tensor
+    """A place that breaks a rule.
+
+    Attributes:
+        kind: a key of FINDINGS.
+        where: name of a node or tensor.
+        detail: the fault in words.
+    """
+
+    kind: str
+    where: str
     detail: str
 
 
-def is_int8(graph, node):
-    """Whether a convolution reads both its data and its weight straight from a DQ."""
+def is_int8(graph: Graph, node: NodeProto) -> bool:
+    """Tell whether a convolution reads both its data and its weight directly from a DQ."""
     return node.op_type in CONVS and all(graph.op(name) == 'DequantizeLinear' for name in node.input[:2])
 
 
-def float_reason(graph, node):
-    """Why a convolution runs in float. HEAD, DFL and CHOICE are as they should be, anything else is a finding.
+def float_reason(graph: Graph, node: NodeProto) -> str:
+    """Say why a convolution runs in float. HEAD, DFL and CHOICE are right, any other reason is a finding.
 
-    HEAD: nothing behind it is quantized, nor a convolution (see `Graph.ends`). Where one of the two is quantized it is a finding anywhere: that DQ is lost.
+    HEAD: neither a Q nor a convolution comes behind it (see `Graph.ends`). If only one of data and weight is
+    quantized it is a finding anywhere: that DQ is wasted.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if len(lacks) == 2 and graph.by_choice(node):
@@ -58,8 +70,11 @@ def float_reason(graph, node):
     return HEAD if len(lacks) == 2 and graph.ends.issuperset(node.output) else f'{" and ".join(lacks)} not quantized'
 
 
-def float_convs(graph):
-    """A convolution reads INT8 data and an INT8 weight, unless it is one of the last of the head, or float by choice."""
+def float_convs(graph: Graph) -> Iterator[Finding]:
+    """Find the convolutions that do not read INT8 data and an INT8 weight.
+
+    The last ones of the head, DFL, and convolutions in float by choice are no findings.
+    """
     convs = [n for n in graph.nodes if n.op_type in CONVS]
     if not any(is_int8(graph, n) for n in convs):
         yield Finding('not quantized', 'the graph', f'{len(convs)} convolutions, none of them behind DQ nodes')
@@ -68,9 +83,12 @@ def float_convs(graph):
             yield Finding('float conv', name_of(node), float_reason(graph, node))
 
 
-def demands(graph):
-    """What computes a tensor writes it once: all who read it, also through operators that only move values, should want the
-    same scale, or all of them float."""
+def demands(graph: Graph) -> Iterator[Finding]:
+    """Find the tensors whose readers want several scales, or a scale and float.
+
+    The kernel that computes a tensor writes it once. So all its readers, also behind operators that only move values,
+    should want the same scale, or all of them float.
+    """
     for name in [*graph.inputs, *graph.producer]:
         node = graph.producer.get(name)
         if name in graph.fixed or (node is not None and (node.op_type in QDQ or moved_inputs(node))):
@@ -84,18 +102,23 @@ def demands(graph):
             yield Finding('mixed', name, detail)
 
 
-def _text(what):
+def _text(what: Any) -> str:
+    """Return a scale or FLOAT in words."""
     return f'scale {what:.6g}' if isinstance(what, float) else str(what)
 
 
-def _all(forms):
+def _all(forms: Iterable[Any]) -> str:
+    """Return scales and FLOAT in words, sorted."""
     return ', '.join(sorted(map(_text, forms))) or 'nothing'
 
 
-def moves(graph):
-    """An operator that only moves values runs in INT8 if what it reads and what it makes has one scale: all that comes in, and
-    all that is asked of what goes out. Not quantized at all is as good. An operator that runs in INT8 may read it in place of a Q; for
-    one that is float by choice it cannot be both."""
+def moves(graph: Graph) -> Iterator[Finding]:
+    """Find the operators that only move values and read or make several scales.
+
+    Such an operator runs in INT8 if all its inputs, and all that is asked of its outputs, have one scale. Without any
+    quantization it is right too. An operator that runs in INT8 may read it in place of a Q. An operator that is in
+    float by choice cannot be both, so a move in front of it is not checked.
+    """
     for node in graph.nodes:
         if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):
             continue
@@ -118,9 +141,10 @@ def moves(graph):
             )
 
 
-def _addends(graph, node):
-    """What a sum adds up, in its order: an Add that nothing but this one reads is part of it."""
-    found, waiting = [], [(name, node) for name in reversed(node.input)]
+def _addends(graph: Graph, node: NodeProto) -> list[str]:
+    """Return the addends of a sum in their order; an Add that only this Add reads is part of the sum."""
+    found: list[str] = []
+    waiting = [(name, node) for name in reversed(node.input)]
     while waiting:
         name, reader = waiting.pop()
         if graph.op(name) == 'Add' and _only_reader(graph, name) is reader:
@@ -130,23 +154,26 @@ def _addends(graph, node):
     return found
 
 
-def _only_reader(graph, name):
+def _only_reader(graph: Graph, name: str) -> NodeProto | None:
+    """Return the only reader of a tensor; None if there are several, or the graph returns it."""
     readers = graph.readers.get(name, ())
     return readers[0][0] if len(readers) == 1 and name not in graph.outputs else None
 
 
-def _from_int8_conv(graph, tensor):
-    """Whether an INT8 convolution makes `tensor`, its activation included."""
+def _from_int8_conv(graph: Graph, tensor: str) -> bool:
+    """Tell whether an INT8 convolution makes `tensor`, its activation included."""
     node = graph.producer.get(tensor)
     x = graph.activation_of(node) if node else None
     conv = graph.producer.get(x or tensor)
     return conv is not None and is_int8(graph, conv)
 
 
-def adds(graph):
-    """The addends of a sum come quantized, in one scale; or none of them. One that an INT8 convolution makes (and its
-    activation) may stay as it is beside quantized ones: then the convolution can take the Add along, which is what NVIDIA
-    recommends for a shortcut."""
+def adds(graph: Graph) -> Iterator[Finding]:
+    """Find the sums whose addends are not all quantized in one scale; sums without any quantized addend are right.
+
+    One addend that an INT8 convolution (and its activation) makes may stay float beside quantized ones. The
+    convolution can then take the Add along, as NVIDIA recommends for a shortcut.
+    """
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
         if node.op_type != 'Add' or (reader is not None and reader.op_type == 'Add') or graph.by_choice(node):
@@ -161,15 +188,18 @@ def adds(graph):
             yield Finding('unequal add', name_of(node), _all(scales))
 
 
-def not_absorbed(graph):
-    """Q and DQ cost nothing: see absorption.py."""
+def not_absorbed(graph: Graph) -> Iterator[Finding]:
+    """Find each Q and DQ that no kernel absorbs, see absorption.py."""
     for node, reason in unabsorbed(graph):
         yield Finding('not absorbed', name_of(node), reason)
 
 
-def duplicates(graph):
-    """An activation is quantized with one scale once. (Weights are quantized when the engine is built.)"""
-    found = {}
+def duplicates(graph: Graph) -> Iterator[Finding]:
+    """Find the activations that are quantized twice with one scale.
+
+    Weights may be: they are quantized when the engine is built.
+    """
+    found: dict[tuple[str, Any], list[str]] = {}
     for node in graph.nodes:
         if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
             found.setdefault((node.input[0], graph.scale(node)), []).append(name_of(node))
@@ -178,8 +208,11 @@ def duplicates(graph):
             yield Finding('duplicate', tensor, ', '.join(names))
 
 
-def in_the_way(graph):
-    """Nothing stands between Q and DQ, or between Q/DQ and the kernel that absorbs it; scales and zero points are initializers."""
+def in_the_way(graph: Graph) -> Iterator[Finding]:
+    """Find the nodes between Q and DQ, or between Q/DQ and the kernel that absorbs it.
+
+    Scales and zero points must be initializers: a node that computes one is a finding too.
+    """
     fed = {
         name: (node, what)
         for node in graph.nodes
@@ -200,9 +233,13 @@ def in_the_way(graph):
                 )
 
 
-def numbers(graph):
-    """Zero points are INT8 zeros, scales positive normal numbers, the same in DQ as in Q; per-channel is for weights, along the
-    output channel, and says so. What a Q and its DQ have in common is said of the DQ."""
+def numbers(graph: Graph) -> Iterator[Finding]:
+    """Find wrong zero points, scales and axes.
+
+    Zero points are INT8 zeros. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
+    per-channel, along the output channel, with the axis written out. A fault that a Q and its DQ have in common is
+    reported for the DQ.
+    """
     for node in graph.nodes:
         pairs = [
             n
@@ -255,4 +292,14 @@ def numbers(graph):
                 yield Finding('axis', where, f'{axis}, the output channels are on {wanted}')
 
 
-CHECKS = float_convs, demands, moves, adds, not_absorbed, duplicates, in_the_way, numbers
+# The rules: Graph → findings
+CHECKS: tuple[Callable[[Graph], Iterator[Finding]], ...] = (
+    float_convs,
+    demands,
+    moves,
+    adds,
+    not_absorbed,
+    duplicates,
+    in_the_way,
+    numbers,
+)

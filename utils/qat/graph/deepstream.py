@@ -1,27 +1,37 @@
-"""What DeepStream-Yolo (https://github.com/marcoslucianops/DeepStream-Yolo, from November 2024 on) wants of a detector: one output
-[B, N, 6], which its parser NvDsInferParseYolo reads, and a configuration of the nvinfer element that runs it.
+"""A detector for DeepStream-Yolo (https://github.com/marcoslucianops/DeepStream-Yolo, from November 2024 on).
+
+Its parser NvDsInferParseYolo reads one output [B, N, 6]; a configuration file belongs to the nvinfer element that runs
+the detector.
 
 in:  a finished graph, images [B, 3, H, W] → output0 [B, 4 + nc, N]
 out: the same graph, its Q/DQ and types untouched, with that output; and the text of config_infer_primary_yoloV9.txt
 
-Which boxes stay is decided behind the graph, where DeepStream clusters them (NMS, cluster-mode=2). Imports no torch.
+DeepStream chooses the boxes behind the graph, where it clusters them (NMS, cluster-mode=2). Imports no torch.
 """
 
+from typing import Any
+
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from utils.qat.graph.passes import set_output_shapes
 
-INPUT, OUTPUT = 'input', 'output'  # the names that DeepStream-Yolo's library asks for
+INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library asks for
 LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'
 
 
-def deepstream_layout(model):
-    """Let `model` return boxes as DeepStream-Yolo reads them, in place: images [B, 3, H, W] → output0 [B, 4 + nc, N] (xywh, scores of
-    all classes) becomes input → output [B, N, 6] FP32: x1, y1, x2, y2 in pixels of the input, the best class's score and its index.
+def deepstream_layout(model: ModelProto) -> ModelProto:
+    """Let a detector return boxes as DeepStream-Yolo reads them, in place.
 
-    Adds nodes behind output0 and changes none before it. They compute in FP32 also where the features are FP16, as boxes do not
-    fit FP16, and are written alike in opsets 13 to 23.
+    Nodes are added behind output0, none before it is changed. They compute in FP32 also where the features are FP16,
+    because boxes do not fit FP16. They are the same in opsets 13 to 23.
+
+    Args:
+        model: images [B, 3, H, W] → output0 [B, 4 + nc, N]: xywh in pixels, then the scores of all classes.
+
+    Returns:
+        `model`: input → output FP32 [B, N, 6]: x1, y1, x2, y2 in pixels of the input, the best class's score and its
+        index.
     """
     graph = model.graph
     [given], [predictions] = graph.input, graph.output
@@ -30,22 +40,20 @@ def deepstream_layout(model):
     given.name = INPUT
     batch, rows, anchors = (d.dim_param or d.dim_value for d in predictions.type.tensor_type.shape.dim)
 
-    def tensor(name, values):
-        graph.initializer.append(numpy_helper.from_array(values, f'deepstream/{name}'))
+    def tensor(name: str, values: Any, dtype: type = np.int64) -> str:
+        graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), f'deepstream/{name}'))
         return f'deepstream/{name}'
 
-    def add(op, inputs, *outputs, **attributes):
-        outputs = [name if name == OUTPUT else f'deepstream/{name}' for name in outputs]
-        graph.node.append(
-            helper.make_node(op, inputs, outputs, f'deepstream/{op}_{outputs[0].split("/")[-1]}', **attributes)
-        )
-        return outputs if len(outputs) > 1 else outputs[0]
+    def add(op: str, inputs: list[str], *outputs: str, **attributes: Any) -> Any:
+        made = [name if name == OUTPUT else f'deepstream/{name}' for name in outputs]
+        graph.node.append(helper.make_node(op, inputs, made, f'deepstream/{op}_{made[0].split("/")[-1]}', **attributes))
+        return made if len(made) > 1 else made[0]
 
-    parts = tensor('parts', np.int64([2, 2, rows - 4]))
+    parts = tensor('parts', [2, 2, rows - 4])
     centre, size, scores = add('Split', [predictions.name, parts], 'centre', 'size', 'scores', axis=1)
-    half = add('Mul', [size, tensor('0.5', np.float32(0.5))], 'half')
+    half = add('Mul', [size, tensor('0.5', 0.5, np.float32)], 'half')
     corners = add('Sub', [centre, half], 'top_left'), add('Add', [centre, half], 'bottom_right')
-    score, best = add('TopK', [scores, tensor('1', np.int64([1]))], 'score', 'best', axis=1)
+    score, best = add('TopK', [scores, tensor('1', [1])], 'score', 'best', axis=1)
     number = add('Cast', [best], 'class', to=TensorProto.FLOAT)
     add('Transpose', [add('Concat', [*corners, score, number], 'columns', axis=1)], OUTPUT, perm=[0, 2, 1])
     predictions.name = OUTPUT
@@ -53,11 +61,15 @@ def deepstream_layout(model):
     return model
 
 
-def deepstream_config(onnx, classes, batch=1, int8=False):
-    """Text of a configuration of nvinfer, for DeepStream-Yolo's folder.
+def deepstream_config(onnx: str, classes: int, batch: int = 1, int8: bool = False) -> str:
+    """Write the configuration of nvinfer, for DeepStream-Yolo's folder.
 
-    onnx: name of the file. classes: how many the model has. batch: images per run; more than 1 only where the file takes it.
-    int8: the file has Q/DQ. Then nothing is calibrated and there is no calibration table; else nvinfer builds an FP16 engine.
+    Args:
+        onnx: name of the ONNX file.
+        classes: number of the model's classes.
+        batch: images per run; more than 1 only if the file takes it.
+        int8: the file has Q/DQ. Then there is no calibration and no calibration table; else nvinfer builds an FP16
+            engine.
     """
     return f"""\
 # {onnx} in DeepStream-Yolo: put both files and {LABELS} into its folder. Paths are relative to this file.

@@ -1,33 +1,44 @@
-"""FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: a tensor computes in the type it has.
+"""FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: a tensor computes in its type.
 
     images FP32 → Q (or Cast) → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
 
-Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding stays
-FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
+Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding
+stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
 (`to_half`, opset 19 to 22), as ONNX Runtime wants them, or FP32 again (`fp32_scales`, opset 23). Imports no torch.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, version_converter
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, version_converter
 
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
 from utils.qat.graph.passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
-SUFFIX = {FLOAT: '_fp32', HALF: '_fp16'}  # of the names of tensors that are made here
-FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # what TensorRT makes one kernel of
+SUFFIX: dict[int, str] = {FLOAT: '_fp32', HALF: '_fp16'}  # end of the names of tensors that are made here
+FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # pairs that TensorRT fuses
 OPSET = 23  # the first in which scales and values of Q/DQ may differ in type
 LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  # 65504 and 2**-14
 
 
-def to_half(model):
-    """Make `model` (FP32, float or with Q/DQ) strongly typed, in place: FP16 up to the last feature convolutions, FP32
-    behind them. Weights with Q/DQ are stored as INT8. Keeps the types and names of graph inputs and outputs, every DQ and
+def to_half(model: ModelProto) -> ModelProto:
+    """Make a graph strongly typed, in place: FP16 up to the last feature convolutions, FP32 behind them.
+
+    Weights with Q/DQ are stored as INT8. The types and names of graph inputs and outputs stay, and so do every DQ and
     every Q of an activation.
 
-    Raises QatError if a Q/DQ graph is not of opset 19 to 22, or a constant or a scale has no place in FP16.
+    Args:
+        model: FP32, float or with Q/DQ.
+
+    Returns:
+        `model`.
+
+    Raises:
+        QatError: a Q/DQ graph is not of opset 19 to 22, or a constant or a scale does not fit FP16.
     """
     if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
         raise QatError(
@@ -44,48 +55,55 @@ def to_half(model):
     return model
 
 
-def _infer(model):
+def _infer(model: ModelProto) -> ModelProto:
     return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
 
 
-def _types(model):
-    """{tensor name: element type}, where it can be inferred."""
+def _types(model: ModelProto) -> dict[str, int]:
+    """Return {tensor name: element type} of the tensors whose type can be inferred."""
     graph = _infer(model).graph
     found = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
     return {**found, **{i.name: i.data_type for i in graph.initializer}}
 
 
-def _float_inputs(node, version, types):
-    """Positions of the FP32 inputs of `node` that may be FP16 and are of the type it computes in: that of its first input
-    or of an output. Not one of them: Resize's roi and scales, which have types of their own."""
+def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> set[int]:
+    """Return the positions of the FP32 inputs of a node that may be FP16 and have the type that it computes in.
+
+    This is the type of its first input or of an output. Resize's roi and scales are not among them: they have types of
+    their own.
+    """
     schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     halves = {c.type_param_str for c in schema.type_constraints if 'tensor(float16)' in c.allowed_type_strs}
     computes_in = halves & {schema.inputs[0].type_str, *(o.type_str for o in schema.outputs)} if schema.inputs else ()
-    formal = [
-        schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.input))
-    ]  # the last may repeat
+    # The last input of an operator may repeat.
+    formal = [schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(node.input))]
     return {i for i, name in enumerate(node.input) if types.get(name) == FLOAT and formal[i] in computes_in}
 
 
-def _feature_inputs(model, types):
-    """{first output of a node: positions of its inputs that become FP16} of every feature convolution, of every node that
-    computes what one reads, and of those behind that only move what they return: the Cast comes where decoding computes.
+def _feature_inputs(model: ModelProto, types: Mapping[str, int]) -> dict[str, set[int]]:
+    """Find the inputs of nodes that become FP16.
 
-    A feature convolution is one that is not behind a Softmax: that one is the DFL, which belongs to the decoding. The way
-    back follows values (FP32 or INT8), not shapes.
+    The nodes are every feature convolution, every node that computes an input of one, and those behind them that only
+    move their outputs: the Cast comes where decoding computes. A feature convolution does not stand behind a Softmax:
+    the convolution there is the DFL, which belongs to the decoding. The way back follows values (FP32 or INT8), not
+    shapes.
+
+    Returns:
+        First output of a node → positions of its inputs.
     """
-    made_by, values, decoded, images = producers(model), constants(model), set(), {i.name for i in model.graph.input}
+    made_by, values, images = producers(model), constants(model), {i.name for i in model.graph.input}
+    decoded: set[str] = set()
 
-    def exact(scale):
-        """Whether a scale is an FP16 number: Q may then have it in FP32, its DQ in FP16."""
-        with np.errstate(over='ignore'):  # inf is not what it was
+    def exact(scale: str) -> bool:
+        """Tell whether a scale is an FP16 number: Q may then have it in FP32, its DQ in FP16."""
+        with np.errstate(over='ignore'):  # a scale beyond FP16 becomes inf, which differs
             return np.array_equal(values[scale].astype(np.float16), values[scale])
 
     for node in model.graph.node:
         if node.op_type == 'Softmax' or decoded.intersection(node.input):
             decoded.update(node.output)
     todo = [n for n in model.graph.node if n.op_type in ('Conv', 'ConvTranspose') and not decoded.intersection(n.input)]
-    found = {}
+    found: dict[str, set[int]] = {}
     while todo:
         node = todo.pop()
         if node.output[0] not in found:
@@ -108,8 +126,8 @@ def _feature_inputs(model, types):
     return found
 
 
-def _to_fp16(tensor, name):
-    """A copy of an FP32 initializer as FP16, called `name`."""
+def _to_fp16(tensor: TensorProto, name: str) -> TensorProto:
+    """Copy an FP32 initializer as FP16, under another name; QatError if a value is beyond FP16."""
     values = numpy_helper.to_array(tensor)
     largest = np.abs(values[np.isfinite(values)]).max(initial=0)
     if largest > LARGEST:
@@ -119,7 +137,7 @@ def _to_fp16(tensor, name):
     return numpy_helper.from_array(values.astype(np.float16), name)
 
 
-def _check_scale(node, scale):
+def _check_scale(node: NodeProto, scale: np.ndarray) -> None:
     """Raise QatError unless `scale` stays positive and precise in FP16. TensorRT refuses 0."""
     bad = scale[~((scale >= SMALLEST_NORMAL) & (scale <= LARGEST))]
     if bad.size:
@@ -129,15 +147,19 @@ def _check_scale(node, scale):
         )
 
 
-def _retype(model, features, types):
-    """Make the inputs `features` FP16, in place, with a Cast on each tensor that comes from the other side. A constant that
-    both sides read is there twice."""
+def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[str, int]) -> None:
+    """Make the inputs `features` FP16, in place, with a Cast on each tensor that comes from the other side.
+
+    A constant that both sides read is stored twice.
+    """
     graph = model.graph
     stored, values = {i.name: i for i in graph.initializer}, constants(model)
-    outputs, halves = {o.name for o in graph.output}, set()
-    nodes, made = [], {}  # made: (tensor, type) → name of the tensor as that type
+    outputs = {o.name for o in graph.output}
+    halves: set[str] = set()  # tensors that are FP16 now
+    nodes: list[NodeProto] = []
+    made: dict[tuple[str, int], str] = {}  # (tensor, type) → name of the tensor in that type
 
-    def convert(name, to):
+    def convert(name: str, to: int) -> str:
         if (name, to) not in made:
             made[name, to] = name + SUFFIX[to]
             if name in stored:
@@ -155,7 +177,7 @@ def _retype(model, features, types):
                 node.input[i] = convert(name, HALF)
             elif (
                 i not in positions and name in halves and node.op_type not in ('Shape', 'Size')
-            ):  # these read no values
+            ):  # which read no values
                 node.input[i] = convert(name, FLOAT)
         nodes.append(node)
         to_float = node.op_type == 'Cast' and node.output[0] in features and attribute(node, 'to') == FLOAT
@@ -178,8 +200,8 @@ def _retype(model, features, types):
             graph.initializer.remove(stored[name])
 
 
-def _check_qdq(model, qdq):
-    """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast stands where it would part what TensorRT fuses."""
+def _check_qdq(model: ModelProto, qdq: tuple[int, int]) -> None:
+    """Raise QatError unless the numbers of Q and DQ are `qdq`, and no Cast separates a pair that TensorRT fuses."""
     made_by, read_by = producers(model), readers(model)
     parted = [
         cast.name
@@ -195,7 +217,7 @@ def _check_qdq(model, qdq):
         )
 
 
-def require_opset():
+def require_opset() -> None:
     """Raise QatError if the installed onnx does not know the opset of `fp32_scales`."""
     if onnx.defs.onnx_opset_version() < OPSET:
         raise QatError(
@@ -203,18 +225,23 @@ def require_opset():
         )
 
 
-def fp32_scales(model):
-    """What `to_half` made of a Q/DQ graph, as another model with the same scales in FP32. Names, weights, every Q and every DQ
-    stay; opset 23, the first in which Q takes FP16 values with an FP32 scale, and DQ has an attribute for what it returns.
+def fp32_scales(model: ModelProto) -> ModelProto:
+    """Copy a Q/DQ graph of `to_half`, with the same scales in FP32.
 
-    A Q divides in the type of its scale: with FP32 a value goes to the step that PyTorch takes, while the quotient in FP16
-    may lie on the other side of a half step. The scales themselves are the same numbers. Raises QatError if anything but
-    their types changed.
+    Names, weights, every Q and every DQ stay. The copy has opset 23: the first in which Q takes FP16 values with an
+    FP32 scale, and DQ has an attribute for the type of its output.
+
+    A Q divides in the type of its scale. With FP32 a value goes to the step that PyTorch takes, while the quotient in
+    FP16 may lie on the other side of a half step. The scales themselves are the same numbers.
+
+    Raises:
+        QatError: anything but the types of the scales changed.
     """
-    # Not just another number: ONNX's converter knows which operators change their meaning from one opset to the next.
+    # ONNX's converter knows the operators whose meaning changes from one opset to the next.
     typed = version_converter.convert_version(model, OPSET)
     typed.ir_version = helper.find_min_ir_version_for(typed.opset_import)
-    stored, made = {i.name: i for i in typed.graph.initializer}, {}  # made: name of a scale in FP16 → its copy in FP32
+    stored = {i.name: i for i in typed.graph.initializer}
+    made: dict[str, TensorProto] = {}  # name of a scale in FP16 → its copy in FP32
     for node in typed.graph.node:
         if node.op_type in QDQ and stored[node.input[1]].data_type == HALF:
             half = node.input[1]
@@ -238,8 +265,8 @@ def fp32_scales(model):
     return typed
 
 
-def _to_keep(model):
-    """What the type of the scales does not change: {in words: value to compare}."""
+def _to_keep(model: ModelProto) -> dict[str, Any]:
+    """Return the parts of a graph that the type of the scales does not change: part in words → value to compare."""
     values, types = constants(model), _types(model)
     return {
         'the number of Q/DQ nodes': count_qdq(model),

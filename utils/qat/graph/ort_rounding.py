@@ -1,6 +1,9 @@
-"""Has every version of ONNX Runtime quantize FP16 values as ONNX says: x / scale, rounded half to even. Imports no torch.
+"""FP16 values quantized as ONNX demands, in every version of ONNX Runtime: x / scale, rounded half to even.
 
-in: FP16 x → Q (FP16 scale)          out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
+in:  FP16 x → Q (FP16 scale)
+out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
+
+Imports no torch.
 """
 
 from functools import cache
@@ -14,8 +17,8 @@ from utils.qat.graph.onnx_graph import constants, is_half
 
 
 @cache
-def rounds_fp16():
-    """Whether ONNX Runtime rounds there. Up to 1.29, on CPUs, it cuts off what is behind the point; and 1.30 needs Python 3.11."""
+def rounds_fp16() -> bool:
+    """Tell whether ONNX Runtime rounds FP16 values. Up to 1.29, on CPUs, it truncates; and 1.30 needs Python 3.11."""
     import onnxruntime as ort
 
     graph = helper.make_graph(
@@ -34,18 +37,33 @@ def rounds_fp16():
     return y.tolist() == [1, 2, 2, -2]
 
 
-def rounding(source):
-    """What to give to ONNX Runtime for the file `source` (its name) or the serialized model `source` (bytes): the same, or, where it does
-    not round and there are FP16 values, a serialized model in which it does."""
+def rounding(source: str | bytes) -> str | bytes:
+    """Return a model with which ONNX Runtime rounds FP16 values.
+
+    Args:
+        source: the name of a file, or a serialized model.
+
+    Returns:
+        `source`; if it has FP16 values and ONNX Runtime truncates, another serialized model.
+    """
     if rounds_fp16():
         return source
     model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
     return quantize_in_fp32(model).SerializeToString() if is_half(model) else source
 
 
-def quantize_in_fp32(model):
-    """Give each QuantizeLinear whose scale is a constant in FP16 an FP32 scale of the same value, and a Cast before it; in place."""
-    known, nodes, made = constants(model), [], set()
+def quantize_in_fp32(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Quantize in FP32, in place: an FP16 scale that is a constant becomes FP32, and a Cast comes before its Q.
+
+    Args:
+        model: any graph.
+
+    Returns:
+        `model`.
+    """
+    known = constants(model)
+    nodes: list[onnx.NodeProto] = []
+    made: set[str] = set()
     for node in model.graph.node:
         scale = known.get(node.input[1]) if node.op_type == 'QuantizeLinear' else None
         if scale is not None and scale.dtype == np.float16:

@@ -1,20 +1,30 @@
-"""Passes over an exported ONNX graph, one function each, each with the invariant it keeps.
+"""Passes over an exported ONNX graph, one function each, each with its invariant.
 
 Imports no torch: the passes work on any Q/DQ graph.
 """
 
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
 
 
-def _keep(model, keep, renamed):
-    """Rewrite the node list: inputs renamed by `renamed`, and only the nodes for which `keep(node)` is true.
+def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
+    """Rewrite the node list in place: rename inputs, and drop nodes.
 
-    Nodes come in topological order, so `keep` may add to `renamed` what later nodes shall read instead.
+    Args:
+        model: the graph.
+        keep: whether a node stays. Nodes come in topological order, so it may add to `renamed` the tensors that later
+            nodes shall read instead.
+        renamed: old name of an input → new name.
+
+    Returns:
+        `model`.
     """
     kept = []
     for node in model.graph.node:
@@ -27,11 +37,12 @@ def _keep(model, keep, renamed):
     return model
 
 
-def remove_identities(model):
+def remove_identities(model: ModelProto) -> ModelProto:
     """Let readers of an Identity read its input, in place. Graph outputs keep their names."""
-    renamed, outputs = {}, {o.name for o in model.graph.output}
+    outputs = {o.name for o in model.graph.output}
+    renamed: dict[str, str] = {}
 
-    def keep(node):
+    def keep(node: NodeProto) -> bool:
         if node.op_type != 'Identity' or node.output[0] in outputs:
             return True
         renamed[node.output[0]] = node.input[0]
@@ -40,23 +51,24 @@ def remove_identities(model):
     return _keep(model, keep, renamed)
 
 
-def merge_duplicates(model):
-    """Merge nodes that compute the same, in place: above all, let every reader of a tensor that quantizes it with the
-    same scale share one Q and one DQ.
+def merge_duplicates(model: ModelProto) -> ModelProto:
+    """Merge nodes that compute the same, in place.
 
-    Two nodes are the same if operator, attributes and inputs are, constants compared by value (the operators of these
-    graphs have no state and no randomness). Graph outputs keep their names.
+    Above all, every reader of a tensor that quantizes it with the same scale then shares one Q and one DQ. Two nodes
+    are the same if operator, attributes and inputs are; constants are compared by value. (The operators of these
+    graphs have no state and no randomness.) Graph outputs keep their names.
     """
     values = constants(model)
     outputs = {o.name for o in model.graph.output}
 
-    def identity(name):
+    def identity(name: str) -> Any:
         value = values.get(name)
         return name if value is None else (value.dtype.str, value.shape, value.tobytes())
 
-    first, renamed = {}, {}
+    first: dict[tuple, list[str]] = {}
+    renamed: dict[str, str] = {}
 
-    def keep(node):
+    def keep(node: NodeProto) -> bool:
         if outputs.intersection(node.output):
             return True
         attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
@@ -70,9 +82,14 @@ def merge_duplicates(model):
     return _keep(model, keep, renamed)
 
 
-def constants_to_initializers(model):
-    """Turn every Constant node into an initializer of the same name and value, in place: TensorRT 8.6 reads scales and
-    zero points from initializers only."""
+def constants_to_initializers(model: ModelProto) -> ModelProto:
+    """Turn every Constant node into an initializer of the same name and value, in place.
+
+    TensorRT 8.6 reads scales and zero points from initializers only.
+
+    Raises:
+        QatError: a Constant has no tensor as its value.
+    """
     values = constants(model)
     made = [n.output[0] for n in model.graph.node if n.op_type == 'Constant']
     if lost := [name for name in made if name not in values]:
@@ -81,8 +98,11 @@ def constants_to_initializers(model):
     return _keep(model, lambda node: node.op_type != 'Constant', {})
 
 
-def write_axis(model):
-    """Write the axis of every per-channel Q and DQ that leaves it to the default (1), in place: importers disagree on it."""
+def write_axis(model: ModelProto) -> ModelProto:
+    """Write the axis of every per-channel Q and DQ that leaves it to the default (1), in place.
+
+    Importers disagree on the default.
+    """
     values = constants(model)
     for node in model.graph.node:
         if node.op_type in QDQ and values[node.input[1]].ndim and attribute(node, 'axis') is None:
@@ -90,26 +110,25 @@ def write_axis(model):
     return model
 
 
-def quantize_moves(model):
-    """Q/DQ on the inputs of operations that only move values (Concat, MaxPool, Split, Slice, nearest Resize ...), where
-    all that is made of their outputs is quantized with one scale; in place.
+def quantize_moves(model: ModelProto) -> ModelProto:
+    """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place.
 
-    The operation then runs in INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat
-    beside it. Changes no value: quantizing with one scale before and after a move is quantizing once. Moves whose
-    readers ask for several scales, or for a scale and float, stay as they are.
+    A move is an operation that only moves values: Concat, MaxPool, Split, Slice, nearest Resize ... It then runs in
+    INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat beside it. No value
+    changes: to quantize with one scale before and after a move is to quantize once. A move stays as it is if its
+    readers ask for several scales, or for a scale and float.
     """
     values, outputs = constants(model), {o.name for o in model.graph.output}
     made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
 
-    def grid(node):
-        """Scale and zero point of a Q or DQ, to compare."""
+    def grid(node: NodeProto) -> list[bytes]:
+        """Return scale and zero point of a Q or DQ, to compare."""
         return [values[name].tobytes() for name in node.input[1:3]]
 
-    def demand(node):
-        """The Q that everything made of the outputs of `node` asks for; None if there are several, or float readers."""
-        found = [
-            r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape'
-        ]  # it reads no value
+    def demand(node: NodeProto) -> NodeProto | None:
+        """Return the Q that all readers of a node's outputs ask for; None if there are several, or float readers."""
+        # A Shape reads no values.
+        found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']
         if (
             not found
             or outputs.intersection(node.output)
@@ -118,11 +137,13 @@ def quantize_moves(model):
             return None
         return found[0] if all(grid(r) == grid(found[0]) for r in found) else None
 
-    put_before = {}  # position of a move → the pairs to put in front of it
+    put_before: dict[int, list[NodeProto]] = {}  # position of a move → the pairs to put in front of it
     for at in reversed(range(len(nodes))):
         move = nodes[at]
         wanted = demand(move) if moved_inputs(move) else None
-        for i in moved_inputs(move) if wanted else ():
+        if wanted is None:
+            continue
+        for i in moved_inputs(move):
             given = move.input[i]
             source = made_by.get(given)
             if given in values or (
@@ -138,7 +159,7 @@ def quantize_moves(model):
             )
             put_before.setdefault(at, []).extend((q, dq))
             move.input[i] = f'{name}_dq'
-            # for the moves further up: this one no longer reads `given`, its Q does
+            # The moves further up must see that this Q reads `given` now, and no longer the move.
             read_by[given] = [r for r in read_by[given] if not (r[0] is move and r[1] == i)] + [(q, 0)]
     graph = [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)]
     del model.graph.node[:]
@@ -146,7 +167,7 @@ def quantize_moves(model):
     return model
 
 
-def check_scales(model, scales):
+def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:
     """Raise QatError unless the scales in the graph are exactly `scales` (arrays), bit for bit, as sets."""
     values = constants(model)
     in_graph = {np.asarray(values[n.input[1]], np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ}
@@ -158,9 +179,13 @@ def check_scales(model, scales):
         )
 
 
-def simplify(model):
-    """Fold constants and drop what computes nothing (onnxslim). Keeps every Q and DQ, or raises QatError:
-    a simplifier that folds the DQ of a weight turns an INT8 convolution back into a float one."""
+def simplify(model: ModelProto) -> ModelProto:
+    """Fold constants and drop nodes that compute nothing (onnxslim).
+
+    Raises:
+        QatError: a Q or DQ is lost. A simplifier that folds the DQ of a weight turns an INT8 convolution back into a
+            float one.
+    """
     import onnxslim
 
     before = count_qdq(model)
@@ -173,11 +198,11 @@ def simplify(model):
     return slim
 
 
-def store_int8_weights(model):
-    """Store each weight as the INT8 values that its Q computes, in place: initializer → Q → DQ becomes initializer → DQ.
+def store_int8_weights(model: ModelProto) -> ModelProto:
+    """Store each weight as the INT8 values that its Q computes, in place: initializer → DQ.
 
-    Takes exactly one Q per weight, none of an activation and no DQ. The values are those of the Q, bit for bit: rounded half
-    to even and saturated.
+    A weight had a Q and a DQ. Exactly one Q per weight is removed, none of an activation and no DQ. The values are the
+    Q's, bit for bit: rounded half to even and saturated.
     """
     values = constants(model)
     stored = {i.name: i for i in model.graph.initializer}
@@ -197,9 +222,15 @@ def store_int8_weights(model):
     return model
 
 
-def set_output_shapes(model, *shapes):
-    """Write the shape of each output (ints, or a name for an open axis): with an open batch axis the exporter leaves the
-    other axes open too. Changes no node."""
+def set_output_shapes(model: ModelProto, *shapes: Iterable[int | str]) -> None:
+    """Write the shape of each output: with an open batch axis the exporter leaves the other axes open too.
+
+    No node changes.
+
+    Args:
+        model: the graph.
+        *shapes: of each output: numbers, or a name for an open axis.
+    """
     for output, dims in zip(model.graph.output, shapes, strict=True):
         shape = output.type.tensor_type.shape
         del shape.dim[:]
@@ -207,8 +238,8 @@ def set_output_shapes(model, *shapes):
             shape.dim.add(**({'dim_param': d} if isinstance(d, str) else {'dim_value': d}))
 
 
-def set_metadata(model, **props):
-    """Store `props` as text in the file's metadata; keeps what else is there."""
+def set_metadata(model: ModelProto, **props: object) -> ModelProto:
+    """Store `props` as text in the file's metadata; other entries stay."""
     kept = {p.key: p.value for p in model.metadata_props}
     onnx.helper.set_model_props(model, {**kept, **{k: str(v) for k, v in props.items()}})
     return model

@@ -1,19 +1,20 @@
-"""An exported graph → config.pbtxt, by which NVIDIA Triton Inference Server (https://github.com/triton-inference-server/server) serves it.
+"""config.pbtxt, by which NVIDIA Triton Inference Server serves an exported graph.
 
 in:  any graph of ours: plain, DeepStream, with NMS inside
-out: the text of MODELS/<name>/config.pbtxt; beside it, the engine of the graph is 1/model.plan, the graph itself 1/model.onnx
+out: the text of MODELS/<name>/config.pbtxt; beside it, the graph's engine is 1/model.plan, the graph itself
+     1/model.onnx
 
-Format: docs/user_guide/model_configuration.md there. Imports no torch.
+Format: docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server. Imports no torch.
 """
 
 import json
 
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import given
 
-TYPES = {
+TYPES: dict[int, str] = {
     TensorProto.FLOAT: 'TYPE_FP32',
     TensorProto.FLOAT16: 'TYPE_FP16',
     TensorProto.INT32: 'TYPE_INT32',
@@ -25,12 +26,19 @@ TYPES = {
 PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 
 
-def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
-    """Text of the configuration of `model` (an onnx.ModelProto) as the model `name`.
+def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: str = 'tensorrt_plan') -> str:
+    """Write the configuration of a model.
 
-    max_batch: images per run, at most, where the batch axis is open; the engine must be built for it. Requests of several clients are
-    then run together. A graph with a fixed batch takes just that. platform: what runs it, one of PLATFORMS. Raises QatError if a
-    tensor has no shape, or a type that Triton lacks, or if some tensors follow an open batch and others do not.
+    Args:
+        model: the graph.
+        name: its name in Triton.
+        max_batch: most images per run, if the batch axis is open; the engine must be built for it. Requests of several
+            clients are then run together. A graph with a fixed batch takes only this batch.
+        platform: the runtime, one of PLATFORMS.
+
+    Raises:
+        QatError: a tensor has no shape or a type that Triton lacks, or some tensors have an open batch and others do
+            not.
     """
     inputs = given(model)
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}
@@ -56,15 +64,16 @@ def triton_config(model, name, max_batch=1, platform='tensorrt_plan'):
     return '\n'.join(lines) + '\n'
 
 
-def _shape(value):
-    """Shape of a graph's input or output; -1 where an axis is open."""
+def _shape(value: ValueInfoProto) -> list[int]:
+    """Return the shape of a graph's input or output; -1 where an axis is open."""
     dims = [d.dim_value if d.HasField('dim_value') else -1 for d in value.type.tensor_type.shape.dim]
     if not dims:
         raise QatError(f'Triton: {value.name} has no axes, or a shape that the file does not tell')
     return dims
 
 
-def _type(value):
+def _type(value: ValueInfoProto) -> str:
+    """Return Triton's name of the type of a graph's input or output."""
     code = value.type.tensor_type.elem_type
     if code not in TYPES:
         raise QatError(

@@ -1,16 +1,18 @@
-"""Lets upstream YOLOv9 run on today's libraries, without touching its files.
+"""Let upstream YOLOv9 run on current libraries, without a change of its files.
 
-In: a process that imports upstream's `utils` or `models` (the block that patch_yolov9.sh puts at the top of both
-`__init__.py` files calls `apply_before_upstream()`). Out: the same process, in which the names upstream still uses exist
-again by the time its first module runs.
+patch_yolov9.sh puts a block at the top of upstream's `utils/__init__.py` and `models/__init__.py`, which calls
+`apply_before_upstream()`. When the first module of upstream runs, the names that upstream uses exist again.
 
-The shims reach into torch, NumPy and Pillow, so they wait: our own commands import `utils.qat` long before they need any of
-these, and `-h`, or a command that only reads an ONNX file, never does. Whatever was imported before, and in whatever order.
+The shims need torch, NumPy and Pillow, so they wait until then. Our own commands import `utils.qat` long before they
+need one of these, and `-h`, or a command that only reads an ONNX file, never does. The order of imports does not
+matter.
 
-One function per shim. Each returns True if it had something to do, is guarded by the feature it replaces and not by a
-list of versions where a feature can be asked for, and says when it can be deleted. Line numbers are those of
-WongKinYiu/yolov9 at 5b1ea9a. Nothing here replaces a `forward` or assigns inside `torch.nn`.
+One function per shim. Each returns True if it had something to do, and its docstring says when it can be deleted. Where
+possible it asks for the feature that it replaces, not for a version. Line numbers are of WongKinYiu/yolov9 at 5b1ea9a.
+Nothing here replaces a `forward` or assigns inside `torch.nn`.
 """
+
+from __future__ import annotations
 
 import functools
 import importlib
@@ -26,13 +28,21 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 LOGGER = logging.getLogger('yolov9_qat.compat')
 
 
-def _folder(file):
-    """Real folder of a file. The file itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
+def _folder(file: str) -> Path:
+    """Return the real folder of a file.
+
+    The file itself is not resolved, because `patch_yolov9.sh --link` makes ours symlinks.
+    """
     return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))
 
 
@@ -40,27 +50,28 @@ TREE = _folder(__file__).parents[1]  # the patched tree
 
 OURS = 'utils.qat', 'models.quantize', 'models.deploy'  # packages that need no shims until they import upstream
 
-_fired = None  # names of the shims that fired; None until apply() has run
+_fired: list[str] | None = None  # names of the shims that fired; None until apply() has run
 
 
 class BeforeUpstream:
-    """First on sys.meta_path. It finds nothing: it only learns that a module of upstream is about to run."""
+    """A finder, first on sys.meta_path, that finds nothing: it notices that a module of upstream is about to run."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        """Apply the shims if `name` is a module of upstream."""
         if name.startswith(('utils.', 'models.')) and '.'.join(name.split('.')[:2]) not in OURS:
             sys.meta_path.remove(BeforeUpstream)
             apply()
 
 
-def apply_before_upstream():
+def apply_before_upstream() -> None:
     """Have `apply` called when the first module inside upstream's `utils` or `models` is imported, and not before."""
     if _fired is None and BeforeUpstream not in sys.meta_path:
         sys.meta_path.insert(0, BeforeUpstream)
 
 
-def apply():
-    """Install every shim that this environment needs, once. Returns the names of those that fired."""
+def apply() -> list[str]:
+    """Install every shim that this environment needs, once; return the names of the shims that had something to do."""
     global _fired
     if _fired is None:
         _fired = [shim.__name__ for shim in SHIMS if shim()]
@@ -68,8 +79,11 @@ def apply():
     return list(_fired)
 
 
-def called_from_upstream(depth=2):
-    """Is the function `depth` frames up defined in the patched tree (and not in a venv that lies inside it)?"""
+def called_from_upstream(depth: int = 2) -> bool:
+    """Tell whether the function `depth` frames up is defined in the patched tree.
+
+    Packages of a venv that lies inside the tree do not count.
+    """
     file = sys._getframe(depth).f_globals.get('__file__')
     if not file:  # interactive, or code built by exec
         return False
@@ -77,8 +91,14 @@ def called_from_upstream(depth=2):
     return folder.is_relative_to(TREE) and 'site-packages' not in folder.relative_to(TREE).parts
 
 
-def stand_in(name, doc, **members):
-    """Put a module `name` with these members in sys.modules; it has a spec, so importlib.util.find_spec finds it."""
+def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
+    """Put a module with these members into sys.modules, with a spec, so that importlib.util.find_spec finds it.
+
+    Args:
+        name: of the module.
+        doc: its docstring.
+        **members: its attributes.
+    """
     module = types.ModuleType(name, doc)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     vars(module).update(members)
@@ -86,19 +106,25 @@ def stand_in(name, doc, **members):
     return module
 
 
-def auto_install_off():
-    """utils/general.py:45,377-406: `check_requirements` runs `pip install` by itself, which replaces packages of a
-    container and hangs offline. A user who wants that back sets YOLOv5_AUTOINSTALL=true. Keep for ever."""
+def auto_install_off() -> bool:
+    """Turn off the `pip install` that upstream runs by itself.
+
+    utils/general.py:45,377-406: `check_requirements` runs it. It replaces packages of a container and hangs offline.
+    A user who wants it sets YOLOv5_AUTOINSTALL=true. Keep for ever.
+    """
     if 'YOLOv5_AUTOINSTALL' in os.environ:
         return False
     os.environ['YOLOv5_AUTOINSTALL'] = 'false'
     return True
 
 
-def pkg_resources_module():
-    """utils/general.py:29 and utils/loggers/__init__.py:5 import pkg_resources: gone since setuptools 82, and the one of
-    old setuptools does not import on Python 3.12. Delete when upstream uses `packaging`."""
-    warnings.filterwarnings('ignore', message='pkg_resources is deprecated as an API')  # setuptools 67 to 81 say so
+def pkg_resources_module() -> bool:
+    """Stand in for the module pkg_resources.
+
+    utils/general.py:29 and utils/loggers/__init__.py:5 import it. It is gone since setuptools 82, and the one of old
+    setuptools does not import on Python 3.12. Delete when upstream uses `packaging`.
+    """
+    warnings.filterwarnings('ignore', message='pkg_resources is deprecated as an API')  # of setuptools 67 to 81
     try:
         importlib.import_module('pkg_resources')
         return False
@@ -115,15 +141,18 @@ def pkg_resources_module():
     class VersionConflict(Exception):
         """An installed distribution does not meet the requirement."""
 
-    def parse_requirements(lines):
-        """Requirements in an open file, a string or a list of lines; comments, blank lines and pip options are skipped."""
+    def parse_requirements(lines: str | Iterable[str]) -> Iterator[Requirement]:
+        """Parse the requirements in a text, an open file or a list of lines.
+
+        Comments, blank lines and options of pip are left out.
+        """
         for line in lines.splitlines() if isinstance(lines, str) else lines:
             line = line.split(' #')[0].strip()
             if line and not line.startswith(('#', '-')):
                 yield Requirement(line)
 
-    def require(*requirements):
-        """Raise unless every requirement is met. Unlike the real one, it does not follow their dependencies."""
+    def require(*requirements: Any) -> None:
+        """Raise unless every requirement is met. Unlike the real function, it does not follow their dependencies."""
         for text in requirements:
             for requirement in parse_requirements(text):
                 if requirement.marker and not requirement.marker.evaluate():
@@ -148,16 +177,20 @@ def pkg_resources_module():
     return True
 
 
-def missing_packages_reported():
-    """utils/general.py:377-406: with automatic installation off, `check_requirements` finds what is missing and says
-    nothing. Report it where upstream asks. Delete when upstream logs it."""
+def missing_packages_reported() -> bool:
+    """Log the packages that upstream misses.
+
+    utils/general.py:377-406: with automatic installation off, `check_requirements` finds what is missing and says
+    nothing. Delete when upstream logs it.
+    """
     import pkg_resources
 
     real = pkg_resources.require
-    modules = {'opencv-python': 'cv2', 'ipython': 'IPython'}  # headless builds and the stand-in below serve as well
+    # Headless builds of OpenCV, and the stand-in for IPython below, serve as well.
+    modules = {'opencv-python': 'cv2', 'ipython': 'IPython'}
 
     @functools.wraps(real)
-    def require(*requirements):
+    def require(*requirements: Any) -> Any:
         try:
             return real(*requirements)
         except (pkg_resources.DistributionNotFound, pkg_resources.VersionConflict) as missing:
@@ -180,13 +213,16 @@ def missing_packages_reported():
     return True
 
 
-def ipython_module():
-    """utils/general.py:26, models/common.py:21 and utils/__init__.py import IPython, for notebooks only. Delete when
-    upstream imports it inside notebook_init."""
+def ipython_module() -> bool:
+    """Stand in for the module IPython.
+
+    utils/general.py:26, models/common.py:21 and utils/__init__.py import it, for notebooks only. Delete when upstream
+    imports it inside notebook_init.
+    """
     if importlib.util.find_spec('IPython'):
         return False
 
-    def display(*things, **_):
+    def display(*things: Any, **_: Any) -> None:
         print(*things)
 
     shown = stand_in('IPython.display', 'Stand-in of yolov9-qat.', display=display, clear_output=lambda *_, **__: None)
@@ -196,64 +232,77 @@ def ipython_module():
         get_ipython=lambda: None,
         display=shown,
         __path__=[],
-        version_info=(8, 24, 0),
-    )  # matplotlib reads version_info of any IPython it finds; 8.24 needs no fix of its
+        version_info=(8, 24, 0),  # matplotlib asks every IPython for it, and has no workaround for 8.24
+    )
     return True
 
 
-def numpy_trapz():
-    """utils/metrics.py:113 calls np.trapz: renamed trapezoid in NumPy 2.0, gone in 2.4. Delete when upstream renames."""
+def numpy_trapz() -> bool:
+    """Give NumPy the name `trapz` again.
+
+    utils/metrics.py:113 calls np.trapz, which NumPy 2.0 renamed to trapezoid and 2.4 removed. Delete when upstream
+    renames.
+    """
     import numpy as np
 
     if hasattr(np, 'trapz'):
-        # NumPy 2.0 to 2.3 warn once per class and threshold
+        # NumPy 2.0 to 2.3 would warn for each class and threshold.
         warnings.filterwarnings('ignore', message='`trapz` is deprecated', category=DeprecationWarning)
         return False
-    np.trapz = np.trapezoid
+    np.trapz = np.trapezoid  # type: ignore[attr-defined]
     return True
 
 
-def numpy_float():
-    """models/common.py:908 (CoreML outputs) uses np.float: gone since NumPy 1.24. Delete when upstream uses float."""
+def numpy_float() -> bool:
+    """Give NumPy the name `float` again.
+
+    models/common.py:908 (CoreML outputs) uses np.float, gone since NumPy 1.24. Delete when upstream uses float.
+    """
     import numpy as np
 
-    if 'float' in vars(np):  # not hasattr: NumPy 1.20 to 1.23 warn when asked
+    if 'float' in vars(np):  # not hasattr, for which NumPy 1.20 to 1.23 warn
         return False
-    np.float = float
+    np.float = float  # type: ignore[attr-defined]
     return True
 
 
-def pillow_getsize():
-    """utils/plots.py:86,165 call font.getsize: gone since Pillow 10. The height counts from the ascender line, as it
-    did. Delete when upstream uses getbbox."""
+def pillow_getsize() -> bool:
+    """Give Pillow's fonts the method `getsize` again.
+
+    utils/plots.py:86,165 call font.getsize, gone since Pillow 10. The height counts from the ascender line, as it
+    did. Delete when upstream uses getbbox.
+    """
     from PIL import ImageFont
 
-    def getsize(self, text, *args, **kwargs):
+    def getsize(self: Any, text: str, *args: Any, **kwargs: Any) -> tuple[int, int]:
         left, _, right, bottom = self.getbbox(text, *args, **kwargs)
         return right - left, bottom
 
     fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, 'getsize')]
     for font in fonts:
-        font.getsize = getsize
+        font.getsize = getsize  # type: ignore[attr-defined, union-attr]
     return bool(fonts)
 
 
-def font_from_matplotlib():
-    """utils/general.py:483-490 (check_font, called by check_dataset and the plots) downloads Arial: hangs or fails without
-    internet. matplotlib brings DejaVu Sans; it is stored under the name that upstream looks for. Delete when upstream
-    does without the download."""
+def font_from_matplotlib() -> bool:
+    """Store matplotlib's DejaVu Sans under the name of the font that upstream downloads.
+
+    utils/general.py:483-490 (check_font, called by check_dataset and the plots) downloads Arial, which hangs or fails
+    without internet. Delete when upstream does without the download.
+    """
     import torch
 
     real = torch.hub.download_url_to_file
 
     @functools.wraps(real)
-    def download_url_to_file(url, dst, *args, **kwargs):
+    def download_url_to_file(url: str, dst: str, *args: Any, **kwargs: Any) -> None:
         name = str(url).rsplit('/', 1)[-1]
         if not (name in ('Arial.ttf', 'Arial.Unicode.ttf') and called_from_upstream()):
             return real(url, dst, *args, **kwargs)
         import matplotlib
 
-        part = f'{dst}.{os.getpid()}.{threading.get_ident()}'  # renamed when whole: the ranks of a training and threads that plot come here at once
+        # Renamed when whole: the processes of a training, and threads that plot, come here at once.
+        part = f'{dst}.{os.getpid()}.{threading.get_ident()}'
         shutil.copyfile(Path(matplotlib.get_data_path(), 'fonts', 'ttf', 'DejaVuSans.ttf'), part)
         os.replace(part, dst)
 
@@ -261,11 +310,14 @@ def font_from_matplotlib():
     return True
 
 
-def torch_load_of_modules():
-    """models/experimental.py:243, train*.py, hubconf.py, utils/general.py:999: bare torch.load of checkpoints that hold
-    pickled modules; refused since torch 2.6 (weights_only=True by default). For calls from the tree that do not say,
-    try the safe way first and the full pickle, which executes code, only for a file that needs it. Delete when upstream
-    passes weights_only."""
+def torch_load_of_modules() -> bool:
+    """Let upstream's torch.load read pickled modules again.
+
+    models/experimental.py:243, train*.py, hubconf.py, utils/general.py:999: bare torch.load of checkpoints with
+    pickled modules, refused since torch 2.6 (weights_only=True by default). A call from the tree without weights_only
+    tries the safe way first, and the full pickle, which executes code, only for a file that needs it. Delete when
+    upstream passes weights_only.
+    """
     import torch
 
     real = torch.load
@@ -273,8 +325,8 @@ def torch_load_of_modules():
         return False
 
     @functools.wraps(real)
-    def load(f, *args, **kwargs):
-        # pickle_module is the second positional argument after map_location; with it the caller has chosen already
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        # pickle_module is the positional argument after map_location: a caller who gives it has chosen already.
         if 'weights_only' in kwargs or 'pickle_module' in kwargs or len(args) > 1 or not called_from_upstream():
             return real(f, *args, **kwargs)
         start = f.tell() if hasattr(f, 'seek') else None
@@ -290,9 +342,12 @@ def torch_load_of_modules():
     return True
 
 
-def torchscript_onnx_export():
-    """export.py:105,167: torch.onnx.export with dynamic_axes and opset 12, written for the TorchScript exporter. Since
-    torch 2.9 the default is another one, which needs onnxscript. Delete when upstream passes `dynamo`."""
+def torchscript_onnx_export() -> bool:
+    """Let upstream's torch.onnx.export take the TorchScript exporter.
+
+    export.py:105,167: torch.onnx.export with dynamic_axes and opset 12, written for this exporter. Since torch 2.9 the
+    default is another one, which needs onnxscript. Delete when upstream passes `dynamo`.
+    """
     import torch
 
     real = torch.onnx.export
@@ -300,7 +355,7 @@ def torchscript_onnx_export():
         return False
 
     @functools.wraps(real)
-    def export(*args, **kwargs):
+    def export(*args: Any, **kwargs: Any) -> Any:
         if called_from_upstream():
             kwargs.setdefault('dynamo', False)
         return real(*args, **kwargs)
@@ -309,9 +364,12 @@ def torchscript_onnx_export():
     return True
 
 
-def cuda_amp():
-    """train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use torch.cuda.amp: deprecated since
-    torch 2.4 (a FutureWarning per batch), still there in 2.15. Delete when upstream uses torch.amp."""
+def cuda_amp() -> bool:
+    """Keep torch.cuda.amp, without its warnings.
+
+    train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use it. It is deprecated since torch 2.4
+    (a FutureWarning per batch), and still there in 2.15. Delete when upstream uses torch.amp.
+    """
     import torch
 
     warnings.filterwarnings(
@@ -322,7 +380,7 @@ def cuda_amp():
     if importlib.util.find_spec('torch.cuda.amp'):
         return False
 
-    def autocast(enabled=True, dtype=None, cache_enabled=True):
+    def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool = True) -> Any:
         return torch.amp.autocast('cuda', dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     torch.cuda.amp = stand_in(
@@ -334,11 +392,14 @@ def cuda_amp():
     return True
 
 
-def openmp_sleeps():
-    """train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY, see
-    threads.py. But GCC's OpenMP spins 100 times instead of 300000 while there are more of its threads than CPUs (its manual,
-    GOMP_SPINCOUNT), and each thread that computes gets threads of its own. So one more computes once, and sleeps for ever with
-    those it got. Delete when upstream imports torch after utils."""
+def openmp_sleeps() -> bool:
+    """Let OpenMP's threads sleep although torch was loaded before `utils.qat`.
+
+    train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY,
+    see threads.py. But GCC's OpenMP spins 100 times instead of 300000 while it has more threads than CPUs (its
+    manual, GOMP_SPINCOUNT), and each thread that computes gets threads of its own. So one more thread computes once,
+    and sleeps for ever with the threads that it got. Delete when upstream imports torch after utils.
+    """
     import torch
 
     from utils.qat.core import threads
@@ -348,11 +409,10 @@ def openmp_sleeps():
         return False
     ready = threading.Event()
 
-    def compute_and_sleep():
+    def compute_and_sleep() -> None:
         try:
-            torch.zeros(workers << 16, dtype=torch.uint8, device='cpu').add_(
-                1
-            )  # PyTorch gives a thread 32768 elements or more
+            # PyTorch gives a thread 32768 elements or more.
+            torch.zeros(workers << 16, dtype=torch.uint8, device='cpu').add_(1)
         finally:
             ready.set()
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""Let upstream YOLOv9 run on current libraries, without a change of its files.
+"""Shims that let upstream YOLOv9 run on current libraries, without a change of its files.
 
 patch_yolov9.sh puts a block at the top of upstream's `utils/__init__.py` and `models/__init__.py`, which calls
 `apply_before_upstream()`. When the first module of upstream runs, the names that upstream uses exist again.

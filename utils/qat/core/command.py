@@ -1,4 +1,4 @@
-"""Run a command from its arguments to its exit status: 0 done, 2 a user's mistake, 130 interrupted."""
+"""A command from its arguments to its exit status: 0 done, 2 a user's mistake, 130 interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let threads sleep while they wait for work.
+"""Threads that sleep while they wait for work.
 
 Threads of OpenMP (PyTorch) and of ONNX Runtime otherwise spin, to be there at once. Beside any other busy process they
 hold the cores that the working threads need; docs/troubleshooting.md#it-is-slow has the figures. A user who sets one of

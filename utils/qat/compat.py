@@ -152,7 +152,10 @@ def pkg_resources_module() -> bool:
                 yield Requirement(line)
 
     def require(*requirements: Any) -> None:
-        """Raise unless every requirement is met. Unlike the real function, it does not follow their dependencies."""
+        """Raise unless every requirement is met.
+
+        Unlike the real function, it does not follow their dependencies.
+        """
         for text in requirements:
             for requirement in parse_requirements(text):
                 if requirement.marker and not requirement.marker.evaluate():

@@ -1,1 +1,4 @@
-"""What every command needs: errors, the terminal, processes, files, text. It knows nothing of networks."""
+"""Parts that every command needs: errors, the terminal, processes, files, text.
+
+Nothing here knows of networks.
+"""

@@ -126,7 +126,7 @@ def open_streams() -> None:
 
 
 def _note() -> None:
-    """Log the traceback of the current exception. The log may be on the full disk: then leave it out."""
+    """Log the traceback of the current exception, unless the log is on the disk that is full."""
     with contextlib.suppress(OSError):
         LOGGER.debug('where it was found:', exc_info=True)
 

@@ -63,7 +63,10 @@ def join(device: torch.device) -> None:
 
 
 def leave() -> None:
-    """End the exchange that `join` started. Not after an error: it waits for all processes."""
+    """End the exchange that `join` started.
+
+    Not after an error: it waits for all processes.
+    """
     import torch.distributed as dist
 
     if launched() and dist.is_initialized():

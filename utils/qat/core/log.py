@@ -178,7 +178,13 @@ def finish(*following: str, **files: str | Path) -> None:
 
 
 class _WithoutBars:
-    """A stderr without the lines that upstream's progress bars leave. `live`: show a bar as long as it counts."""
+    """A stderr without the lines that upstream's progress bars leave.
+
+    Attributes:
+        stream: the real stderr.
+        live: show a bar as long as it counts.
+        in_bar: the last write belonged to a bar.
+    """
 
     def __init__(self, stream: IO[str], live: bool) -> None:
         self.stream, self.live, self.in_bar = stream, live, False

@@ -216,7 +216,11 @@ class EpochBatches:
 
 
 class TrainingImages(Images):
-    """Images that differ from epoch to epoch. epoch: of the next pass, from 0; each pass adds 1."""
+    """Images that differ from epoch to epoch.
+
+    Attributes:
+        epoch: of the next pass, from 0; each pass adds 1.
+    """
 
     epoch = 0
 

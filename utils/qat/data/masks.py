@@ -60,9 +60,11 @@ class PrototypeMasks(Masks):
     shape: tuple[int, int]
 
     def coarse(self) -> torch.Tensor:
+        """Compute the masks at a quarter of the size."""
         return process_mask(self.prototypes, self.coefficients, self.boxes, self.shape)
 
     def fine(self) -> torch.Tensor:
+        """Compute the masks at the size of the input."""
         return process_mask_upsample(self.prototypes, self.coefficients, self.boxes, self.shape)
 
     def __getitem__(self, which: Any) -> PrototypeMasks:
@@ -84,9 +86,11 @@ class BoxMasks(Masks):
     shape: tuple[int, int]
 
     def coarse(self) -> torch.Tensor:
+        """Compute the masks at a quarter of the size."""
         return self._paste(COARSE)
 
     def fine(self) -> torch.Tensor:
+        """Compute the masks at the size of the input."""
         return self._paste(1)
 
     def _paste(self, stride: int) -> torch.Tensor:

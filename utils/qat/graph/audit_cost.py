@@ -249,11 +249,11 @@ def further_forms(graph: Graph) -> Iterator[str]:
 def estimate(
     graph: Graph, types: Types, unabsorbed: Collection[NodeProto] = (), float_bytes: int | None = None
 ) -> Cost:
-    """Estimate the cost of a graph. A tensor of unknown shape counts 0 bytes.
+    """Estimate the cost of a graph.
 
     Args:
         graph: the graph.
-        types: see `tensor_types`.
+        types: see `tensor_types`; a tensor of unknown shape counts 0 bytes.
         unabsorbed: Q and DQ nodes that run as kernels of their own.
         float_bytes: bytes of a float value; None = as typed in the graph.
     """

@@ -57,10 +57,12 @@ def is_int8(graph: Graph, node: NodeProto) -> bool:
 
 
 def float_reason(graph: Graph, node: NodeProto) -> str:
-    """Say why a convolution runs in float. HEAD, DFL and CHOICE are right, any other reason is a finding.
+    """Say why a convolution runs in float.
 
-    HEAD: neither a Q nor a convolution comes behind it (see `Graph.ends`). If only one of data and weight is
-    quantized it is a finding anywhere: that DQ is wasted.
+    Returns:
+        HEAD, DFL or CHOICE if it is right, another text if it is a finding. HEAD: neither a Q nor a convolution comes
+        behind it (see `Graph.ends`). If only one of data and weight is quantized, it is a finding anywhere: that DQ is
+        wasted.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if len(lacks) == 2 and graph.by_choice(node):
@@ -116,8 +118,8 @@ def moves(graph: Graph) -> Iterator[Finding]:
     """Find the operators that only move values and read or make several scales.
 
     Such an operator runs in INT8 if all its inputs, and all that is asked of its outputs, have one scale. Without any
-    quantization it is right too. An operator that runs in INT8 may read it in place of a Q. An operator that is in
-    float by choice cannot be both, so a move in front of it is not checked.
+    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in float by
+    choice is not checked: it cannot serve this reader and a Q at once.
     """
     for node in graph.nodes:
         if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):

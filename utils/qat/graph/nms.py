@@ -25,7 +25,8 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from utils.qat.config.export import END2END, MASKS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
 
-DOMAIN = 'TRT'  # of the plugin: ONNX's checker asks for a domain, TensorRT's parser goes by the name of the operator
+# Of the plugin. ONNX's checker accepts unknown operators in a foreign domain; TensorRT's parser goes by their names.
+DOMAIN = 'TRT'
 SCOPE = 'end2end'  # in the names of all nodes and constants that are made here
 
 
@@ -87,7 +88,12 @@ def _dims(value: ValueInfoProto) -> list[Any]:
 
 
 class Appended:
-    """A writer of nodes and constants behind the nodes of `model`. It names them."""
+    """A writer that puts named nodes and constants behind the nodes of a model.
+
+    Attributes:
+        model: the model.
+        count: number of nodes and constants so far.
+    """
 
     def __init__(self, model: ModelProto) -> None:
         self.model, self.count = model, 0

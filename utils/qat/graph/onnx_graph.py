@@ -308,7 +308,10 @@ class Graph:
         return found
 
     def activation_of(self, node: NodeProto) -> str | None:
-        """Return the tensor x if a node ends an activation function of x, else None. SiLU is x * Sigmoid(x)."""
+        """Return the tensor x if a node ends an activation function of x, else None.
+
+        SiLU is x * Sigmoid(x).
+        """
         if node.op_type == 'Mul':
             return next(
                 (

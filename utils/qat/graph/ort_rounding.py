@@ -18,7 +18,10 @@ from utils.qat.graph.onnx_graph import constants, is_half
 
 @cache
 def rounds_fp16() -> bool:
-    """Tell whether ONNX Runtime rounds FP16 values. Up to 1.29, on CPUs, it truncates; and 1.30 needs Python 3.11."""
+    """Tell whether ONNX Runtime rounds FP16 values.
+
+    Up to 1.29, on CPUs, it truncates; and 1.30 needs Python 3.11.
+    """
     import onnxruntime as ort
 
     graph = helper.make_graph(

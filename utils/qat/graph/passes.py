@@ -38,7 +38,7 @@ def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping
 
 
 def remove_identities(model: ModelProto) -> ModelProto:
-    """Let readers of an Identity read its input, in place. Graph outputs keep their names."""
+    """Let readers of an Identity read its input, in place; graph outputs keep their names."""
     outputs = {o.name for o in model.graph.output}
     renamed: dict[str, str] = {}
 

@@ -86,7 +86,10 @@ def require_network(content: Any, source: str) -> None:
 
 
 def _is_plain(content: Any) -> bool:
-    """Tell whether there are only plain values in it. A part that is there twice, or in itself, is checked once."""
+    """Tell whether there are only plain values in it.
+
+    A part that is there twice, or in itself, is checked once.
+    """
     waiting, seen = [content], set()
     while waiting:
         value = waiting.pop()

@@ -18,11 +18,18 @@ LONGEST_INTEGER = 9  # bytes: 64 bits and a sign
 
 
 class Refused(Exception):
-    """A pickle is damaged, or asks for more than our files need. The message follows the name of the file."""
+    """An error of a pickle that is damaged, or asks for more than our files need.
+
+    The message continues the name of the file.
+    """
 
 
 class Name:
-    """A class or function that the pickle names. text: 'module.qualified name'."""
+    """A class or function that the pickle names.
+
+    Attributes:
+        text: 'module.qualified name'.
+    """
 
     __slots__ = ('text',)
 
@@ -31,7 +38,11 @@ class Name:
 
 
 class Stored:
-    """Data beside the pickle, in its archive. key: as the pickle gives it, of any type."""
+    """Data beside the pickle, in its archive.
+
+    Attributes:
+        key: as the pickle gives it, of any type.
+    """
 
     __slots__ = ('key',)
 
@@ -217,7 +228,12 @@ def _run(content: bytes) -> tuple[Any, set[str]]:
 
 
 def _set_items(target: Any, flat: list[Any]) -> None:
-    """Put items into a dictionary or a Call. flat: key, value, key, value, ..."""
+    """Put items into a dictionary or a Call.
+
+    Args:
+        target: the dictionary or Call.
+        flat: key, value, key, value, ...
+    """
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     if not all(type(key) in SCALARS for key, _ in pairs):
         raise Refused('its pickle has a key that is neither text nor a number')

@@ -43,7 +43,9 @@ TRUST = 'take the file from where you trust it'
 
 
 class Values:
-    """The builder of the values of one pickle. It builds each record once, however often the record is referred to.
+    """The builder of the values of one pickle.
+
+    It builds each record once, however often the record is referred to.
 
     Attributes:
         calls: name of a function or class in the pickle → function that builds its value from a Call.
@@ -133,7 +135,7 @@ class Values:
             raise Refused(f'its pickle is damaged: {_shown(record.function)} with arguments that do not fit') from e
 
     def other(self, record: Call) -> Any:
-        """Build an object that `calls` does not have: here none. A subclass may know it."""
+        """Build an object that `calls` does not have: here none, but a subclass may know it."""
         raise Refused(f'its pickle asks for {_shown(record.function)}, which was not done; {TRUST}')
 
     # ---- entries of `calls` ----------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ def read_values(path: str | Path, flag: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar. Text must be Unicode, whole numbers have at most 64 bits."""
+    """Return a scalar whose text is Unicode and whose whole numbers have at most 64 bits."""
     if type(value) is int and value.bit_length() > 64:
         raise Refused('it has a whole number of more than 64 bits')
     if type(value) is str and not value.isascii():

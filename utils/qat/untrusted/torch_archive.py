@@ -1,8 +1,8 @@
-"""A file of torch.save: read once, hashed as it is read, and checked member by member. PyTorch never opens it.
+"""A file of torch.save: read once, hashed as it is read, and checked member by member.
 
-torch.load decides by the content which kind of file it has, and runs some kinds as programs (TorchScript) or through
-other readers (tar). So only one form passes here: the zip archive that torch.save has written since version 1.6, with
-one pickle, and tensors as plain bytes.
+PyTorch never opens it. torch.load decides by the content which kind of file it has, and runs some kinds as programs
+(TorchScript) or through other readers (tar). So only one form passes here: the zip archive that torch.save has written
+since version 1.6, with one pickle, and tensors as plain bytes.
 """
 
 import hashlib

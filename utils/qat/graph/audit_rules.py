@@ -118,8 +118,8 @@ def moves(graph: Graph) -> Iterator[Finding]:
     """Find the operators that only move values and read or make several scales.
 
     Such an operator runs in INT8 if all its inputs, and all that is asked of its outputs, have one scale. Without any
-    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in float by
-    choice is not checked: it cannot serve this reader and a Q at once.
+    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in
+    float by choice is not checked: it cannot serve this reader and a Q at once.
     """
     for node in graph.nodes:
         if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):

@@ -22,7 +22,6 @@ MOST_WAYS = 2_000_000
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. So does a Resize to the nearest.
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
-
 T = TypeVar('T')
 C = TypeVar('C', bound=Collection)
 Use = tuple[NodeProto | None, int]  # (reader, position among its inputs); (None, 0): the graph returns the tensor

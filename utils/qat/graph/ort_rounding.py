@@ -56,14 +56,7 @@ def rounding(source: str | bytes) -> str | bytes:
 
 
 def quantize_in_fp32(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Quantize in FP32, in place: an FP16 scale that is a constant becomes FP32, and a Cast comes before its Q.
-
-    Args:
-        model: any graph.
-
-    Returns:
-        `model`.
-    """
+    """Quantize in FP32, in place: an FP16 scale that is a constant becomes FP32, and a Cast comes before its Q."""
     known = constants(model)
     nodes: list[onnx.NodeProto] = []
     made: set[str] = set()

@@ -28,7 +28,7 @@ class Masks(ABC):
     """
 
     boxes: torch.Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     @abstractmethod
     def coarse(self) -> torch.Tensor:
@@ -57,7 +57,7 @@ class PrototypeMasks(Masks):
     coefficients: torch.Tensor
     prototypes: torch.Tensor
     boxes: torch.Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def coarse(self) -> torch.Tensor:
         """Compute the masks at a quarter of the size."""
@@ -83,7 +83,7 @@ class BoxMasks(Masks):
 
     crops: torch.Tensor
     boxes: torch.Tensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     def coarse(self) -> torch.Tensor:
         """Compute the masks at a quarter of the size."""

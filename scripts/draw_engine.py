@@ -64,7 +64,9 @@ def main(argv=None):
     prefix = prefix / args.layer.stem if prefix.is_dir() else prefix
     csv, dot, svg, png = (prefix.with_name(f'{prefix.name}.{suffix}') for suffix in ('csv', 'dot', 'svg', 'png'))
     findings = layer_rules.findings(engine)
-    LOGGER.log(RESULT, f'{args.layer}\n{layer_tables.text(engine, findings, None if is_verbose() else SHOWN)}\n')
+    LOGGER.log(
+        RESULT, f'{args.layer}\n{layer_tables.engine_report(engine, findings, None if is_verbose() else SHOWN)}\n'
+    )
     prefix.parent.mkdir(parents=True, exist_ok=True)
     layer_tables.write_csv(csv, engine, findings)
     write_text(dot, layer_graph.dot(engine, findings, args.layer.name))

@@ -263,7 +263,7 @@ def test_what_is_missing_in_a_layer_stays_unknown(tmp_path):
         (0, 3, last.inputs[0]),
     ]
     assert findings(engine) == [] and engine.ms is None and engine.share(engine.layers) is None
-    assert 'None' not in layer_tables.text(engine, []) and 'None' not in layer_graph.dot(engine, [], 'x')
+    assert 'None' not in layer_tables.engine_report(engine, []) and 'None' not in layer_graph.dot(engine, [], 'x')
 
 
 def test_a_list_of_layers_alone_is_an_engine_too(tmp_path):
@@ -320,13 +320,13 @@ def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
     assert [layer.ms for layer in engine.layers] == [0.3, None, 0.1] and engine.ms == pytest.approx(2.0)
     assert engine.untimed == ['alone'] and engine.unknown == ['gone', 'copy']
     assert engine.share(engine.layers[:2]) == pytest.approx(0.15)
-    said = layer_tables.text(engine, [])
+    said = layer_tables.engine_report(engine, [])
     assert '1 layers without a time: alone' in said and '2 times without a layer: gone; copy' in said
 
 
 def test_without_a_profile_there_are_no_times(tmp_path):
     engine = read_engine(write(tmp_path, GOOD)[0])
-    said = layer_tables.text(engine, findings(engine))
+    said = layer_tables.engine_report(engine, findings(engine))
     assert (
         engine.untimed == []
         and ' ms,' not in said
@@ -342,7 +342,7 @@ def test_sums_are_those_of_the_layers(tmp_path):
     engine = read_engine(*write(tmp_path, GOOD, times=zip(layers, (1, 4, 2, 2, 1))))
     rows = {
         cells[1].strip(): [c.strip() for c in cells[2:-1]]
-        for line in layer_tables.text(engine, findings(engine)).splitlines()
+        for line in layer_tables.engine_report(engine, findings(engine)).splitlines()
         if len(cells := line.split('|')) == 6
     }
     assert (
@@ -598,7 +598,7 @@ def test_rows(tmp_path):
 def test_a_list_says_what_it_leaves_out(tmp_path):
     steps = [step(f'scale{i}', 'Scale', f't{i} FP16', f't{i + 1} INT8') for i in range(7)]
     engine = read_engine(write(tmp_path, steps)[0])
-    short, whole = (layer_tables.text(engine, findings(engine), limit) for limit in (3, None))
+    short, whole = (layer_tables.engine_report(engine, findings(engine), limit) for limit in (3, None))
     assert '... and 4 more' in short and 'scale6' not in short and 'scale6' in whole and '... and' not in whole
 
 

@@ -1,1 +1,1 @@
-"""TensorRT engines: built, run, described."""
+"""TensorRT engines: how they are built, run and described."""

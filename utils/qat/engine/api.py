@@ -1,36 +1,38 @@
-"""TensorRT as it is installed: the module, what its version can, and what it says.
+"""The installed TensorRT: its module, the capabilities of its version, its log and its progress.
 
-One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX: what differs is asked of the module once (`capabilities`), never
-of the version's number. Nothing here or in `runner` and `build` imports TensorRT before it is needed.
+One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Where they differ, the module itself is asked once
+(`capabilities`), never the version number. Neither this file nor `runner` and `build` import TensorRT before it is needed.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from utils.qat.config.backends import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 
-OLDEST = (8, 6)
+OLDEST = (8, 6)  # version of TensorRT
 
-# Attributes that some versions have and others lack: name here → (class of the module, None for the module itself; attribute).
-# docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py holds it against recorded lists of attributes.
-OPTIONAL = {
-    'explicit_batch': ('NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'),  # has to be asked for
+# Attributes that only some versions have: name of the capability → (class of the module, attribute).
+# None instead of a class: the attribute is of the module itself.
+# docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py checks it against recorded lists of attributes.
+OPTIONAL: dict[str, tuple[str | None, str]] = {
+    'explicit_batch': ('NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'),  # an explicit batch must be asked for
     'typed': ('NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'),  # computes in the types of the file, if asked
-    'precision_flags': (
-        'BuilderFlag',
-        'FP16',
-    ),  # FP16 and INT8 are chosen by the builder; else networks are always typed
+    # the builder chooses FP16 and INT8 by flags; without these flags every network is typed
+    'precision_flags': ('BuilderFlag', 'FP16'),
     'progress': (None, 'IProgressMonitor'),
     'memory_v2': ('ICudaEngine', 'device_memory_size_v2'),  # the new name of device_memory_size
-    'node_names': ('ParserError', 'node_name'),  # the parser's errors name the node, not only its number
+    'node_names': ('ParserError', 'node_name'),  # an error of the parser has the node's name, not only its number
 }
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an installed TensorRT has of OPTIONAL."""
+    """The attributes of OPTIONAL that a TensorRT has."""
 
     explicit_batch: bool
     typed: bool
@@ -40,7 +42,7 @@ class Capabilities:
     node_names: bool
 
 
-# Major version → what it has: for trtexec, which cannot be asked. TensorRT-RTX 1.7 is as TensorRT 11.
+# Major version → its capabilities, for trtexec: a program cannot be asked for them. TensorRT-RTX 1.7 equals TensorRT 11.
 VERSIONS = {
     8: Capabilities(
         explicit_batch=True, typed=False, precision_flags=True, progress=False, memory_v2=False, node_names=False
@@ -54,8 +56,8 @@ VERSIONS = {
 }
 
 
-def capabilities(trt):
-    """Capabilities of the module `trt`."""
+def capabilities(trt: ModuleType) -> Capabilities:
+    """Find the capabilities of the module `trt`."""
 
     def has(owner, attribute):
         owner = getattr(trt, owner, None) if owner else trt
@@ -64,21 +66,35 @@ def capabilities(trt):
     return Capabilities(**{name: has(*where) for name, where in OPTIONAL.items()})
 
 
-def product(trt):
-    """'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1', without the number of the build, which trtexec does not tell alike."""
+def product(trt: ModuleType) -> str:
+    """Name the product and its version, such as 'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1'.
+
+    The build number is left out, because trtexec does not report it in the same way.
+    """
     return f'TensorRT{"-RTX" if "rtx" in trt.__name__ else ""} {".".join(trt.__version__.split(".")[:3])}'
 
 
-def load_tensorrt(backend='tensorrt', flag='TensorRT'):
-    """The module of `backend`, see config/backends.py. Raises QatError, which begins with `flag`, if it is not installed or too old."""
+def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleType:
+    """Import the TensorRT module of a backend.
+
+    Args:
+        backend: a key of BACKENDS in config/backends.py that builds engines.
+        flag: first words of the error message, such as the option or the file that needs TensorRT.
+
+    Returns:
+        The module: `tensorrt`, or a module of TensorRT-RTX.
+
+    Raises:
+        QatError: no module of the backend is installed, or its version is below OLDEST.
+    """
     failed = []
     for name in BACKENDS[backend].builders:
         try:
             trt = importlib.import_module(name)
-        except (ImportError, OSError) as e:  # OSError: a library that the bindings load is missing
+        except (ImportError, OSError) as e:  # OSError: a shared library of the bindings is missing
             failed.append(' '.join(str(e).split())[:200])
             continue
-        if not hasattr(trt, 'Builder'):  # the package index has placeholders of that name
+        if not hasattr(trt, 'Builder'):  # the package index has placeholders with this name
             failed.append(f'the package {name} is only a placeholder')
             continue
         if backend == 'tensorrt' and tuple(map(int, trt.__version__.split('.')[:2])) < OLDEST:
@@ -94,9 +110,16 @@ def load_tensorrt(backend='tensorrt', flag='TensorRT'):
     )
 
 
-def logger(trt, say):
-    """A trt.ILogger. Warnings go to `say`, what it tells besides is for --verbose; `.errors` keeps what went wrong, for the exception
-    that follows."""
+def logger(trt: Any, say: Callable[[str], object]) -> Any:
+    """Make a trt.ILogger.
+
+    Args:
+        trt: module of TensorRT.
+        say: takes each warning as a line. Information goes to the log of --verbose instead.
+
+    Returns:
+        The logger. Its list `errors` keeps the messages of errors for the exception that follows them.
+    """
 
     class Log(trt.ILogger):
         def __init__(self):
@@ -114,8 +137,16 @@ def logger(trt, say):
     return Log()
 
 
-def progress_monitor(trt, bar):
-    """A trt.IProgressMonitor that moves `bar` (a tqdm) by the outermost phase and names the innermost; ctrl-C ends the build."""
+def progress_monitor(trt: Any, bar: Any) -> Any:
+    """Make a trt.IProgressMonitor that shows a build on a progress bar.
+
+    Args:
+        trt: module of TensorRT.
+        bar: a tqdm. The outermost phase of the build moves it, and the innermost phase is named beside it.
+
+    Returns:
+        The monitor. Ctrl-C ends the build and sets its `interrupted`.
+    """
 
     class Progress(trt.IProgressMonitor):
         def __init__(self):
@@ -131,7 +162,7 @@ def progress_monitor(trt, bar):
         def step_complete(self, phase, step):
             try:
                 bar.update(phase == self.outermost)
-            except KeyboardInterrupt:  # it must not leave through C++
+            except KeyboardInterrupt:  # the exception must not pass through C++
                 self.interrupted = True
             return not self.interrupted
 

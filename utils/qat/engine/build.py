@@ -1,14 +1,17 @@
-"""ONNX → engine: TensorRT's builder through its Python API, and the sidecar that says what the engine is for.
+"""ONNX → engine, by the Python API of TensorRT's builder, with a sidecar that describes the engine.
 
 in:  an ONNX file, float or with Q/DQ, in FP32 or typed FP16 (export_qat.py --trt 8|10|11)
-out: MODEL.engine, MODEL.engine.json beside it, and a timing cache that the next build goes on from
+out: MODEL.engine, MODEL.engine.json beside it, and a timing cache that the next build reuses
 
 TensorRT-RTX builds without a GPU.
 """
 
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
@@ -20,10 +23,18 @@ MIB = 1 << 20
 
 
 class EngineFromOnnx:
-    """Builds an engine of config.onnx; see config.engine.BuildConfig. Raises QatError where file and settings do not fit."""
+    """A build of one engine from one ONNX file, through the Python API.
 
-    def __init__(self, config, progress=None):
-        """progress: function that returns a tqdm to show how far the build is; None = silent."""
+    Args:
+        config: files and settings of the build.
+        progress: makes the tqdm that shows the progress; None = no bar.
+
+    Raises:
+        QatError: TensorRT is not installed, or the file does not fit the settings.
+    """
+
+    def __init__(self, config: BuildConfig, progress: Callable[[], Any] | None = None) -> None:
+        """Read the ONNX file and plan the build; nothing is built yet."""
         self.config, self.progress = config, progress
         self.trt = load_tensorrt(config.backend, '--backend ' + config.backend)
         self.can, self.product = capabilities(self.trt), product(self.trt)
@@ -31,16 +42,22 @@ class EngineFromOnnx:
         self.source = Source(config)
         self.plan = plan(self.source, self.can, self.product)
 
-    def build(self):
-        """Write config.engine and its sidecar; returns what the sidecar holds."""
+    def build(self) -> dict[str, Any]:
+        """Write config.engine, its sidecar and the timing cache.
+
+        Returns:
+            The content of the sidecar, see sidecar.py.
+
+        Raises:
+            QatError: TensorRT rejects the ONNX file or cannot build an engine of it.
+        """
         trt, config, start = self.trt, self.config, time.perf_counter()
-        self.builder = trt.Builder(self.log)  # kept: networks and configurations must not outlive it
+        self.builder = trt.Builder(self.log)  # kept: networks and settings must not outlive it
         network = self._parse()
         settings = self.builder.create_builder_config()
         settings.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, config.workspace * MIB)
-        settings.profiling_verbosity = (
-            trt.ProfilingVerbosity.DETAILED
-        )  # for scripts/draw_engine.py; costs nothing at run time
+        # for scripts/draw_engine.py; costs nothing at run time
+        settings.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         if config.level is not None:
             settings.builder_optimization_level = config.level
         for flag in self.plan.builder:
@@ -51,9 +68,8 @@ class EngineFromOnnx:
                 profile.set_shape(name, *shapes)
             settings.add_optimization_profile(profile)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                'ignore', 'Use Deprecated in TensorRT-RTX'
-            )  # which keeps no timings, but takes the calls
+            # TensorRT-RTX keeps no timings, but accepts the calls
+            warnings.filterwarnings('ignore', 'Use Deprecated in TensorRT-RTX')
             reused = self._use_timing_cache(settings)
             engine = self._serialize(network, settings)
             for file in (config.timing_cache, config.engine):
@@ -69,20 +85,21 @@ class EngineFromOnnx:
             {'timing_cache_reused': reused, 'seconds': round(time.perf_counter() - start, 1)},
         )
 
-    def _parse(self):
+    def _parse(self) -> Any:
+        """Parse the ONNX file into a TensorRT network."""
         trt, flags = self.trt, 0
         for flag in self.plan.network:
             flags |= 1 << int(getattr(trt.NetworkDefinitionCreationFlag, flag))
         network = self.builder.create_network(flags)
-        trt.init_libnvinfer_plugins(self.log, '')  # files with EfficientNMS inside
+        trt.init_libnvinfer_plugins(self.log, '')  # for files with EfficientNMS inside
         parser = trt.OnnxParser(network, self.log)
         if not parser.parse_from_file(str(self.config.onnx)):
             raise QatError(f'{self.config.onnx}: {self.product} cannot take it: {self._complaint(parser)}')
-        self.parser = parser  # the network refers to weights that it holds
+        self.parser = parser  # kept: the network refers to its weights
         return network
 
-    def _complaint(self, parser):
-        """The parser's first error, with the node it is about."""
+    def _complaint(self, parser: Any) -> str:
+        """Give the parser's first error, with the name of its node."""
         if not parser.num_errors:
             return '; '.join(self.log.errors[:1]) or 'no reason given'
         error = parser.get_error(0)
@@ -92,12 +109,12 @@ class EngineFromOnnx:
             node = self.source.nodes[error.node()] if 0 <= error.node() < len(self.source.nodes) else 'the graph'
         return f'node {node}: {" ".join(error.desc().split())}'
 
-    def _use_timing_cache(self, settings):
-        """Go on from config.timing_cache if it is there and of this TensorRT and GPU; tells whether."""
+    def _use_timing_cache(self, settings: Any) -> bool:
+        """Reuse config.timing_cache if it exists and fits this TensorRT and GPU; return whether it was reused."""
         file = self.config.timing_cache
         kept = file.read_bytes() if file.exists() else b''
-        cache = settings.create_timing_cache(kept)  # empty where it cannot read `kept`
-        taken = cache and settings.set_timing_cache(cache, False)  # False: not of another TensorRT or GPU
+        cache = settings.create_timing_cache(kept)  # an empty cache if `kept` cannot be read
+        taken = cache and settings.set_timing_cache(cache, False)  # False: no cache of another TensorRT or GPU
         whole = taken and len(bytes(cache.serialize())) == len(kept)
         if kept and not whole:
             LOGGER.warning(f'{file} is no timing cache of {self.product} on this GPU, or not whole; it is made anew')
@@ -105,8 +122,8 @@ class EngineFromOnnx:
             settings.set_timing_cache(settings.create_timing_cache(b''), False)
         return bool(kept and whole)
 
-    def _serialize(self, network, settings):
-        """The engine, as bytes."""
+    def _serialize(self, network: Any, settings: Any) -> bytes:
+        """Build the engine and return it as bytes."""
         monitor = None
         if self.progress and self.can.progress:
             bar = self.progress()

@@ -1,8 +1,8 @@
-"""An engine as a picture: its layers in DOT, the language of Graphviz, and that as SVG and PNG.
+"""An engine as a picture: its layers in DOT, the language of Graphviz, drawn as SVG and PNG.
 
-A box is a layer: what kind, which module, types, shapes, time. Its colour is the type it computes in, its border is as thick as its
-share of the time and red if something was found there. A layer that only reformats, quantizes or dequantizes has a double border and
-the colours of both types. Graphviz comes with pygraphviz: wheels from 2.0 on hold it, and take of the system only SYSTEM.
+A box is a layer, with its kind, module, types, shapes and time. Its colour is the type in which it computes. Its border is as
+thick as its share of the time, and red if there is a finding. A layer that only reformats, quantizes or dequantizes has a
+double border and the colours of both types. Graphviz is inside the wheels of pygraphviz since 2.0, which need only SYSTEM.
 """
 
 import importlib.util
@@ -10,14 +10,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.printable import visible
-from utils.qat.engine.layer_rules import is_qdq, is_reformat
+from utils.qat.engine.layer_rules import Finding, is_qdq, is_reformat
 from utils.qat.engine.layer_tables import shape_text, short_name
+from utils.qat.engine.layers import Engine, Layer, Tensor
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}
@@ -26,17 +29,21 @@ FONT = 'DejaVu Sans,Verdana,sans-serif'
 TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
-def _quoted(text, read=1):
-    """A string of DOT; a line break in `text` is one in the picture, and an escape or an entity of Graphviz shows as it is typed.
+def _quoted(text: Any, read: int = 1) -> str:
+    """Quote `text` as a string of DOT.
 
-    read: how many times Graphviz replaces escapes in it.
+    A line break stays a line break in the picture. Escapes and entities of Graphviz appear as they are typed.
+
+    Args:
+        text: any text.
+        read: how many times Graphviz replaces escapes in it.
     """
     text = visible(text, keep='\n').replace('&', '&amp;')
     return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'
 
 
-def _line(what, **values):
-    """A statement of DOT: a node, an edge or a default, with its attributes."""
+def _line(what: object, **values: object) -> str:
+    """Write a statement of DOT: a node, an edge or a default, with its attributes."""
     return (
         f'{what} ['
         + ', '.join(f'{key}={_quoted(value, 2 if "tooltip" in key else 1)}' for key, value in values.items())
@@ -44,8 +51,8 @@ def _line(what, **values):
     )
 
 
-def _label(engine, layer, found):
-    """Kind and time, module, types and shapes, findings: a line each."""
+def _label(engine: Engine, layer: Layer, found: Sequence[Finding]) -> str:
+    """Write the text of a box: kind and time, module, types and shapes, findings, a line for each."""
     share = engine.share([layer])
     time = '' if layer.ms is None else f'   {layer.ms:.4f} ms' + ('' if share is None else f'   {share:.1%}')
     ends = [
@@ -66,7 +73,8 @@ def _label(engine, layer, found):
     )
 
 
-def _node(engine, i, found):
+def _node(engine: Engine, i: int, found: Sequence[Finding]) -> str:
+    """Write the box of layer `i`, with the findings `found` in it."""
     layer = engine.layers[i]
     copies = is_reformat(layer) or is_qdq(layer)
     share = engine.share([layer]) or 0
@@ -85,9 +93,10 @@ def _node(engine, i, found):
     )
 
 
-def _edge(engine, source, reader, tensor):
-    source = _quoted(f'in {tensor.name}') if source is None else source
-    # the box of a layer shows the shape of its first input alone
+def _edge(engine: Engine, writer: int | None, reader: int | None, tensor: Tensor) -> str:
+    """Write the arrow of a tensor, see Engine.edges."""
+    source = _quoted(f'in {tensor.name}') if writer is None else writer
+    # the box of a layer shows the shape of its first input only
     label = (
         f'{tensor.dtype} {shape_text(tensor)}' if reader is not None and len(engine.layers[reader].inputs) > 1 else ''
     )
@@ -99,8 +108,14 @@ def _edge(engine, source, reader, tensor):
     )
 
 
-def dot(engine, findings, title):
-    """The engine as a DOT text."""
+def dot(engine: Engine, findings: Sequence[Finding], title: str) -> str:
+    """Write an engine as DOT text.
+
+    Args:
+        engine: the engine.
+        findings: findings in it, see layer_rules.py.
+        title: text above the picture.
+    """
     lines = [
         _line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),
         _line('node', fontname=FONT, fontsize=10, margin='0.12,0.06'),
@@ -121,7 +136,8 @@ def dot(engine, findings, title):
     return '\n'.join(['digraph engine {', *lines, _legend(), '}', ''])
 
 
-def _legend():
+def _legend() -> str:
+    """Write the legend as a node of DOT."""
     rows = ''.join(f'<tr><td bgcolor="{FILL.get(kind, OTHER_FILL)}">computes in {kind}</td></tr>' for kind in TYPES)
     return (
         'legend [shape=plain, label=<<table border="0" cellborder="1" cellspacing="0" cellpadding="4">'
@@ -131,12 +147,11 @@ def _legend():
     )
 
 
-SYSTEM = (
-    'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'  # as Debian and Ubuntu call them; slim containers lack some
-)
+# packages of Debian and Ubuntu; slim containers lack some of them
+SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'
 
-# What draws runs in a process of its own: Graphviz and fontconfig write to stderr as they like, and read their settings once.
-# pygraphviz is asked for bytes: to a path it writes through fileinput, which in Python 3.11.2 (Debian 12) opens no binary file.
+# The drawing runs in a process of its own: Graphviz and fontconfig write to stderr at any time, and read their settings only once.
+# pygraphviz returns bytes here: it writes to a path through fileinput, which opens no binary file in Python 3.11.2 (Debian 12).
 RENDER = """import sys, pathlib, pygraphviz
 graph = pygraphviz.AGraph(sys.argv[1])
 graph.layout(prog='dot')
@@ -145,10 +160,17 @@ for path in map(pathlib.Path, sys.argv[2:]):
 """
 
 
-def draw(dot_file, paths):
-    """Render a file of DOT into `paths`, each in the format that its suffix names. QatError if there is no Graphviz here.
+def draw(dot_file: Path, paths: Iterable[Path]) -> None:
+    """Draw a DOT file as pictures.
 
     The font is matplotlib's, so that a machine without fonts draws the same picture.
+
+    Args:
+        dot_file: file of DOT text.
+        paths: the pictures to write; the suffix of each is its format.
+
+    Raises:
+        QatError: pygraphviz is not installed, or cannot draw.
     """
     if importlib.util.find_spec('pygraphviz') is None:
         raise QatError(

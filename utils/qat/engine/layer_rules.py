@@ -1,11 +1,13 @@
-"""What of an engine costs more than it must: an `Engine` in, `Finding`s out, one function per rule.
+"""Rules for the layers of an engine that cost more time than necessary: an `Engine` in, `Finding`s out, one function per rule.
 
-TensorRT decides these things when it builds, so each is read from what it built: types of tensors, kinds of layers, names of
-kernels. What a name does not tell is `unknown`, never guessed. The rules are those that NVIDIA's Engine Explorer checked before it
-was removed from the TensorRT repository, and the developer guide's section on Q/DQ placement; nothing is measured beyond the profile.
+TensorRT decides about layers during the build, so the rules read the result: types of tensors, kinds of layers, names of
+kernels. If a name does not tell the answer, it is `unknown`, never guessed. The rules come from NVIDIA's Engine Explorer (before
+it was removed from the TensorRT repository) and from the section on Q/DQ placement in the developer guide. Nothing is measured
+beyond the profile.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from utils.qat.engine.layers import FLOATS, Engine, Layer
@@ -17,13 +19,13 @@ FINDINGS = {  # kind → what it means
     'unfused Q/DQ': 'Q/DQ that run as layers of their own',
 }
 # Words in names of kernels. Tensor cores: the shape of the instruction (tensor16x8x32, h1688, i8816, warpgroup), or its name. CUDA
-# cores: fused multiply-add (ffma, hfma), dot products of four bytes (dp4a, int8x4), cuDNN's old scudnn and hcudnn. "xmma" is the
-# name of a library that has kernels of both sorts.
+# cores: fused multiply-add (ffma, hfma), dot products of four bytes (dp4a, int8x4), cuDNN's old scudnn and hcudnn. "xmma" says
+# nothing: it is the name of a library that has kernels of both kinds.
 TENSOR_CORES = re.compile(
     r'tensor\d+x\d+|tensorop|warpgroup|(?:[hiqg]|wg|utc)mma|[a-z](?:884|8816|1688|16816|16832)(?!\d)'
 )
 CUDA_CORES = re.compile(r'simt|[fh]fma|dp4a|int8x4|[sh]cudnn')
-# Myelin, TensorRT's second compiler, names a kernel by what it computes: __myl_MulMinMaxRounCast_myl0_0 is a Q.
+# Myelin, TensorRT's second compiler, names a kernel by its operations: __myl_MulMinMaxRounCast_myl0_0 is a Q.
 MYELIN = re.compile(r'^__myl_((?:[A-Z][a-z]+)+)')
 MOVES = {'Cast', 'Move', 'Resh', 'Tran'}
 QUANTIZES = {*MOVES, 'Mul', 'Div', 'Min', 'Max', 'Clip', 'Roun'}
@@ -31,60 +33,63 @@ QUANTIZES = {*MOVES, 'Mul', 'Div', 'Min', 'Max', 'Clip', 'Roun'}
 
 @dataclass
 class Finding:
+    """A layer that breaks a rule."""
+
     kind: str  # a key of FINDINGS
     layer: Layer
     detail: str
-    advice: str  # what to do
+    advice: str  # how to repair it
 
 
-def is_convolution(layer):
-    """Whether `layer` is a convolution, or has one fused into it."""
+def is_convolution(layer: Layer) -> bool:
+    """Tell whether `layer` is a convolution, or has one fused into it."""
     return re.search('conv|correlation', layer.kind + layer.operation, re.IGNORECASE) is not None
 
 
-def _myelin(layer):
-    """Names of the operations that a kernel of Myelin's computes."""
+def _myelin(layer: Layer) -> set[str]:
+    """Read the operations of a kernel of Myelin from its name; empty for other kernels."""
     match = MYELIN.match(layer.name)
     return set(re.findall('[A-Z][a-z]+', match[1])) if match else set()
 
 
-def is_qdq(layer):
-    """Whether `layer` quantizes or dequantizes and does nothing else."""
+def is_qdq(layer: Layer) -> bool:
+    """Tell whether `layer` quantizes or dequantizes and does nothing else."""
     if layer.kind.lower() in ('quantize', 'dequantize') or layer.origin == 'QDQ':
         return True
     alone = layer.kind == 'Scale' or (_myelin(layer) and _myelin(layer) <= QUANTIZES and len(layer.inputs) == 1)
     return bool(alone) and '' not in layer.types and layer.types.count('INT8') == 1
 
 
-def is_reformat(layer):
-    """Whether `layer` only copies a tensor into another type or memory layout."""
+def is_reformat(layer: Layer) -> bool:
+    """Tell whether `layer` only copies a tensor into another type or memory layout."""
     return not is_qdq(layer) and (
         layer.kind.lower() in ('reformat', 'cast') or (bool(_myelin(layer)) and _myelin(layer) <= MOVES)
     )
 
 
-def tensor_cores(layer):
-    """'yes', 'no' or 'unknown': whether the kernel of `layer` runs on tensor cores, as far as its name tells."""
+def tensor_cores(layer: Layer) -> str:
+    """Tell from the name of a layer's kernel whether it runs on tensor cores: 'yes', 'no' or 'unknown'."""
     tactic = layer.tactic.lower()
     return 'no' if CUDA_CORES.search(tactic) else 'yes' if TENSOR_CORES.search(tactic) else 'unknown'
 
 
-def _readers(engine):
-    """Per layer: the layers that read it; None stands for an output of the engine."""
-    found = [[] for _ in engine.layers]
+def _readers(engine: Engine) -> list[list[Layer | None]]:
+    """List the readers of each layer; None stands for an output of the engine."""
+    found: list[list[Layer | None]] = [[] for _ in engine.layers]
     for source, reader, _ in engine.edges():
         if source is not None:
             found[source].append(None if reader is None else engine.layers[reader])
     return found
 
 
-def _at_the_edge(engine, layer, readers):
-    """'input' or 'output' if `layer` stands between the engine and its caller, else ''."""
+def _at_the_edge(engine: Engine, layer: Layer, readers: list[Layer | None]) -> str:
+    """Return 'input' or 'output' if `layer` stands between the engine and its caller, else ''."""
     given = {t.name for t in engine.inputs}
     return 'input' if any(t.name in given for t in layer.inputs) else 'output' if None in readers else ''
 
 
-def float_outputs(engine):
+def float_outputs(engine: Engine) -> Iterator[Finding]:
+    """Find INT8 convolutions that return float."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         if not is_convolution(layer) or layer.types[0] != 'INT8' or layer.types[1] not in FLOATS:
             continue
@@ -103,7 +108,8 @@ def float_outputs(engine):
         yield Finding('float output', layer, ' → '.join(layer.types), advice)
 
 
-def type_changes(engine):
+def type_changes(engine: Engine) -> Iterator[Finding]:
+    """Find reformats that change the data type."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         before, after = layer.types
         if not is_reformat(layer) or before == after or not {before, after} <= {'INT8', *FLOATS}:
@@ -121,11 +127,13 @@ def type_changes(engine):
         yield Finding('type change', layer, f'{before} → {after}', advice)
 
 
-def off_tensor_cores(engine):
+def off_tensor_cores(engine: Engine) -> Iterator[Finding]:
+    """Find convolutions in INT8 or half precision that do not run on tensor cores."""
     for layer in engine.layers:
         if not is_convolution(layer) or layer.precision == 'FP32' or tensor_cores(layer) != 'no':
             continue
-        channels = layer.inputs[0].shape[1] if layer.inputs and len(layer.inputs[0].shape or ()) == 4 else None
+        shape = layer.inputs[0].shape if layer.inputs else None
+        channels = shape[1] if shape and len(shape) == 4 else None
         if channels is not None and channels < 16:
             advice = 'it has too few input channels to fill a tensor core: nothing to do'
         else:
@@ -138,7 +146,8 @@ def off_tensor_cores(engine):
         )
 
 
-def unfused_qdq(engine):
+def unfused_qdq(engine: Engine) -> Iterator[Finding]:
+    """Find Q and DQ that run as layers of their own."""
     for layer, readers in zip(engine.layers, _readers(engine)):
         if not is_qdq(layer):
             continue
@@ -155,6 +164,6 @@ def unfused_qdq(engine):
 CHECKS = (float_outputs, type_changes, off_tensor_cores, unfused_qdq)
 
 
-def findings(engine: Engine):
-    """Everything found in `engine`: by kind, what takes longest first."""
+def findings(engine: Engine) -> list[Finding]:
+    """Check `engine` by all rules; findings are in the order of the rules, of each rule the longest layer first."""
     return [f for check in CHECKS for f in sorted(check(engine), key=lambda f: -(f.layer.ms or 0))]

@@ -1,13 +1,16 @@
-"""An engine in rows: one per layer (CSV), and sums and findings to read (Markdown)."""
+"""An engine in tables: a row for each layer (CSV), and sums and findings to read (Markdown)."""
 
 import csv
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from os.path import commonprefix
+from pathlib import Path
 
 from utils.qat.core.files import atomic
 from utils.qat.core.markdown import markdown_table
-from utils.qat.engine.layer_rules import FINDINGS, is_convolution, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layer_rules import FINDINGS, Finding, is_convolution, is_qdq, is_reformat, tensor_cores
+from utils.qat.engine.layers import Engine, Layer, Tensor
 from utils.qat.graph.onnx_graph import module_path
 
 COLUMNS = (
@@ -29,25 +32,30 @@ COLUMNS = (
     'onnx nodes',
     'findings',
 )
-NODE = re.compile(r'(?<![\w.])/[\w./]+')  # a path that PyTorch's exporter gave: /model.2/cv1/conv/Conv
+NODE = re.compile(r'(?<![\w.])/[\w./]+')  # a node's path by PyTorch's exporter: /model.2/cv1/conv/Conv
 WIDTH = 44  # characters of a short name
 
 
-def shape_text(tensor):
-    """1×64×80×80; '?' if unknown."""
+def shape_text(tensor: Tensor) -> str:
+    """Write the shape of `tensor` as 1×64×80×80; '?' if it is unknown."""
     return '?' if tensor.shape is None else '×'.join(map(str, tensor.shape)) or 'scalar'
 
 
-def time_text(ms):
+def time_text(ms: float | None) -> str:
+    """Write a time in ms; '-' for None."""
     return '-' if ms is None else f'{ms:.4f}'
 
 
-def share_text(share):
+def share_text(share: float | None) -> str:
+    """Write a share, 0 to 1, as a percentage; '-' for None."""
     return '-' if share is None else f'{share:.1%}'
 
 
-def short_name(layer):
-    """A name that fits: the module that the layer's ONNX nodes have in common, and their operators; Q/DQ only if there is nothing else."""
+def short_name(layer: Layer) -> str:
+    """Name `layer` in at most WIDTH characters: the common module of its ONNX nodes, and their operators.
+
+    Q and DQ are named only if the layer has no other node.
+    """
     paths = [p for name in layer.nodes or [layer.name] for p in NODE.findall(name)]
     paths = [p for p in paths if not p.endswith(('QuantizeLinear', 'DequantizeLinear'))] or paths
     name = layer.name
@@ -58,8 +66,8 @@ def short_name(layer):
     return name if len(name) <= WIDTH else f'{name[: WIDTH // 2]}…{name[1 - WIDTH // 2 :]}'
 
 
-def write_csv(path, engine, findings):
-    """A row per layer, in the order in which they run; lists are joined by '; '."""
+def write_csv(path: Path, engine: Engine, findings: Sequence[Finding]) -> None:
+    """Write a row for each layer, in the order in which they run; lists are joined by '; '."""
     with atomic(path) as tmp, open(tmp, 'w', newline='', encoding='utf-8') as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -89,16 +97,17 @@ def write_csv(path, engine, findings):
             )
 
 
-def _sums(engine, what, key):
-    """Table of layers, time and share by `key(layer)`."""
-    groups = {}
+def _sums(engine: Engine, what: str, key: Callable[[Layer], str]) -> str:
+    """Make a table of the number of layers, their time and share for each value of `key`; `what` is its first title."""
+    groups: dict[str, list[Layer]] = {}
     for layer in engine.layers:
         groups.setdefault(key(layer), []).append(layer)
     ordered = sorted(groups.items(), key=lambda item: (-sum(layer.ms or 0 for layer in item[1]), -len(item[1])))
     return markdown_table((what, 'layers', 'ms', 'share'), [[name, *_time(engine, layers)] for name, layers in ordered])
 
 
-def _time(engine, layers):
+def _time(engine: Engine, layers: list[Layer]) -> list[int | str]:
+    """Return three cells: the number of `layers`, their time and their share."""
     return [
         len(layers),
         time_text(sum(layer.ms or 0 for layer in layers) if engine.ms else None),
@@ -106,14 +115,21 @@ def _time(engine, layers):
     ]
 
 
-def _role(layer):
+def _role(layer: Layer) -> str:
+    """Name the kind of `layer`, with a remark if it only quantizes, dequantizes or reformats."""
     if is_qdq(layer):
         return f'{layer.kind} (Q/DQ)'
     return f'{layer.kind} (reformat)' if is_reformat(layer) and layer.kind != 'Reformat' else layer.kind
 
 
-def text(engine, findings, limit=None):
-    """An engine and what was found in it, to read; lists end after `limit` lines (None = never)."""
+def engine_report(engine: Engine, findings: Sequence[Finding], limit: int | None = None) -> str:
+    """Describe an engine and its findings in tables, as `draw_engine.py` prints them.
+
+    Args:
+        engine: the engine.
+        findings: findings in it, see layer_rules.py.
+        limit: most rows of a list; None = all.
+    """
     convs = [layer for layer in engine.layers if is_convolution(layer)]
     on = Counter(map(tensor_cores, convs))
     time = f', {engine.ms:.3f} ms (sum over the layers, which is more than one inference takes)' if engine.ms else ''

@@ -1,22 +1,25 @@
-"""What TensorRT says of an engine: layer information and, if there is one, a profile (JSON) → an `Engine`.
+"""TensorRT's description of an engine: layer information and, if there is one, a profile (JSON) → an `Engine`.
 
-Layer information is what EngineInspector.get_engine_information(JSON) returns for an engine built with detailed profiling
-verbosity; `trtexec --exportLayerInfo` writes the same. A profile is what `trtexec --exportProfile` writes. Both are read without
-TensorRT, torch or a GPU, and whatever is missing in a layer stays unknown: the fields differ between versions.
+`trtexec --exportLayerInfo` writes the layer information. EngineInspector.get_engine_information(JSON) returns the same for an
+engine built with detailed profiling verbosity. `trtexec --exportProfile` writes a profile. Both are read without TensorRT,
+torch or a GPU. The fields differ between versions, so a missing field of a layer stays unknown:
 
   8.6, 10  "Bindings": [name, ...]; a tensor has "Format/Datatype", such as "Thirty-two wide channel vectorized row major Int8
            format", or just "Half" where Myelin compiled the layer. 10 adds "StreamId" and "Metadata" (nodes of the ONNX file).
   11       "I/O Tensors": [{"Name", "IOMode", ...}, ...]; a tensor has "Datatype" and "Format", and a layer "Constants".
 
 Sources: TensorRT's developer guide (Engine Inspector), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x",
-sampleReporting.cpp of trtexec, and what the compiler of TensorRT-RTX 1.7 lists (tests/engine/test_engine_layers.py reads it).
+sampleReporting.cpp of trtexec, and the list of the compiler of TensorRT-RTX 1.7 (tests/engine/test_engine_layers.py reads it).
 """
 
 import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
@@ -46,56 +49,68 @@ FLOATS = ('FP32', 'FP16', 'BF16')
 
 @dataclass(frozen=True)
 class Tensor:
+    """An input or output of a layer or of the engine."""
+
     name: str
-    shape: tuple = None  # None if unknown, -1 for a dimension that is open
+    shape: tuple[int, ...] | None = None  # None if unknown; an open dimension is -1
     dtype: str = ''  # INT8, FP16, FP32, ...; '' if unknown
     format: str = ''  # memory layout, in TensorRT's words
 
 
 @dataclass
 class Layer:
+    """A layer of an engine."""
+
     name: str
     kind: str  # LayerType
-    inputs: list  # Tensors; weights are not among them
-    outputs: list
+    inputs: list[Tensor]  # without the weights
+    outputs: list[Tensor]
     operation: str = ''  # ParameterType, such as Convolution
-    weights: str = ''  # their type
+    weights: str = ''  # their data type
     tactic: str = ''  # name of the kernel; '' if TensorRT names none
     origin: str = ''  # of a Reformat: QDQ or REFORMAT
-    nodes: list = field(default_factory=list)  # of the ONNX file, where they are given
-    ms: float = None  # per inference; None if it is not in the profile
+    nodes: list[str] = field(default_factory=list)  # names in the ONNX file; empty if TensorRT gives none
+    ms: float | None = None  # per inference; None if the layer is not in the profile
 
     @property
-    def types(self):
-        """(type of the first input, type of the first output), '' where it is unknown or there is none."""
+    def types(self) -> tuple[str, ...]:
+        """Return the data types of the first input and the first output; '' for an unknown type or no tensor."""
         return tuple(tensors[0].dtype if tensors else '' for tensors in (self.inputs, self.outputs))
 
     @property
-    def precision(self):
-        """Type of what the layer computes with: of its first input, which is the data of a convolution."""
+    def precision(self) -> str:
+        """Return the data type in which the layer computes: that of its first input, the data of a convolution."""
         return self.types[0] or self.types[1] or 'unknown'
 
 
 @dataclass
 class Engine:
-    layers: list  # in the order in which they run
-    inputs: list  # Tensors that are given
-    outputs: list  # and returned
-    ms: float = None  # sum over the profile, which is more than one inference takes; None without a profile
-    untimed: list = field(default_factory=list)  # names of layers that are not in the profile
-    unknown: list = field(default_factory=list)  # names in the profile that are no layers
+    """The layers of an engine, its inputs and outputs, and its times."""
 
-    def share(self, layers):
-        """Part of the time, 0 to 1, that `layers` take; None without a profile."""
+    layers: list[Layer]  # in the order in which they run
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    ms: float | None = None  # sum over the profile, longer than one inference; None without a profile
+    untimed: list[str] = field(default_factory=list)  # names of layers that are not in the profile
+    unknown: list[str] = field(default_factory=list)  # names in the profile that are no layers
+
+    def share(self, layers: Iterable[Layer]) -> float | None:
+        """Compute the share of the time, 0 to 1, that `layers` take; None without a profile."""
         return sum(layer.ms or 0 for layer in layers) / self.ms if self.ms else None
 
-    def edges(self):
-        """[(from, to, Tensor as it is read)]: indices of layers; from is None for a given tensor, to is None for a returned one.
+    def edges(self) -> list[tuple[int | None, int | None, Tensor]]:
+        """Find the tensors that go from layer to layer.
 
-        A name can be written more than once: a Concat of which nothing is left has a writer per part, and Myelin uses memory again.
-        So a reader gets the last tensor of its own size that was written before it, or, if there is none, all the parts.
+        A name can be written more than once: a Concat that the builder removed leaves one writer for each of its parts, and
+        Myelin reuses memory. So a reader gets the last tensor of its own size that was written before it. If there is no such
+        tensor, it gets all the parts.
+
+        Returns:
+            (writer, reader, tensor as the reader reads it) of each. Writer and reader are indices of layers. The writer is
+            None for an input of the engine, the reader is None for an output.
         """
-        writers, found = defaultdict(list), []
+        writers: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+        found: list[tuple[int | None, int | None, Tensor]] = []
         given = {t.name for t in self.inputs}
         readers = [(i, t) for i, layer in enumerate(self.layers) for t in layer.inputs]
         for i, layer in enumerate(self.layers):
@@ -103,24 +118,25 @@ class Engine:
                 writers[t.name].append((i, t))
         for reader, t in [*readers, *((None, t) for t in self.outputs)]:
             before = [(i, w) for i, w in writers[t.name] if reader is None or i < reader]
-            whole = [i for i, w in before if size(w) == size(t)]
+            whole: list[int | None] = [i for i, w in before if size(w) == size(t)]
             sources = whole[-1:] or [i for i, _ in before] or [None] * (t.name in given and reader is not None)
             found += [(i, reader, t) for i in sources]
         return list(dict.fromkeys(found))  # a layer may read a tensor twice
 
 
-def size(tensor):
-    """Number of elements; None if unknown."""
+def size(tensor: Tensor) -> int | None:
+    """Count the elements of `tensor`; None if its shape is unknown."""
     return None if tensor.shape is None else math.prod(tensor.shape)
 
 
-def dtype(text):
-    """INT8, FP16, ... of what TensorRT writes about a type or a format; '' if it names none that is known."""
+def dtype(text: str) -> str:
+    """Find the data type (INT8, FP16, ...) in TensorRT's text about a type or a format; '' if it names no known type."""
     match = TYPE.search(text)
     return TYPES[match[1].lower()] if match else ''
 
 
-def _load(path, flag):
+def _load(path: Path, flag: str) -> Any:
+    """Read the JSON file given with `flag`."""
     require_file(path, flag)
     try:
         return _visible(json.loads(path.read_text(encoding='utf-8')))
@@ -129,8 +145,8 @@ def _load(path, flag):
         raise QatError(f'{flag} {path}: no JSON, or not all of it{where}; {EXPORT}') from e
 
 
-def _visible(content):
-    """The content of a JSON file with its texts as they can be shown: names are printed, drawn and compared with each other."""
+def _visible(content: Any) -> Any:
+    """Make all text in the content of a JSON file printable: names are printed, drawn and compared with each other."""
     if isinstance(content, dict):
         return {visible(key): _visible(value) for key, value in content.items()}
     return (
@@ -142,12 +158,12 @@ def _visible(content):
     )
 
 
-def _texts(raw, *keys):
-    """The values of `keys` that are text, in that order."""
+def _texts(raw: dict[str, Any], *keys: str) -> list[str]:
+    """Return the values of `keys` that are text, in the order of the keys."""
     return [raw[key] for key in keys if isinstance(raw.get(key), str)]
 
 
-def _tensor(raw):
+def _tensor(raw: Any) -> Tensor:
     if not isinstance(raw, dict):
         return Tensor(str(raw))
     shape, described = raw.get('Dimensions'), _texts(raw, 'Datatype', 'DataType', 'Format/Datatype', 'Format')
@@ -159,7 +175,7 @@ def _tensor(raw):
     )
 
 
-def _layer(raw, index):
+def _layer(raw: dict[str, Any], index: int) -> Layer:
     def tensors(key):
         return [_tensor(t) for t in raw[key]] if isinstance(raw.get(key), list) else []
 
@@ -183,21 +199,26 @@ def _layer(raw, index):
     )
 
 
-def _bound(raw, layers):
-    """(inputs, outputs) of the engine, as Tensors. "Bindings" are names alone: those that no layer writes are given."""
+def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list[Tensor]]:
+    """Find the inputs and outputs of the engine. "Bindings" are only names: a name that no layer writes is an input."""
     read, written = ({t.name: t for layer in layers for t in getattr(layer, side)} for side in ('inputs', 'outputs'))
     listed = raw.get('I/O Tensors')
     if isinstance(listed, list) and all(isinstance(t, dict) for t in listed):
         sides = [('output' if str(t.get('IOMode')).lower() == 'output' else 'input', _tensor(t)) for t in listed]
         return [t for side, t in sides if side == 'input'], [t for side, t in sides if side == 'output']
     names = raw.get('Bindings')
-    if not isinstance(names, list):  # layers alone: what nobody writes is given, what nobody reads is returned
+    if not isinstance(names, list):
+        # only layers: a tensor without a writer is an input, one without a reader is an output
         names = [*(n for n in read if n not in written), *(n for n in written if n not in read)]
     return [read[n] for n in names if n in read and n not in written], [written[n] for n in names if n in written]
 
 
-def read_layers(path):
-    """Engine, without times, of a file of layer information. QatError if it is none, or if it has names alone."""
+def read_layers(path: Path) -> Engine:
+    """Read a file of layer information, without times.
+
+    Raises:
+        QatError: the file is no layer information, or has only the names of layers.
+    """
     raw = _load(path, '--layer')
     if isinstance(raw, list) and any(isinstance(row, dict) and ('averageMs' in row or 'count' in row) for row in raw):
         raise QatError(f'--layer {path}: a profile (times of layers), to be given as --profile; {EXPORT}')
@@ -213,8 +234,15 @@ def read_layers(path):
     return Engine(layers, *_bound(raw, layers))
 
 
-def read_profile(path):
-    """[(name of a layer, ms per inference), ...] of a profile. QatError if it is none."""
+def read_profile(path: Path) -> list[tuple[str, float]]:
+    """Read a profile.
+
+    Returns:
+        (name of a layer, ms per inference) of each layer, in the order of the file.
+
+    Raises:
+        QatError: the file is no profile.
+    """
     raw = _load(path, '--profile')
     if isinstance(raw, dict) and 'Layers' in raw:
         raise QatError(f'--profile {path}: layer information, to be given as --layer; {EXPORT}')
@@ -232,11 +260,17 @@ def read_profile(path):
     return times
 
 
-def read_engine(layer_path, profile_path=None):
-    """Engine of a file of layer information, with the times of a profile of it if that is given.
+def read_engine(layer_path: Path, profile_path: Path | None = None) -> Engine:
+    """Read an engine from its layer information, and its times from a profile.
 
-    Equal names are matched in their order. What does not match is kept in `untimed` and `unknown`. QatError if nothing matches, or one
-    of the files is not what it should be.
+    Layers and times with equal names are matched in their order. Names without a match are kept in `untimed` and `unknown`.
+
+    Args:
+        layer_path: file of layer information.
+        profile_path: file of the profile; None = no times.
+
+    Raises:
+        QatError: a file has another content, or no layer of the profile is in the layer information.
     """
     engine = read_layers(layer_path)
     if profile_path is None:

@@ -1,26 +1,39 @@
-"""ONNX file and settings → how an engine of it is built: network and builder flags, and the shapes of its inputs.
+"""ONNX file and settings → the plan of a build: flags of the network and the builder, and the shapes of the inputs.
 
-What TensorRT's Python builder (build.py) and trtexec (trtexec.py) do alike. Facts: a file with Q/DQ is INT8; one with FP16
-inside is strongly typed, and is built in its own types; TensorRT 11 and TensorRT-RTX build every file so.
+The Python builder (build.py) and trtexec (trtexec.py) share this plan. Facts: a file with Q/DQ is INT8. A file with FP16
+inside is strongly typed, and is built in its own types. TensorRT 11 and TensorRT-RTX build every file in its own types.
 """
 
 from dataclasses import dataclass
 
+from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.engine.api import Capabilities
 from utils.qat.graph.audit import load
 from utils.qat.graph.onnx_graph import count_qdq, given, is_half, name_of
 
 
 class Source:
-    """What of config.onnx matters for the build; config: see config.engine.BuildConfig.
+    """The facts about an ONNX file that its build needs.
 
-    int8: it has Q/DQ. half: it has FP16 inside. shapes: {input: (smallest, best, largest shape)}. dynamic: an axis of an input is
-    open. metadata: of the export. nodes: names, in order.
+    Args:
+        config: settings of the build; `config.onnx` is the file.
+
+    Attributes:
+        shapes: input name → (smallest, best, largest shape).
+        dynamic: an axis of an input is open.
+        int8: the file has Q/DQ.
+        half: the file has FP16 inside.
+        metadata: metadata of the export.
+        nodes: names of the nodes, in their order.
+
+    Raises:
+        QatError: the file is no ONNX file, or does not accept the batch or the image size of `config`.
     """
 
-    def __init__(self, config):
-        """Raises QatError if the file is no ONNX, or does not take the shapes that are asked for."""
+    def __init__(self, config: BuildConfig) -> None:
+        """Read the file."""
         self.config, model = config, load(config.onnx)
         inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
         if not all(inputs.values()):
@@ -36,8 +49,8 @@ class Source:
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
 
-    def _batch(self, own):
-        """Smallest, best and largest batch, where the file has `own`, -1 if it is open."""
+    def _batch(self, own: int) -> tuple[int, int, int]:
+        """Choose the smallest, best and largest batch; `own` is the batch of the file, -1 if it is open."""
         wanted = self.config.batch
         if own == -1:
             return wanted or (1, 1, 1)
@@ -48,8 +61,8 @@ class Source:
             )
         return own, own, own
 
-    def _size(self, shape):
-        """The axes behind the batch: those of the file, or --imgsz where they are open."""
+    def _size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Choose the axes behind the batch: the axes of the file, or --imgsz where they are open."""
         own, wanted = shape[1:], self.config.imgsz
         if len(shape) != 4 and -1 in own:
             raise QatError(
@@ -71,17 +84,23 @@ class Source:
 
 @dataclass
 class Plan:
-    """How a file is built: flags by name, and the precision that the engine will have, in words."""
+    """Flags for the build of a file, and the precision of its engine."""
 
-    network: list  # of NetworkDefinitionCreationFlag
-    builder: list  # of BuilderFlag
-    precision: str
+    network: list[str]  # names of NetworkDefinitionCreationFlag
+    builder: list[str]  # names of BuilderFlag
+    precision: str  # in words, such as 'INT8 and FP16'
 
 
-def plan(source, can, product):
-    """Plan of a Source for a TensorRT that has `can`, see Capabilities; product: it and its version, in words.
+def plan(source: Source, can: Capabilities, product: str) -> Plan:
+    """Plan the build of a file.
 
-    Raises QatError if config.precision cannot come of the file.
+    Args:
+        source: facts about the file.
+        can: capabilities of the TensorRT that builds.
+        product: name and version of this TensorRT, for messages.
+
+    Raises:
+        QatError: the file cannot have the precision of `source.config`, or this TensorRT cannot build it.
     """
     file, wanted, int8, half = source.config.onnx, source.config.precision, source.int8, source.half
     export = f'python export_qat.py --weights {file.with_suffix(".pt").name}'

@@ -1,12 +1,15 @@
-"""A TensorRT engine that runs on PyTorch's CUDA tensors: the name-based interface, which TensorRT 8.6, 10 and 11 have alike.
+"""A TensorRT engine that runs on PyTorch's CUDA tensors, by the name-based interface of TensorRT 8.6, 10 and 11.
 
     with EngineRunner(Path('model.engine')) as run:
         outputs = run({'images': images})          # {name: tensor}, on the device, valid until the next call
 
-No copy goes through the host. What the runner calls is in all three versions: tests/engine/test_tensorrt_api.py.
+No copy goes through the host. All three versions have the functions that the runner calls: tests/engine/test_tensorrt_api.py.
 """
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +18,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import capabilities, load_tensorrt, logger, product
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
-DTYPES = {
+DTYPES = {  # name of a trt.DataType → torch.dtype
     'FLOAT': torch.float32,
     'HALF': torch.float16,
     'BF16': torch.bfloat16,
@@ -24,11 +27,23 @@ DTYPES = {
     'INT32': torch.int32,
     'INT64': torch.int64,
     'BOOL': torch.bool,
-}  # trt.DataType → torch.dtype
+}
+
+Shape = Sequence[int]
 
 
-def require_within(file, name, shape, profile):
-    """Raise QatError unless input `name` of the engine in `file` takes `shape`. profile: its (smallest, best, largest shape)."""
+def require_within(file: Path, name: str, shape: Shape, profile: Sequence[Shape]) -> None:
+    """Require that an input of an engine accepts a shape.
+
+    Args:
+        file: file of the engine, for the message.
+        name: name of the input.
+        shape: shape to check.
+        profile: smallest, best and largest shape of the input.
+
+    Raises:
+        QatError: the shape is beyond the smallest or the largest.
+    """
     smallest, _, largest = profile
     if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
         bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
@@ -39,15 +54,33 @@ def require_within(file, name, shape, profile):
 
 
 class EngineRunner:
-    """inputs, outputs: {name: (smallest, best, largest shape)} and {name: shape, -1 where it follows the batch}.
+    """An engine that is loaded on a GPU and ready to run.
 
-    A call takes tensors of any float type on any device: they are copied into the engine's own buffers, in its own types. The
-    outputs are views of its buffers: clone what shall outlive the next call.
+    A call takes tensors of any float type on any device and copies them into the engine's own buffers, in the engine's types.
+    The outputs are views of its buffers: clone an output that must outlive the next call.
+
+    Args:
+        file: the engine.
+        device: a CUDA device.
+        cuda_graph: record a run for every new batch size, and replay it from then on.
+        backend: a key of BACKENDS in config/backends.py that builds engines.
+
+    Attributes:
+        inputs: input name → (smallest, best, largest shape).
+        outputs: output name → shape, with -1 for an axis that depends on the batch.
+
+    Raises:
+        QatError: TensorRT is not installed, or the engine does not fit this machine.
     """
 
-    def __init__(self, file, device=torch.device('cuda', 0), cuda_graph=False, backend='tensorrt'):
-        """cuda_graph: record a run for every batch size that comes, and replay it from then on. Raises QatError if the engine
-        does not fit this machine."""
+    def __init__(
+        self,
+        file: Path,
+        device: torch.device = torch.device('cuda', 0),
+        cuda_graph: bool = False,
+        backend: str = 'tensorrt',
+    ) -> None:
+        """Load the engine."""
         self.file, self.device, self.cuda_graph = file, device, cuda_graph
         self.trt = load_tensorrt(backend, str(file))
         if device.type != 'cuda':
@@ -61,7 +94,7 @@ class EngineRunner:
             LOGGER.warning(f'no {file.name}.json beside the engine, so nothing tells what it was built of and for')
         torch.cuda.set_device(device)
         self.log = logger(self.trt, LOGGER.warning)
-        self.trt.init_libnvinfer_plugins(self.log, '')  # engines with NMS inside
+        self.trt.init_libnvinfer_plugins(self.log, '')  # for engines with NMS inside
         self.runtime = self.trt.Runtime(self.log)
         self.engine = self.runtime.deserialize_cuda_engine(file.read_bytes())
         if self.engine is None:
@@ -76,7 +109,12 @@ class EngineRunner:
                 'for a smaller batch'
             )
         self.stream = torch.cuda.Stream(device)
-        self.inputs, self.outputs, self.buffers, self.graphs = {}, {}, {}, {}
+        self.inputs: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.outputs: dict[str, tuple[int, ...]] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.graphs: dict[
+            tuple[tuple[int, ...], ...], torch.cuda.CUDAGraph
+        ] = {}  # shapes of the inputs → a recorded run
         for name in map(self.engine.get_tensor_name, range(self.engine.num_io_tensors)):
             if self.engine.get_tensor_mode(name) == self.trt.TensorIOMode.INPUT:
                 shape = tuple(self.engine.get_tensor_shape(name))
@@ -86,27 +124,38 @@ class EngineRunner:
             else:
                 self.outputs[name] = tuple(self.engine.get_tensor_shape(name))
 
-    def __enter__(self):
+    def __enter__(self) -> 'EngineRunner':
+        """Return the runner."""
         return self
 
-    def __exit__(self, *_):
-        """Give back what is on the device, in the order in which it depends on each other."""
+    def __exit__(self, *_: object) -> None:
+        """Free the device memory, dependent objects first."""
         self.stream.synchronize()
         self.graphs.clear()
         self.buffers.clear()
         self.context = self.engine = self.runtime = None
 
     @property
-    def memory(self):
-        """Bytes that the engine works in, weights and inputs apart."""
+    def memory(self) -> int:
+        """Return the bytes of the engine's working memory, without weights and inputs."""
         return self.engine.device_memory_size_v2 if capabilities(self.trt).memory_v2 else self.engine.device_memory_size
 
-    def dtype(self, name):
-        """torch.dtype of an input or output."""
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the data type of an input or output."""
         return DTYPES[self.engine.get_tensor_dtype(name).name]
 
-    def prepare(self, shapes):
-        """Buffers for inputs of `shapes` ({name: shape}); returns the outputs' buffers. Raises QatError if the engine does not take them."""
+    def prepare(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
+        """Make the buffers of a run.
+
+        Args:
+            shapes: input name → shape.
+
+        Returns:
+            Output name → buffer of the output, on the device.
+
+        Raises:
+            QatError: the engine does not accept these shapes.
+        """
         for name, shape in shapes.items():
             require_within(self.file, name, shape, self.inputs[name])
             self.context.set_input_shape(name, tuple(shape))
@@ -121,19 +170,26 @@ class EngineRunner:
             found[name] = self._buffer(name, shape)
         return found
 
-    def _buffer(self, name, shape):
-        """The tensor that the engine reads or writes as `name`."""
+    def _buffer(self, name: str, shape: Shape) -> torch.Tensor:
+        """Return the tensor that the engine reads or writes as `name`, and make it if it is missing or too small."""
         count = int(torch.Size(shape).numel())
         kept = self.buffers.get(name)
         if kept is None or kept.numel() < count:
-            self.stream.synchronize()  # a run may still use the old one
-            self.graphs.clear()  # they were recorded with its address
+            self.stream.synchronize()  # a run may still use the old buffer
+            self.graphs.clear()  # they were recorded with the address of the old buffer
             kept = self.buffers[name] = torch.empty(count, dtype=self.dtype(name), device=self.device)
         self.context.set_tensor_address(name, kept.data_ptr())
         return kept[:count].view(tuple(shape))
 
-    def __call__(self, tensors):
-        """{input name: tensor} → {output name: tensor} on the device. Work of the caller's stream comes before and after."""
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the engine, in order with the work on the caller's stream.
+
+        Args:
+            tensors: input name → tensor.
+
+        Returns:
+            Output name → tensor on the device, valid until the next call.
+        """
         caller = torch.cuda.current_stream(self.device)
         outputs = self.prepare({name: tensor.shape for name, tensor in tensors.items()})
         self.stream.wait_stream(caller)
@@ -144,8 +200,8 @@ class EngineRunner:
         caller.wait_stream(self.stream)
         return outputs
 
-    def enqueue(self):
-        """One run on the buffers as they are, on the runner's stream; the host does not wait."""
+    def enqueue(self) -> None:
+        """Start one run on the present content of the buffers, on the runner's stream; the host does not wait."""
         key = tuple(tuple(self.context.get_tensor_shape(name)) for name in self.inputs)
         if self.cuda_graph and key not in self.graphs:
             self._execute()  # the first run of a shape sets things up, which a graph cannot record
@@ -158,23 +214,31 @@ class EngineRunner:
         else:
             self._execute()
 
-    def _execute(self):
+    def _execute(self) -> None:
         if not self.context.execute_async_v3(self.stream.cuda_stream):
             raise QatError(
                 f'{self.file}: the engine did not run ({"; ".join(self.log.errors[-1:]) or "no reason given"})'
             )
 
-    def layers(self):
-        """The engine inspector's account of the layers, for draw_engine.py: a dict."""
+    def layers(self) -> dict[str, Any]:
+        """Ask the engine inspector for the layer information, which draw_engine.py reads."""
         inspector = self.engine.create_engine_inspector()
         return json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
 
-    def profile(self, tensors, runs=20):
-        """Mean time of every layer over `runs`, as trtexec --exportProfile writes it: [{'count'}, {'name', 'timeMs', 'averageMs', ...}].
+    def profile(self, tensors: dict[str, torch.Tensor], runs: int = 20) -> list[dict[str, Any]]:
+        """Measure the time of every layer, in the format of trtexec --exportProfile.
 
-        Layers are timed one by one: their sum is more than a run takes.
+        TensorRT measures one layer after the other, so the sum is longer than a run.
+
+        Args:
+            tensors: input name → tensor.
+            runs: number of runs.
+
+        Returns:
+            {'count'} first, then {'name', 'timeMs', 'averageMs', 'medianMs', 'percentage'} of each layer.
         """
-        trt, times = self.trt, {}
+        trt: Any = self.trt
+        times: dict[str, list[float]] = {}
 
         class Times(trt.IProfiler):
             def __init__(self):
@@ -185,7 +249,7 @@ class EngineRunner:
 
         self(tensors)
         self.stream.synchronize()
-        self.context.profiler = self.profiler = Times()  # the context holds no reference of its own
+        self.context.profiler = self.profiler = Times()  # kept, because the context holds no reference to it
         for _ in range(runs):
             self._execute()
             self.stream.synchronize()

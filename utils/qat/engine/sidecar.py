@@ -1,23 +1,37 @@
-"""MODEL.engine.json: what an engine was built of, by and for. An engine itself does not say it before it is loaded, or not at all.
+"""The sidecar of an engine, MODEL.engine.json: its source, the TensorRT that built it, and its GPU.
 
-An engine runs only in the version of TensorRT that built it, on the kind of GPU it was built on.
+An engine runs only in the version of TensorRT that built it, and on the kind of GPU on which it was built. The engine file
+tells this only after it is loaded, or not at all.
 """
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256, write_json
 
-VERSION = 1
+if TYPE_CHECKING:
+    import torch
+
+    from utils.qat.engine.plan import Plan, Source
+
+VERSION = 1  # of the sidecar's content
 
 
-def sidecar_of(engine):
-    """Path of the JSON beside `engine`."""
+def sidecar_of(engine: Path) -> Path:
+    """Return the path of the sidecar of `engine`."""
     return engine.with_name(f'{engine.name}.json')
 
 
-def this_gpu(device=None):
-    """{'name', 'capability'} of a CUDA device, by default the current one; None where PyTorch sees none."""
+def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
+    """Describe a CUDA device, by default the current one.
+
+    Returns:
+        {'name', 'capability'}, such as 'NVIDIA H100 PCIe' and '9.0'; None if PyTorch sees no GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -28,8 +42,18 @@ def this_gpu(device=None):
     }
 
 
-def write_sidecar(source, plan, product, more):
-    """Write what the engine of source.config was built of (plan.Source), how (plan.Plan) and by; returns the content."""
+def write_sidecar(source: Source, plan: Plan, product: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Write the sidecar of the engine source.config.engine, which is already built.
+
+    Args:
+        source: facts about the ONNX file.
+        plan: flags of the build.
+        product: name and version of the TensorRT that built the engine, such as 'TensorRT 10.13.3'.
+        more: entries for the sidecar besides.
+
+    Returns:
+        The content of the sidecar.
+    """
     config = source.config
     content = {
         'sidecar': VERSION,
@@ -50,8 +74,15 @@ def write_sidecar(source, plan, product, more):
     return content
 
 
-def read_sidecar(engine):
-    """The content, None if there is no such file. Raises QatError if it is none of ours."""
+def read_sidecar(engine: Path) -> dict[str, Any] | None:
+    """Read the sidecar of `engine`.
+
+    Returns:
+        Its content, see `write_sidecar`; None if there is no sidecar.
+
+    Raises:
+        QatError: the file is damaged, or another version of the toolkit wrote it.
+    """
     file = sidecar_of(engine)
     if not file.exists():
         return None
@@ -69,11 +100,17 @@ def read_sidecar(engine):
     return content
 
 
-def require_fit(engine, content, product, gpu):
-    """Raise QatError if `engine` was not built by `product` for `gpu`, or is not whole.
+def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[str, str] | None) -> None:
+    """Require that an engine is whole, and runs with this TensorRT on this GPU.
 
-    content: see read_sidecar. product: such as 'TensorRT 10.13.3'. gpu: see this_gpu; built without one (TensorRT-RTX), an
-    engine is for any.
+    Args:
+        engine: file of the engine.
+        content: content of its sidecar, see `read_sidecar`.
+        product: name and version of the installed TensorRT, such as 'TensorRT 10.13.3'.
+        gpu: the GPU at hand, see `this_gpu`. An engine that was built without a GPU (by TensorRT-RTX) fits every GPU.
+
+    Raises:
+        QatError: the size of the file, the TensorRT or the GPU is not the one in the sidecar.
     """
     again = f'build it again here: scripts/generate_trt_engine.sh {content["onnx"]}'
     size = engine.stat().st_size

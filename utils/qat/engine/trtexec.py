@@ -1,36 +1,45 @@
-"""trtexec → engine, and the layers and times of it, where NVIDIA's program is there: the container has it, pip's wheels have not.
+"""ONNX → engine by trtexec, NVIDIA's program, with the layers of the engine and their times.
 
-Its flags differ by version: 8.6 and 10 choose precisions by flags, 11 has none and measures as one wishes by default. A version is
-told by the banner that every run begins with.
+NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose precisions by
+flags; 11 has no such flags, and its defaults for measuring are the ones needed here. Every run begins with a banner that has the version.
 """
+
+from __future__ import annotations
 
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.sidecar import write_sidecar
 
-PLACES = (
-    '/usr/src/tensorrt/bin',
-    '/opt/tensorrt/bin',
-)  # of NVIDIA's packages and containers, which need not be on the PATH
+if TYPE_CHECKING:
+    from utils.qat.engine.plan import Plan, Source  # imports onnx
+
+# folders of NVIDIA's packages and containers; they need not be on the PATH
+PLACES = ('/usr/src/tensorrt/bin', '/opt/tensorrt/bin')
 BANNER = re.compile(r'TensorRT\.trtexec \[TensorRT v(\d+)\]')
 
 
-def find_trtexec():
-    """Path of the program, None if there is none."""
+def find_trtexec() -> str | None:
+    """Find the path of trtexec on the PATH and in PLACES; None if it is not installed."""
     return shutil.which('trtexec') or shutil.which('trtexec', path=os.pathsep.join(PLACES))
 
 
-def version_in(output):
-    """(major, minor, patch) of the TensorRT in the banner of trtexec; None if there is none.
+def version_in(output: str) -> tuple[int, int, int] | None:
+    """Read the version of TensorRT from the banner of trtexec.
 
-    The number is major, minor, patch with two digits for each of the last two since TensorRT 10 (101303), and one and two in 8 (8601).
+    The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8 the
+    minor has one digit and the patch two (8601 = 8.6.1).
+
+    Returns:
+        (major, minor, patch); None if there is no banner in `output`.
     """
     found = BANNER.search(output)
     if not found:
@@ -43,8 +52,12 @@ def version_in(output):
     )
 
 
-def version_of(trtexec):
-    """version_in of what it prints. Raises QatError if that is no version this tool knows."""
+def version_of(trtexec: str) -> tuple[int, int, int]:
+    """Ask the program `trtexec` for its version: (major, minor, patch).
+
+    Raises:
+        QatError: it prints no version, or one that is not in VERSIONS.
+    """
     done = subprocess.run([trtexec, '--help'], capture_output=True, text=True)
     version = version_in(done.stdout + done.stderr)
     if not version or version[0] not in VERSIONS or version < (8, 6):
@@ -55,8 +68,18 @@ def version_of(trtexec):
     return version
 
 
-def arguments(source, plan, major, layer=None, profile=None):
-    """The command line, behind the program's name. source, plan: see engine_plan. layer, profile: JSON files to write; None = build only."""
+def arguments(
+    source: Source, plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None
+) -> list[str]:
+    """List the arguments of trtexec for a build.
+
+    Args:
+        source: facts about the ONNX file.
+        plan: flags of the build.
+        major: major version of trtexec.
+        layer: JSON file for the layers of the engine; None = build only, measure nothing.
+        profile: JSON file for their times; given together with `layer`.
+    """
     config = source.config
     args = [
         f'--onnx={config.onnx}',
@@ -76,7 +99,7 @@ def arguments(source, plan, major, layer=None, profile=None):
             args.append(f'--{which}Shapes={",".join(shapes)}')
     if layer is None:
         return [*args, '--skipInference']
-    # 11 measures so by default, and would warn of these
+    # these are the defaults of trtexec 11, which warns if they are given
     return [
         *args,
         f'--exportLayerInfo={layer}',
@@ -85,10 +108,33 @@ def arguments(source, plan, major, layer=None, profile=None):
     ]
 
 
-def build_with_trtexec(trtexec, version, source, plan, say, progress=iter, layer=None, profile=None):
-    """Build source.config.engine and its sidecar; returns the content of that.
+def build_with_trtexec(
+    trtexec: str,
+    version: tuple[int, int, int],
+    source: Source,
+    plan: Plan,
+    say: Callable[[str], object],
+    progress: Callable[..., Iterable[str]] = iter,
+    layer: Path | None = None,
+    profile: Path | None = None,
+) -> dict[str, Any]:
+    """Build the engine source.config.engine and write its sidecar.
 
-    say: takes each line of the program's output. progress: wraps these lines. Raises QatError with its last error if it fails.
+    Args:
+        trtexec: path of the program.
+        version: its version, see `version_of`.
+        source: facts about the ONNX file.
+        plan: flags of the build.
+        say: takes each line of the program's output.
+        progress: wraps these lines, to show progress.
+        layer: see `arguments`.
+        profile: see `arguments`.
+
+    Returns:
+        The content of the sidecar, see sidecar.py.
+
+    Raises:
+        QatError: the program failed; the message has its last error.
     """
     config = source.config
     config.engine.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation import chance
-from utils.qat.evaluation.chance import difference, draw, points_lost, resampled_ap, within_chance
+from utils.qat.evaluation.chance import difference, draw_resamples, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.pytorch import TorchModel
@@ -72,7 +72,7 @@ def test_a_resample_has_upstreams_ap_of_the_images_drawn(number):
     """Also where it has no label of a class, and where an image is drawn again and again."""
     [images] = images_of(number, seed=3, wrong=2)
     images[0] = (*images[0][:3], np.array([0, 1, 3], np.float32))
-    counts, found, classes = draw(number), resampled_ap(images), set()
+    counts, found, classes = draw_resamples(number), resampled_ap(images), set()
     assert (counts.sum(0) == number).all() and counts.max() > 1 == counts[:, 0].max()
     for column in range(60):
         drawn = [image for image, n in zip(images, counts[:, column]) for _ in range(int(n))]

@@ -1,1 +1,1 @@
-"""How good a model is, and how alike two models are."""
+"""Scores of a model, and the comparison of two models."""

@@ -1,20 +1,28 @@
-"""How far chance moves AP: the images that a model is scored on are a sample, and others would have given other figures.
+"""The influence of chance on AP: a model is scored on a sample of images, and other images would give another AP.
 
-A resample draws as many images as there are, with replacement: it is a count for each image. All models are scored on the same
-resamples, so that images which are easy or hard for all of them go out of a difference (a paired bootstrap). No match of a detection
-with a label is made again.
+A resample draws as many images as there are, with replacement; it is a count for each image. All models are scored on the same
+resamples, so an image that is easy or hard for all of them does not change their difference (a paired bootstrap). The matches
+of detections with labels are not computed again.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
 
 RESAMPLES, SEED = 1000, 0
-CERTAIN = 1.96  # standard deviations to either side hold 95 %
-AT_ONCE = 2**20  # values of an array
+CERTAIN = 1.96  # standard deviations; 95 % of a normal distribution lie within this distance of the mean
+AT_ONCE = 2**20  # most values of a temporary array
 
 
-def draw(number):
-    """How often each of `number` images is in each resample, FP64 [number, 1 + RESAMPLES]; the first has each once. One image has no others."""
+def draw_resamples(number: int) -> np.ndarray:
+    """Draw the resamples of `number` images.
+
+    Returns:
+        FP64 [number, 1 + RESAMPLES], how often each image is in each resample. The first column has every image once. For a
+        single image it is the only column.
+    """
     counts = np.ones((number, 1 + RESAMPLES * (number > 1)))
     generator = np.random.default_rng(SEED)
     for column in range(1, counts.shape[1]):
@@ -22,22 +30,27 @@ def draw(number):
     return counts
 
 
-def resampled_ap(images):
-    """AP on the images as they are and, below, on each resample (see `draw`): FP64 [1 + RESAMPLES, parts], of boxes and, if there are
-    any, of masks.
+def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
+    """Compute AP on the images and on each resample of them.
 
-    images: of each, its matches: correct [n, parts, 10], score [n], class [n]; and the classes of its labels [m]. Models are compared
-    on the same images in the same order.
+    To compare models, give the same images in the same order for each.
+
+    Args:
+        images: four arrays for each image. Of its n detections: correct, bool [n, parts, 10], whether each is correct at each
+            IoU; score [n]; class [n]. Of its m labels: class [m].
+
+    Returns:
+        FP64 [1 + RESAMPLES, parts], AP in 0..1. The first row is of the images themselves. The parts are boxes and, if there are
+        any, masks.
     """
     number = len(images)
-    counts = draw(number)
+    counts = draw_resamples(number)
     correct, score, predicted, true = map(np.concatenate, zip(*images))
     image, image_of_label = (np.repeat(np.arange(number), [len(x[i]) for x in images]) for i in (1, 3))
     order = np.argsort(-score, kind='stable')
     classes, of_class = np.unique(true, return_inverse=True)
-    there = (
-        csr_array((np.ones(len(true)), (of_class, image_of_label)), (len(classes), number)) @ counts
-    )  # labels of each class
+    # labels of each class in each resample
+    there = csr_array((np.ones(len(true)), (of_class, image_of_label)), (len(classes), number)) @ counts
     total = np.zeros((counts.shape[1], correct.shape[1]))
     for c, labels in zip(classes, there):
         found = order[predicted[order] == c]
@@ -47,70 +60,83 @@ def resampled_ap(images):
             total[:, part] += np.concatenate(
                 [average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks]
             )
-    return total / np.maximum((there > 0).sum(0), 1)[:, None]  # where a resample has no label at all, every model has 0
+    return total / np.maximum((there > 0).sum(0), 1)[:, None]  # on a resample without labels every model has AP 0
 
 
-def average_precision(hits, image, labels, counts):
-    """AP of a class on each resample, [R], as upstream's compute_ap has it: the mean over 101 recalls and all IoU.
+def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Compute AP of one class on each resample, by the definition of upstream's compute_ap: the mean over 101 recalls and all IoU.
 
-    hits: bool [n, 10], whether a detection is correct at each IoU, highest score first. image: that it is in, [n]. labels: how many there
-    are, [R]. counts: how often an image is drawn, [images, R].
+    Args:
+        hits: bool [n, 10], whether a detection is correct at each IoU; highest score first.
+        image: integer [n], index of the image of each detection.
+        labels: FP64 [R], number of labels in each resample.
+        counts: FP64 [images, R], how often each image is in each resample.
+
+    Returns:
+        FP64 [R], AP in 0..1.
     """
     labels, ap = np.maximum(labels, 1), np.zeros(len(labels))
-    useful = hits.any(1)  # precision rises only here; what lies between two of these is only counted
+    useful = hits.any(1)  # precision rises only at these detections; the others between them are only counted
     drawn = (
         csr_array((np.ones(len(image)), (np.cumsum(useful) - useful, image)), (useful.sum() + 1, len(counts))) @ counts
     )
-    detections = np.maximum(np.cumsum(drawn, 0), 1)  # so far, at each of the useful ones; and all
+    detections = np.maximum(np.cumsum(drawn, 0), 1)  # number up to each useful detection; last, number of all
     weights = counts[image[useful]]
     for hit in hits[useful].T[hits.any(0)]:
         right = np.cumsum(weights[hit], 0)
         precision = np.maximum.accumulate((right / detections[:-1][hit])[::-1])[::-1]
-        points = np.ceil(100 * right / labels)  # recalls 0.00, 0.01, ... that lie below the one reached
+        points = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... that are reached
         ap += precision[0] * (points[0] - 0.5) + (precision[1:] * np.diff(points, axis=0)).sum(0)
         left, missed = 100 - points[-1], 1 - right[-1] / labels
-        ap += (
-            right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)
-        )  # upstream's line to (recall 1, precision 0)
+        # upstream continues the curve by a line to (recall 1, precision 0)
+        ap += right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)
     return ap / 100 / hits.shape[1]
 
 
-def difference(before, after):
-    """Plain values, in 0..1: by how much AP is higher `after` than `before` (of resampled_ap), and the chance in that, to either side:
-    95 % of such sets of images have theirs so close to the true one. Of masks the same under 'mask'."""
+def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """Compare the AP of two models, with the influence of chance.
+
+    Args:
+        before: AP of one model, see `resampled_ap`.
+        after: AP of the other model, on the same images.
+
+    Returns:
+        {'difference', 'chance'}, in AP (0..1): AP `after` less AP `before`, and the chance on either side of it. For 95 % of such
+        sets of images the difference is no farther than this from the true one. With masks also {'mask': the same of masks}.
+    """
     gain = after - before
-    chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # one image tells nothing
+    chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # from one image nothing is known
     boxes, *masks = ({'difference': float(d), 'chance': float(c)} for d, c in zip(gain[0], chance))
     return {**boxes, **({'mask': masks[0]} if masks else {})}
 
 
-def difference_of_merit(before, after):
-    """The same of figures.merit."""
+def difference_of_merit(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """Compare two models as `difference` does, by figures.merit: AP, or the mean AP of boxes and masks."""
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 
-def parts(found):
-    """A `difference` → those of boxes and, if there are any, of masks."""
+def parts(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a `difference` into a list: of boxes and, if there are any, of masks."""
     return [found, found['mask']] if 'mask' in found else [found]
 
 
-def within_chance(found):
-    """Whether chance alone explains a difference, of boxes or of masks."""
+def within_chance(found: dict[str, Any]) -> bool:
+    """Tell whether chance alone explains a difference, of boxes or of masks."""
     return abs(found['difference']) <= found['chance']
 
 
-def points_lost(found):
-    """Points (0.01) of AP that a `difference` loses for certain, of boxes or of masks, whichever is more; within chance nothing is lost."""
+def points_lost(found: dict[str, Any]) -> float:
+    """Compute the points (0.01) of AP that are lost beyond chance, of boxes or of masks, whichever is more; within chance 0."""
     return max(0 if within_chance(part) else -100 * part['difference'] for part in parts(found))
 
 
-def points(found):
-    """A `difference` of boxes, or of masks, in points."""
+def points(found: dict[str, Any]) -> str:
+    """Write a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
     return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
 
 
-def in_words(found):
-    """A `difference` in points, and whether chance alone explains it."""
+def in_words(found: dict[str, Any]) -> str:
+    """Write a `difference` in points, and say whether chance alone explains it."""
     return ', '.join(
         f'{text}{points(part)} points of AP, {"within" if within_chance(part) else "beyond"} chance'
         for text, part in zip(('', 'masks '), parts(found))

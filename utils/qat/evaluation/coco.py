@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,20 +12,24 @@ from utils.general import xyxy2xywh
 from utils.segment.general import scale_image
 
 from utils.qat.core.log import LOGGER
+from utils.qat.data.masks import Masks
 
-AT_ONCE = 32  # masks in the size of the image
+AT_ONCE = 32  # masks of the size of the image that are in memory
 
 
-def image_id(path):
-    """COCO's id of an image: the file's name, as a number where it is one."""
+def image_id(path: str | Path) -> int | str:
+    """Give COCO's id of an image: the name of its file without suffix, as a number if it is one."""
     stem = Path(path).stem
     return int(stem) if stem.isnumeric() else stem
 
 
-def result_rows(native, path, categories):
-    """Detections [n, 6] (xyxy in pixels of the original image, score, class) as rows of COCO's result format.
+def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int]) -> list[dict[str, Any]]:
+    """Convert the detections of an image to rows of COCO's result format.
 
-    categories: class index → category.
+    Args:
+        native: [n, 6]: xyxy in pixels of the original image, score, class.
+        path: file of the image.
+        categories: COCO's category of each class.
     """
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
@@ -38,10 +44,13 @@ def result_rows(native, path, categories):
     ]
 
 
-def add_masks(rows, masks, shape):
-    """Give each of `rows` (see `result_rows`) its mask as run lengths in the size of the original image, in place.
+def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) -> None:
+    """Add to each row its mask, as run lengths in the size of the original image.
 
-    masks: masks.Masks. shape: the loader's of the image.
+    Args:
+        rows: rows of an image, see `result_rows`; changed in place.
+        masks: masks of the same detections.
+        shape: size and padding of the image, an element of Truth.shapes.
     """
     from pycocotools.mask import encode
 
@@ -53,18 +62,29 @@ def add_masks(rows, masks, shape):
             row['segmentation'] = {**lengths, 'counts': lengths['counts'].decode()}
 
 
-def coco_figures(annotations, detections, files, of='bbox'):
-    """pycocotools' AP, AP50 and AP75 of `detections`, rows of COCO's result format, on the images `files`. of: 'bbox', or 'segm' for
-    masks."""
+def coco_figures(
+    annotations: str | Path, detections: Sequence[Mapping[str, Any]], files: Sequence[str], of: str = 'bbox'
+) -> dict[str, float]:
+    """Score detections by pycocotools.
+
+    Args:
+        annotations: COCO's annotation file.
+        detections: rows of COCO's result format, see `result_rows`.
+        files: files of the images to score.
+        of: 'bbox' for boxes, 'segm' for masks.
+
+    Returns:
+        {'ap', 'ap50', 'ap75'} in 0..1.
+    """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    said = io.StringIO()  # it prints as it goes
+    said = io.StringIO()  # pycocotools prints its progress
     with contextlib.redirect_stdout(said):
         truth = COCO(str(annotations))
     if not detections:  # loadRes rejects an empty list
         return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
-    # of masks alone: with boxes too, loadRes would take the areas of these
+    # to score masks, without the boxes: else loadRes takes the areas of the boxes
     rows = [{k: v for k, v in row.items() if k != ('bbox' if of == 'segm' else 'segmentation')} for row in detections]
     with contextlib.redirect_stdout(said):
         scorer = COCOeval(truth, truth.loadRes(rows), of)

@@ -1,65 +1,68 @@
-"""Two models side by side on the same images: how close their outputs are, rank by rank, and in AP.
+"""Two models side by side on the same images: the differences of their outputs, rank by rank, and of their AP.
 
-A model is a callable images → predictions (see file_model.py), so any two backends can be compared. Each runs once per batch,
-and one NMS of each serves both the ranks and the AP.
+A model is a callable images → predictions (see file_model.py), so any two backends can be compared. Each model runs once per
+batch, and its NMS runs once, for both the ranks and the AP.
 """
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from utils.metrics import box_iou
 
 from utils.qat.core.errors import QatError
-from utils.qat.data.masks import same_place_iou
+from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import difference
 from utils.qat.evaluation.evaluate import Metrics, Scorer
-from utils.qat.prediction.detections import detect, prepared
+from utils.qat.prediction.detections import Detections, detect, prepared
 from utils.qat.prediction.outputs import parts
 
-SAME_OBJECT, SAME_DETECTION = (
-    0.5,
-    0.9,
-)  # IoU from which two detections of one class are of one object, and are one detection
+SAME_OBJECT = 0.5  # IoU from which two detections of one class are of the same object
+SAME_DETECTION = 0.9  # IoU from which they count as the same detection
 
 
 @dataclass
 class Comparison:
-    """How `other` differs from `reference`. Boxes are in pixels of the model's input, scores in 0..1."""
+    """Differences of the model `other` from the model `reference`. Boxes are in pixels of the model's input, scores in 0..1."""
 
     images: int
     rtol: float
     atol: float
     top: int
-    boxes: dict  # of all predictions, before NMS: see Elements.figures; None if a model has NMS inside
-    scores: dict
-    coefficients: dict  # of masks; this and the next are None without
-    prototypes: dict
-    ranks: list  # of the top detections, after NMS: see Ranking.ranks
+    # differences of all predictions, before NMS, see Elements.figures
+    boxes: dict[str, float] | None  # None if a model has NMS inside, likewise the next three
+    scores: dict[str, float] | None
+    coefficients: dict[str, float] | None  # of the masks; None also without masks, likewise the next
+    prototypes: dict[str, float] | None
+    # differences of the top detections, after NMS
+    ranks: list[dict[str, Any]]  # see Ranking.ranks
     disagreement: float  # over all ranks
     matched: float  # share of the top detections of either model that have a match in the other
-    matched_score: float  # mean absolute difference between a detection and its match: of the scores
-    matched_box: float  # of x1, y1, x2, y2
-    matched_mask: float  # mean IoU of the masks of a detection and its match; None without masks
-    reference: Metrics  # None if the images have no labels
-    other: Metrics
-    against_reference: (
-        dict  # AP of `other` less AP of `reference`, and the chance in it, see chance.difference; None without labels
-    )
+    matched_score: float  # mean absolute difference of the scores of a detection and its match
+    matched_box: float  # mean absolute difference of their x1, y1, x2, y2
+    matched_mask: float | None  # mean IoU of their masks; None without masks
+    # scores; all None if the images have no labels
+    reference: Metrics | None
+    other: Metrics | None
+    against_reference: dict[str, Any] | None  # AP of `other` less AP of `reference`, with chance, see chance.difference
 
     @property
-    def ap_difference(self):
-        """AP of `other` less AP of `reference`; None if the images have no labels."""
-        return self.other.ap - self.reference.ap if self.reference else None
+    def ap_difference(self) -> float | None:
+        """Return the AP of `other` less the AP of `reference`; None if the images have no labels."""
+        return self.other.ap - self.reference.ap if self.reference and self.other else None
 
     @property
-    def mask_ap_difference(self):
-        """The same of masks; None without."""
-        return self.other.mask['ap'] - self.reference.mask['ap'] if self.reference and self.reference.mask else None
+    def mask_ap_difference(self) -> float | None:
+        """Return the AP of the masks of `other` less that of `reference`; None without labels or masks."""
+        if not (self.reference and self.reference.mask and self.other and self.other.mask):
+            return None
+        return self.other.mask['ap'] - self.reference.mask['ap']
 
-    def plain(self):
-        """As plain values; None where there is no figure, and where it is not finite, for which JSON has no name."""
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values; None for a missing figure and for one that is not finite, which JSON cannot write."""
         metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
         return _finite(
             {
@@ -70,13 +73,13 @@ class Comparison:
             }
         )
 
-    def excess(self, limits):
-        """What is beyond config.Limits, in words; empty if nothing is."""
+    def excess(self, limits: Any) -> list[str]:
+        """Describe each difference that is beyond `limits` (config.export.Limits); empty if there is none."""
         if not self.ranks:
             return ['neither model detects anything, so there was nothing to compare']
         found = []
         for what, gain in (('AP', self.ap_difference), ('AP of the masks', self.mask_ap_difference)):
-            if abs(gain or 0) > limits.ap:
+            if gain is not None and abs(gain) > limits.ap:
                 found.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
         if self.matched < limits.matched:
             found.append(
@@ -89,7 +92,8 @@ class Comparison:
         return found
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
+    """Replace the numbers in plain values that are not finite by None."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -100,12 +104,13 @@ def _finite(value):
 class Elements:
     """Differences of tensors, element by element, over batches."""
 
-    def __init__(self, rtol, atol):
+    def __init__(self, rtol: float, atol: float) -> None:
+        """Start without elements; for rtol and atol see `figures`."""
         self.rtol, self.atol = rtol, atol
         self.count, self.close, self.total, self.largest = 0, 0, 0.0, torch.zeros((), dtype=torch.float64)
 
-    def update(self, reference, other):
-        """Two tensors of one shape."""
+    def update(self, reference: torch.Tensor, other: torch.Tensor) -> None:
+        """Add two tensors of one shape."""
         reference, other = reference.cpu().double(), other.cpu().double()
         difference = (other - reference).abs()
         self.count += difference.numel()
@@ -113,37 +118,44 @@ class Elements:
         self.total += difference.sum().item()
         self.largest = torch.maximum(self.largest, difference.max())  # unlike max(), it keeps NaN
 
-    def figures(self):
-        """max, mean: absolute difference. within: share with |other - reference| <= atol + rtol |reference|, as numpy.isclose. None of nothing."""
+    def figures(self) -> dict[str, float] | None:
+        """Compute the figures of all elements so far.
+
+        Returns:
+            'max' and 'mean' of the absolute difference, and 'within': the share of elements with |other - reference| <= atol +
+            rtol |reference|, as in numpy.isclose. None if there are no elements.
+        """
         if not self.count:
             return None
         return {'max': self.largest.item(), 'mean': self.total / self.count, 'within': self.close / self.count}
 
 
 class Ranking:
-    """The `top` detections of each image by score: rank by rank, and whether the other model has them at any rank.
+    """Differences of the `top` detections of each image by score, compared rank by rank, and regardless of rank.
 
-    At a rank the models disagree if the classes differ, the IoU is below SAME_OBJECT, or only one has a detection there.
-    Detections with nearly equal scores change places by rounding alone, and then two ranks disagree though nothing was
-    lost. So each is also looked for among all detections of the other model: one of its class with IoU >= SAME_DETECTION
-    is its match. (NMS leaves at most one: two boxes that close to a third have an IoU above 0.8 with each other.)
+    At a rank the models disagree if the classes differ, the IoU is below SAME_OBJECT, or only one model has a detection there.
+    Detections with nearly equal scores change places by rounding alone. Then two ranks disagree, though nothing was lost. So
+    each detection is also looked up among all detections of the other model: one of the same class with IoU >= SAME_DETECTION is
+    its match. (NMS leaves at most one match: two boxes this close to a third have an IoU above 0.8 with each other.)
     """
 
-    def __init__(self, top):
+    def __init__(self, top: int) -> None:
+        """Start without images."""
         self.top = top
         self.either, self.both, self.differ = np.zeros((3, top), int)  # images, per rank
         self.score, self.score_error, self.box_error = np.zeros((3, top))
         self.looked_for, self.matched, self.matched_error = 0, 0, torch.zeros(6)  # x1, y1, x2, y2, score, class
         self.mask_iou, self.with_masks = 0.0, 0  # of matched detections
 
-    def update(self, reference, other):
-        """Detections of one image."""
+    def update(self, reference: Detections, other: Detections) -> None:
+        """Add the detections of one image."""
         first, second = reference.rows.cpu(), other.rows.cpu()
         self._rank(first[: self.top], second[: self.top])
         self._match(first[: self.top], second, reference.masks, other.masks)
         self._match(second[: self.top], first, other.masks, reference.masks)
 
-    def _rank(self, reference, other):
+    def _rank(self, reference: torch.Tensor, other: torch.Tensor) -> None:
+        """Compare the top detections [n, 6] of an image rank by rank."""
         both, either = sorted((len(reference), len(other)))
         self.either[:either] += 1
         self.both[:both] += 1
@@ -156,22 +168,31 @@ class Ranking:
         self.differ[:both] += ~agree.numpy()
         self.differ[both:either] += 1
 
-    def _match(self, some, others, masks, other_masks):
+    def _match(self, some: torch.Tensor, others: torch.Tensor, masks: Masks | None, other_masks: Masks | None) -> None:
+        """Look up the top detections `some` [n, 6] of one model among all detections `others` [m, 6] of the other."""
         self.looked_for += len(some)
         if len(others):
             iou, which = (box_iou(some[:, :4], others[:, :4]) * (some[:, None, 5] == others[:, 5])).max(1)
             found = iou >= SAME_DETECTION
             self.matched += int(found.sum())
             self.matched_error += (some - others[which]).abs()[found].sum(0)
-            if masks is not None and found.any():
+            if masks is not None and other_masks is not None and found.any():
                 iou = same_place_iou(masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse())
                 self.mask_iou += iou.sum().item()
                 self.with_masks += len(iou)
 
-    def ranks(self):
-        """One dict per rank that has a detection: rank (from 1), images (with a detection of either model), the
-        reference's mean score, mean absolute score_error and box_error (of x1, y1, x2, y2) where both have a detection,
-        and disagreement, as a share of the images."""
+    def ranks(self) -> list[dict[str, Any]]:
+        """Compute the figures of each rank that has a detection.
+
+        Returns:
+            One dict for each rank:
+                rank: number of the rank, from 1.
+                images: number of images in which either model has a detection at this rank.
+                score: mean score of the reference, over the images in which both have one; likewise the next two.
+                score_error: mean absolute difference of the scores.
+                box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
+                disagreement: share of `images` in which the models disagree.
+        """
         return [
             {
                 'rank': i + 1,
@@ -185,7 +206,8 @@ class Ranking:
             if self.either[i]
         ]
 
-    def figures(self):
+    def figures(self) -> dict[str, Any]:
+        """Compute the figures over all ranks, under the names that they have in Comparison."""
         return {
             'ranks': self.ranks(),
             'disagreement': _ratio(self.differ.sum(), self.either.sum()),
@@ -196,24 +218,45 @@ class Ranking:
         }
 
 
-def _ratio(total, count):
+def _ratio(total: Any, count: Any) -> float:
+    """Divide; NaN if there is nothing to divide by."""
     return float(total / count) if count else math.nan
 
 
 @torch.inference_mode()
-def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, top=10, progress=None):
-    """Run both models over `loader`; returns a Comparison.
+def compare(
+    reference: Callable[[torch.Tensor], Any],
+    other: Callable[[torch.Tensor], Any],
+    loader: Iterable[Any],
+    device: torch.device,
+    names: Mapping[int, str] | None = None,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    top: int = 10,
+    progress: Callable[..., Iterable[Any]] | None = None,
+) -> Comparison:
+    """Compare two models on the images of `loader`.
 
-    reference, other: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see file_model.py. loader: see
-    loaders.val_loader. names: class index → name, to score both; None if the images have no labels. rtol, atol: as in
-    numpy.isclose. Raises QatError if the predictions are of different shapes.
+    Args:
+        reference: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see file_model.py.
+        other: the other model, likewise.
+        loader: batches, see loaders.val_loader.
+        device: where the images are given to the models.
+        names: class index → name, to score both models; None if the images have no labels.
+        rtol: relative tolerance, as in numpy.isclose.
+        atol: absolute tolerance, likewise.
+        top: number of ranks to compare.
+        progress: wraps the loader, to show progress.
+
+    Raises:
+        QatError: the predictions of the models have different shapes.
     """
     elements, ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)  # see outputs.parts
     scorers, images_seen = [Scorer(names), Scorer(names)] if names else [], 0
     for batch in progress(loader) if progress else loader:
         images, truth = prepared(batch, device)
         outputs = [predict(images) for predict in (reference, other)]
-        if not any(isinstance(out, list) for out in outputs):  # NMS inside shows nothing of what came before
+        if not any(isinstance(out, list) for out in outputs):  # a list is detections: NMS was inside the model
             apart = [list(parts(out).values()) for out in outputs]
             shapes = [[list(part.shape) for part in of_one] for of_one in apart]
             if shapes[0] != shapes[1]:
@@ -224,18 +267,22 @@ def compare(reference, other, loader, device, names=None, rtol=1e-3, atol=1e-3, 
             for element, *pair in zip(elements, *apart):
                 element.update(*pair)
         detections = [detect(out, truth.shape) for out in outputs]
-        for pair in zip(*detections):
-            ranking.update(*pair)
+        for of_image in zip(*detections):
+            ranking.update(*of_image)
         for scorer, found in zip(scorers, detections):
             scorer.update(found, truth)
         images_seen += len(images)
-    metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None, None]
+    metrics: list[Any] = [scorer.metrics(resample=True) for scorer in scorers] or [None, None]
+    boxes, scores, coefficients, prototypes = (e.figures() for e in elements)
     return Comparison(
         images_seen,
         rtol,
         atol,
         top,
-        *(e.figures() for e in elements),
+        boxes,
+        scores,
+        coefficients,
+        prototypes,
         **ranking.figures(),
         reference=metrics[0],
         other=metrics[1],

@@ -1,9 +1,11 @@
-"""Two classifiers side by side on the same images: how close their scores are, rank by rank, and in top-1 and top-5 accuracy.
+"""Two classifiers side by side on the same images: the differences of their scores, rank by rank, and of their accuracies.
 
-What compare.py is for detectors. A model is a callable: images [B, 3, H, W] → scores [B, C].
+For detectors there is compare.py. A model is a callable: images [B, 3, H, W] → scores [B, C].
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,46 +16,74 @@ from utils.qat.evaluation.compare import Elements
 
 @dataclass
 class ClassComparison:
-    """How `other` differs from `reference`. Accuracies are in 0..1."""
+    """Differences of the classifier `other` from the classifier `reference`. Accuracies are in 0..1."""
 
     images: int
     rtol: float
     atol: float
     top: int
-    scores: dict  # of all classes: see Elements.figures
-    ranks: list  # of the highest scores: rank (from 1), score and score_error (means, the latter absolute), disagreement (share of images)
+    scores: dict[str, float] | None  # differences of the scores of all classes, see Elements.figures
+    # of the highest scores: rank (from 1), mean score of the reference, score_error (mean absolute difference), and disagreement
+    # (share of the images)
+    ranks: list[dict[str, Any]]
     disagreement: float  # over all ranks
-    reference: dict  # top1, top5; None if the images have no labels
-    other: dict
+    reference: dict[str, float] | None  # top1, top5; None if the images have no labels
+    other: dict[str, float] | None
 
-    def plain(self):
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values."""
         return asdict(self)
 
 
 class Accuracy:
-    """Share of images whose class is among the first, or the first five."""
+    """Top-1 and top-5 accuracy: the share of images whose class has the highest score, or one of the highest five."""
 
-    def __init__(self):
+    def __init__(self) -> None:
+        """Start without images."""
         self.hits, self.images = np.zeros(2), 0
 
-    def update(self, ranked, labels):
-        """ranked: classes, highest score first [B, k]. labels: [B]."""
+    def update(self, ranked: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            ranked: [B, k], classes of each image, highest score first.
+            labels: [B], the true classes.
+        """
         hit = ranked == labels[:, None]
         self.hits += [hit[:, :1].any(1).sum(), hit[:, :5].any(1).sum()]
         self.images += len(labels)
 
-    def figures(self):
+    def figures(self) -> dict[str, float] | None:
+        """Compute {'top1', 'top5'} in 0..1; None without images."""
         return dict(zip(('top1', 'top5'), (self.hits / self.images).tolist())) if self.images else None
 
 
 @torch.inference_mode()
-def compare_classes(reference, other, batches, device, rtol=1e-3, atol=1e-3, top=10):
-    """Run both models over `batches` of (images FP32, labels [B] or None); returns a ClassComparison.
+def compare_classes(
+    reference: Callable[[torch.Tensor], torch.Tensor],
+    other: Callable[[torch.Tensor], torch.Tensor],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    device: torch.device,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    top: int = 10,
+) -> ClassComparison:
+    """Compare two classifiers; at a rank they disagree if they have different classes there.
 
-    At a rank the models disagree where they have different classes there. Raises QatError if the scores are of different shapes.
+    Args:
+        reference: images FP32 [B, 3, H, W] on `device` → scores [B, C].
+        other: the other classifier, likewise.
+        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch; None for images without labels.
+        device: where the images are given to the classifiers.
+        rtol: relative tolerance, as in numpy.isclose.
+        atol: absolute tolerance, likewise.
+        top: number of ranks to compare.
+
+    Raises:
+        QatError: the scores of the classifiers have different shapes.
     """
     scores, accuracies, seen = Elements(rtol, atol), (Accuracy(), Accuracy()), 0
-    totals = {}
+    totals: dict[str, torch.Tensor] = {}
     for images, labels in batches:
         first, second = (predict(images.to(device)).cpu().double() for predict in (reference, other))
         if first.shape != second.shape:

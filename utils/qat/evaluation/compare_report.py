@@ -1,6 +1,9 @@
-"""Two models side by side → tables, compare.json, report.md and its picture."""
+"""A comparison of two models → tables, compare.json, report.md and its picture."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
@@ -12,14 +15,19 @@ from utils.qat.evaluation.figures import columns, figures
 from utils.qat.evaluation.plots import plot_ranks
 
 
-def comparison_tables(comparison, names):
-    """A plain Comparison of the models called `names` (reference, other): all predictions, the top detections, AP."""
+def comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
+    """Write a comparison of two detectors as Markdown tables: all predictions, the top detections, AP.
 
-    def number(value, form='.3g'):
+    Args:
+        comparison: plain values of a Comparison.
+        names: names of the reference and of the other model.
+    """
+
+    def number(value: float | None, form: str = '.3g') -> str:
         return '-' if value is None else format(value, form)
 
     tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
-    elements = [
+    elements = [  # empty if a model has NMS inside
         (text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
         for text, e in (
             ('boxes (px)', comparison['boxes']),
@@ -28,8 +36,8 @@ def comparison_tables(comparison, names):
             ('prototypes', comparison['prototypes']),
         )
         if e
-    ]  # none with NMS inside
-    ranks = [
+    ]
+    ranks: list[tuple[Any, ...]] = [
         (
             r['rank'],
             r['images'],
@@ -65,8 +73,13 @@ def comparison_tables(comparison, names):
     return '\n\n'.join(tables)
 
 
-def class_comparison_tables(comparison, names):
-    """A plain ClassComparison of the classifiers called `names` (reference, other): all scores, the highest, accuracy."""
+def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
+    """Write a comparison of two classifiers as Markdown tables: all scores, the highest scores, accuracy.
+
+    Args:
+        comparison: plain values of a ClassComparison.
+        names: names of the reference and of the other classifier.
+    """
     e = comparison['scores']
     ranks = [
         (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
@@ -90,8 +103,19 @@ def class_comparison_tables(comparison, names):
     return '\n\n'.join(tables)
 
 
-def write_comparison(folder, config, comparison, tables, size, following):
-    """compare.json, report.md and ranks.png. comparison: plain. tables: of it. size: pixels of the images. following: the next command."""
+def write_comparison(
+    folder: Path, config: CompareConfig, comparison: dict[str, Any], tables: str, size: int, following: str
+) -> None:
+    """Write compare.json, report.md and ranks.png.
+
+    Args:
+        folder: existing folder for the files.
+        config: settings of the command.
+        comparison: plain values of a Comparison or a ClassComparison.
+        tables: the comparison as Markdown tables.
+        size: height and width of the images in pixels.
+        following: the next command for the user.
+    """
     files = {str(file): sha256(file) for file in (config.reference, config.other)}
     write_json(
         folder / 'compare.json', {'settings': asdict(config), 'versions': versions(), 'files': files, **comparison}

@@ -1,4 +1,6 @@
-"""Plain metrics as figures in a table, and as the one number that models are chosen by."""
+"""Plain metrics as figures of a table, and as the one number by which models are chosen."""
+
+from typing import Any
 
 from utils.qat.core.markdown import markdown_table
 
@@ -6,25 +8,34 @@ COLUMNS = ('AP', 'AP50', 'P', 'R')
 MASK_COLUMNS = tuple(f'mask {c}' for c in COLUMNS)
 
 
-def figures(metrics, masks=False):
-    """AP, AP50, P and R of plain metrics, to four digits; '-' where there are none. With `masks` those of masks as well."""
+def figures(metrics: dict[str, Any] | None, masks: bool = False) -> list[str]:
+    """Write AP, AP50, P and R of plain metrics with four digits; '-' for a missing figure.
+
+    Args:
+        metrics: plain metrics of boxes; under 'mask' those of masks.
+        masks: add AP, AP50, P and R of masks.
+    """
     of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in ('ap', 'ap50', 'precision', 'recall')]
     return of_boxes + figures((metrics or {}).get('mask')) if masks else of_boxes
 
 
-def columns(*metrics):
-    """(titles of the columns of `figures`, whether some of the plain metrics have masks)."""
+def columns(*metrics: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
+    """Choose the columns of a table of `figures`.
+
+    Returns:
+        The titles of the columns, and whether any of the plain metrics has masks.
+    """
     masks = any(m and m.get('mask') for m in metrics)
     return COLUMNS + MASK_COLUMNS * masks, masks
 
 
-def merit(metrics):
-    """What models are chosen by: AP of plain metrics, of a segmentation model the mean of that of boxes and of masks."""
+def merit(metrics: dict[str, Any]) -> float:
+    """Compute the number by which models are chosen: AP, or the mean of the AP of boxes and of masks."""
     return (metrics['ap'] + metrics['mask']['ap']) / 2 if 'mask' in metrics else metrics['ap']
 
 
-def class_table(metrics):
-    """Metrics over all classes and per class."""
+def class_table(metrics: dict[str, Any]) -> str:
+    """Write plain metrics as a Markdown table: all classes together, then each class."""
     titles, masks = columns(metrics)
     rows = [['all', metrics['instances'], *figures(metrics, masks)]]
     rows += [[c['name'], c['instances'], *figures(c, masks)] for c in metrics['per_class']]

@@ -1,4 +1,7 @@
-"""Pictures of an evaluation: AP of each class, agreement of two models rank by rank."""
+"""Pictures of an evaluation: AP of each class, and the agreement of two models rank by rank."""
+
+from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -8,15 +11,19 @@ from utils.qat.core.picture import literal, save
 MOST = 80  # classes in a picture
 
 
-def plot_classes(path, models):
-    """AP of each class as bars, of boxes and beside them of masks, where there are some. models: name → plain metrics."""
+def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
+    """Draw the AP of each class as bars: of boxes and, if there are any, of masks beside them.
+
+    Args:
+        path: the picture to write.
+        models: name of each model → its plain metrics.
+    """
     parts = {'boxes': lambda row: row.get('ap')}
     if any('mask' in metrics for metrics in models.values()):
         parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
-    ap_of = {
-        row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']
-    }  # of the last model
-    worst = sorted(ap_of, key=ap_of.get)[:MOST]
+    # of the last model that has the class
+    ap_of = {row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']}
+    worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
     names = [name for name in ap_of if name in worst]
     figure = Figure(figsize=(4 + 3 * len(parts), 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
     height = 0.8 / len(models)
@@ -42,8 +49,13 @@ def plot_classes(path, models):
     save(figure, path)
 
 
-def plot_ranks(path, comparison):
-    """How far two models are apart at each rank: their scores, and how often they disagree. comparison: plain."""
+def plot_ranks(path: Path, comparison: dict[str, Any]) -> None:
+    """Draw the differences of two models at each rank: of their scores, and how often they disagree.
+
+    Args:
+        path: the picture to write.
+        comparison: plain values of a Comparison or a ClassComparison.
+    """
     ranks = comparison['ranks']
     figure = Figure(figsize=(9, 3.5), layout='constrained')
     shown = {'score_error': 'mean difference of score', 'disagreement': 'share of images that disagree'}

@@ -1,7 +1,12 @@
-"""`qat.py eval` and `val_trt.py`: score a model on the val images of a data YAML, and leave the figures in a folder."""
+"""The work of `qat.py eval` and `val_trt.py`: a model is scored on the val images of a data YAML, and a report is written."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
 from utils.general import check_img_size
 
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.device import describe
 from utils.qat.core.distributed import from_first, on_first, rank, world_size
 from utils.qat.core.errors import QatError
@@ -9,17 +14,27 @@ from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.evaluate import Metrics, evaluate
 from utils.qat.evaluation.score_report import tables, write_scores
 from utils.qat.prediction.file_model import FileModel
 
 
-def score_file(predict, config, device, folder, backend='tensorrt'):
-    """Score `predict`, the model in config.weights: log the tables, write the report and predictions.json. Returns Metrics.
+def score_file(
+    predict: Any, config: EvalConfig, device: torch.device, folder: Path | None, backend: str = 'tensorrt'
+) -> Metrics:
+    """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
-    predict: see file_model.py. config: an EvalConfig. folder: see run_folder.run_folder. backend: what runs engines. An exported file sees images letterboxed to its own,
-    square, size.
-    Raises QatError if file, settings and data do not fit together.
+    An exported file gets images letterboxed to its own size.
+
+    Args:
+        predict: the model, see file_model.py.
+        config: settings of the command.
+        device: where the images are given to the model.
+        folder: folder of the run, see run_folder.run_folder; only the first process of torchrun needs it.
+        backend: the backend that runs engines, for the next command.
+
+    Raises:
+        QatError: file, settings and data do not fit together.
     """
     exported = isinstance(predict, FileModel)
     if exported and predict.classifies:

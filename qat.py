@@ -41,7 +41,7 @@ def dry_run(config):
     from models.quantize.calibration.ptq import Choice, prepare
     from utils.qat.config.defaults import options
     from utils.qat.prediction.pytorch import TorchModel
-    from utils.qat.run.report import plan
+    from utils.qat.run.report import dry_run_tables
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
@@ -50,7 +50,9 @@ def dry_run(config):
     config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
     conversion, groups = prepare(model, config, Choice.of(model, config, file.sha256).paths)
-    LOGGER.log(RESULT, f'\n{plan(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written')
+    LOGGER.log(
+        RESULT, f'\n{dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written'
+    )
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 

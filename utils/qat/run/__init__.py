@@ -1,1 +1,1 @@
-"""What a run of `qat.py quantize` or `qat.py sensitive` leaves in its folder, and reads from it again."""
+"""Files of a run of `qat.py quantize` or `qat.py sensitive`: they are written, checked and read again."""

@@ -1,13 +1,21 @@
 """Pictures of a run: AP of every epoch, distortion of every unit."""
 
+from pathlib import Path
+from typing import Any
+
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
 
 
-def plot_ap(path, report):
-    """AP of every fine-tuning epoch, with the float and the PTQ model as lines to compare with."""
+def plot_ap(path: Path, report: dict[str, Any]) -> None:
+    """Draw AP of every fine-tuning epoch, with lines for the float and the PTQ model.
+
+    Args:
+        path: the picture to write.
+        report: report of a `quantize` run with at least one epoch.
+    """
     figure = Figure(figsize=(7, 4), layout='constrained')
     axes = figure.subplots()
     for key, label, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
@@ -47,8 +55,13 @@ def plot_ap(path, report):
     save(figure, path)
 
 
-def plot_sensitivity(path, summary):
-    """Distortion of each unit as bars in the order of the network, coloured by kind; all in INT8 as a line."""
+def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
+    """Draw the distortion of each unit as bars in the order of the network, coloured by kind; all in INT8 is a line.
+
+    Args:
+        path: the picture to write.
+        summary: a sensitivity summary, see sensitivity_summary.py.
+    """
     units = summary['units']
     kinds = sorted({u['kind'] for u in units})
     colours = {kind: f'C{i}' for i, kind in enumerate(kinds)}

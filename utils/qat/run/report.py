@@ -1,6 +1,8 @@
-"""A `quantize` run → report.json, report.md and its pictures; and what --dry-run prints."""
+"""A `quantize` run → report.json, report.md and its pictures; and the tables of --dry-run."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
@@ -14,20 +16,25 @@ from utils.qat.run.plots import plot_ap
 from utils.qat.run.resampled import LAST
 
 
-def noise(metrics, parts):
-    """SQNR of the `parts` of the head's outputs, in dB, of plain metrics; '-' where there is none."""
+def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
+    """Write the SQNR of each of the `parts` of the head's outputs, in dB; '-' for a part without SQNR."""
     sqnr = (metrics or {}).get('sqnr', {})
     return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
 
 
-def apart(metrics, masks):
-    """Points of AP between a model and the float one, and as far as chance moves them; '-' where there are none. `masks`: those of masks as well."""
+def against_float_cells(metrics: dict[str, Any] | None, masks: bool) -> list[str]:
+    """Write the points of AP between a model and the float model, with chance; '-' if they are unknown.
+
+    Args:
+        metrics: plain metrics of the model.
+        masks: the table has a column for masks as well.
+    """
     found = (metrics or {}).get('against_float')
     return [points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
 
 
-def mean_of(stages):
-    """Plain metrics, each figure the mean of those of `stages`."""
+def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Compute the mean of each figure in the plain metrics of several models."""
     return {
         key: mean_of([stage[key] for stage in stages])
         if type(value) is dict
@@ -37,15 +44,23 @@ def mean_of(stages):
     }
 
 
-def run_table(report):
-    """One row per stage of a `quantize` run: float, PTQ, every epoch, the mean of the last of them, best. dB: models/quantize/analysis/sqnr.py. With
-    --val-split two tables, on which images each."""
+def run_table(report: dict[str, Any]) -> str:
+    """Write the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best.
+
+    For the columns in dB see models/quantize/analysis/sqnr.py. With --val-split there are two tables, each with its images.
+    """
     stages = [report['origin'], report['ptq'], *report['epochs']]
     titles, masks = columns(*stages)
     parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
-    def row(what, metrics, *loss):
-        return [what, *loss, *figures(metrics, masks), *apart(metrics, masks), *noise(metrics, parts)]
+    def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
+        return [
+            what,
+            *loss,
+            *figures(metrics, masks),
+            *against_float_cells(metrics, masks),
+            *sqnr_cells(metrics, parts),
+        ]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
     rows += [row(f'QAT epoch {e["epoch"]}', e, f'{e["loss"]:.3g}') for e in report['epochs']]
@@ -73,8 +88,8 @@ def run_table(report):
     )
 
 
-def verdicts(report):
-    """Sentences: by how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+def verdicts(report: dict[str, Any]) -> list[str]:
+    """Say in sentences how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
     best = report['best']
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
@@ -88,8 +103,8 @@ def verdicts(report):
     if best:
         models = [*report['epochs'], *([report['ptq']] if 'ap' in report['ptq'] else [])]
         said.append(
-            f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images ({report["chosen_on"]}), so it '
-            'is higher there than on others.'
+            f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images '
+            f'({report["chosen_on"]}), so it is higher there than on others.'
         )
     return (
         [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)']
@@ -98,13 +113,13 @@ def verdicts(report):
     )
 
 
-def delivered(folder, report):
-    """The checkpoint to go on with, of a run in `folder`."""
+def delivered(folder: Path, report: dict[str, Any]) -> Path:
+    """Return the path of the checkpoint that the run in `folder` delivers."""
     return folder / (report['best'] or report['ptq'])['file']
 
 
-def export_command(folder, report):
-    """The command that a finished run is followed by."""
+def export_command(folder: Path, report: dict[str, Any]) -> str:
+    """Write the command that exports the checkpoint of a finished run."""
     return command(
         'export_qat.py',
         '--weights',
@@ -116,8 +131,8 @@ def export_command(folder, report):
     )
 
 
-def calibration_text(calibration):
-    """How the ranges were chosen, in words, and the divergences that were compared as a table."""
+def calibration_text(calibration: dict[str, Any]) -> str:
+    """Say how the ranges were chosen, with a table of the divergences that were compared."""
     found, method = calibration['divergence'], calibration['method']
     chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
     if not found:
@@ -130,8 +145,8 @@ def calibration_text(calibration):
     )
 
 
-def _pictures(folder, report):
-    """Draw what there is to draw; Markdown that shows it."""
+def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
+    """Draw the pictures for which there are figures, and return the Markdown that shows them."""
     shown = []
     if report['epochs']:
         plot_ap(folder / 'ap.png', report)
@@ -144,8 +159,8 @@ def _pictures(folder, report):
     return shown
 
 
-def write_report(folder, report):
-    """report.json, report.md and its pictures, of a run that may not be finished."""
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write report.json, report.md and its pictures; the run may be unfinished."""
     write_json(folder / 'report.json', report)
     settings, calibrated = report['settings'], report['ptq']
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
@@ -169,17 +184,25 @@ def write_report(folder, report):
     )
 
 
-def plan(layers, swapped, kept_float, groups):
-    """What `quantize --dry-run` prints: every layer of the network, what stays float, and which quantizers share a scale.
+def dry_run_tables(
+    layers: Iterable[tuple[int, str]],
+    swapped: Mapping[str, str],
+    kept_float: Mapping[str, str],
+    groups: Sequence[Sequence[str]],
+) -> str:
+    """Describe a quantization as `quantize --dry-run` prints it: all layers, the float convolutions, the shared scales.
 
-    layers: (index, class) of the network's layers. swapped: path → kind of block quantized. kept_float: path → reason.
-    groups: lists of quantizer paths.
+    Args:
+        layers: (index, class) of each layer of the network.
+        swapped: path → kind, of each quantized block.
+        kept_float: path → reason, of each convolution that stays float.
+        groups: groups of quantizers with one scale, as lists of paths.
     """
 
-    def inside(index, paths):
+    def inside(index: int, paths: Iterable[str]) -> list[str]:
         return [p for p in paths if p.split('.')[1] == str(index)]
 
-    def counted(kinds):
+    def counted(kinds: list[str]) -> str:
         return ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds))) or '-'
 
     rows = [

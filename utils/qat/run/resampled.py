@@ -1,9 +1,11 @@
-"""AP of the models of a run on the same resamples of its images: what they are compared by, see chance.py.
+"""AP of the models of a run on the same resamples of its images, by which they are compared: see chance.py.
 
-The file in the run's folder is what a run that is gone on with compares its next models with. It may come from anybody.
+A resumed run compares its next models with the AP in the file in the run's folder. The file may come from anybody.
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,33 +14,49 @@ from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_mer
 from utils.qat.run.resume import RESAMPLED, unfit_state
 from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
 
-FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # models that are scored
-LAST = 3  # epochs, of whose AP the mean is told: it is not the highest of many
+FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
+LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, it is not the highest of many
 
 
-class Resampled(dict):
-    """Model → chance.resampled_ap of it. All of the same images."""
+class Resampled(dict[str, np.ndarray]):
+    """Name of a model → its chance.resampled_ap, for all models on the same images."""
 
-    def against_float(self, what):
-        """chance.difference of a model to the float one; None if that was not scored."""
+    def against_float(self, what: str) -> dict[str, Any] | None:
+        """Compare a model with the float model by chance.difference; None if the float model was not scored."""
         return difference(self[FLOAT], self[what]) if FLOAT in self else None
 
-    def gain(self, best):
-        """The same of `best` to PTQ, of figures.merit; None if PTQ was not scored."""
+    def gain(self, best: str) -> dict[str, Any] | None:
+        """Compare the model `best` with PTQ by chance.difference_of_merit; None if PTQ was not scored."""
         return difference_of_merit(self[PTQ], self[best]) if PTQ in self else None
 
-    def last_epochs(self, number):
-        """The same of the mean of the LAST epochs, up to `number`, to the float model; None if there are fewer or it was not scored."""
+    def last_epochs(self, number: int) -> dict[str, Any] | None:
+        """Compare the mean AP of the last epochs with the float model by chance.difference.
+
+        Args:
+            number: the last epoch, from 1.
+
+        Returns:
+            The difference; None if there are fewer than LAST epochs, or the float model was not scored.
+        """
         if FLOAT not in self or number < LAST:
             return None
         return difference(self[FLOAT], sum(self[EPOCH.format(n)] for n in range(number - LAST + 1, number + 1)) / LAST)
 
-    def write(self, folder):
+    def write(self, folder: Path) -> None:
+        """Write the file in the run's folder."""
         write_text(folder / RESAMPLED, json.dumps({what: values.tolist() for what, values in self.items()}))
 
     @classmethod
-    def read(cls, folder, report):
-        """What the run in `folder` wrote. Raises QatError if it is not of that run. report: its report, checked."""
+    def read(cls, folder: Path, report: dict[str, Any]) -> 'Resampled':
+        """Read and check the file in the run's folder.
+
+        Args:
+            folder: folder of the run.
+            report: report of the run, already checked.
+
+        Raises:
+            QatError: the file is missing, damaged, or of another run.
+        """
         scored = {
             FLOAT: report['origin'],
             PTQ: report['ptq'],

@@ -1,11 +1,13 @@
-"""An interrupted `quantize` run → its settings, or the one line that says why it cannot be gone on with.
+"""An interrupted `quantize` run → its settings, or one line that says why it cannot be resumed.
 
-report.json and resume.pt are checked whole before anything in them is used: a folder may come from anybody.
+report.json and resume.pt are checked completely before anything in them is used: a folder may come from anybody.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.errors import QatError
@@ -29,20 +31,21 @@ from utils.qat.untrusted.json_schema import (
     settings_kind,
 )
 
-STATE = 'weights/resume.pt'  # in the folder of a run until it is complete: what fine-tuning goes on from
-RESAMPLED = 'weights/resampled.json'  # likewise: AP of each model on the resamples of the images, which later ones are compared with
+# files in the folder of a run until it is complete
+STATE = 'weights/resume.pt'  # state of fine-tuning
+RESAMPLED = 'weights/resampled.json'  # AP of each model on the resamples of the images, see resampled.py
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 
 
-def _file(value):
-    """The kind of a file of the run: its path in the folder."""
+def _file(value: Any) -> bool:
+    """Check a file of the run, a kind of json_schema: the path of a checkpoint in the folder."""
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
 COMPARED = {**METRICS, 'sqnr': SQNR, 'against_float?': AGAINST}
 SCORED = {**COMPARED, 'file': _file}
-REPORT = {  # report.json but for its settings, see json_schema.misfit
+REPORT = {  # report.json; its settings are checked later. For the form see json_schema.misfit
     'settings': {str: anything},
     'versions': dict.fromkeys(('python', *PACKAGES), str),
     'device': str,
@@ -61,7 +64,7 @@ REPORT = {  # report.json but for its settings, see json_schema.misfit
     'last_epochs': (NONE, AGAINST),
     'val': (NONE, {'origin?': METRICS, 'ptq?': COMPARED, 'best?': COMPARED}),
 }
-EPOCH = {  # resume.pt but for its tensors, which training_step.TrainingStep compares with its own
+EPOCH = {  # resume.pt, except its tensors: training_step.TrainingStep compares them with its own
     'number': COUNT,
     'loss': POSITIVE,
     'steps': COUNT,
@@ -70,16 +73,21 @@ EPOCH = {  # resume.pt but for its tensors, which training_step.TrainingStep com
 }
 
 
-def resumed(folder, given):
-    """QuantizeConfig, with `resume` set, of the interrupted run in `folder` (PROJECT/NAME).
+def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
+    """Read the settings of an interrupted run, with `resume` set.
 
-    given: setting → value, of the options typed beside --resume. Raises QatError if one contradicts the run, and if the folder
-    holds no run, one that is at work, a finished one, or one whose calibrated model was not saved yet.
+    Args:
+        folder: folder of the run, PROJECT/NAME.
+        given: setting → value, of the options that are given with --resume.
+
+    Raises:
+        QatError: an option contradicts the run; or the folder has no run, or a run that is still active, finished, or was
+            interrupted before its calibrated model was saved.
     """
     folder = Path(folder)
     if not (folder / 'report.json').is_file():
         raise _no_run(folder, 'not there')
-    with writing(folder, '--resume'):  # a run that is at work is told of before it is looked at
+    with writing(folder, '--resume'):  # first of all, whether the run is still active
         report = interrupted(folder)
     config = _settings(folder, report['settings'])
     contradictions = [
@@ -100,24 +108,30 @@ def resumed(folder, given):
     return replace(config, resume=folder, **{k: v for k, v in given.items() if k in FREE})
 
 
-def _no_run(folder, why):
+def _no_run(folder: Path, why: str) -> QatError:
+    """Make the error for a folder without a report of a run."""
     return QatError(
         f'--resume {folder}: no report of a run there ({folder / "report.json"}: {why}); give the folder that '
         '`qat.py quantize` named, such as runs/qat/exp'
     )
 
 
-def _settings(folder, settings):
-    """QuantizeConfig of the settings in a report, checked as options that are typed."""
+def _settings(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
+    """Make the QuantizeConfig of the settings in a report, with the same checks as for typed options."""
     paths = {f.name for f in fields(QuantizeConfig) if f.type is Path}
+    values: dict[str, Any] = {k: Path(v) if v and k in paths else v for k, v in settings.items()}
     try:
-        return QuantizeConfig(**{k: Path(v) if v and k in paths else v for k, v in settings.items()})
+        return QuantizeConfig(**values)
     except QatError as e:
         raise QatError(f'--resume {folder}: settings in report.json: {e}') from e
 
 
-def interrupted(folder):
-    """The content of report.json of the run in `folder`. Raises QatError if that is none, or none to go on with."""
+def interrupted(folder: Path) -> dict[str, Any]:
+    """Read and check report.json of an interrupted run.
+
+    Raises:
+        QatError: it is no report of a run, or the run cannot be resumed.
+    """
     try:
         report = read_json(folder / 'report.json')
         wrong = misfit(report, REPORT) or _contradiction(report)
@@ -137,8 +151,8 @@ def interrupted(folder):
     return report
 
 
-def _contradiction(report):
-    """The place in a report of the right kind that contradicts another, None if there is none."""
+def _contradiction(report: dict[str, Any]) -> str | None:
+    """Find a place in a report of the right kind that contradicts another place; None if there is none."""
     epochs, ptq, best, images = (report[key] for key in ('epochs', 'ptq', 'best', 'images'))
     stages = [*([{'epoch': 0, **ptq}] if ptq and 'ap' in ptq else []), *epochs]
     expected = max(stages, key=merit) if epochs else None  # the first of the highest
@@ -160,8 +174,8 @@ def _contradiction(report):
     )
 
 
-def _beyond_settings(report):
-    """Likewise, of what the settings allow."""
+def _beyond_settings(report: dict[str, Any]) -> str | None:
+    """Find a place in a report of the right kind that contradicts the settings; None if there is none."""
     settings, images = report['settings'], report['images']
     return next(
         (
@@ -180,8 +194,8 @@ def _beyond_settings(report):
     )
 
 
-def _check_progress(folder, report):
-    """Refuse a run that is finished, or that cannot be gone on with."""
+def _check_progress(folder: Path, report: dict[str, Any]) -> None:
+    """Refuse a run that is finished or cannot be resumed."""
     if not report['ptq']:
         raise QatError(
             f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
@@ -205,8 +219,20 @@ def _check_progress(folder, report):
         )
 
 
-def require_epoch(content, folder, report):
-    """`content` of resume.pt, checked but for its tensors. Raises QatError if it is none, or not of this run."""
+def require_epoch(content: Any, folder: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Check the content of resume.pt, except its tensors.
+
+    Args:
+        content: content of the file.
+        folder: folder of the run.
+        report: report of the run, already checked.
+
+    Returns:
+        `content`, see EPOCH.
+
+    Raises:
+        QatError: it has another form, or is of another run.
+    """
     wrong = misfit(content, EPOCH)
     done = len(report['epochs'])
     if (not wrong and content['number'] not in (done, done + 1)) or (
@@ -218,8 +244,14 @@ def require_epoch(content, folder, report):
     return content
 
 
-def unfit_state(folder, wrong, file=STATE):
-    """The error of a resume.pt, or a resampled.json, that cannot be gone on from."""
+def unfit_state(folder: Path, wrong: str, file: str = STATE) -> QatError:
+    """Make the error for a resume.pt or a resampled.json that does not fit the run.
+
+    Args:
+        folder: folder of the run.
+        wrong: the place in the file that is wrong.
+        file: path of the file in the folder.
+    """
     return QatError(
         f'--resume {folder}: {file} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again'
     )

@@ -1,4 +1,8 @@
-"""summary-sensitive-analysis.json: what `qat.py sensitive` found, and what `qat.py quantize` chooses by it."""
+"""The result of `qat.py sensitive`, summary-sensitive-analysis.json, by which `qat.py quantize` chooses float layers."""
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
 
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
@@ -65,8 +69,8 @@ SUMMARY = {  # see json_schema.misfit
 }
 
 
-def _contradiction(summary):
-    """The place in a summary of the right kind that contradicts another, None if there is none."""
+def _contradiction(summary: dict[str, Any]) -> str | None:
+    """Find a place in a summary of the right kind that contradicts another place; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
     return next(
@@ -83,11 +87,19 @@ def _contradiction(summary):
     )
 
 
-def read_summary(path, source, twins):
-    """The content of a summary, for --sensitive.
+def read_summary(path: Path, source: str, twins: Iterable[str]) -> dict[str, Any]:
+    """Read and check the summary that is given with --sensitive.
 
-    source: SHA-256 of the float checkpoint to quantize. twins: paths of what can be quantized in it. Raises QatError if the file is no
-    summary, one of another model, or one that names what the model does not have.
+    Args:
+        path: file of the summary.
+        source: SHA-256 of the float checkpoint to quantize.
+        twins: paths of the blocks in it that can be quantized.
+
+    Returns:
+        The content, see SUMMARY.
+
+    Raises:
+        QatError: the file is no summary, is of another checkpoint, or has a unit that the model lacks.
     """
     again = 'write it with: python qat.py sensitive'
     require_file(path, '--sensitive', ('.json',))
@@ -115,29 +127,29 @@ def read_summary(path, source, twins):
     return summary
 
 
-def worst(summary):
-    """Units of a summary, those of the largest distortion first."""
+def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sort the units of a summary by their distortion, largest first."""
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
-def dearest(summary):
-    """Units of a summary in the order in which they are given up: most distortion per FLOP first."""
+def dearest(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Sort the units of a summary in the order in which they become float: most distortion per FLOP first."""
     return sorted(summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
 
 
-def share_int8(summary, kept):
-    """Share of the model's FLOPs that is in INT8 if the units `kept` are not, 0..1."""
+def share_int8(summary: dict[str, Any], kept: Container[dict[str, Any]]) -> float:
+    """Compute the share of the model's FLOPs in INT8, 0..1, if the units `kept` stay float."""
     return sum(u['flops'] for u in summary['units'] if u not in kept) / summary['flops']
 
 
-def summary_table(summary, limit=None):
-    """The worst units, at most `limit`: Markdown."""
+def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
+    """Write the units of the largest distortion, at most `limit`, as a Markdown table."""
 
-    def gain(unit):
+    def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
         return points(found) if found else '-'
 
-    def number(unit, way):
+    def number(unit: dict[str, Any], way: str) -> str:
         return f'{unit["measured"][way]["divergence"]:.5f}' if unit['measured'] else '-'
 
     rows = [
@@ -157,8 +169,14 @@ def summary_table(summary, limit=None):
     )
 
 
-def write_markdown(path, summary, following):
-    """All units as a table, and what the figures are. following: the next command."""
+def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
+    """Write a summary as a Markdown report: all units in a table, and the meaning of the figures.
+
+    Args:
+        path: the report to write.
+        summary: the summary.
+        following: the next command for the user.
+    """
     lines = [
         f'{len(summary["units"])} units ({summary["settings"]["granularity"]}), '
         f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "

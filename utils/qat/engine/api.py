@@ -59,9 +59,8 @@ VERSIONS = {
 def capabilities(trt: ModuleType) -> Capabilities:
     """Find the capabilities of the module `trt`."""
 
-    def has(owner, attribute):
-        owner = getattr(trt, owner, None) if owner else trt
-        return hasattr(owner, attribute)
+    def has(owner: str | None, attribute: str) -> bool:
+        return hasattr(getattr(trt, owner, None) if owner else trt, attribute)
 
     return Capabilities(**{name: has(*where) for name, where in OPTIONAL.items()})
 
@@ -122,11 +121,11 @@ def logger(trt: Any, say: Callable[[str], object]) -> Any:
     """
 
     class Log(trt.ILogger):
-        def __init__(self):
+        def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.errors = []
+            self.errors: list[str] = []
 
-        def log(self, severity, message):
+        def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.Severity.ERROR:
                 self.errors.append(message)
             elif severity == trt.ILogger.Severity.WARNING:
@@ -149,24 +148,25 @@ def progress_monitor(trt: Any, bar: Any) -> Any:
     """
 
     class Progress(trt.IProgressMonitor):
-        def __init__(self):
+        def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.outermost, self.interrupted = None, False
+            self.outermost: str | None = None
+            self.interrupted = False
 
-        def phase_start(self, phase, parent, steps):
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             if parent is None:
                 self.outermost = phase
                 bar.reset(steps)
             bar.set_postfix_str(phase, refresh=False)
 
-        def step_complete(self, phase, step):
+        def step_complete(self, phase: str, step: int) -> bool:
             try:
                 bar.update(phase == self.outermost)
             except KeyboardInterrupt:  # the exception must not pass through C++
                 self.interrupted = True
             return not self.interrupted
 
-        def phase_finish(self, phase):
+        def phase_finish(self, phase: str) -> None:
             bar.refresh()
 
     return Progress()

@@ -176,10 +176,10 @@ def _tensor(raw: Any) -> Tensor:
 
 
 def _layer(raw: dict[str, Any], index: int) -> Layer:
-    def tensors(key):
+    def tensors(key: str) -> list[Tensor]:
         return [_tensor(t) for t in raw[key]] if isinstance(raw.get(key), list) else []
 
-    def text(key):
+    def text(key: str) -> str:
         return next(iter(_texts(raw, key)), '')
 
     weights, constants = raw.get('Weights'), tensors('Constants')

@@ -241,10 +241,10 @@ class EngineRunner:
         times: dict[str, list[float]] = {}
 
         class Times(trt.IProfiler):
-            def __init__(self):
+            def __init__(self) -> None:
                 trt.IProfiler.__init__(self)
 
-            def report_layer_time(self, name, ms):
+            def report_layer_time(self, name: str, ms: float) -> None:
                 times.setdefault(name, []).append(ms)
 
         self(tensors)

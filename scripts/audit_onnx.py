@@ -3,7 +3,9 @@
 python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
@@ -14,7 +16,8 @@ from utils.qat.core.next_command import command
 SHOWN = 10  # lines of a list without --verbose
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('model', type=Path, metavar='MODEL.onnx', help='exported graph')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write the whole audit to FILE')
@@ -22,7 +25,8 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audit the graph; return 1 if --strict is given and there is a finding, else 0."""
     args = parse_args(argv)
     require_file(args.model, 'MODEL', ('.onnx',))
 

@@ -8,6 +8,7 @@ MODEL.profile.json, and the picture of draw_engine.py.
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
@@ -19,8 +20,12 @@ from utils.qat.core.log import LOGGER, bar, finish
 from utils.qat.core.next_command import DATA, command
 
 
-def parse_args(argv):
-    """Command line → (BuildConfig, None with --which; draw a graph?)."""
+def parse_args(argv: Sequence[str] | None) -> tuple[BuildConfig | None, bool]:
+    """Read the command line; None = the arguments of this process.
+
+    Returns:
+        The settings, or None with --which; and whether to draw the engine.
+    """
     c, p = BuildConfig, Parser(description=__doc__.splitlines()[0])
     p.add_argument('onnx', type=Path, metavar='MODEL.onnx', nargs='?', help='file of export_qat.py, or any other')
     p.add_argument('--engine', type=Path, help='where to write; default: MODEL.engine beside the ONNX file')
@@ -75,8 +80,17 @@ def parse_args(argv):
     return None if which else BuildConfig(**args), graph
 
 
-def measure_layers(config, layer, profile):
-    """Write the layers of config.engine and their times, on random images of the best batch."""
+def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
+    """Measure the layers of config.engine on random images of the best batch.
+
+    Args:
+        config: settings of the build.
+        layer: JSON file to write, with the layers.
+        profile: JSON file to write, with their times.
+
+    Raises:
+        QatError: PyTorch sees no GPU.
+    """
     import torch
 
     from utils.qat.core.files import write_json
@@ -92,8 +106,8 @@ def measure_layers(config, layer, profile):
         write_json(profile, runner.profile(images))
 
 
-def print_which():
-    """Tell the shell scripts what to export for."""
+def print_which() -> None:
+    """Print the major version of TensorRT, for which the shell scripts then export."""
     from utils.qat.engine.api import load_tensorrt
     from utils.qat.engine.trtexec import find_trtexec, version_of
 
@@ -101,7 +115,8 @@ def print_which():
     print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
     if not config:
         return print_which()
@@ -142,7 +157,7 @@ def main(argv=None):
     else:
         shape = next(iter(built['inputs'].values()))['opt']
         backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
-        if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # of a YOLOv9, which val_trt.py can score
+        if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # a YOLOv9, which val_trt.py can score
             following = command(
                 'val_trt.py', '--engine-file', config.engine, '--data', DATA, '--imgsz', shape[-1], *backend
             )

@@ -4,7 +4,9 @@ trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInf
 python scripts/draw_engine.py --layer layers.json --profile profile.json
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
@@ -16,7 +18,8 @@ from utils.qat.core.next_command import command
 SHOWN = 10  # lines of a list without --verbose
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument(
         '--layer',
@@ -38,8 +41,12 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def next_command(args):
-    """How fast the engine is that lies beside its layers, as build_engine.py leaves it; else all that there is to read of it."""
+def next_command(args: argparse.Namespace) -> str:
+    """Choose the next command for the user.
+
+    If the engine is beside its layers, as build_engine.py leaves it, this is its benchmark. Else it is this command with whole
+    lists.
+    """
     built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
     if built.is_file():
         return command('benchmark_trt.py', built)
@@ -52,7 +59,8 @@ def next_command(args):
     return command('scripts/draw_engine.py', *words, '--verbose')
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the tables and pictures of the engine, and print its findings."""
     args = parse_args(argv)
 
     from utils.qat.core.files import write_text
@@ -71,10 +79,10 @@ def main(argv=None):
     layer_tables.write_csv(csv, engine, findings)
     write_text(dot, layer_graph.dot(engine, findings, args.layer.name))
     LOGGER.info('drawing: Graphviz takes a while for a large engine')
-    pictures = {'picture': svg, 'as PNG': png}
+    pictures: dict[str, Path] = {'picture': svg, 'as PNG': png}
     try:
         layer_graph.draw(dot, pictures.values())
-    except QatError as e:  # the tables are what the command is for
+    except QatError as e:  # the tables are the purpose of the command, they stay
         LOGGER.warning(e)
         pictures = {}
     finish(next_command(args), layers=csv, graph=dot, **pictures)

@@ -1,18 +1,23 @@
-"""Detect objects in images with an exported ONNX file: a reference client, to copy from. It needs ONNX Runtime, NumPy and OpenCV.
+"""Detect objects in images with an exported ONNX file, by ONNX Runtime: a reference client for you to copy.
+
+It needs ONNX Runtime, NumPy and OpenCV, and nothing of this toolkit.
 
     python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--save]
 
     image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → the file → its outputs → detections [n, 6] → the image
 
-It prints a line for each detection: class, score, x1 y1 x2 y2 in pixels of the image, and of a segmentation model the pixels of its mask.
-Pre-processing and NMS are those that the model was evaluated with. All three layouts of outputs are read:
-    plain       output0 [B, 4 + nc, N]: x, y (centre), width, height and the scores of all classes; NMS is done here. Of a segmentation
-                model [B, 4 + nc + nm, N], and output1 [B, nm, h, w]: coefficients, and the prototypes whose sums the masks are
+It prints a line for each detection: class, score, x1 y1 x2 y2 in pixels of the image and, for a segmentation model, the number of
+pixels of its mask. Pre-processing and NMS are the same as in the evaluation of the model. It reads three layouts of outputs:
+    plain       output0 [B, 4 + nc, N]: x, y (centre), width, height and the scores of all classes; NMS is done here. A segmentation
+                model has output0 [B, 4 + nc + nm, N], which ends with the coefficients of the masks, and output1 [B, nm, h, w],
+                the prototypes. A mask is the sigmoid of the sum of the prototypes, each times its coefficient
     DeepStream  output [B, N, 6]: x1, y1, x2, y2, score and class of the best class; NMS is done here
-    end2end     num_dets [B, 1], det_boxes [B, K, 4] (x1, y1, x2, y2), det_scores [B, K], det_classes [B, K]; NMS is in the file. Of a
-                segmentation model det_masks [B, K, R * R] besides: R x R cells, row by row, that divide the box
-Boxes are in pixels of the letterboxed image. The same for a TensorRT engine: examples/infer_engine.py.
+    end2end     num_dets [B, 1], det_boxes [B, K, 4] (x1, y1, x2, y2), det_scores [B, K], det_classes [B, K]; NMS is in the file. A
+                segmentation model also has det_masks [B, K, R * R]: R x R cells, row by row, that divide the box
+Boxes are in pixels of the letterboxed image. The client for a TensorRT engine is examples/infer_engine.py.
 """
+
+from __future__ import annotations
 
 import argparse
 import ast
@@ -21,26 +26,28 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 IMAGES = {'.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp'}
-PICTURES = Path('runs/infer')  # where --save puts them
+PICTURES = Path('runs/infer')  # folder for --save
 MOST = 300  # detections in an image
 
 
-def visible(text):
-    """A name from a file with escapes for what would not show but move the cursor or colour the terminal."""
+def visible(text: object) -> str:
+    """Escape the characters of a name from a file that are not printable, and could move the cursor or colour the terminal."""
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in str(text))
 
 
-def fail(message):
+def fail(message: object) -> NoReturn:
     """End the program with one line and exit code 2."""
     print(f'{Path(sys.argv[0]).name}: error: {visible(message)}', file=sys.stderr)
     sys.exit(2)
 
 
-def missing(error, packages):
-    """End the program because of an ImportError, unless it was asked for help, which works before `packages` are installed."""
+def missing(error: ImportError, packages: str) -> None:
+    """End the program because `packages` are not installed, unless the user asked for help, which needs none of them."""
     if not {'-h', '--help'} & set(sys.argv):
         fail(f'{error}; it needs {packages}')
 
@@ -52,11 +59,17 @@ except ImportError as e:
     missing(e, 'NumPy and OpenCV: pip install numpy opencv-python-headless')
 
 
-def letterbox(image, height, width):
-    """Fit an image into height x width, its sides in proportion, with equal grey borders.
+def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, float, tuple[float, float]]:
+    """Fit an image into height x width, with its sides in proportion and equal grey borders.
 
-    image: BGR uint8 [h, w, 3]. Returns (RGB FP32 [3, height, width] in 0..1, gain, (left, top)): a point (x, y) of the image is at
-    (x * gain + left, y * gain + top).
+    Args:
+        image: BGR uint8 [h, w, 3].
+        height: height of the result in pixels.
+        width: width of the result in pixels.
+
+    Returns:
+        RGB FP32 [3, height, width] in 0..1, the gain, and the border (left, top). A point (x, y) of the image is at
+        (x * gain + left, y * gain + top).
     """
     h, w = image.shape[:2]
     gain = min(height / h, width / w)
@@ -67,8 +80,8 @@ def letterbox(image, height, width):
             interpolation=cv2.INTER_AREA if gain < 1 else cv2.INTER_LINEAR,
         )
     top, left = (height - image.shape[0]) / 2, (width - image.shape[1]) / 2
-    gain = image.shape[0] / h  # as it came out of the rounding
-    # of an odd border, right and bottom get one pixel more
+    gain = image.shape[0] / h  # after the rounding
+    # if a border is odd, right and bottom get one pixel more
     image = cv2.copyMakeBorder(
         image,
         round(top - 0.1),
@@ -81,13 +94,21 @@ def letterbox(image, height, width):
     return np.ascontiguousarray(image[..., ::-1].transpose(2, 0, 1), np.float32) / 255, gain, (left, top)
 
 
-def nms(boxes, scores, classes, iou_thres):
-    """Indices of the boxes that stay, highest score first: one goes if it overlaps a better one of its class by more than iou_thres.
+def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: float) -> list[int]:
+    """Drop each box that overlaps a better box of its class.
 
-    boxes: x1, y1, x2, y2 [n, 4]. scores, classes: [n]. iou_thres: area of the intersection / area of the union.
+    Args:
+        boxes: [n, 4], x1, y1, x2, y2.
+        scores: [n].
+        classes: [n].
+        iou_thres: largest overlap of two boxes: area of the intersection / area of the union.
+
+    Returns:
+        Indices of the boxes that stay, highest score first.
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    kept, left = [], np.argsort(-scores, kind='stable')
+    kept: list[int] = []
+    left = np.argsort(-scores, kind='stable')
     while len(left) and len(kept) < MOST:
         best, left = left[0], left[1:]
         kept.append(best)
@@ -98,17 +119,32 @@ def nms(boxes, scores, classes, iou_thres):
     return kept
 
 
-def wanted(found, conf_thres):
-    """Which of the detections [n, 6] score above conf_thres, bool [n], and how many of those are left out: a number of theirs is NaN or infinite."""
+def wanted(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
+    """Choose the detections [n, 6] with a score above conf_thres.
+
+    Returns:
+        Whether each is chosen, bool [n]; and the number of detections that are left out because a value is NaN or infinite.
+    """
     asked, finite = (found[:, 4] > conf_thres) | ~np.isfinite(found[:, 4]), np.isfinite(found).all(1)
     return asked & finite, int((asked & ~finite).sum())
 
 
-def read_outputs(outputs, size, conf_thres, iou_thres):
-    """Outputs of the file for one image, {name: array with a batch axis} → (detections, masks, number of detections left out: see `wanted`).
+def read_outputs(
+    outputs: dict[str, np.ndarray], size: Sequence[int], conf_thres: float, iou_thres: float
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None, int]:
+    """Read the detections in an image from the outputs of the file.
 
-    size: height, width of the letterboxed image. detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of that image, score,
-    class. masks: (FP32 [n, rows, columns] in 0..1, areas [n, 4] that these cells divide, as x1, y1, x2, y2); None if there are none.
+    Args:
+        outputs: name → array with a batch axis.
+        size: height and width of the letterboxed image.
+        conf_thres: lowest score.
+        iou_thres: see `nms`.
+
+    Returns:
+        detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of the letterboxed image, score, class.
+        masks: None, or FP32 [n, rows, columns] in 0..1, and their areas [n, 4] in the letterboxed image as x1, y1, x2, y2. The
+            cells of a mask divide its area.
+        skipped: number of detections that are left out, see `wanted`.
     """
     if 'num_dets' in outputs:
         n = int(outputs['num_dets'][0, 0])
@@ -124,12 +160,10 @@ def read_outputs(outputs, size, conf_thres, iou_thres):
     if output.shape[2] == 6:
         found, at = output[0], np.arange(output.shape[1])
     else:
-        rows, coefficients = np.split(
-            output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1
-        )  # [N, 4 + nc], [N, nm]
-        at, classes = np.nonzero(
-            ~(rows[:, 4:] <= conf_thres)
-        )  # NaN is not below; a box may be of several classes, as in the evaluation
+        # [N, 4 + nc], [N, nm]
+        rows, coefficients = np.split(output[0].T, [output.shape[1] - sum(p.shape[1] for p in prototypes)], 1)
+        # NaN is not dropped here; a box may have several classes, as in the evaluation
+        at, classes = np.nonzero(~(rows[:, 4:] <= conf_thres))
         centre, half = rows[at, :2], rows[at, 2:4] / 2
         found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
     chosen, skipped = wanted(found, conf_thres)
@@ -138,31 +172,45 @@ def read_outputs(outputs, size, conf_thres, iou_thres):
     if not prototypes:
         return found[kept], None, skipped
     logits = np.tensordot(coefficients[at[kept]], prototypes[0][0], 1)
-    masks = np.tanh(logits / 2) / 2 + 0.5  # the sigmoid, which does not overflow this way
+    masks = np.tanh(logits / 2) / 2 + 0.5  # the sigmoid, in a form that does not overflow
     return found[kept], (masks, np.tile(np.float32([0, 0, size[1], size[0]]), (len(kept), 1))), skipped
 
 
-def unscaled(boxes, gain, border):
-    """Boxes [n, 4] in pixels of the image itself. gain, border: of `letterbox`."""
+def unscaled(boxes: np.ndarray, gain: float, border: tuple[float, float]) -> np.ndarray:
+    """Convert boxes [n, 4] from pixels of the letterboxed image to pixels of the image itself; see `letterbox`."""
     return (boxes - np.float32([*border, *border])) / np.float32(gain)
 
 
-def to_image(found, gain, border, shape):
-    """Detections in pixels of the image itself, clipped to it. gain, border: of `letterbox`. shape: height, width."""
+def to_image(found: np.ndarray, gain: float, border: tuple[float, float], shape: Sequence[int]) -> np.ndarray:
+    """Convert detections [n, 6] to pixels of the image itself, and clip their boxes to it.
+
+    Args:
+        found: detections in the letterboxed image.
+        gain: see `letterbox`.
+        border: see `letterbox`.
+        shape: height and width of the image.
+    """
     found = found.copy()
     found[:, :4] = unscaled(found[:, :4], gain, border).clip(0, [shape[1], shape[0], shape[1], shape[0]])
     return found
 
 
-def paste(mask, area, box, shape):
-    """A mask [rows, columns] in 0..1 → bool [height, width]: the pixels of an image whose centres are in the box, and where the mask is above 0.5.
+def paste(mask: np.ndarray, area: np.ndarray, box: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Find the pixels of an image that belong to a mask: their centres are in the box, and the mask is above 0.5 there.
 
-    area: x1, y1, x2, y2 in pixels of the image, divided by the cells of the mask; linear between their centres. shape: height, width.
+    Args:
+        mask: FP32 [rows, columns] in 0..1; between the centres of its cells it is linear.
+        area: x1, y1, x2, y2 in pixels of the image; the cells of the mask divide this area.
+        box: x1, y1, x2, y2 in pixels of the image.
+        shape: height and width of the image.
+
+    Returns:
+        bool [height, width].
     """
     (x1, y1, x2, y2), (rows, columns) = area, mask.shape
     if x2 <= x1 or y2 <= y1:
         return np.zeros(shape, bool)
-    x, y = columns / (x2 - x1), rows / (y2 - y1)  # cells to a pixel
+    x, y = columns / (x2 - x1), rows / (y2 - y1)  # cells per pixel
     cells = np.float64([[x, 0, (0.5 - x1) * x - 0.5], [0, y, (0.5 - y1) * y - 0.5]])  # of the centre of pixel (x, y)
     whole = cv2.warpAffine(
         mask, cells, shape[::-1], flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
@@ -171,8 +219,17 @@ def paste(mask, area, box, shape):
     return (whole > 0.5) & ((box[1] <= down) & (down < box[3]))[:, None] & (box[0] <= across) & (across < box[2])
 
 
-def draw(image, found, names, masks=None):
-    """Draw the detections, and their masks (see `paste`), into the image, in place: a colour for each class."""
+def draw(
+    image: np.ndarray, found: np.ndarray, names: dict[int, str], masks: Sequence[np.ndarray] | None = None
+) -> None:
+    """Draw detections into an image, with a colour for each class.
+
+    Args:
+        image: BGR uint8 [height, width, 3], changed in place.
+        found: [n, 6], detections in pixels of the image.
+        names: class index → name.
+        masks: mask of each detection, see `paste`; None without masks.
+    """
     thick = max(1, round(sum(image.shape[:2]) / 800))
     for i, (x1, y1, x2, y2, score, number) in enumerate(found.tolist()):
         hue = int(number) * 67 % 180
@@ -181,7 +238,8 @@ def draw(image, found, names, masks=None):
             image[masks[i]] = image[masks[i]] // 2 + np.uint8(colour) // 2
         text = f'{names.get(int(number), int(number))} {score:.2f}'
         (w, h), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, thick)
-        left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)  # the label stays inside
+        # the label stays inside the image
+        left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)
         cv2.rectangle(image, (round(x1), round(y1)), (round(x2), round(y2)), colour, thick)
         cv2.rectangle(image, (left, bottom - h - 4), (left + w, bottom), colour, -1)
         cv2.putText(
@@ -189,8 +247,13 @@ def draw(image, found, names, masks=None):
         )
 
 
-def save(image, path):
-    """Write an image under a hidden name, then rename it: a picture that is there is whole. Raises OSError, or ValueError if OpenCV cannot."""
+def save(image: np.ndarray, path: Path) -> None:
+    """Write an image under a hidden name and rename it, so that no picture is incomplete.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: OpenCV cannot encode the image in the format of the suffix.
+    """
     try:
         written, content = cv2.imencode(path.suffix, image)
     except cv2.error:
@@ -207,23 +270,31 @@ def save(image, path):
 
 
 class OnnxModel:
-    """An ONNX file. shape: [B, 3, H, W] of what it takes. names: class index → name."""
+    """An ONNX file that is loaded in ONNX Runtime.
 
-    def __init__(self, path, device):
-        """device: 'cpu', or the number of a GPU."""
-        os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # it would report to its maker over the network
+    Args:
+        path: the file.
+        device: 'cpu', or the number of a GPU.
+
+    Attributes:
+        shape: [B, 3, H, W] of its input.
+        names: class index → name.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        """Load the file; end the program if this is not possible."""
+        os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # else it reports to its maker over the network
         try:
             import onnxruntime
         except ImportError as e:
             missing(e, 'ONNX Runtime: pip install onnxruntime')
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        spin = str(
-            int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active')
-        )  # threads that wait spin otherwise, and slow down other work
+        # by default waiting threads spin, and slow down other work
+        spin = str(int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active'))
         for pool in 'intra_op', 'inter_op':
             options.add_session_config_entry(f'session.{pool}.allow_spinning', spin)
-        # Q and DQ as they are written, which is what was evaluated and what TensorRT computes; leave it out for speed on a CPU
+        # computes Q and DQ exactly as in the evaluation and in TensorRT; leave this out for speed on a CPU
         options.add_session_config_entry('session.disable_quant_qdq', '1')
         provider = ('CPUExecutionProvider', {}) if device == 'cpu' else ('CUDAExecutionProvider', {'device_id': device})
         if provider[0] not in onnxruntime.get_available_providers():
@@ -235,23 +306,45 @@ class OnnxModel:
             (self.input,), metadata = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
             self.names = ast.literal_eval(metadata.get('names', '{}'))
             self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
-        except (
-            Exception
-        ) as e:  # those of ONNX Runtime share no base class; the rest: several inputs, names that are none
+        # exceptions of ONNX Runtime share no base class; others: several inputs, names that are no names
+        except Exception as e:
             fail(f'{path}: ONNX Runtime cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
-        self.shape = [
-            1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)
-        ]  # an open batch takes one image
+        # an open batch takes one image
+        self.shape = [1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)]
 
-    def __call__(self, image):
-        """RGB FP32 [3, H, W] in 0..1 → {name: array}; of a fixed batch of several, all are this image."""
+    def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        """Run the file on an image; a larger fixed batch is filled with this image.
+
+        Args:
+            image: RGB FP32 [3, H, W] in 0..1.
+
+        Returns:
+            Output name → array with a batch axis.
+        """
         names = [o.name for o in self.session.get_outputs()]
         return dict(zip(names, self.session.run(names, {self.input.name: np.repeat(image[None], self.shape[0], 0)})))
 
 
-def parse_args(description, suffix, argv):
-    parser = argparse.ArgumentParser(description=description)
-    parser.error = fail
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that answers a mistake with one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        fail(message)
+
+
+def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line, and end the program if it is wrong.
+
+    Args:
+        description: first line of the help.
+        suffix: suffix of the model file.
+        argv: the arguments; None = those of this process.
+
+    Returns:
+        The arguments; `files` has the images.
+    """
+    parser = Parser(description=description)
     parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
     parser.add_argument('images', type=Path, metavar='IMAGE|FOLDER', help='an image, or a folder: all images in it')
     parser.add_argument(
@@ -291,8 +384,23 @@ def parse_args(description, suffix, argv):
     return args
 
 
-def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[0], argv=None):
-    """open_model: takes the file and the device; returns what OnnxModel is. Returns the exit code: 1 if an image could not be read."""
+def main(
+    open_model: Callable[[Path, str], Any] = OnnxModel,
+    suffix: str = '.onnx',
+    description: str = __doc__.splitlines()[0],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Detect objects in all images, and print or draw them.
+
+    Args:
+        open_model: file and device → the model, with the attributes and the call of OnnxModel.
+        suffix: suffix of the model file.
+        description: first line of the help.
+        argv: the arguments; None = those of this process.
+
+    Returns:
+        The exit code: 1 if an image could not be read, else 0.
+    """
     args = parse_args(description, suffix, argv)
     model = open_model(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
@@ -301,7 +409,7 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
     for file in args.files:
         try:
             image = cv2.imread(str(file))
-        except (cv2.error, UnicodeEncodeError):  # of more pixels than it reads; a name that is no text
+        except (cv2.error, UnicodeEncodeError):  # too many pixels for OpenCV; a name that is no text
             image = None
         if image is None:
             print(f'{visible(file)}: OpenCV cannot read it', file=sys.stderr)
@@ -310,9 +418,9 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         pixels, gain, border = letterbox(image, *model.shape[2:])
         start = time.perf_counter()
         try:
-            with np.errstate(all='ignore'):  # what is not finite is counted
-                found, masks, left_out = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
-        except Exception as e:  # as above; and outputs of another layout
+            with np.errstate(all='ignore'):  # values that are not finite are counted
+                found, cells, left_out = read_outputs(model(pixels), model.shape[2:], args.conf_thres, args.iou_thres)
+        except Exception as e:  # as above; or outputs of another layout
             fail(
                 f'{args.model}: cannot be run, or its outputs are of none of the layouts above: {" ".join(str(e).split())[:300]}'
             )
@@ -323,9 +431,10 @@ def main(open_model=OnnxModel, suffix='.onnx', description=__doc__.splitlines()[
         total += len(found)
         skipped += left_out
         found = to_image(found, gain, border, image.shape[:2])
-        if masks:
+        masks = None
+        if cells:
             masks = [
-                paste(*each, image.shape[:2]) for each in zip(masks[0], unscaled(masks[1], gain, border), found[:, :4])
+                paste(*each, image.shape[:2]) for each in zip(cells[0], unscaled(cells[1], gain, border), found[:, :4])
             ]
         for i, (*box, score, number) in enumerate([] if args.quiet else found.tolist()):
             print(

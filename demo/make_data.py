@@ -1,60 +1,62 @@
 #!/usr/bin/env python3
 """Make a small data set for detection or segmentation: handwritten digits on textured canvases.
 
-Enters: nothing but scikit-learn's bundled digits (1797 grey images of 8x8 pixels), so no download is needed.
-Leaves: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in 0..1) and DIR/data.yaml.
+in:  the digits of scikit-learn (1797 grey images of 8x8 pixels), which are in its package, so nothing is downloaded
+out: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in 0..1) and DIR/data.yaml
 
     --task detect   bare digits             class cx cy w h             the box
     --task segment  digits as stickers      class x1 y1 x2 y2 ...       the outline
 
-A sticker is a digit cut out with a border around it: pen strokes are too thin for masks at a quarter of the resolution,
-and upstream predicts and compares masks at that.
+A sticker is a digit that is cut out with a border around it. Pen strokes are too thin for masks at a quarter of the
+resolution, and this is the resolution at which upstream predicts and compares masks.
 
-Why it exists: the quickstart, the tests and the demo weights need tasks that are real (handwriting, not rectangles),
-small, and the same on every machine. What is promised:
+Why: the quickstart, the tests and the demo weights need tasks that are real (handwriting, not rectangles), small, and
+the same on every machine. These rules hold:
 
-* Digits of the val images are never seen in train images: the 1797 sources are split first.
-* Image i of a split depends on --seed, --size and i alone. So `--train 400` makes the first 400 images of
-  `--train 4000`, and the val images stay the same: weights trained on more images are tested on the same ones.
-* Same arguments, same bytes. A second run with the same arguments does nothing.
+* No digit of a val image is in a train image: the 1797 digits are split first.
+* Image i of a split depends only on --seed, --size and i. So `--train 400` makes the first 400 images of
+  `--train 4000`, and the val images stay the same: weights trained on more images are tested on the same images.
+* The same arguments give the same bytes. A second run with the same arguments does nothing.
 * The folder appears complete or not at all: it is written beside its destination and renamed.
 
     python demo/make_data.py --out .work/demo-data
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 try:
     import cv2
     import numpy as np
 except ImportError:
-    if not {'-h', '--help'} & set(sys.argv):  # which works before they are installed
+    if not {'-h', '--help'} & set(sys.argv):  # the help works before they are installed
         raise
 
-VERSION = {'detect': 1, 'segment': 'segment 1'}  # raise it when the same arguments would give other pictures
-STAMP = 'made-with.json'  # the arguments a folder was made with
+VERSION = {'detect': 1, 'segment': 'segment 1'}  # raise it when the same arguments give other pictures
+STAMP = 'made-with.json'  # the arguments of a folder
 SPLITS = 'train', 'val'
 VAL_SHARE = 0.2  # of the source digits
 ASPECTS = (1.0, 1.0), (0.8, 1.0), (1.0, 0.8)  # height, width in units of --size: letterboxing has work to do
 JPEG_QUALITY = 90
 
 
-def source_split(seed, count):
-    """Indices of the source digits per split: {'train': [..], 'val': [..]}, disjoint, together all of `count`."""
+def source_split(seed: int, count: int) -> dict[str, np.ndarray]:
+    """Split the indices of `count` digits at random into 'train' and 'val'."""
     order = np.random.default_rng(seed).permutation(count)
     n_val = round(VAL_SHARE * count)
     return {'train': order[n_val:], 'val': order[:n_val]}
 
 
-def texture(rng, height, width):
-    """A canvas [height, width, 3], float32 in 0..255: noise of several octaves between two colours, plus a gradient."""
+def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """Paint a canvas, FP32 [height, width, 3] in 0..255: noise of several octaves between two colours, plus a gradient."""
     noise = np.zeros((height, width), np.float32)
     for octave in range(1, 7):  # coarse to fine: each octave has twice the cells and about half the weight
         cells = rng.random((2**octave + 1, 2**octave + 1), dtype=np.float32) - 0.5
@@ -62,7 +64,7 @@ def texture(rng, height, width):
     noise = (noise - noise.min()) / (np.ptp(noise) + 1e-6)  # 0..1
 
     dark, light = np.sort(rng.uniform(20, 235, (2, 3)).astype(np.float32), axis=0)
-    light = dark + (light - dark) * rng.uniform(0.3, 0.8)  # keep the canvas calmer than the digits
+    light = dark + (light - dark) * rng.uniform(0.3, 0.8)  # less contrast than the digits have
     canvas = dark + noise[..., None] * (light - dark)  # [height, width, 3]
 
     angle = rng.uniform(0, 2 * np.pi)
@@ -70,11 +72,19 @@ def texture(rng, height, width):
     return canvas + rng.uniform(0, 30) * (np.cos(angle) * x + np.sin(angle) * y)[..., None]
 
 
-def glyph(rng, digit, side):
-    """A soft mask in 0..1, cropped to what is visible, of an 8x8 digit drawn about `side` pixels high.
+def glyph(rng: np.random.Generator, digit: np.ndarray, side: float) -> np.ndarray:
+    """Draw a digit as a soft mask, scaled, and slightly rotated and stretched.
 
-    Scale, slight rotation and stretch are one cubic warp from the 8x8 source. The warp alone would leave an edge of
-    side/8 pixels, too vague to say where a box ends: a steep ramp sharpens it to a pixel or two.
+    One cubic warp does all three. The warp alone leaves edges of side/8 pixels, too soft for the sides of a box. So a steep
+    ramp sharpens them to one or two pixels.
+
+    Args:
+        rng: source of chance.
+        digit: [8, 8].
+        side: approximate height of the result in pixels.
+
+    Returns:
+        FP32 [height, width] in 0..1, cropped to the visible part.
     """
     angle = np.deg2rad(rng.uniform(-12, 12))
     stretch = rng.uniform(0.85, 1.2)
@@ -95,44 +105,69 @@ def glyph(rng, digit, side):
     return mask[visible(mask)]
 
 
-def visible(mask):
-    """Slices of the rows and columns in which a soft mask [height, width] shows."""
+def visible(mask: np.ndarray) -> tuple[slice, slice]:
+    """Find the rows and columns in which a soft mask [height, width] is visible."""
     rows, columns = (np.flatnonzero((mask > 0.5).any(axis)) for axis in (1, 0))
     return np.s_[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
-def sticker(rng, ink):
-    """Two soft masks in 0..1 of one shape, cropped to the first: a sticker, cut out around the digit `ink`, and that digit.
+def sticker(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a sticker around a digit.
 
-    The outline follows the digit at some distance. Holes are filled, and the border is as wide as it takes to hold a
-    broken digit together, so a sticker is one piece with one outline.
+    The outline follows the digit at some distance. Holes are filled, and the border is wide enough to hold a broken digit
+    together, so a sticker is one piece with one outline.
+
+    Args:
+        rng: source of chance.
+        ink: soft mask of the digit, see `glyph`.
+
+    Returns:
+        Soft masks of the sticker and of the digit, FP32 of one shape in 0..1, cropped to the sticker.
     """
     border = round(rng.uniform(0.09, 0.15) * max(ink.shape))
     ink = np.pad(ink, 4 * border)
-    outlines = ()
+    outlines: Sequence[np.ndarray] = ()
     while len(outlines) != 1:
         disc = cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (2 * border + 1, 2 * border + 1))
         grown = cv2.dilate((ink > 0.5).astype(np.uint8), disc)
         outlines, _ = cv2.findContours(grown, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
         border += 1
     shape = cv2.drawContours(np.zeros(ink.shape, np.float32), outlines, -1, 1.0, cv2.FILLED)
-    shape = cv2.GaussianBlur(shape, (0, 0), max(ink.shape) / 150)  # round off the steps of single pixels
+    shape = cv2.GaussianBlur(shape, (0, 0), max(ink.shape) / 150)  # smooths the steps of single pixels
     return shape[visible(shape)], ink[visible(shape)]
 
 
-def contrasting_colour(rng, background):
-    """A colour [3] that differs clearly in brightness from the mean colour `background` [3]."""
+def contrasting_colour(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
+    """Choose a colour [3] whose brightness differs clearly from the mean colour `background` [3]."""
     brightness = float(background.mean())
-    room = {1: 250 - brightness, -1: brightness - 5}  # how far one can go up and down
-    sign = max(room, key=room.get) if min(room.values()) < 60 else rng.choice([1, -1])
+    room = {1: 250 - brightness, -1: brightness - 5}  # possible distance up and down
+    sign = max(room, key=room.__getitem__) if min(room.values()) < 60 else rng.choice([1, -1])
     target = brightness + sign * rng.uniform(60, min(room[sign], 170))
     colour = rng.uniform(0, 255, 3)
     return np.clip(target + 0.5 * (colour - colour.mean()), 0, 255).astype(np.float32)
 
 
-def free_place(rng, taken, box_hw, canvas_hw, overlap, tries=30):
-    """A top-left corner (y, x) at which the box covers at most the share `overlap` of any of `taken` [(x1, y1, x2, y2)], or
-    they of it. None if no such place was found."""
+def free_place(
+    rng: np.random.Generator,
+    taken: Sequence[tuple[int, int, int, int]],
+    box_hw: tuple[int, int],
+    canvas_hw: tuple[int, int],
+    overlap: float,
+    tries: int = 30,
+) -> tuple[int, int] | None:
+    """Find a place for a box on a canvas, at random.
+
+    Args:
+        rng: source of chance.
+        taken: boxes on the canvas, x1, y1, x2, y2 in pixels.
+        box_hw: height and width of the new box.
+        canvas_hw: height and width of the canvas.
+        overlap: largest share of the smaller of two boxes that they may have in common.
+        tries: number of places to try.
+
+    Returns:
+        The top-left corner (y, x); None if no place was found.
+    """
     (h, w), (height, width) = box_hw, canvas_hw
     if h > height or w > width:
         return None
@@ -147,16 +182,27 @@ def free_place(rng, taken, box_hw, canvas_hw, overlap, tries=30):
     return None
 
 
-def make_image(rng, digits, targets, size, task):
-    """One picture of a Task and what is on it: (BGR uint8 [height, width, 3], [(class, x, y, mask)]).
+def make_image(
+    rng: np.random.Generator, digits: np.ndarray, targets: np.ndarray, size: int, task: Task
+) -> tuple[np.ndarray, list[tuple[int, int, int, np.ndarray]]]:
+    """Paint one picture.
 
-    Each mask is bool [h, w], cropped to what is visible; x and y are the pixel of the picture at its top-left corner.
+    Args:
+        rng: source of chance.
+        digits: [n, 8, 8], the digits to choose from.
+        targets: [n], their classes.
+        size: longer side of the picture in pixels.
+        task: contents of the pictures.
+
+    Returns:
+        The picture, BGR uint8 [height, width, 3]; and (class, x, y, mask) of each digit on it. The mask is bool [h, w], cropped
+        to the visible part. x and y are the place of its top-left corner in the picture, in pixels.
     """
     height, width = (round(size * side) for side in ASPECTS[rng.integers(len(ASPECTS))])
     canvas = texture(rng, height, width)
-    things = []
+    things: list[tuple[int, int, int, np.ndarray]] = []
     for _ in range(rng.integers(task.per_image[0], task.per_image[1] + 1)):
-        # Uniform in the logarithm: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 all have work
+        # uniform in the logarithm: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 are all used
         side = np.exp(rng.uniform(*np.log(task.digit_size))) * size / 320
         which = rng.integers(len(digits))
         layers = task.layers(rng, glyph(rng, digits[which], side))
@@ -177,41 +223,42 @@ def make_image(rng, digits, targets, size, task):
     return np.clip(canvas, 0, 255).round().astype(np.uint8), things
 
 
-def box_line(x, y, mask, height, width):
-    """The box around a mask as text: cx cy w h, relative to the picture."""
+def box_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
+    """Write the box around a mask for a label file: cx cy w h, relative to the picture of `height` x `width`."""
     h, w = mask.shape
     return f'{(x + x + w) / 2 / width:.6f} {(y + y + h) / 2 / height:.6f} {w / width:.6f} {h / height:.6f}'
 
 
-def polygon_line(x, y, mask, height, width):
-    """The outline of a mask as text: x1 y1 x2 y2 ..., relative to the picture.
+def polygon_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
+    """Write the outline of a mask for a label file: x1 y1 x2 y2 ..., relative to the picture of `height` x `width`.
 
-    The points are centres of the mask's outermost pixels. Upstream cuts points down to whole pixels and fills up to and
-    including those, which gives back the very mask.
+    The points are the centres of the mask's outermost pixels. Upstream rounds points down to whole pixels and fills up to and
+    including these pixels, which gives exactly the same mask.
     """
     [outline], _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(x, y))
     return ' '.join(f'{(px + 0.5) / width:.6f} {(py + 0.5) / height:.6f}' for px, py in outline[:, 0])
 
 
 class Task(NamedTuple):
-    """What the pictures of a task show, and how that is labelled."""
+    """The content of the pictures of a task, and the form of their labels."""
 
     per_image: tuple[int, int]
     digit_size: tuple[int, int]  # pixels of the longer side at --size 320; scales with --size
-    overlap: float  # share of a box that another may cover
-    layers: Callable  # (rng, soft mask of a digit) -> soft masks to paint one over the other, the first is what is seen
-    line: Callable  # (x, y, mask, height, width) -> what follows the class in a label file
+    overlap: float  # largest share of a box that another may cover
+    # soft mask of a digit -> soft masks to paint one over the other; the first has the visible shape
+    layers: Callable[[np.random.Generator, np.ndarray], Sequence[np.ndarray]]
+    line: Callable[..., str]  # (x, y, mask, height, width) -> text behind the class in a label file
 
 
-TASKS = {
+TASKS = {  # digit_size is without the border of a sticker
     'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_line),
     'segment': Task((2, 5), (44, 140), 0.0, sticker, polygon_line),
-}  # the border comes on top of the digit's size
+}
 
 
-def make_split(folder, split, count, size, seed, task):
+def make_split(folder: Path, split: str, count: int, size: int, seed: int, task: Task) -> None:
     """Write `count` pictures and label files of one split under `folder`."""
-    from sklearn.datasets import load_digits  # here: it takes a second to import, and `-h` must not
+    from sklearn.datasets import load_digits  # in the function: the import takes a second, and `-h` must not
     from tqdm import tqdm
 
     digits = load_digits()
@@ -220,7 +267,7 @@ def make_split(folder, split, count, size, seed, task):
     images.mkdir(parents=True)
     labels.mkdir(parents=True)
     for i in tqdm(range(count), desc=f'{split} images', file=sys.stdout, disable=not sys.stdout.isatty()):
-        rng = np.random.default_rng([seed, SPLITS.index(split), i])  # every image has its own stream
+        rng = np.random.default_rng([seed, SPLITS.index(split), i])  # every image has its own sequence
         image, things = make_image(rng, digits.images[sources], digits.target[sources], size, task)
         ok, jpeg = cv2.imencode('.jpg', image, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
         assert ok, 'OpenCV could not encode a JPEG'
@@ -230,18 +277,32 @@ def make_split(folder, split, count, size, seed, task):
         )
 
 
-def data_yaml(out):
-    """Text of data.yaml. The path is absolute, because upstream looks up a relative one beside its own sources."""
+def data_yaml(out: Path) -> str:
+    """Write the text of data.yaml. The path is absolute: upstream looks for a relative path beside its own sources."""
     return (
         f'path: {json.dumps(str(out))}\ntrain: images/train\nval: images/val\nnc: 10\n'
         f'names: {json.dumps([str(c) for c in range(10)])}\n'
     )
 
 
-def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
-    """Make the data set of `task` (a key of TASKS) at `out`. Returns False when it was already there with the same arguments.
+def make_data(
+    out: str | Path, task: str = 'detect', train: int = 400, val: int = 100, size: int = 320, seed: int = 0
+) -> bool:
+    """Make a data set.
 
-    Raises ValueError if `out` holds anything else: nothing is ever overwritten.
+    Args:
+        out: folder to make.
+        task: a key of TASKS.
+        train: number of training images.
+        val: number of validation images.
+        size: longer side of an image in pixels.
+        seed: seed of all chance.
+
+    Returns:
+        False if the folder was already there with the same arguments, else True.
+
+    Raises:
+        ValueError: the folder has other content; nothing is overwritten.
     """
     out = Path(out).absolute()
     stamp = json.dumps(dict(version=VERSION[task], train=train, val=val, size=size, seed=seed)) + '\n'
@@ -270,10 +331,10 @@ def make_data(out, task='detect', train=400, val=100, size=320, seed=0):
     return True
 
 
-def integer(low, high):
-    """An argparse type: a whole number from low to high."""
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """Make an argparse type: a whole number from `low` to `high`."""
 
-    def parse(text):
+    def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f'{text!r} is not a whole number from {low} to {high}')
         return int(text)
@@ -282,13 +343,15 @@ def integer(low, high):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage block: a mistake gets one line and exit code 2."""
+    """An argparse parser that answers a mistake with one line and exit code 2, without the usage."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
         self.exit(2, f'{self.prog}: {message}\n')
 
 
-def main():
+def main() -> None:
+    """Make the data set of the command line."""
     parser = Parser(description='Make a small data set of handwritten digits.')
     parser.add_argument('--out', required=True, metavar='DIR', help='folder to make')
     parser.add_argument('--task', choices=TASKS, default='detect', help='what the labels are for (default detect)')

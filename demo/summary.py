@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Print the quickstart's closing table: the float model and its INT8 forms, each scored from its file.
+"""Print the final table of the quickstart: the float model and its INT8 forms, each scored from its file.
 
 python demo/summary.py .work/demo    (or .work/demo-seg)
 """
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.core.command import Parser, run_command
@@ -20,8 +22,11 @@ images. Compare rows with the same images. ms/image is inference alone, on this 
 only simulates INT8, and ONNX Runtime on a CPU shows that the INT8 file is right, not that it is fast."""
 
 
-def rows(folder):
-    """One row per scored file: what it is, what ran it, on which images, its metrics, MB on disk, ms per image."""
+def rows(folder: Path) -> Iterator[list[Any]]:
+    """Yield a row for each scored file of the quickstart's `folder`.
+
+    A row is: name of the model, runtime, images, plain metrics, MB on disk, ms per image.
+    """
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / report['best']['file']
     trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'
@@ -41,11 +46,13 @@ def rows(folder):
         yield [name, runtime, f'{size} x {size}', metrics, megabytes(file), f'{ms:.1f}']
 
 
-def megabytes(file):
+def megabytes(file: Path) -> str:
+    """Write the size of a file in MB."""
     return f'{file.stat().st_size / 1e6:.1f}'
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of the folder on the command line."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('folder', type=Path, help='folder that quickstart.sh filled: .work/demo or .work/demo-seg')
     folder = parser.parse_args(argv).folder

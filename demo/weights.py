@@ -1,30 +1,38 @@
 #!/usr/bin/env python3
-"""Trained weights as a plain file, and back.
+"""Convert trained weights to a plain file, and back to a checkpoint.
 
     python demo/weights.py pack  CKPT  STATE.pt   upstream checkpoint -> {"state_dict", "yaml", "names"}, FP16
     python demo/weights.py build STATE.pt OUT.pt  that file -> checkpoint that upstream's attempt_load accepts
 
-Why: an upstream checkpoint is a pickled module. Loading one can execute code, and it breaks when class paths change.
-The packed file is tensors, numbers and strings; it loads with weights_only=True and is small enough to commit.
-Both directions are strict: a key missing or left over is an error. Both write a temporary name and rename.
+Why: an upstream checkpoint is a pickled module. Loading it can execute code, and fails when class paths change.
+The packed file has only tensors, numbers and strings. It loads with weights_only=True and is small enough to commit.
+Both directions are strict: a missing or additional key is an error. Both write a temporary file and rename it.
 
 `import models.yolo` must find a patched YOLOv9 tree: run it there, or name the tree with --yolov9 DIR.
 """
+
+from __future__ import annotations
 
 import argparse
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 MAX_BYTES = 6_000_000  # a packed file is meant to be committed
 
 
 class Mistake(Exception):
-    """The user's: told in one line, exit code 2."""
+    """A mistake of the user, which gets one line and exit code 2."""
 
 
-def import_upstream(tree):
-    """upstream's models.yolo, from the tree at `tree`."""
+def import_upstream(tree: str) -> ModuleType:
+    """Import upstream's models.yolo from the folder `tree`."""
     if not (Path(tree) / 'models' / 'yolo.py').is_file():
         raise Mistake(f'{tree} is not a YOLOv9 tree (no models/yolo.py); name one with --yolov9 DIR')
     sys.path.insert(0, str(Path(tree).absolute()))
@@ -33,9 +41,9 @@ def import_upstream(tree):
     return models.yolo
 
 
-def save(content, path):
-    """torch.save under a temporary name, then rename: a half-written file never has the final name."""
-    import torch  # in the function: `-h` must not pay for it, nor need it
+def save(content: dict[str, Any], path: str | Path) -> None:
+    """Write a file by torch.save under a temporary name and rename it: an incomplete file never has the final name."""
+    import torch  # in the function: `-h` must neither need it nor wait for it
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +55,12 @@ def save(content, path):
         part.unlink(missing_ok=True)
 
 
-def half(tensor):
-    """FP16, if it is a floating tensor. A value that FP16 cannot hold is a Mistake."""
+def half(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert a floating tensor to FP16; others stay as they are.
+
+    Raises:
+        Mistake: a value is not finite in FP16.
+    """
     if not tensor.is_floating_point():
         return tensor
     if not tensor.half().isfinite().all():
@@ -56,8 +68,8 @@ def half(tensor):
     return tensor.half()
 
 
-def state_of(model):
-    """Packed content of an upstream model: plain types and FP16 tensors only."""
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Make the content of a packed file from an upstream model: only plain types and FP16 tensors."""
     names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
     return {
         'state_dict': {key: half(value).clone() for key, value in model.state_dict().items()},
@@ -66,10 +78,18 @@ def state_of(model):
     }
 
 
-def model_from(state, upstream):
-    """Upstream's model in FP16 from packed content; the attributes upstream's training would have hung on it included.
+def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
+    """Build upstream's model in FP16 from the content of a packed file, with the attributes that upstream's training adds.
 
-    Its class follows from the head, the last layer of the config. Nothing is built that is not a network of the tensors that are there.
+    The head, the last layer of the config, decides the class of the model. The model is built only if it needs exactly the
+    tensors of the file.
+
+    Args:
+        state: content of the file, see `state_of`.
+        upstream: upstream's models.yolo.
+
+    Raises:
+        Mistake: tensors are missing, left over or of another shape.
     """
     from models.quantize.weightless import parameter_shapes
 
@@ -88,8 +108,12 @@ def model_from(state, upstream):
     return model.half().eval().requires_grad_(False)
 
 
-def pack(checkpoint, out):
-    """Upstream checkpoint -> packed file. Prefers the averaged weights (`ema`), as upstream does."""
+def pack(checkpoint: str, out: str) -> None:
+    """Convert an upstream checkpoint to a packed file; the averaged weights (`ema`) come first, as in upstream.
+
+    Raises:
+        Mistake: it is no upstream checkpoint, or its weights are larger than MAX_BYTES.
+    """
     from models.quantize.checkpoint import load_dual_or_float  # of the patched tree
 
     _, model = load_dual_or_float(checkpoint)
@@ -104,8 +128,17 @@ def pack(checkpoint, out):
     save(state, out)
 
 
-def build(packed, out, upstream):
-    """Packed file -> upstream checkpoint, as upstream's training leaves it when it has finished (epoch -1, no optimizer)."""
+def build(packed: str, out: str, upstream: ModuleType) -> None:
+    """Convert a packed file to an upstream checkpoint, like the checkpoint of a finished training (epoch -1, no optimizer).
+
+    Args:
+        packed: the packed file.
+        out: the checkpoint to write.
+        upstream: upstream's models.yolo.
+
+    Raises:
+        Mistake: it is no packed file, or its tensors do not fit its config.
+    """
     from utils.qat.untrusted.plain_values import read_values  # of the patched tree
 
     state = read_values(packed, 'STATE.pt')
@@ -116,7 +149,7 @@ def build(packed, out, upstream):
 
     try:
         model = model_from(state, upstream)
-    except (Mistake, QatError, TypeError, AttributeError) as error:  # the last: of content of other types
+    except (Mistake, QatError, TypeError, AttributeError) as error:  # TypeError, AttributeError: content of other types
         raise Mistake(f'{packed}: {error}') from None
     save(
         {
@@ -135,14 +168,16 @@ def build(packed, out, upstream):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without the usage block: a mistake gets one line and exit code 2."""
+    """An argparse parser that answers a mistake with one line and exit code 2, without the usage."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
         self.exit(2, f'{self.prog}: {message}\n')
 
 
-def main():
-    parser = Parser(description='Trained weights as a plain file, and back.')
+def main() -> None:
+    """Run the verb on the command line."""
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('verb', choices=('pack', 'build'))
     parser.add_argument('source', help='pack: upstream checkpoint; build: packed file')
     parser.add_argument('out', help='pack: packed file; build: upstream checkpoint')
@@ -160,9 +195,8 @@ def main():
         else:
             build(args.source, args.out, upstream)
     except (Mistake, QatError) as error:
-        parser.error(
-            ''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
-        )  # keys and names are the file's
+        # keys and names come from the file
+        parser.error(''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)))
     print(f'{args.out}: {Path(args.out).stat().st_size / 1e6:.1f} MB')
 
 

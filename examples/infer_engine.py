@@ -1,17 +1,21 @@
-"""Detect objects in images with a TensorRT engine, through cuda-python: a reference client, to copy from. No PyTorch.
+"""Detect objects in images with a TensorRT engine, by cuda-python and without PyTorch: a reference client for you to copy.
 
     python examples/infer_engine.py MODEL.engine IMAGE|FOLDER [--save]
 
-Needs TensorRT (8.6 to 11, the version that built the engine), cuda-python (12.8 or later: cuda.bindings), NumPy and OpenCV. Everything
-around the engine is in scripts/infer_onnx.py: copy both files, into one folder. Class names come from MODEL.engine.json, if it is there.
+It needs TensorRT (8.6 to 11, the version that built the engine), cuda-python (12.8 or later: cuda.bindings), NumPy and OpenCV.
+Everything around the engine is in scripts/infer_onnx.py: copy both files into one folder. Class names come from
+MODEL.engine.json, if this file exists.
 """
+
+from __future__ import annotations
 
 import ast
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / 'scripts'))  # not needed where both files are in one folder
+sys.path.append(str(Path(__file__).resolve().parents[1] / 'scripts'))  # not needed if both files are in one folder
 from infer_onnx import fail, main, missing
 
 try:
@@ -21,15 +25,22 @@ try:
 except ImportError as e:
     missing(e, 'NumPy, cuda-python (pip install "cuda-python>=12.8") and the TensorRT that built the engine')
 
-TYPES = {
-    'FLOAT': 'float32',
-    'INT32': 'int32',
-    'INT64': 'int64',
-}  # of inputs and outputs, also where the engine computes in FP16
+# types of inputs and outputs; they are the same if the engine computes in FP16
+TYPES = {'FLOAT': 'float32', 'INT32': 'int32', 'INT64': 'int64'}
 
 
-def check(result):
-    """What a call of the CUDA runtime returned besides its error code. Raises RuntimeError if it failed."""
+def check(result: tuple[Any, ...]) -> Any:
+    """Check the result of a call of the CUDA runtime.
+
+    Args:
+        result: error code, and the value if there is one.
+
+    Returns:
+        The value; None if there is none.
+
+    Raises:
+        RuntimeError: the call failed.
+    """
     error, *values = result
     if error != cudart.cudaError_t.cudaSuccess:
         raise RuntimeError(f'CUDA: {cudart.cudaGetErrorString(error)[1].decode()}')
@@ -37,15 +48,23 @@ def check(result):
 
 
 class EngineModel:
-    """An engine with one input, and the memory it works on until the process ends. shape: [B, 3, H, W] of what it takes. names: class
-    index → name."""
+    """An engine with one input, and its memory until the process ends.
 
-    def __init__(self, path, device):
-        """device: number of the GPU."""
+    Args:
+        path: file of the engine.
+        device: number of the GPU.
+
+    Attributes:
+        shape: [B, 3, H, W] of its input.
+        names: class index → name.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        """Load the engine and allocate its memory; end the program if TensorRT cannot load it."""
         check(cudart.cudaSetDevice(int(device)))
         self.log = trt.Logger(trt.Logger.WARNING)
-        trt.init_libnvinfer_plugins(self.log, '')  # NMS inside the engine may be one
-        self.runtime = trt.Runtime(self.log)  # kept: an engine must not outlive it
+        trt.init_libnvinfer_plugins(self.log, '')  # NMS inside the engine may be a plugin
+        self.runtime = trt.Runtime(self.log)  # kept: the engine must not outlive it
         self.engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
             fail(
@@ -60,7 +79,8 @@ class EngineModel:
         if -1 in self.shape:  # open axes: the smallest that the engine was built for
             self.shape = list(self.engine.get_tensor_profile_shape(self.input, 0)[0])
         self.context.set_input_shape(self.input, self.shape)
-        self.host, self.device = {}, {}  # name → array, and its address on the GPU
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Any] = {}  # address of each array on the GPU
         for name in tensors:
             self.host[name] = np.empty(
                 tuple(self.context.get_tensor_shape(name)), TYPES[self.engine.get_tensor_dtype(name).name]
@@ -72,8 +92,15 @@ class EngineModel:
         metadata = json.loads(sidecar.read_text(encoding='utf-8'))['metadata'] if sidecar.exists() else {}
         self.names = ast.literal_eval(metadata.get('names', '{}'))
 
-    def __call__(self, image):
-        """RGB FP32 [3, H, W] in 0..1 → {name: array}, valid until the next call; of a batch of several, all are this image."""
+    def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        """Run the engine on an image; a larger batch is filled with this image.
+
+        Args:
+            image: RGB FP32 [3, H, W] in 0..1.
+
+        Returns:
+            Output name → array with a batch axis, valid until the next call.
+        """
         self.host[self.input][:] = image
         self.copy(self.input, cudart.cudaMemcpyKind.cudaMemcpyHostToDevice)
         if not self.context.execute_async_v3(int(self.stream)):
@@ -84,7 +111,8 @@ class EngineModel:
         check(cudart.cudaStreamSynchronize(self.stream))
         return outputs
 
-    def copy(self, name, direction):
+    def copy(self, name: str, direction: Any) -> None:
+        """Copy the input to the GPU, or an output from it; `direction` is a cudaMemcpyKind."""
         host, device = self.host[name].ctypes.data, self.device[name]
         target, source = (device, host) if name == self.input else (host, device)
         check(cudart.cudaMemcpyAsync(target, source, self.host[name].nbytes, direction, self.stream))

@@ -1,4 +1,6 @@
-"""Run `qat.py` for segmentation models only: the same verbs and options; a detection model is refused.
+"""Run `qat.py` for segmentation models only, with the same verbs and options.
+
+A detection model is refused.
 
 python segment/qat_seg.py quantize --weights gelan-c-seg.pt --data data/coco.yaml --name gelan_c_seg_qat
 """
@@ -13,6 +15,6 @@ sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python st
 from utils.qat.core.command import run_command
 
 if __name__ == '__main__':
-    # By its path: with `patch_yolov9.sh --link`, `import qat` would find the launcher, which runs it
+    # by its path: with `patch_yolov9.sh --link`, `import qat` finds the launcher, which runs the command
     main = runpy.run_path(str(Path(__file__).resolve().parents[1] / 'qat.py'))['main']
     sys.exit(run_command(partial(main, needs_masks=True)))

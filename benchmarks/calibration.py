@@ -1,28 +1,32 @@
-"""Calibration against pytorch-quantization's stock HistogramCalibrator: same model, same images, one process.
+"""Compare calibration with pytorch-quantization's stock HistogramCalibrator: same model, same images, one process.
 
 Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 
     cd yolov9
     python ../yolov9-qat/benchmarks/calibration.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
 
-Collection is timed per image, with the forward pass that it needs and without; the search for all activation quantizers
-together. The stock search takes up to seconds for each quantizer: it is timed on --sample of them, evenly spread, and scaled up.
-Prints a Markdown table; --json FILE writes the same figures.
+The collection of histograms is measured per image, with and without its forward pass. The search is measured for all activation
+quantizers together. The stock search takes up to seconds for each quantizer: it is measured on --sample of them, evenly spread,
+and scaled up. Prints a Markdown table; --json FILE writes the same figures.
 """
 
 import argparse
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
 import torch
 from pytorch_quantization.calib import HistogramCalibrator
 
-import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from models.quantize import checkpoint
 from models.quantize.calibration.amax_search import SEARCH
 from models.quantize.calibration.calibrate import Histogram, calibrate_weights, collect, histogram_amax
@@ -37,10 +41,11 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images
 
-STOCK = 'mse', 'entropy', 'percentile'  # that the stock calibrator searches for
+STOCK = 'mse', 'entropy', 'percentile'  # methods of the stock calibrator
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt)')
     p.add_argument('--data', type=Path, required=True, help='data YAML')
@@ -57,8 +62,8 @@ def parse_args(argv):
     return p.parse_args(argv)
 
 
-def seconds(device, function, repeat=1):
-    """The shortest of `repeat` runs, once the device is done, and the last result."""
+def seconds(device: torch.device, function: Callable[[], Any], repeat: int = 1) -> tuple[float, Any]:
+    """Measure the shortest of `repeat` calls in seconds, until the device is done; return it with the last result."""
     shortest = float('inf')
     for _ in range(repeat):
         _wait(device)
@@ -69,24 +74,26 @@ def seconds(device, function, repeat=1):
     return shortest, result
 
 
-def _wait(device):
+def _wait(device: torch.device) -> None:
+    """Wait until a GPU is done."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 
 
-def forward(model, batches):
+def forward(model: torch.nn.Module, batches: Iterable[torch.Tensor]) -> None:
+    """Run the float model on all batches."""
     with torch.no_grad(), quantizers_off(model):
         for images in batches:
             model(images)
 
 
-def on_cpu():
-    """Context: `tensor.cuda()` stays where it is. The stock MSE search insists on a GPU for what needs none."""
+def on_cpu() -> AbstractContextManager[Any]:
+    """Make `tensor.cuda()` return the tensor itself, in a context: the stock MSE search calls it, but needs no GPU."""
     return mock.patch.object(torch.Tensor, 'cuda', lambda self: self)
 
 
-def measure(args):
-    """All figures, plain values: seconds, those of collection per image."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all figures as plain values: times in seconds, of the forward pass and the collection per image."""
     device = select_device(args.device)
     config = QuantizeConfig(
         require_file(args.weights, '--weights', ('.pt', '.pth')),
@@ -106,8 +113,8 @@ def measure(args):
         tie_scales(model)
     names = [name for name, q in named_quantizers(model) if q._axis is None]
 
-    def collected(new):
-        """New calibrators that have seen `batches`."""
+    def collected(new: Callable[[], Any]) -> dict[str, Any]:
+        """Collect from `batches` with new calibrators."""
         calibrators = {name: new() for name in names}
         collect(model, batches, calibrators)
         return calibrators
@@ -146,10 +153,10 @@ def measure(args):
     return figures
 
 
-def table(figures):
-    """Markdown."""
+def table(figures: dict[str, Any]) -> str:
+    """Write the figures as a Markdown table."""
 
-    def row(what, ours, stock, unit=1, digits=2):
+    def row(what: str, ours: float, stock: float | None, unit: int = 1, digits: int = 2) -> str:
         ratio = f'{stock / ours:.1f}' if stock else ''
         return f'| {what} | {ours * unit:.{digits}f} | {f"{stock * unit:.{digits}f}" if stock else ""} | {ratio} |'
 
@@ -171,7 +178,8 @@ def table(figures):
     )
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
     args = parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,22 +1,27 @@
-"""What more GPUs bring to fine-tuning: images/s of all processes together, as a ratio against the first one alone in the same
-run. Run it inside a patched YOLOv9 tree:
+"""Measure the gain of more GPUs in fine-tuning: images/s of all processes, as a ratio to one process in the same run.
+
+Run it inside a patched YOLOv9 tree:
 
     torchrun --nproc_per_node 2 TOOLKIT/benchmarks/distributed_step.py --weights yolov9-t-converted.pt --amp fp16 off
 
-While the first process measures alone, the others wait. A step of all is that of the slowest; each process has --batch-size
-images, random and on the device already: loading them is not measured.
+While the first process measures alone, the others wait. The time of a common step is the time of the slowest process. Each
+process has --batch-size random images, already on the device: loading is not measured.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
 import torch
 
-import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from finetune_step import measure, prepare
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
@@ -31,13 +36,14 @@ from utils.qat.core.markdown import markdown_table
 
 
 class AloneStep(TrainingStep):
-    """A TrainingStep whose gradients are those of this process."""
+    """A training step with the gradients of this process only."""
 
-    def _average(self, loss, terms):
+    def _average(self, loss: Any, terms: Any) -> tuple[Any, Any]:
         return loss, terms
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint, reparameterized')
     p.add_argument('--device', default='', help="'cpu', or by default GPU 0, 1, ..., one for each process")
@@ -50,7 +56,8 @@ def parse_args(argv):
     return p.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
     args = parse_args(argv)
     world = distributed.world_size()
     if world == 1:
@@ -60,8 +67,8 @@ def main(argv=None):
     images, teacher, quantized, layers = prepare(args, device, seed=distributed.rank())
     distributed.take_from_first(quantized.state_dict().values())
 
-    def timed(step_class, amp, compile):
-        """Median milliseconds per step."""
+    def timed(step_class: type[TrainingStep], amp: str, compile: bool) -> float:
+        """Measure the median milliseconds per step."""
         step = step_class(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=compile)
         ms, *_ = measure(GraphedStep(step) if compile else step, images, args.steps, args.repeats)
         step.check()

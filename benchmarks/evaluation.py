@@ -1,24 +1,29 @@
-"""What an evaluation costs: float, with this tool's quantizers, and with pytorch-quantization's own in the same model.
+"""Measure the time of an evaluation: float, with this tool's quantizers, and with the stock quantizers in the same model.
 
 Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 
     cd yolov9
     python ../yolov9-qat/benchmarks/evaluation.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
 
-Times are those of `qat.py eval` on --images of val, per image, the best of --repeats; loading the images is not measured.
+Stock quantizers are pytorch-quantization's own. Times are of `qat.py eval` on --images of val: milliseconds per image, the best
+of --repeats. Loading the images is not measured.
 Prints a Markdown table; --json FILE writes the same figures.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
 import torch
 
-import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
@@ -38,7 +43,8 @@ from utils.qat.prediction.pytorch import TorchModel
 PARTS = ('pre', 'inference', 'nms')
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt)')
     p.add_argument('--data', type=Path, required=True, help='data YAML')
@@ -52,10 +58,10 @@ def parse_args(argv):
     return p.parse_args(argv)
 
 
-def measure(args):
-    """Rows of plain values: AP, and ms per image in each part."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all figures as plain values: `rows` has AP and the ms per image of each of PARTS."""
     device = select_device(args.device)
-    torch.backends.cudnn.allow_tf32 = False  # as qat.py
+    torch.backends.cudnn.allow_tf32 = False  # as in qat.py
     config = QuantizeConfig(
         require_file(args.weights, '--weights', ('.pt', '.pth')),
         require_file(args.data, '--data', ('.yaml', '.yml')),
@@ -72,7 +78,7 @@ def measure(args):
     quantize_model(quantized)
     tie_scales(quantized)
     calibrate(quantized, calibration_images(data, config, stride, device), config)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, candidate in (('float', model), ('this tool', quantized), ('stock', with_stock_quantizers(quantized))):
         runs = [
             evaluate(TorchModel(candidate), batches, data.names, device)
@@ -99,7 +105,8 @@ def measure(args):
     }
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
     args = parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

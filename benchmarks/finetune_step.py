@@ -1,11 +1,12 @@
-"""What a step of fine-tuning costs, as ratios against the float step in the same run. Run it inside a patched YOLOv9 tree:
+"""Measure the time and memory of a step of fine-tuning, as ratios to the float step in the same run.
+
+Run it inside a patched YOLOv9 tree:
 
     python TOOLKIT/benchmarks/finetune_step.py --weights yolov9-t-converted.pt --batch-size 10 --imgsz 640 --amp fp16 bf16 off
 
-The float step is what any distillation must pay: student forward and backward, teacher forward, in the same precision. The
-stock step distils too, layer by layer into a student with pytorch-quantization's own TensorQuantizers, written as one would by
-the book: autocast and GradScaler where they apply, Adam. Images are random and on the device already; loading them is not
-measured.
+The float step is the least work of any distillation: student forward and backward, teacher forward, in the same precision. The
+stock step also distils layer by layer, into a student with pytorch-quantization's own TensorQuantizers. It is the textbook
+solution: autocast, GradScaler for FP16, Adam. Images are random and already on the device; loading is not measured.
 """
 
 import argparse
@@ -15,14 +16,18 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
 import torch
 import torch.nn.functional as F
 
-import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
@@ -36,12 +41,12 @@ from utils.qat.core.device import describe, select_device
 from utils.qat.core.log import quiet_upstream
 
 
-def float_step(student, teacher, amp):
-    """Callable: images → loss of a float student, with gradients; nothing is updated."""
+def float_step(student: torch.nn.Module, teacher: torch.nn.Module, amp: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make a float step, images → loss, which computes gradients and updates nothing; `amp` is one of AMP."""
     head_emits_raw_maps(student.requires_grad_())
     head_emits_raw_maps(teacher)
 
-    def step(images):
+    def step(images: torch.Tensor) -> torch.Tensor:
         student.zero_grad(set_to_none=True)
         with torch.autocast(images.device.type, DTYPES[amp], enabled=amp != 'off'):
             with torch.no_grad():
@@ -53,18 +58,27 @@ def float_step(student, teacher, amp):
     return step
 
 
-def stock_step(student, teacher, layers, amp):
-    """Callable: images → loss, of a student with stock quantizers; its weights are updated."""
+def stock_step(
+    student: torch.nn.Module, teacher: torch.nn.Module, layers: Sequence[int], amp: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Make a stock step, images → loss, which updates the weights of the student.
+
+    Args:
+        student: the model with stock quantizers.
+        teacher: the float model.
+        layers: indices of the layers to compare; the last is the head.
+        amp: one of AMP.
+    """
     head_emits_raw_maps(student.requires_grad_())
     head_emits_raw_maps(teacher)
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-5)
     scaler = torch.amp.GradScaler(next(student.parameters()).device.type, enabled=amp == 'fp16')
-    outputs = []
+    outputs: list[torch.Tensor] = []
     for model in (student, teacher):
         for index in layers[:-1]:
             model.model[index].register_forward_hook(lambda module, inputs, output: outputs.append(output))
 
-    def step(images):
+    def step(images: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
         outputs.clear()
         with torch.autocast(images.device.type, DTYPES[amp], enabled=amp != 'off'):
@@ -81,15 +95,28 @@ def stock_step(student, teacher, layers, amp):
     return step
 
 
-def measure(step, images, steps, repeats, may_wait=False):
-    """(median over `repeats` of the milliseconds per step, peak MiB: allocated, reserved); 0 MiB without a GPU."""
+def measure(
+    step: Callable[[torch.Tensor], Any], images: torch.Tensor, steps: int, repeats: int, may_wait: bool = False
+) -> tuple[float, float, float]:
+    """Measure a step.
+
+    Args:
+        step: the step, a function of the images.
+        images: FP32 [B, 3, H, W] in 0..1.
+        steps: number of steps in a repeat.
+        repeats: number of repeats.
+        may_wait: allow the step to wait for the device.
+
+    Returns:
+        Milliseconds per step, the median of the repeats; and the peak memory in MiB, allocated and reserved, 0 without a GPU.
+    """
     cuda = images.device.type == 'cuda'
     wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(5 if cuda else 1):
         step(images)
     wait()
     if cuda and not may_wait:
-        torch.cuda.set_sync_debug_mode('error')  # a step that waits for the device is a mistake
+        torch.cuda.set_sync_debug_mode('error')  # a step must not wait for the device
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -99,12 +126,23 @@ def measure(step, images, steps, repeats, may_wait=False):
             torch.cuda.set_sync_debug_mode('default')
         wait()
         times.append((time.perf_counter() - start) / steps * 1e3)
-    memory = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20] if cuda else [0, 0]
-    return statistics.median(times), *memory
+    allocated, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    return statistics.median(times), allocated / 2**20, reserved / 2**20
 
 
-def prepare(args, device, seed):
-    """(random images, float teacher, calibrated model, layers to compare), with PyTorch set as qat.py sets it."""
+def prepare(
+    args: argparse.Namespace, device: torch.device, seed: int
+) -> tuple[torch.Tensor, torch.nn.Module, torch.nn.Module, list[int]]:
+    """Set PyTorch as qat.py does, and make all that a step needs.
+
+    Args:
+        args: weights, batch_size and imgsz.
+        device: where to compute.
+        seed: seed of the images.
+
+    Returns:
+        Random images, the float teacher, the calibrated model, and the indices of the layers to compare.
+    """
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(seed)
@@ -118,7 +156,8 @@ def prepare(args, device, seed):
     return images, teacher, quantized, supervised_layers(quantized, 1)
 
 
-def main():
+def main() -> None:
+    """Measure all kinds of steps, print a table and write the figures to --json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='float checkpoint, reparameterized')
     parser.add_argument('--device', default='')
@@ -135,9 +174,9 @@ def main():
     cuda = device.type == 'cuda'
     images, teacher, quantized, layers = prepare(args, device, seed=0)
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for amp in args.amp:
-        kinds = {
+        kinds: dict[str, Callable[[], Any]] = {
             'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
             'step': lambda: TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
         }

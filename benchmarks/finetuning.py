@@ -1,29 +1,34 @@
-"""Compares ways of fine-tuning that start from one calibration: AP of each after its last epoch, for several seeds.
+"""Compare ways of fine-tuning that start from one calibration: AP after the last epoch, for several seeds.
 
 Run it in a patched tree, on a float checkpoint and a data YAML:
 
     cd yolov9
     python ../yolov9-qat/benchmarks/finetuning.py --weights yolov9-t-coco.pt --data coco.yaml --calib-images 128
 
-Each way is a row: AP on val, and on the training images, which are followed without their labels, as rectangles, with its mean over the
-seeds. `averaged` is the mean of the weights over the last three epochs. Teacher's labels are what the float model finds with a score of 0.3
-and more. Prints a Markdown table after each run; --json FILE writes the same figures.
+Each way is a row: AP on val and on the training images, of each seed and their mean. The training images are rectangles, and the
+student follows the teacher on them without labels, unless the way has some. `averaged` has the mean of the weights over the last
+three epochs. Teacher's labels are detections of the float model with a score of 0.3 or more. Prints a Markdown table after each
+run; --json FILE writes the same figures.
 """
 
 import argparse
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
 import torch
 from torch.optim.swa_utils import AveragedModel
 from utils.general import xyxy2xywhn
 
-import utils.qat  # noqa: F401  before torch, whose threads it has sleep while they wait
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import learning_rate_share, supervised_layers
@@ -41,7 +46,7 @@ from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.detections import detect
 from utils.qat.prediction.pytorch import TorchModel
 
-WAYS = {  # name → what differs from the default
+WAYS: dict[str, dict[str, Any]] = {  # name → differences from the default
     'default': {},
     'lr 3e-6': {'lr': 3e-6},
     'lr 3e-5': {'lr': 3e-5},
@@ -52,7 +57,8 @@ WAYS = {  # name → what differs from the default
 }
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint, of one branch')
     p.add_argument('--data', type=Path, required=True, help='data YAML')
@@ -67,10 +73,18 @@ def parse_args(argv):
     return p.parse_args(argv)
 
 
-def teachers_labels(teacher, images):
-    """Return the float model's detections as labels: for each of `images`, uint8 [N, 3, H, W], a tensor [n, 5] of class and box (centre, width and
-    height in 0..1)."""
-    found, (height, width) = [], images.shape[2:]
+def teachers_labels(teacher: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    """Turn the float model's detections into labels.
+
+    Args:
+        teacher: the float model.
+        images: uint8 [N, 3, H, W].
+
+    Returns:
+        For each image a tensor [n, 5]: class, and box as centre, width and height in 0..1.
+    """
+    found: list[torch.Tensor] = []
+    height, width = images.shape[2:]
     predict = TorchModel(teacher)
     with torch.inference_mode():
         for batch in images.split(16):
@@ -78,16 +92,40 @@ def teachers_labels(teacher, images):
                 torch.cat((x.rows[:, 5:], xyxy2xywhn(x.rows[:, :4], width, height)), 1)
                 for x in detect(predict(batch.float() / 255), batch.shape[2:], 0.3)
             ]
-    return [rows.clone() for rows in found]  # no longer tensors of the inference mode
+    return [rows.clone() for rows in found]  # ordinary tensors, not tensors of the inference mode
 
 
-def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, head_only=False, weight=0.0):
-    """Fine-tune `student` in place; returns it, and a copy with the mean of its weights over the last three epochs.
+def follow(
+    student: Any,
+    teacher: torch.nn.Module,
+    images: torch.Tensor,
+    labels: Sequence[torch.Tensor],
+    seed: int,
+    epochs: int,
+    lr: float = 1e-5,
+    batch: int = 10,
+    head_only: bool = False,
+    weight: float = 0.0,
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Fine-tune a student so that it follows the teacher.
 
-    images: uint8 [N, 3, H, W]. labels: a tensor [n, 5] for each image, used where `weight` is not 0.
+    Args:
+        student: the calibrated model, changed in place.
+        teacher: the float model.
+        images: uint8 [N, 3, H, W].
+        labels: a tensor [n, 5] for each image, see `teachers_labels`; used only if `weight` is not 0.
+        seed: seed of the order of the images.
+        epochs: number of epochs.
+        lr: learning rate.
+        batch: images per step.
+        head_only: compare only the outputs of the head.
+        weight: weight of the loss of the labels.
+
+    Returns:
+        The student, and a copy with the mean of its weights over the last three epochs.
     """
     layers = [len(student.model) - 1] if head_only else supervised_layers(student, 1)
-    step = TrainingStep(
+    step: Any = TrainingStep(
         student,
         teacher,
         layers,
@@ -115,7 +153,8 @@ def follow(student, teacher, images, labels, seed, epochs, lr=1e-5, batch=10, he
     return student, averaged.module
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fine-tune in all ways with all seeds, and print the table after each run."""
     args = parse_args(argv)
     require_file(args.weights, '--weights', ('.pt', '.pth'))
     require_file(args.data, '--data', ('.yaml', '.yml'))
@@ -145,9 +184,9 @@ def main(argv=None):
         'true': [rows[rows[:, 0] == i, 1:].to(device) for x, rows in batches for i in range(len(x))],
         'teacher': teachers_labels(teacher.model, images),
     }
-    rows = {}
+    rows: dict[str, list[list[float]]] = {}
 
-    def score(name, model):
+    def score(name: str, model: torch.nn.Module) -> None:
         rows.setdefault(name, []).append(
             [100 * evaluate(TorchModel(model), loader, data.names, device).ap for loader in scored.values()]
         )

@@ -1,9 +1,9 @@
-"""Measures how long a checkpoint takes to load, and how much memory: our reader, which runs nothing of the file, beside torch.load.
+"""Measure the time and memory to load a checkpoint, by our reader, which runs no code of the file, and by torch.load.
 
     python benchmarks/loading.py CHECKPOINT.pt [--times 7]
 
-Run it in a patched YOLOv9 tree. Each load is a process of its own, from the file to the model in FP32, the two by turns; imports are not
-counted. Ours also hashes the file and checks its CRC-32. Prints medians and their ratio.
+Run it in a patched YOLOv9 tree. Each load has its own process, from the file to the model in FP32. The two readers take turns.
+Imports are not counted. Our reader also hashes the file and checks its CRC-32. Prints medians and their ratio.
 """
 
 import argparse
@@ -33,12 +33,13 @@ print(time.perf_counter() - start, time.process_time() - cpu, (resource.getrusag
 """
 
 
-def main():
+def main() -> None:
+    """Load the checkpoint in both ways, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('checkpoint')
     parser.add_argument('--times', type=int, default=7, help='loads of each kind (default: 7)')
     args = parser.parse_args()
-    found = {'ours': [], 'torch.load': []}
+    found: dict[str, list[list[float]]] = {'ours': [], 'torch.load': []}
     for _ in range(args.times):
         for kind, rows in found.items():
             done = subprocess.run(

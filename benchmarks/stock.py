@@ -1,6 +1,7 @@
-"""The same quantized model with pytorch-quantization's own TensorQuantizer in it, to compare with."""
+"""A quantized model with pytorch-quantization's own TensorQuantizers, for comparison."""
 
 from copy import deepcopy
+from typing import Any
 
 from pytorch_quantization.nn import TensorQuantizer
 from pytorch_quantization.tensor_quant import QuantDescriptor
@@ -8,9 +9,10 @@ from pytorch_quantization.tensor_quant import QuantDescriptor
 from models.quantize.quantizers import Quantizer
 
 
-def with_stock_quantizers(model):
-    """A copy of `model` (calibrated) whose quantizers are the library's, with the same ranges and as much shared."""
-    model, stock = deepcopy(model), {}
+def with_stock_quantizers(model: Any) -> Any:
+    """Copy a calibrated model with stock quantizers instead of ours: the same ranges, and shared by the same tensors."""
+    model = deepcopy(model)
+    stock: dict[Quantizer, TensorQuantizer] = {}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if isinstance(child, Quantizer):

@@ -1,13 +1,13 @@
-"""What it costs, and what it saves, that threads sleep while they wait: each piece of work with threads that spin and with threads that sleep.
+"""Measure the cost and the gain of waiting threads that sleep: the same work with spinning and with sleeping threads.
 
 Run it in a patched tree, on a float checkpoint of one branch, such as .work/demo/yolov9-demo.pt of the quickstart:
 
     cd yolov9
     python ../yolov9-qat/benchmarks/threads.py --weights yolov9-demo.pt --imgsz 320 --threads 2
 
-Both ways run in turns, on the same --threads cores: alone, then beside a process that never waits, which this starts on those
-cores. Before each turn all threads have time to stop spinning. What else ran on the cores is printed: `alone` is worth something only
-where that is little. Prints a Markdown table; --json FILE writes the same figures.
+Both ways take turns on the same --threads cores: first alone, then beside a busy process that this benchmark starts on these
+cores. Before each turn all threads have time to stop spinning. The share of the cores that other programs used is printed: the
+times `alone` are reliable only if it is small. Prints a Markdown table; --json FILE writes the same figures.
 """
 
 import argparse
@@ -17,9 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.getcwd())
 
@@ -30,15 +33,16 @@ from utils.qat.core.markdown import markdown_table
 from utils.qat.core.threads import CHOSEN
 
 SPIN, SLEEP = 'spinning', 'sleeping'
-ENVIRONMENT = {
-    SPIN: {'GOMP_SPINCOUNT': '300000'},  # what GCC's OpenMP does where nothing is set
-    SLEEP: {},
-}  # what utils/qat/core/threads.py makes of it
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    SPIN: {'GOMP_SPINCOUNT': '300000'},  # the default of GCC's OpenMP
+    SLEEP: {},  # utils/qat/core/threads.py then chooses to sleep
+}
 PAUSE = 0.5  # seconds: ONNX Runtime's threads spin up to 0.4 after their last work
-TURN = 0.3  # seconds of calls in a turn, at least
+TURN = 0.3  # least seconds of calls in a turn
 
 
-def parse_args(argv):
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint, of one branch')
     p.add_argument('--imgsz', type=int, default=320, help='image size in pixels')
@@ -51,8 +55,17 @@ def parse_args(argv):
     return p.parse_args(argv)
 
 
-def make_work(args, policy, folder):
-    """What is measured: {name: callable without arguments}."""
+def make_work(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, Callable[[], object]]:
+    """Make the pieces of work to measure.
+
+    Args:
+        args: the command line.
+        policy: SPIN or SLEEP.
+        folder: folder for the exported model.
+
+    Returns:
+        Name of each piece → a function without arguments.
+    """
     import torch
 
     from finetune_step import prepare  # beside this file
@@ -65,18 +78,19 @@ def make_work(args, policy, folder):
     images, teacher, model, layers = prepare(args, torch.device('cpu'), seed=0)
     one = images[:1].clone()
     if policy == SPIN:
-        os.environ['OMP_WAIT_POLICY'] = 'active'  # OpenMP is loaded; ONNX Runtime is told by it
+        os.environ['OMP_WAIT_POLICY'] = 'active'  # OpenMP is already loaded; this is for ONNX Runtime
     export_onnx(model, folder / f'{policy}.onnx', (args.imgsz, args.imgsz))
     session = OnnxModel(folder / f'{policy}.onnx')
 
-    def forward():
+    def forward() -> None:
         with torch.inference_mode():
             model(one)
 
     work = {'forward pass, INT8 simulated, PyTorch': forward, 'the same, ONNX Runtime': lambda: session.run(one)}
-    step, student = None, deepcopy(model)
+    step: TrainingStep | None = None
+    student = deepcopy(model)
 
-    def learn():
+    def learn() -> None:
         nonlocal step
         step = step or TrainingStep(student, teacher, layers, relative_error, 1e-5)
         step(images)
@@ -84,41 +98,57 @@ def make_work(args, policy, folder):
     return {**work, f'step of fine-tuning, batch of {args.batch_size}': learn}
 
 
-def measured(args, policy, folder, pipe):
-    """The process that is measured: for each name that it gets through `pipe` it answers (seconds of a call, CPU seconds of the turn)."""
+def measured(args: argparse.Namespace, policy: str, folder: Path, pipe: Connection) -> None:
+    """Run as the process that is measured.
+
+    First it sends the names of its pieces of work through `pipe`. For each name that it receives, it takes a turn and answers
+    (seconds of a call, CPU seconds of the turn). None ends it. For the other arguments see `make_work`.
+    """
     os.sched_setaffinity(0, args.cores)
     work = make_work(args, policy, folder)
     pipe.send(list(work))
     for name in iter(pipe.recv, None):
-        start, cpu, ends = time.perf_counter(), time.process_time(), []
+        start, cpu = time.perf_counter(), time.process_time()
+        ends: list[float] = []
         while not ends or ends[-1] - start < TURN:
             work[name]()
             ends.append(time.perf_counter())
         pipe.send((statistics.median(b - a for a, b in pairwise([start, *ends])), time.process_time() - cpu))
 
 
-def never_waits(cores):
+def never_waits(cores: Sequence[int]) -> None:
+    """Run as the busy process on `cores`."""
     parent = os.getppid()
     os.sched_setaffinity(0, cores)
-    while os.getppid() == parent:  # or it would go on without
+    while os.getppid() == parent:  # it ends with its parent
         pass
 
 
-def busy_seconds(cores):
-    """Seconds that these cores were not idle since the machine started."""
+def busy_seconds(cores: Sequence[int]) -> float:
+    """Count the seconds in which these cores were not idle since the start of the machine."""
     with open('/proc/stat') as file:
         rows = {row.split()[0]: [int(n) for n in row.split()[1:9]] for row in file if row.startswith('cpu')}
     return sum(sum(row) - row[3] - row[4] for row in (rows[f'cpu{core}'] for core in cores)) / os.sysconf('SC_CLK_TCK')
 
 
-def compare(pipes, names, rounds, cores):
-    """name → {policy: milliseconds of each round}, run in turns; and the part of the cores that others used."""
-    times, own, start, busy = (
-        {name: {policy: [] for policy in pipes} for name in names},
-        0,
-        time.perf_counter(),
-        busy_seconds(cores),
-    )
+def compare(
+    pipes: dict[str, Connection], names: Sequence[str], rounds: int, cores: Sequence[int]
+) -> tuple[dict[str, dict[str, list[float]]], float]:
+    """Measure both ways in turns.
+
+    Args:
+        pipes: policy → pipe to its process, see `measured`.
+        names: names of the pieces of work.
+        rounds: number of turns of each way and piece of work.
+        cores: the cores of the processes.
+
+    Returns:
+        Name → policy → milliseconds of each turn; and the share of the cores that other programs used.
+    """
+    times: dict[str, dict[str, list[float]]] = {name: {policy: [] for policy in pipes} for name in names}
+    own = 0.0
+    start = time.perf_counter()
+    busy = busy_seconds(cores)
     for i in range(rounds + 1):
         for name in names:
             for policy in list(pipes) if i % 2 else reversed(pipes):
@@ -131,8 +161,11 @@ def compare(pipes, names, rounds, cores):
     return times, max(0, others)
 
 
-def measure(args):
-    context, pipes, running = multiprocessing.get_context('spawn'), {}, []
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all figures as plain values; `alone` and `beside` (a busy process) are the times of `compare`."""
+    context = multiprocessing.get_context('spawn')
+    pipes: dict[str, Connection] = {}
+    running: list[Any] = []
     kept = {name: os.environ.pop(name, None) for name in CHOSEN}
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -163,10 +196,10 @@ def measure(args):
     }
 
 
-def row(name, alone, beside):
-    """A row of the table: medians, and of the pairs alone the median ratio."""
+def row(name: str, alone: dict[str, list[float]], beside: dict[str, list[float]]) -> list[str]:
+    """Write a row of the table: the medians, and the median ratio of the pairs that ran alone."""
 
-    def middle(times, policy):
+    def middle(times: dict[str, list[float]], policy: str) -> float:
         return statistics.median(times[policy])
 
     return [
@@ -178,7 +211,8 @@ def row(name, alone, beside):
     ]
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
     args = parse_args(argv)
     require_file(args.weights, '--weights', ('.pt', '.pth'))
     args.cores = sorted(os.sched_getaffinity(0))[-args.threads :]

@@ -76,7 +76,9 @@ def stock_step(
     outputs: list[torch.Tensor] = []
     for model in (student, teacher):
         for index in layers[:-1]:
-            model.model[index].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+            model.model[index].register_forward_hook(
+                lambda module, inputs, output: outputs.extend(output if isinstance(output, tuple) else (output,))
+            )
 
     def step(images: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)

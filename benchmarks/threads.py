@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 running[-1].start()
                 for name in variables:
                     del os.environ[name]
-            names = next(pipe.recv() for pipe in pipes.values())
+            names, _ = (pipe.recv() for pipe in pipes.values())  # both processes are ready
             alone, others = compare(pipes, names, args.rounds, args.cores)
             running.append(context.Process(target=never_waits, args=(args.cores,), daemon=True))
             running[-1].start()

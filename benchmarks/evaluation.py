@@ -1,4 +1,4 @@
-"""Measure the time of an evaluation: float, with this tool's quantizers, and with the stock quantizers in the same model.
+"""Measure the time of an evaluation of one model: in float, with this tool's quantizers, and with stock quantizers.
 
 Run it in a patched tree, on a float checkpoint (.pt) and a data YAML:
 

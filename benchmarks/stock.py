@@ -10,7 +10,7 @@ from models.quantize.quantizers import Quantizer
 
 
 def with_stock_quantizers(model: Any) -> Any:
-    """Copy a calibrated model with stock quantizers instead of ours: the same ranges, and shared by the same tensors."""
+    """Copy a calibrated model with stock quantizers instead of ours, with the same ranges and the same sharing."""
     model = deepcopy(model)
     stock: dict[Quantizer, TensorQuantizer] = {}
     for module in list(model.modules()):

@@ -56,7 +56,11 @@ def source_split(seed: int, count: int) -> dict[str, np.ndarray]:
 
 
 def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Paint a canvas, FP32 [height, width, 3] in 0..255: noise of several octaves between two colours, plus a gradient."""
+    """Paint a canvas: noise of several octaves between two colours, plus a gradient.
+
+    Returns:
+        FP32 [height, width, 3] in 0..255.
+    """
     noise = np.zeros((height, width), np.float32)
     for octave in range(1, 7):  # coarse to fine: each octave has twice the cells and about half the weight
         cells = rng.random((2**octave + 1, 2**octave + 1), dtype=np.float32) - 0.5
@@ -278,7 +282,7 @@ def make_split(folder: Path, split: str, count: int, size: int, seed: int, task:
 
 
 def data_yaml(out: Path) -> str:
-    """Write the text of data.yaml. The path is absolute: upstream looks for a relative path beside its own sources."""
+    """Write the text of data.yaml, with an absolute path: upstream looks for a relative path beside its own sources."""
     return (
         f'path: {json.dumps(str(out))}\ntrain: images/train\nval: images/val\nnc: 10\n'
         f'names: {json.dumps([str(c) for c in range(10)])}\n'

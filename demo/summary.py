@@ -17,9 +17,9 @@ from utils.qat.core.markdown import markdown_table
 from utils.qat.evaluation.figures import columns, figures
 
 NOTES = """
-Rectangles: padded as little as the image's shape allows, as upstream's val.py does. Squares: as a deployed model sees
-images. Compare rows with the same images. ms/image is inference alone, on this machine, where it was measured: PyTorch
-only simulates INT8, and ONNX Runtime on a CPU shows that the INT8 file is right, not that it is fast."""
+Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
+model. Compare only rows with the same images. ms/image: inference only, on this machine; - is not measured. PyTorch
+only simulates INT8. ONNX Runtime on a CPU shows that the INT8 file is right, not that it is fast."""
 
 
 def rows(folder: Path) -> Iterator[list[Any]]:

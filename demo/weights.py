@@ -79,10 +79,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
-    """Build upstream's model in FP16 from the content of a packed file, with the attributes that upstream's training adds.
+    """Build upstream's model in FP16 from the content of a packed file.
 
-    The head, the last layer of the config, decides the class of the model. The model is built only if it needs exactly the
-    tensors of the file.
+    It has the attributes that upstream's training adds. The head, the last layer of the config, decides its class. It is built
+    only if it needs exactly the tensors of the file.
 
     Args:
         state: content of the file, see `state_of`.
@@ -129,7 +129,7 @@ def pack(checkpoint: str, out: str) -> None:
 
 
 def build(packed: str, out: str, upstream: ModuleType) -> None:
-    """Convert a packed file to an upstream checkpoint, like the checkpoint of a finished training (epoch -1, no optimizer).
+    """Convert a packed file to an upstream checkpoint, as of a finished training (epoch -1, no optimizer).
 
     Args:
         packed: the packed file.

@@ -1,4 +1,4 @@
-"""Detect objects in images with a TensorRT engine, by cuda-python and without PyTorch: a reference client for you to copy.
+"""Detect objects in images with a TensorRT engine, by cuda-python: a reference client for you to copy, without PyTorch.
 
     python examples/infer_engine.py MODEL.engine IMAGE|FOLDER [--save]
 

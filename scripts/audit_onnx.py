@@ -1,4 +1,4 @@
-"""Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much. Builds nothing.
+"""Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much; nothing is built.
 
 python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """

@@ -2,8 +2,8 @@
 
     python scripts/build_engine.py yolov9-c-qat.onnx --batch 1,8,16 --generate-graph
 
-Writes MODEL.engine and MODEL.engine.json, a description of the build. --generate-graph needs the GPU; it also writes MODEL.layer.json,
-MODEL.profile.json, and the picture of draw_engine.py.
+It writes MODEL.engine and MODEL.engine.json, a description of the build. With --generate-graph, which needs the GPU, it also writes
+MODEL.layer.json and MODEL.profile.json, for draw_engine.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Draw a TensorRT engine, layer by layer, and name the layers that cost too much. Reads files of trtexec, needs no GPU.
+"""Draw the layers of a TensorRT engine from files of trtexec, and name the layers that cost too much; needs no GPU.
 
 trtexec --loadEngine=model.engine --profilingVerbosity=detailed --exportLayerInfo=layers.json --exportProfile=profile.json
 python scripts/draw_engine.py --layer layers.json --profile profile.json

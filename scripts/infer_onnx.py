@@ -36,7 +36,7 @@ MOST = 300  # detections in an image
 
 
 def visible(text: object) -> str:
-    """Escape the characters of a name from a file that are not printable, and could move the cursor or colour the terminal."""
+    """Escape the characters of a text that are not printable: they could move the cursor or colour the terminal."""
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in str(text))
 
 
@@ -47,7 +47,7 @@ def fail(message: object) -> NoReturn:
 
 
 def missing(error: ImportError, packages: str) -> None:
-    """End the program because `packages` are not installed, unless the user asked for help, which needs none of them."""
+    """End the program because `packages` are not installed, unless the user asks for help, which needs none."""
     if not {'-h', '--help'} & set(sys.argv):
         fail(f'{error}; it needs {packages}')
 

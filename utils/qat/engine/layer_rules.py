@@ -1,4 +1,4 @@
-"""Rules for the layers of an engine that cost more time than necessary: an `Engine` in, `Finding`s out, one function per rule.
+"""Rules that find layers of an engine that cost too much time: an `Engine` in, `Finding`s out, one function per rule.
 
 TensorRT decides about layers during the build, so the rules read the result: types of tensors, kinds of layers, names of
 kernels. If a name does not tell the answer, it is `unknown`, never guessed. The rules come from NVIDIA's Engine Explorer (before
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from utils.qat.engine.layers import FLOATS, Engine, Layer
 
-FINDINGS = {  # kind → what it means
+FINDINGS = {  # kind → meaning
     'float output': 'INT8 convolutions that return float',
     'type change': 'reformats that change the data type',
     'no tensor cores': 'convolutions that do not run on tensor cores',

@@ -98,7 +98,7 @@ def write_csv(path: Path, engine: Engine, findings: Sequence[Finding]) -> None:
 
 
 def _sums(engine: Engine, what: str, key: Callable[[Layer], str]) -> str:
-    """Make a table of the number of layers, their time and share for each value of `key`; `what` is its first title."""
+    """Make a table of the layers with each value of `key`: their number, time and share; `what` is its first title."""
     groups: dict[str, list[Layer]] = {}
     for layer in engine.layers:
         groups.setdefault(key(layer), []).append(layer)

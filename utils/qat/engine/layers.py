@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def precision(self) -> str:
-        """Return the data type in which the layer computes: that of its first input, the data of a convolution."""
+        """Return the data type in which the layer computes: the type of its first input, the data of a convolution."""
         return self.types[0] or self.types[1] or 'unknown'
 
 
@@ -130,7 +130,7 @@ def size(tensor: Tensor) -> int | None:
 
 
 def dtype(text: str) -> str:
-    """Find the data type (INT8, FP16, ...) in TensorRT's text about a type or a format; '' if it names no known type."""
+    """Find the data type (INT8, FP16, ...) in TensorRT's text about a type or a format; '' if it has no known type."""
     match = TYPE.search(text)
     return TYPES[match[1].lower()] if match else ''
 
@@ -200,7 +200,10 @@ def _layer(raw: dict[str, Any], index: int) -> Layer:
 
 
 def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Find the inputs and outputs of the engine. "Bindings" are only names: a name that no layer writes is an input."""
+    """Find the inputs and outputs of the engine.
+
+    "Bindings" are only names: a name that no layer writes is an input.
+    """
     read, written = ({t.name: t for layer in layers for t in getattr(layer, side)} for side in ('inputs', 'outputs'))
     listed = raw.get('I/O Tensors')
     if isinstance(listed, list) and all(isinstance(t, dict) for t in listed):

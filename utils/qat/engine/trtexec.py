@@ -1,7 +1,7 @@
 """ONNX → engine by trtexec, NVIDIA's program, with the layers of the engine and their times.
 
 NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose precisions by
-flags; 11 has no such flags, and its defaults for measuring are the ones needed here. Every run begins with a banner that has the version.
+flags; 11 has no such flags, and by default it measures as needed here. The version is in the banner at the beginning of every run.
 """
 
 from __future__ import annotations

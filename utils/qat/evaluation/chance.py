@@ -64,7 +64,9 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
 
 
 def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Compute AP of one class on each resample, by the definition of upstream's compute_ap: the mean over 101 recalls and all IoU.
+    """Compute AP of one class on each resample.
+
+    The definition is upstream's, of compute_ap: the mean over 101 recalls and all IoU.
 
     Args:
         hits: bool [n, 10], whether a detection is correct at each IoU; highest score first.
@@ -85,7 +87,7 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
     for hit in hits[useful].T[hits.any(0)]:
         right = np.cumsum(weights[hit], 0)
         precision = np.maximum.accumulate((right / detections[:-1][hit])[::-1])[::-1]
-        points = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... that are reached
+        points = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... below the one reached
         ap += precision[0] * (points[0] - 0.5) + (precision[1:] * np.diff(points, axis=0)).sum(0)
         left, missed = 100 - points[-1], 1 - right[-1] / labels
         # upstream continues the curve by a line to (recall 1, precision 0)
@@ -126,7 +128,7 @@ def within_chance(found: dict[str, Any]) -> bool:
 
 
 def points_lost(found: dict[str, Any]) -> float:
-    """Compute the points (0.01) of AP that are lost beyond chance, of boxes or of masks, whichever is more; within chance 0."""
+    """Compute the points (0.01) of AP that are lost beyond chance, the larger of boxes and masks; within chance 0."""
     return max(0 if within_chance(part) else -100 * part['difference'] for part in parts(found))
 
 

@@ -26,16 +26,19 @@ SAME_DETECTION = 0.9  # IoU from which they count as the same detection
 
 @dataclass
 class Comparison:
-    """Differences of the model `other` from the model `reference`. Boxes are in pixels of the model's input, scores in 0..1."""
+    """Differences of the model `other` from the model `reference`.
+
+    Boxes are in pixels of the model's input, scores in 0..1.
+    """
 
     images: int
     rtol: float
     atol: float
     top: int
     # differences of all predictions, before NMS, see Elements.figures
-    boxes: dict[str, float] | None  # None if a model has NMS inside, likewise the next three
+    boxes: dict[str, float] | None  # these four are None if a model has NMS inside
     scores: dict[str, float] | None
-    coefficients: dict[str, float] | None  # of the masks; None also without masks, likewise the next
+    coefficients: dict[str, float] | None  # these two, of the masks, are None also without masks
     prototypes: dict[str, float] | None
     # differences of the top detections, after NMS
     ranks: list[dict[str, Any]]  # see Ranking.ranks
@@ -56,13 +59,13 @@ class Comparison:
 
     @property
     def mask_ap_difference(self) -> float | None:
-        """Return the AP of the masks of `other` less that of `reference`; None without labels or masks."""
+        """Return the mask AP of `other` less the mask AP of `reference`; None without labels or masks."""
         if not (self.reference and self.reference.mask and self.other and self.other.mask):
             return None
         return self.other.mask['ap'] - self.reference.mask['ap']
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain values; None for a missing figure and for one that is not finite, which JSON cannot write."""
+        """Convert to plain values; None for a missing figure, and for one that is not finite: JSON cannot write it."""
         metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
         return _finite(
             {
@@ -188,10 +191,11 @@ class Ranking:
             One dict for each rank:
                 rank: number of the rank, from 1.
                 images: number of images in which either model has a detection at this rank.
-                score: mean score of the reference, over the images in which both have one; likewise the next two.
+                score: mean score of the reference.
                 score_error: mean absolute difference of the scores.
                 box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
                 disagreement: share of `images` in which the models disagree.
+            The three means are over the images in which both models have a detection at this rank.
         """
         return [
             {
@@ -239,12 +243,12 @@ def compare(
 
     Args:
         reference: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see file_model.py.
-        other: the other model, likewise.
+        other: images → predictions, of the other model.
         loader: batches, see loaders.val_loader.
         device: where the images are given to the models.
         names: class index → name, to score both models; None if the images have no labels.
         rtol: relative tolerance, as in numpy.isclose.
-        atol: absolute tolerance, likewise.
+        atol: absolute tolerance, as in numpy.isclose.
         top: number of ranks to compare.
         progress: wraps the loader, to show progress.
 

@@ -1,4 +1,4 @@
-"""Two classifiers side by side on the same images: the differences of their scores, rank by rank, and of their accuracies.
+"""Two classifiers side by side on the same images: the differences of their scores, rank by rank, and accuracies.
 
 For detectors there is compare.py. A model is a callable: images [B, 3, H, W] → scores [B, C].
 """
@@ -16,7 +16,7 @@ from utils.qat.evaluation.compare import Elements
 
 @dataclass
 class ClassComparison:
-    """Differences of the classifier `other` from the classifier `reference`. Accuracies are in 0..1."""
+    """Differences of the classifier `other` from the classifier `reference`; accuracies are in 0..1."""
 
     images: int
     rtol: float
@@ -72,11 +72,11 @@ def compare_classes(
 
     Args:
         reference: images FP32 [B, 3, H, W] on `device` → scores [B, C].
-        other: the other classifier, likewise.
+        other: images → scores, of the other classifier.
         batches: (images FP32 [B, 3, H, W], labels [B]) of each batch; None for images without labels.
         device: where the images are given to the classifiers.
         rtol: relative tolerance, as in numpy.isclose.
-        atol: absolute tolerance, likewise.
+        atol: absolute tolerance, as in numpy.isclose.
         top: number of ranks to compare.
 
     Raises:

@@ -29,7 +29,10 @@ IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
 
 @dataclass
 class Metrics:
-    """Metrics of boxes and masks, in 0..1; AP is the mean over IoU 0.50:0.95, precision and recall are at the best F1."""
+    """Metrics of boxes and masks, in 0..1.
+
+    AP is the mean over IoU 0.50:0.95. Precision and recall are at the best F1.
+    """
 
     ap: float
     ap50: float
@@ -50,7 +53,10 @@ class Metrics:
 
 
 class Stopwatch:
-    """A sum of wall times in seconds; it waits for the GPU, so that the time of its work counts in the block that ordered it."""
+    """A sum of wall times in seconds.
+
+    It waits for the GPU at both ends of a block, so that the block which starts work gets the time of this work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Start at 0."""
@@ -138,7 +144,7 @@ def _box_iou(boxes: torch.Tensor, labels: torch.Tensor, truth: Truth, image: int
 
 
 def _mask_iou(masks: Any, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
-    """Compute the IoU [m, n] of the true masks of an image with the detected ones (a Masks), in the size of the prototypes."""
+    """Compute the IoU [m, n] of the true masks of an image with `masks` (a Masks), in the size of the prototypes."""
     if not len(labels) or not len(masks.boxes):
         return masks.boxes.new_zeros(len(labels), len(masks.boxes))
     found = masks.coarse()

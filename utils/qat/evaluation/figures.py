@@ -12,7 +12,7 @@ def figures(metrics: dict[str, Any] | None, masks: bool = False) -> list[str]:
     """Write AP, AP50, P and R of plain metrics with four digits; '-' for a missing figure.
 
     Args:
-        metrics: plain metrics of boxes; under 'mask' those of masks.
+        metrics: plain metrics of boxes, with the metrics of masks under 'mask'.
         masks: add AP, AP50, P and R of masks.
     """
     of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in ('ap', 'ap50', 'precision', 'recall')]

@@ -1,4 +1,4 @@
-"""The work of `qat.py eval` and `val_trt.py`: a model is scored on the val images of a data YAML, and a report is written."""
+"""The work of `qat.py eval` and `val_trt.py`: a model is scored on the val images of a data YAML, with a report."""
 
 from pathlib import Path
 from typing import Any

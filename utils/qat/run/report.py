@@ -89,7 +89,7 @@ def run_table(report: dict[str, Any]) -> str:
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
-    """Say in sentences how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    """Say how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
     best = report['best']
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
@@ -140,8 +140,8 @@ def calibration_text(calibration: dict[str, Any]) -> str:
     kept = min(found, key=found.get)
     rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in found.items()]
     return (
-        f"{escaped(chosen)}: of those compared the one whose detections are closest to the float model's (divergence 0: the same), "
-        f'on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
+        f'{escaped(chosen)}: of the compared calibrations the one whose detections are closest to the float model '
+        f'(divergence 0: the same), on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
     )
 
 

@@ -1,4 +1,4 @@
-"""The result of `qat.py sensitive`, summary-sensitive-analysis.json, by which `qat.py quantize` chooses float layers."""
+"""The result of `qat.py sensitive`, summary-sensitive-analysis.json, by which `quantize` chooses float layers."""
 
 from collections.abc import Container, Iterable
 from pathlib import Path

@@ -89,7 +89,7 @@ BEST=$OUT/qat/weights/qat_best_yolov9-$NAME
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
-    python ../../demo/make_data.py --task $TASK --out $OUT/data --train 400 --val 100
+    python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 400 --val 100
 if [[ $TASK == detect ]]; then
     step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $MODEL-dual.pt \
         python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL-dual.pt

@@ -15,7 +15,7 @@ fail() { echo "train.sh: $1" >&2; exit 2; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
-task=detect device= epochs= batch=128 workers=8 train=3200 val=100 size=320 minutes=
+task=detect device="" epochs="" batch=128 workers=8 train=3200 val=100 size=320 minutes=""
 (( $# >= 2 )) || fail "needs YOLOV9_DIR and OUT_DIR"
 [[ -d $1 ]] || fail "$1 is no folder"
 tree=$(cd "$1" && pwd)

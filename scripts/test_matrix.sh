@@ -56,7 +56,7 @@ run_row() { # ROW, pytest's arguments → its tests.log; in a subshell of its ow
         python -m pip install --disable-pip-version-check ${PACKAGES[$row]} || fail "pip could not install the packages of $row, its message is above"
         echo "${PACKAGES[$row]}" >"$folder/packages"
     fi
-    "$HERE/install_dependencies.sh" --tests --trex ${OPTIONS[$row]}
+    "$HERE/install_dependencies.sh" --tests --trex ${OPTIONS[$row]:+"${OPTIONS[$row]}"}
     python - >"$folder/versions" <<'PYTHON'
 import platform
 from importlib.metadata import version

@@ -172,13 +172,13 @@ def command(file, *arguments, code=0):
     return text
 
 
-def python(*arguments, code=0, **options):
+def python(*arguments, code=0, env=None, **options):
     """Run `python ARGUMENTS...` in the patched tree, one thread; returns stdout + stderr. Fails unless it exits with `code`."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=TREE,
         text=True,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        env={**(env or os.environ), 'OMP_NUM_THREADS': '1'},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -1,8 +1,6 @@
 """Each shim in a fresh process in which its condition is made true, then upstream's own commands."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -10,15 +8,19 @@ import torch
 import yaml
 from conftest import TREE
 from faults import sampled
+from fresh import fresh as process
+from zoo import python
 
 HIDE = """
-import importlib.machinery, os
+import importlib.machinery, os, sys
 real = importlib.machinery.PathFinder.find_spec
-hidden = set(os.environ.get("HIDE", "").split())
+hidden = set(os.environ["HIDE"].split())
 def find_spec(name, path=None, target=None):
     parts = name.split(".")
     return None if hidden & {".".join(parts[:i + 1]) for i in range(len(parts))} else real(name, path, target)
 importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
+for name in [name for name in sys.modules if name.split(".")[0] in hidden]:
+    del sys.modules[name]
 """
 NO_NETWORK = """
 import socket
@@ -30,23 +32,21 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 
 @pytest.fixture
 def fresh(tmp_path):
-    """run(code, hide="IPython pkg_resources") -> stdout + stderr of a new process in the tree; it must end well."""
-    (tmp_path / 'site').mkdir()
-    (tmp_path / 'site' / 'sitecustomize.py').write_text(HIDE)
+    """run(code, hide="IPython pkg_resources") -> stdout + stderr of a new process in the tree; it must end well.
 
-    def run(code, hide='', **env):
-        env = {
-            **os.environ,
-            'PYTHONPATH': str(tmp_path / 'site'),
-            'HIDE': hide,
-            'YOLOV5_CONFIG_DIR': str(tmp_path / 'config'),
-            **env,
-        }
+    It has torch and other libraries loaded, but nothing of upstream; `bare=True` starts an interpreter that has loaded nothing.
+    """
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site' / 'hiding.py').write_text(HIDE)
+    begin = f'import sys; sys.path.insert(1, {str(tmp_path / "site")!r}); import hiding'
+
+    def run(code, hide='', bare=False, **env):
+        env = {**os.environ, 'HIDE': hide, 'YOLOV5_CONFIG_DIR': str(tmp_path / 'config'), **env}
         env.pop('YOLOv5_AUTOINSTALL', None)
-        command = [sys.executable, '-c', textwrap.dedent(code)] if isinstance(code, str) else [sys.executable, *code]
-        result = subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout + result.stderr
+        if not bare:
+            return process(*(['-c', textwrap.dedent(code)] if isinstance(code, str) else code), env=env, first=begin)
+        code = f'{begin}\n{textwrap.dedent(code)}'
+        return python('-c', code, env=env, timeout=300)
 
     return run
 
@@ -88,7 +88,8 @@ ORDERS = [
 @pytest.mark.parametrize('order', sampled(map(pytest.param, ORDERS), 3), ids='; '.join)
 def test_shims_are_there_in_every_order_of_imports(fresh, order):
     """The last import is the first of a module inside upstream."""
-    fresh(f"""
+    fresh(
+        f"""
         import sys
         {'; '.join(order[:-1]) or 'pass'}
         compat = sys.modules.get("utils.qat.compat")
@@ -99,15 +100,20 @@ def test_shims_are_there_in_every_order_of_imports(fresh, order):
         for shimmed in torch.load, torch.hub.download_url_to_file, torch.onnx.export:
             assert shimmed.__wrapped__ and shimmed.__code__.co_filename == compat.__file__, shimmed
         assert np.trapz and np.float is float and PIL.ImageFont.FreeTypeFont.getsize
-    """)
+    """,
+        bare=True,
+    )
 
 
 @pytest.mark.parametrize('package', ['utils', 'models'])
 def test_upstreams_packages_alone_load_nothing(fresh, package):
-    fresh(f"""
+    fresh(
+        f"""
         import sys, {package}, utils.qat.compat as compat
         assert not {{"torch", "numpy", "PIL", "pkg_resources"}} & sys.modules.keys() and compat._fired is None
-    """)
+    """,
+        bare=True,
+    )
 
 
 def test_nothing_in_torch_nn_changes(fresh):
@@ -352,9 +358,9 @@ def test_cuda_amp_is_quiet(fresh):
 
 def test_cuda_amp_that_is_gone(fresh):
     fresh("""
-        import sitecustomize, sys, torch, torch._dynamo, torchvision  # today's torch still imports it for itself
+        import hiding, sys, torch, torch._dynamo, torchvision  # today's torch still imports it for itself
         del sys.modules["torch.cuda.amp"], torch.cuda.amp
-        sitecustomize.hidden.add("torch.cuda.amp")
+        hiding.hidden.add("torch.cuda.amp")
         from models.common import amp  # from torch.cuda import amp
         assert "yolov9-qat" in amp.__doc__ and torch.cuda.amp is amp
         with amp.autocast(False), torch.cuda.amp.autocast(enabled=False):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TREE
-from zoo import python
+from fresh import fresh
 
 from models.deploy.onnx_export import export_onnx
 from utils.qat.config.qat import EvalConfig
@@ -44,7 +44,7 @@ json.dump({'ap': ap, 'ap50': ap50, 'precision': p, 'recall': r, 'per_class': per
 
 
 def test_figures_are_those_of_upstreams_val(demo, tmp_path):
-    python('-c', UPSTREAM, demo.data, demo.single, BATCH, SIZE, tmp_path, tmp_path / 'theirs.json')
+    fresh('-c', UPSTREAM, demo.data, demo.single, BATCH, SIZE, tmp_path, tmp_path / 'theirs.json')
     theirs = json.loads((tmp_path / 'theirs.json').read_text())
     ours = metrics_of(demo, TorchModel(demo.float_model()))
     for name in FIGURES:

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from faults import sampled
+from fresh import fresh
 from torchvision.ops import roi_align
-from zoo import build, fuse, image, program, python, settings
+from zoo import build, fuse, image, program, settings
 
 from models.quantize.calibration.divergence import divergence, mask_logits, strongest_places
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
@@ -439,7 +440,7 @@ def test_boxes_and_masks_count_alike():
 def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path):
     verb, *extra = ('quantize', '--dry-run') if verb == 'dry run' else (verb,)
     said = (
-        python(
+        fresh(
             'segment/qat_seg.py',
             verb,
             '--weights',

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import image, output, python, same, state
+from fresh import fresh
+from zoo import image, output, same, state
 
 from models.quantize import blocks
 from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
@@ -48,7 +49,7 @@ with torch.no_grad():
 @pytest.mark.parametrize('loader', ['ours', 'upstream'])
 def test_a_fresh_process_computes_the_same(demo, tmp_path, loader):
     torch.save(image(96, 2), tmp_path / 'images.pt')
-    python('-c', RELOAD, demo.quantized, tmp_path / 'images.pt', tmp_path / 'out.pt', loader)
+    fresh('-c', RELOAD, demo.quantized, tmp_path / 'images.pt', tmp_path / 'out.pt', loader)
     model = demo.quantized_model()
     assert same(torch.load(tmp_path / 'out.pt'), output(model, image(96, 2))[0])
     assert not same(output(demo.float_model(), image(96, 2))[0], output(model, image(96, 2))[0]), 'it is quantized'

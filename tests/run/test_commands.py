@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
-from zoo import command, program, python
+from fresh import fresh
+from zoo import command, program
 
 from models.deploy.end2end import export_end2end
 from utils.qat.config.export import Nms
@@ -31,8 +32,8 @@ def job(tmp_path_factory):
 
         program('demo/weights.py').build(REPO / 'demo/demo-weights.pt', folder / 'dual.pt', upstream)
     command('reparameterization.py', '--weights', folder / 'dual.pt', '--save', folder / 'single.pt')
-    python(*quantize(folder, '--epochs', 2))
-    python('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
+    fresh(*quantize(folder, '--epochs', 2))
+    fresh('export_qat.py', '--weights', folder / 'runs/exp/weights/qat_best_single.pt', '--imgsz', SIZE)
     return folder
 
 
@@ -439,7 +440,7 @@ def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
 def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     best = report_of(job / 'runs/exp')['best']
     weights = job / 'runs/exp' / best['file']
-    out = python(
+    out = fresh(
         'val.py',
         '--weights',
         weights,
@@ -459,7 +460,7 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     p, r, ap50, ap = map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', out).groups())
     ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
     assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
-    python(
+    fresh(
         'detect.py',
         '--weights',
         weights,

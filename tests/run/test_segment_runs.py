@@ -6,7 +6,8 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from zoo import build, full, fuse, image, output, program, python, same, settings
+from fresh import fresh
+from zoo import build, full, fuse, image, output, program, same, settings
 
 from models.deploy.onnx_export import export_onnx
 from models.quantize import checkpoint
@@ -64,7 +65,7 @@ json.dump([float(f) for f in figures], open(Path(sys.argv[5]) / 'theirs.json', '
 )
 def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
     theirs = {'overlap': options.get('overlap', False), 'mask_downsample_ratio': options.get('mask_ratio', 1)}
-    python('-c', UPSTREAM, demo_seg.data, demo_seg.single, BATCH, SIZE, tmp_path, json.dumps(theirs))
+    fresh('-c', UPSTREAM, demo_seg.data, demo_seg.single, BATCH, SIZE, tmp_path, json.dumps(theirs))
     theirs = json.loads((tmp_path / 'theirs.json').read_text())
     ours = metrics_of(demo_seg, TorchModel(demo_seg.float_model()), loader_of(demo_seg, **options))
     found = [getattr(ours, k) for k in ('precision', 'recall', 'ap50', 'ap')] + [
@@ -98,7 +99,7 @@ torch.save([predictions, *maps, coefficients, prototypes], sys.argv[3])
 
 def same_in_a_fresh_process(model, file, images, folder):
     torch.save(images, folder / 'images.pt')
-    python('-c', RELOAD, file, folder / 'images.pt', folder / 'theirs.pt')
+    fresh('-c', RELOAD, file, folder / 'images.pt', folder / 'theirs.pt')
     return same(output(model, images), torch.load(folder / 'theirs.pt'))
 
 
@@ -143,7 +144,7 @@ def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
 def run(demo_seg, tmp_path_factory):
     """Folder of a short `qat_seg.py quantize`."""
     project = tmp_path_factory.mktemp('runs')
-    python(
+    fresh(
         'segment/qat_seg.py',
         'quantize',
         '--weights',

@@ -3,66 +3,38 @@
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
 """
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
-from utils.qat.config.backends import BACKENDS
-from utils.qat.config.engine import PRECISIONS, BenchmarkConfig
-from utils.qat.core.command import Parser, run_command
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.options import read
+from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
 from utils.qat.core.run_folder import run_folder
 
+if TYPE_CHECKING:
+    import torch
 
-def parse_args(argv):
-    c = BenchmarkConfig
-    parser = Parser(
-        description=__doc__.splitlines()[0],
-        epilog='PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and '
-        'precision beside MODEL.onnx. It simulates INT8, and this time says nothing about INT8 speed. ONNX Runtime and engines '
-        'compute in the precision of the file; TensorRT before 11 builds FP32 and FP16 engines of a float file.',
-    )
-    parser.add_argument(
-        'models', nargs='+', type=Path, metavar='MODEL', help='.onnx (any network), .engine, or .pt (YOLOv9)'
-    )
-    parser.add_argument(
-        '--batch',
-        help='images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these '
-        'four if it takes any batch',
-    )
-    parser.add_argument(
-        '--precision',
-        help=f'one or more of {",".join(PRECISIONS[1:])}; default: all that the file and the backend have',
-    )
-    parser.add_argument(
-        '--imgsz',
-        '--img',
-        '--img-size',
-        nargs='+',
-        type=int,
-        help='height and width in pixels, for a file with open height and width and for a .pt; default for a .pt: 640',
-    )
-    parser.add_argument('--duration', type=float, default=c.duration, help='seconds of each measurement')
-    parser.add_argument('--warmup', default='500ms', help='time before each measurement, such as 500ms or 0.5s')
-    parser.add_argument('--backend', help=f'one or more of {",".join(BACKENDS)}; default: all that can run here')
-    parser.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    parser.add_argument(
-        '--no-cuda-graph', dest='cuda_graph', action='store_false', help='launch the kernels of an engine one by one'
-    )
-    parser.add_argument(
-        '--workspace', type=int, default=c.workspace, help='memory for the kernels when an engine is built, in MiB'
-    )
-    parser.add_argument(
-        '--project', type=Path, default=c.project, help='results go to PROJECT/NAME, engines to PROJECT/engines'
-    )
-    parser.add_argument('--name', default=c.name)
-    parser.add_argument('--exist-ok', action='store_true', help='write into an existing PROJECT/NAME')
-    return c(**vars(parser.parse_args(argv)))
+EPILOG = (
+    'PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and precision beside MODEL.onnx. It simulates INT8, '
+    'and this time says nothing about INT8 speed. ONNX Runtime and engines compute in the precision of the file; TensorRT '
+    'before 11 builds FP32 and FP16 engines of a float file.'
+)
 
 
-def describe_machine(device):
-    """Describe the machine: the figures depend on it."""
+def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
+    """Turn the command line into settings."""
+    return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Describe the machine, on which the figures depend: hardware, threads, versions."""
     import platform
     from importlib import metadata
 
@@ -90,8 +62,8 @@ def describe_machine(device):
     }
 
 
-def next_command(models):
-    """Return the next command: for an ONNX file its audit, for an engine its AP, for a checkpoint its export."""
+def next_command(models: Sequence[Path]) -> str:
+    """Return the command to type next: the audit of an ONNX file, the AP of an engine, or the export of a checkpoint."""
     from utils.qat.engine.sidecar import read_sidecar
 
     onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
@@ -104,7 +76,8 @@ def next_command(models):
     return command('export_qat.py', '--weights', models[-1])
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
 
     from dataclasses import asdict

@@ -6,63 +6,36 @@
 A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The second is compared with the first.
 """
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
-from utils.qat.config.backends import ENGINES
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED
+from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
-from utils.qat.core.command import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.config.options import read
+from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.next_command import after_scoring
 from utils.qat.core.run_folder import run_folder
 
+if TYPE_CHECKING:
+    import torch
 
-def parse_args(argv):
-    """Read the command line into a CompareConfig."""
-    c, p = CompareConfig, Parser(description=__doc__.splitlines()[0])
-    for name, which in (('reference', 'A'), ('other', 'B')):
-        p.add_argument(name, type=Path, metavar=which, help='checkpoint (.pt), .onnx or .engine')
-    p.add_argument(
-        '--data',
-        type=Path,
-        help='data YAML; its val images are used. For classifiers: a folder with one folder of images for each class',
-    )
-    p.add_argument('--random', type=int, metavar='N', help='use N images of noise instead of --data')
-    p.add_argument(
-        '--images', type=int, default=c.images, help='number of images of the data, at most, evenly spread; 0 = all'
-    )
-    p.add_argument(
-        '--imgsz', '--img', '--img-size', type=int, help='image size in pixels; default: the size of the files, or 640'
-    )
-    p.add_argument('--batch-size', type=int, default=c.batch_size, help='images at once')
-    p.add_argument('--rtol', type=float, default=c.rtol, help='relative tolerance, as in numpy.isclose')
-    p.add_argument('--atol', type=float, default=c.atol, help='absolute tolerance; for boxes in pixels')
-    p.add_argument('--top', type=int, default=c.top, help='ranks to compare')
-    p.add_argument(
-        '--mean',
-        type=float,
-        nargs='+',
-        default=c.mean,
-        help="mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406",
-    )
-    p.add_argument(
-        '--std', type=float, nargs='+', default=c.std, help='their standard deviation, such as 0.229 0.224 0.225'
-    )
-    p.add_argument('--device', default=c.device, help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
-    p.add_argument(
-        '--backend', choices=ENGINES, default=c.backend, help='library for engines: TensorRT or TensorRT-RTX'
-    )
-    p.add_argument('--workers', type=int, default=c.workers, help='data loading processes')
-    p.add_argument('--seed', type=int, default=c.seed, help='seed of --random')
-    p.add_argument('--project', type=Path, default=c.project, help='results go to PROJECT/NAME')
-    p.add_argument('--name', default=c.name, help='results go to PROJECT/NAME')
-    p.add_argument('--exist-ok', action='store_true', help='write into PROJECT/NAME even if it exists')
-    return CompareConfig(**vars(p.parse_args(argv)))
+    from utils.qat.prediction.file_model import FileModel
+    from utils.qat.prediction.pytorch import TorchModel
 
 
-def image_size(config, models):
-    """Return the side of the square images that both models take. Raises QatError if there is none."""
+def parse_args(argv: Sequence[str] | None) -> CompareConfig:
+    """Turn the command line into settings."""
+    return read(CompareConfig, argv, __doc__.splitlines()[0])
+
+
+def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> int:
+    """Find the side, in pixels, of the square images that both models take. Raises QatError if there is none."""
     from utils.qat.prediction.file_model import FileModel
 
     sizes = {tuple(m.imgsz) for m in models if isinstance(m, FileModel)} or {(config.imgsz or 640,) * 2}
@@ -77,23 +50,20 @@ def image_size(config, models):
     return size
 
 
-def compare_detectors(config, models, device, size):
-    """(plain Comparison, its tables)."""
-    from utils.qat.config.qat import EvalConfig
+def compare_detectors(
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+) -> tuple[dict[str, Any], str]:
+    """Compare two detectors. Returns the plain compare.Comparison and its tables in Markdown."""
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import random_images, val_loader
     from utils.qat.evaluation.compare import compare
     from utils.qat.evaluation.compare_report import comparison_tables
 
     if config.data:
-        data = load_data(
-            require_file(config.data, '--data', ('.yaml', '.yml')), models[0].nc, segments=models[0].segments
-        )
-        settings = EvalConfig(config.reference, config.data, config.batch_size, size, workers=config.workers)
-        loader, names = (
-            val_loader(data, settings, max(m.stride for m in models), square=True, limit=config.images),
-            data.names,
-        )
+        data = load_data(config.data, models[0].nc, segments=models[0].segments)
+        settings = LoaderConfig(batch_size=config.batch_size, imgsz=size, workers=config.workers, device=config.device)
+        stride, names = max(m.stride for m in models), data.names
+        loader = val_loader(data, settings, stride, square=True, limit=config.images)
     else:
         loader, names = random_images(config.random, config.batch_size, size, config.seed), None
     found = compare(
@@ -102,8 +72,10 @@ def compare_detectors(config, models, device, size):
     return found, comparison_tables(found, (config.reference.name, config.other.name))
 
 
-def compare_classifiers(config, models, device, size):
-    """(plain ClassComparison, its tables)."""
+def compare_classifiers(
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+) -> tuple[dict[str, Any], str]:
+    """Compare two classifiers. Returns the plain compare_classes.ClassComparison and its tables in Markdown."""
     from utils.qat.data.loaders import class_images, random_images
     from utils.qat.evaluation.compare_classes import compare_classes
     from utils.qat.evaluation.compare_report import class_comparison_tables
@@ -119,16 +91,20 @@ def compare_classifiers(config, models, device, size):
     return found, class_comparison_tables(found, (config.reference.name, config.other.name))
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
 
     import torch
 
-    from models.deploy.load import SUFFIXES, load_model
+    from models.deploy.load import load_model
     from utils.qat.core.device import select_device
     from utils.qat.evaluation.compare_report import write_comparison
 
-    files = [require_file(file, which, SUFFIXES) for file, which in ((config.reference, 'A'), (config.other, 'B'))]
+    files = [
+        require_file(file, which, CHECKPOINTS + EXPORTED)
+        for file, which in ((config.reference, 'A'), (config.other, 'B'))
+    ]
     device = select_device(config.device)
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):

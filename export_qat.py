@@ -6,112 +6,75 @@
 segmentation model (docs/end2end.md).
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from utils.qat.config.export import FLOAT_LIMITS, INCLUDE, INT8_LIMITS, OPSETS, PLUGIN, ExportConfig
-from utils.qat.config.qat import EvalConfig
-from utils.qat.core.command import Parser, explain_out_of_memory, require_file, run_command
+from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.common import LoaderConfig
+from utils.qat.config.export import INCLUDE, PLUGIN, ExportConfig, Nms, Pooling
+from utils.qat.config.options import read
+from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import after_scoring, command, data_yaml
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
-def parse_args(argv):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument('--weights', type=Path, required=True, help='quantized or float checkpoint (.pt)')
-    parser.add_argument('--include', nargs='+', default=['onnx'], help=f'files to write: {", ".join(INCLUDE)}')
-    parser.add_argument(
-        '--imgsz', '--img', '--img-size', nargs='+', type=int, default=[640, 640], help='height and width in pixels'
-    )
-    parser.add_argument('--batch-size', type=int, default=1, help='images per run of a graph with a fixed batch')
-    parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
-    parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
-    parser.add_argument('--inplace', action='store_true', help="set the head's inplace flag, as upstream's export does")
-    parser.add_argument(
-        '--trt',
-        type=int,
-        default=ExportConfig.trt,
-        help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
-        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ',
-    )
-    parser.add_argument(
-        '--half', action='store_true', help='with --trt 11: FP16 for a float checkpoint too (INT8 always has it)'
-    )
-    parser.add_argument(
-        '--fp32-scales',
-        action='store_true',
-        help='with --trt 11 and an INT8 checkpoint: scales in FP32. Sets '
-        'opset 23 (leave out --opset). ONNX Runtime cannot run the file (leave out --verify)',
-    )
-    parser.add_argument(
-        '--opset', type=int, help='ONNX opset; default: ' + ', '.join(f'{d} for {v}' for v, (*_, d) in OPSETS.items())
-    )
-    parser.add_argument('--device', default='cpu', help="device for tracing: 'cpu' or a GPU number")
-    parser.add_argument(
-        '--verify',
-        type=Path,
-        metavar='DATA.yaml',
-        help='compare the file in ONNX Runtime with PyTorch, on the '
-        'val: images of this data; exit code 1 if a difference is above its limit',
-    )
-    parser.add_argument(
-        '--verify-images',
-        type=int,
-        default=ExportConfig.verify_images,
-        help='number of images for --verify, at most, evenly spread over val:; 0 = all',
-    )
-    parser.add_argument(
-        '--rtol', type=float, default=ExportConfig.rtol, help='relative tolerance of --verify, as in numpy.isclose'
-    )
-    parser.add_argument('--atol', type=float, default=ExportConfig.atol, help='absolute tolerance; for boxes in pixels')
-    parser.add_argument(
-        '--max-ap-diff',
-        type=float,
-        help=f'largest difference of AP, in 0..1; default: '
-        f'{FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8',
-    )
-    end2end = parser.add_argument_group('NMS inside the file (--include onnx_end2end)')
-    end2end.add_argument(
-        '--nms',
-        help=f'plugin: {PLUGIN}, only for TensorRT. standard: operators of ONNX, for ONNX Runtime too. '
-        'Default: plugin; with --trt 11 and for a segmentation model: standard',
-    )
-    end2end.add_argument('--topk-all', type=int, default=ExportConfig.topk_all, help='detections per image, at most')
-    end2end.add_argument(
-        '--iou-thres', type=float, default=ExportConfig.iou_thres, help='IoU above which a box is dropped'
-    )
-    end2end.add_argument(
-        '--conf-thres', type=float, default=ExportConfig.conf_thres, help='boxes with this score or less are dropped'
-    )
-    end2end.add_argument('--class-agnostic', action='store_true', help='boxes of different classes drop each other too')
-    masks = parser.add_argument_group('masks inside the file (--include onnx_end2end, segmentation models)')
-    masks.add_argument(
-        '--mask-resolution',
-        type=int,
-        default=ExportConfig.mask_resolution,
-        help='R: a mask has R x R values, which cover the box of its detection',
-    )
-    masks.add_argument(
-        '--pooler-scale',
-        type=float,
-        default=ExportConfig.pooler_scale,
-        help='side of the prototypes / side of the image',
-    )
-    masks.add_argument(
-        '--sampling-ratio',
-        type=int,
-        default=ExportConfig.sampling_ratio,
-        help='RoiAlign: points per value and axis; a '
-        'value is their mean. 0: one point for each prototype cell under a value',
-    )
-    return ExportConfig(**vars(parser.parse_args(argv)))
+    from models.deploy.onnx_export import Exported
+    from utils.qat.data.dataset import Data
+    from utils.qat.prediction.pytorch import TorchModel
 
 
-def require_multiples(imgsz, stride):
+def parse_args(argv: Sequence[str] | None) -> ExportConfig:
+    """Turn the command line into settings."""
+    return read(ExportConfig, argv, __doc__.splitlines()[0])
+
+
+class Job(NamedTuple):
+    """A loaded checkpoint, and the files that are made of it."""
+
+    config: ExportConfig
+    predict: TorchModel
+    recipe: dict[str, Any] | None  # settings of its quantization; None for a float model
+    files: dict[str, Path]  # name in INCLUDE → file to write
+    nms: Nms | None  # inside the end2end file, as `pooling`
+    pooling: Pooling | None
+    images: tuple[Data, DataLoader] | None  # of --verify
+
+    @property
+    def int8(self) -> bool:
+        """Whether the checkpoint is quantized."""
+        return self.recipe is not None
+
+    @property
+    def half(self) -> bool:
+        """Whether the file is FP16 outside of Q/DQ."""
+        return self.config.half or (self.config.trt == 11 and self.int8)
+
+    @property
+    def serving(self) -> Path:
+        """The configuration of a Triton server for the end2end file."""
+        return self.files['onnx_end2end'].with_suffix('.pbtxt')
+
+    @property
+    def in_onnxruntime(self) -> dict[str, Path]:
+        """The files that ONNX Runtime can run: those without the plugin."""
+        return {
+            what: path
+            for what, path in self.files.items()
+            if what == 'onnx' or (self.nms and self.nms.kind == 'standard')
+        }
+
+
+def require_multiples(imgsz: Sequence[int], stride: int) -> None:
     """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
     if any(side % stride for side in imgsz):
         near = [side // stride * stride for side in imgsz]
@@ -121,23 +84,140 @@ def require_multiples(imgsz, stride):
         )
 
 
-def build_command(path, config, int8, half):
-    """Return the trtexec command for the file, and the precision of the engine."""
-    if config.trt == 11:
-        return f'trtexec --onnx={path}  (TensorRT 11; {"INT8 and " * int8}{"FP16" if half else "FP32: --half exports FP16"})'
-    return f'trtexec --onnx={path} --fp16{" --int8" * int8}  (TensorRT {"8.6" if config.trt == 8 else 10})'
+def load(config: ExportConfig) -> Job:
+    """Load the checkpoint and, for --verify, the data: a mistake shall show before the work."""
+    require_file(config.weights, '--weights', CHECKPOINTS)
+    if config.verify:
+        require_file(config.verify, '--verify', ('.yaml', '.yml'))
+
+    import torch
+
+    from models.quantize.checkpoint import load_any
+    from utils.qat.core.device import select_device
+    from utils.qat.data.dataset import load_data
+    from utils.qat.data.loaders import val_loader
+    from utils.qat.graph.half import require_opset
+    from utils.qat.prediction.pytorch import TorchModel
+
+    if config.fp32_scales:
+        require_opset()
+    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
+    model, quant = load_any(config.weights, select_device(config.device))
+    if config.fp32_scales and not quant:
+        raise QatError(
+            f'--fp32-scales: {config.weights} is a float checkpoint, without scales; leave the flag out, or use --half'
+        )
+    predict = TorchModel(model)
+    require_multiples(config.imgsz, predict.stride)
+    files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
+    nms, pooling = config.end2end(predict.segments) if 'onnx_end2end' in files else (None, None)
+    images = None
+    if config.verify:
+        data = load_data(config.verify, predict.nc, '--verify', predict.segments)
+        settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz[0])
+        images = data, val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
+    return Job(config, predict, quant['recipe'] if quant else None, files, nms, pooling, images)
 
 
-def verify(config, reference, device, limits, path, data, loader):
-    """Compare the written file with `reference`: log the tables, write `<stem>.verify.json`. Returns the exit status."""
+def export(job: Job) -> Exported:
+    """Write the files. Returns how far their predictions are from PyTorch."""
+    import onnx
+
+    from models.deploy.end2end import export_end2end
+    from models.deploy.onnx_export import export_onnx
+    from utils.qat.core.files import write_text
+    from utils.qat.graph.triton_config import triton_config
+
+    config = job.config
+    write = partial(
+        export_onnx,
+        job.predict.model,
+        imgsz=config.imgsz,
+        batch=config.batch_size,
+        dynamic=config.dynamic,
+        simplify=config.simplify,
+        opset=config.onnx_opset,
+        inplace=config.inplace,
+        half=job.half,
+        fp32_scales=config.fp32_scales,
+        progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+        kept_float=(job.recipe or {}).get('kept_float', ()),
+    )
+    plain, end2end = job.files.get('onnx'), job.files.get('onnx_end2end')
+    if plain:
+        done = write(plain)
+    if end2end:
+        with atomic(end2end) as tmp:
+            if not plain:
+                done = write(tmp)
+            export_end2end(plain or tmp, tmp, job.nms, job.pooling, runnable=not config.fp32_scales)
+        write_text(job.serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
+    return done
+
+
+def build_command(path: Path, job: Job) -> str:
+    """Return the trtexec command for a file, with the precisions of its engine."""
+    trt, int8 = job.config.trt, job.int8
+    if trt == 11:
+        return f'trtexec --onnx={path}  (TensorRT 11; {"INT8 and " * int8}{"FP16" if job.half else "FP32: --half exports FP16"})'
+    return f'trtexec --onnx={path} --fp16{" --int8" * int8}  (TensorRT {"8.6" if trt == 8 else 10})'
+
+
+def report(job: Job, done: Exported) -> None:
+    """Log what was written, and how far it is from PyTorch."""
+    import onnx
+
+    config, (height, width) = job.config, job.config.imgsz
+    LOGGER.info(
+        f'{config.weights} ({"INT8" if job.int8 else "float"}{", FP16" * job.half}{", FP32 scales" * config.fp32_scales}), '
+        f'images [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}], '
+        f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
+        f'ONNX Runtime{" (which wants the scales in FP16)" * config.fp32_scales} against PyTorch: '
+        f'boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
+        f'scores {done.scores:.3%} (at most {done.scores_max:.3g})'
+        + (
+            f', mask coefficients {done.coefficients:.3%}, prototypes {done.prototypes:.3%}'
+            if job.predict.segments
+            else ''
+        )
+        + f'; allowed {done.limit:.1%}'
+    )
+    for what, path in job.files.items():
+        outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
+        if job.nms and what == 'onnx_end2end':
+            ran = what in job.in_onnxruntime
+            checked = 'in ONNX Runtime as by torchvision' if ran else 'not run here, only TensorRT has it'
+            outputs += f' of up to {job.nms.topk_all} detections; NMS {job.nms.kind}, {checked}'
+        LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\nengine: {build_command(path, job)}')
+    if job.nms:
+        name = job.files['onnx_end2end'].stem
+        LOGGER.info(f'-> {job.serving}: copy it to MODELS/{name}/config.pbtxt of a Triton server, docs/deepstream.md')
+        if job.nms.kind == 'plugin' and config.trt == 11:
+            LOGGER.warning(
+                f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'
+            )
+
+
+def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
+    """Compare a written file with PyTorch: log the tables, write `<stem>.verify.json`. Returns whether the limits are kept.
+
+    what: the file, a name in INCLUDE. loader: images of `data`.
+    """
     import onnxruntime
 
+    from models.deploy.end2end import torch_detections
     from utils.qat.core.files import sha256, write_json
     from utils.qat.core.versions import versions
     from utils.qat.evaluation.compare import compare
     from utils.qat.evaluation.compare_report import comparison_tables
     from utils.qat.prediction.onnxruntime import OnnxModel
 
+    def reference(images):
+        found = job.predict(images)
+        return found if what == 'onnx' else torch_detections(found, tuple(images.shape[2:]), job.nms, job.pooling)
+
+    config, path, device = job.config, job.files[what], job.predict.device
+    limits = config.limits(job.int8)
     result = compare(
         reference,
         OnnxModel(path, device),
@@ -152,7 +232,7 @@ def verify(config, reference, device, limits, path, data, loader):
     write_json(
         file,
         {
-            'settings': asdict(config),
+            'settings': {**config.plain(), 'opset': config.onnx_opset},
             'versions': {**versions(), 'onnxruntime': onnxruntime.__version__},
             'onnx': {'file': path, 'sha256': sha256(path)},
             'limits': asdict(limits),
@@ -173,122 +253,33 @@ def verify(config, reference, device, limits, path, data, loader):
             f'{path}: above the limits of --verify: {"; ".join(excess)}. The file stays. AP is uncertain on few images: '
             'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff'
         )
-    return 1 if excess else 0
+    return not excess
 
 
-def main(argv=None):
-    config = parse_args(argv)
-    require_file(config.weights, '--weights', ('.pt', '.pth'))
-    if config.verify:
-        require_file(config.verify, '--verify', ('.yaml', '.yml'))
-
-    import onnx
-    import torch
-
-    from models.deploy.end2end import export_end2end, torch_detections
-    from models.deploy.onnx_export import export_onnx
-    from models.quantize.checkpoint import load_any
-    from utils.qat.core.device import select_device
-    from utils.qat.core.files import write_text
-    from utils.qat.data.dataset import load_data
-    from utils.qat.data.loaders import val_loader
-    from utils.qat.graph.half import require_opset
-    from utils.qat.graph.triton_config import triton_config
-    from utils.qat.prediction.pytorch import TorchModel
-
-    if config.fp32_scales:
-        require_opset()
-    torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
-    with quiet_upstream(), explain_out_of_memory(config.batch_size):
-        model, quant = load_any(config.weights, select_device(config.device))
-        if config.fp32_scales and not quant:
-            raise QatError(
-                f'--fp32-scales: {config.weights} is a float checkpoint, without scales; leave the flag out, or use --half'
-            )
-        predict, imgsz = TorchModel(model), config.imgsz
-        require_multiples(imgsz, predict.stride)
-        files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
-        plain, end2end = files.get('onnx'), files.get('onnx_end2end')
-        nms, pooling = config.end2end(predict.segments) if end2end else (None, None)
-        if config.verify:  # a mistake in the data shall show before the work
-            data = load_data(config.verify, predict.nc, '--verify', predict.segments)
-            settings = EvalConfig(config.weights, config.verify, config.batch_size, imgsz[0])
-            loader = val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
-        half = config.half or (config.trt == 11 and quant is not None)
-        export = partial(
-            export_onnx,
-            model,
-            imgsz=imgsz,
-            batch=config.batch_size,
-            dynamic=config.dynamic,
-            simplify=config.simplify,
-            opset=config.opset,
-            inplace=config.inplace,
-            half=half,
-            fp32_scales=config.fp32_scales,
-            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
-            kept_float=quant['recipe'].get('kept_float', ()) if quant else (),
-        )
-        done = export(plain) if plain else None
-        if end2end:
-            with atomic(end2end) as tmp:
-                done = done or export(tmp)
-                export_end2end(plain or tmp, tmp, nms, pooling, runnable=not config.fp32_scales)
-            serving = end2end.with_suffix('.pbtxt')
-            write_text(serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
-    LOGGER.info(
-        f'{config.weights} ({"INT8" if quant else "float"}{", FP16" * half}{", FP32 scales" * config.fp32_scales}), '
-        f'images [{"batch" if config.dynamic else config.batch_size}, 3, {imgsz[0]}, {imgsz[1]}], '
-        f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
-        f'ONNX Runtime{" (which wants the scales in FP16)" * config.fp32_scales} against PyTorch: '
-        f'boxes {done.boxes:.3%} (at most {done.boxes_max:.3g} px), '
-        f'scores {done.scores:.3%} (at most {done.scores_max:.3g})'
-        + (f', mask coefficients {done.coefficients:.3%}, prototypes {done.prototypes:.3%}' if predict.segments else '')
-        + f'; allowed {done.limit:.1%}'
-    )
-    for path in files.values():
-        outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
-        if path == end2end:
-            checked = (
-                'in ONNX Runtime as by torchvision' if nms.kind == 'standard' else 'not run here, only TensorRT has it'
-            )
-            outputs += f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'
-        LOGGER.info(
-            f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\n'
-            f'engine: {build_command(path, config, quant is not None, half)}'
-        )
-    written = dict(files)
-    if end2end:
-        written['triton'] = serving
-        LOGGER.info(
-            f'-> {serving}: copy it to MODELS/{end2end.stem}/config.pbtxt of a Triton server, docs/deepstream.md'
-        )
-    in_onnxruntime = {what: path for what, path in files.items() if path != end2end or nms.kind == 'standard'}
-    if end2end and nms.kind == 'plugin' and config.trt == 11:
-        LOGGER.warning(
-            f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'
-        )
-    if config.verify:
-        references = {
-            'onnx': predict,
-            'onnx_end2end': lambda images: torch_detections(predict(images), tuple(images.shape[2:]), nms, pooling),
-        }
-        with explain_out_of_memory(config.batch_size):
-            status = max(
-                verify(config, references[what], predict.device, config.limits(bool(quant)), path, data, loader)
-                for what, path in in_onnxruntime.items()
-            )
-        following = [after_scoring(path, imgsz[0]) for path in files.values()] * (not status)
-    elif in_onnxruntime and not config.fp32_scales and len(set(imgsz)) == 1:  # images are scored as squares
-        status, calibrated_on = 0, data_yaml(quant['recipe'].get('data') if quant else None)
-        following = [
-            command('qat.py', 'eval', '--weights', path, '--data', calibrated_on, '--imgsz', imgsz[0])
-            for path in in_onnxruntime.values()
+def next_commands(job: Job) -> list[str]:
+    """Return the commands to type next: an evaluation, or if that was done or cannot be, the next step to an engine."""
+    config = job.config
+    if not config.verify and job.in_onnxruntime and not config.fp32_scales and len(set(config.imgsz)) == 1:
+        data = data_yaml((job.recipe or {}).get('data'))  # images are scored as squares
+        return [
+            command('qat.py', 'eval', '--weights', path, '--data', data, '--imgsz', config.imgsz[0])
+            for path in job.in_onnxruntime.values()
         ]
-    else:
-        status, following = 0, [after_scoring(path, imgsz[0]) for path in files.values()]
-    finish(*following, **written)
-    return status
+    return [after_scoring(path, config.imgsz[0]) for path in job.files.values()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 1 if a file exceeds the limits of --verify."""
+    config = parse_args(argv)
+    with explain_out_of_memory(config.batch_size):
+        with quiet_upstream():
+            job = load(config)
+            done = export(job)
+        report(job, done)
+        kept = [verify(job, what, *job.images) for what in job.in_onnxruntime] if job.images else []
+    written = {**job.files, **({'triton': job.serving} if job.nms else {})}
+    finish(*(next_commands(job) if all(kept) else ()), **written)
+    return 0 if all(kept) else 1
 
 
 if __name__ == '__main__':

@@ -2,59 +2,38 @@
 
     python export_yoloV9.py -w runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --dynamic
 
-Takes the options of the script of that name in DeepStream-Yolo (parser: NvDsInferParseYolo), and also quantized checkpoints. See
-docs/deepstream.md.
+The options are those of DeepStream-Yolo's script of the same name (parser: NvDsInferParseYolo). Quantized checkpoints are exported
+too. See docs/deepstream.md.
 """
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.export import DeepStreamConfig
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.config.options import read
+from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
 
 
-def parse_args(argv):
-    c = DeepStreamConfig
-    parser = Parser(
-        description=__doc__.splitlines()[0],
-        epilog='Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and '
-        'config_infer_primary_yoloV9.txt to the current folder. Files with these names are replaced.',
+def parse_args(argv: Sequence[str] | None) -> DeepStreamConfig:
+    """Turn the command line into settings."""
+    return read(
+        DeepStreamConfig,
+        argv,
+        __doc__.splitlines()[0],
+        'Writes WEIGHTS.onnx beside the checkpoint, and labels.txt and config_infer_primary_yoloV9.txt to the current folder. '
+        'Files with these names are replaced.',
     )
-    parser.add_argument(
-        '-w',
-        '--weights',
-        type=Path,
-        required=True,
-        help='quantized or float checkpoint (.pt); auxiliary branches are left out',
-    )
-    parser.add_argument(
-        '-s',
-        '--size',
-        nargs='+',
-        type=int,
-        default=[640],
-        help='size of the images in pixels: one number, or height and width',
-    )
-    parser.add_argument('--opset', type=int, help='ONNX opset; default: 17; 19 with --trt 11')
-    parser.add_argument('--simplify', action='store_true', help='simplify the graph (onnxslim)')
-    parser.add_argument('--dynamic', action='store_true', help='leave the batch axis open')
-    parser.add_argument('--batch', type=int, default=c.batch, help='images per run of a graph with a fixed batch')
-    parser.add_argument(
-        '--trt',
-        type=int,
-        default=c.trt,
-        help='TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, '
-        'and the builder chooses FP16. 11: strongly typed, FP16 outside Q/DQ',
-    )
-    return DeepStreamConfig(**vars(parser.parse_args(argv)))
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
-    require_file(config.weights, '--weights', ('.pt', '.pth'))
+    require_file(config.weights, '--weights', CHECKPOINTS)
 
     from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
@@ -80,7 +59,7 @@ def main(argv=None):
             config.batch,
             config.dynamic,
             config.simplify,
-            config.opset,
+            config.onnx_opset,
             half=half,
             kept_float=quant['recipe'].get('kept_float', ()) if quant else (),
             layout=deepstream_layout,

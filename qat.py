@@ -7,12 +7,18 @@
 `torchrun --nproc_per_node N qat.py ...` does the same on N GPUs. All processes compute; the first one writes and prints.
 """
 
-import sys
-from dataclasses import asdict
+from __future__ import annotations
 
-from utils.qat.config.options import parse_args
-from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.core.command import explain_out_of_memory, require_file, resumable, run_command
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.options import add_options
+from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.core.command import Parser, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.core.device import describe, select_device
 from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
 from utils.qat.core.errors import QatError
@@ -21,21 +27,50 @@ from utils.qat.core.next_command import command
 from utils.qat.core.run_folder import run_folder
 from utils.qat.run.resume import resumed
 
+if TYPE_CHECKING:
+    import torch
+    import torch.nn as nn
 
-def choose_precision(config, device):
-    """Choose the default of --amp; refuse --compile and FP16 without CUDA."""
+    from models.quantize.calibration.ptq import Choice
+    from models.quantize.run import Run
+    from utils.qat.data.dataset import Data
+    from utils.qat.data.loaders import Images, TrainingImages
+
+
+def parse_args(argv: Sequence[str] | None) -> QuantizeConfig | SensitiveConfig | EvalConfig:
+    """Turn the command line into the settings of its verb; with --resume, into the settings of the interrupted run."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
+    for name, (kind, _, text) in VERBS.items():
+        lacking = ['weights'] if kind is QuantizeConfig else []  # --resume knows them
+        add_options(verbs.add_parser(name, help=text, description=text), kind, lacking)
+    args, unknown = parser.parse_known_args(argv)
+    typed = vars(args)
+    verb = typed.pop('verb')
+    if unknown:  # said by the parser that has the options
+        verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
+    if 'resume' in typed:
+        return resumed(typed.pop('resume'), typed)
+    if 'weights' not in typed:
+        verbs.choices[verb].error('the following arguments are required: --weights')
+    return VERBS[verb][0](**typed)
+
+
+def with_precision(config: QuantizeConfig, device: torch.device) -> QuantizeConfig:
+    """Resolve the default of --amp. Raise QatError for --compile and FP16 without CUDA."""
     cuda = device.type == 'cuda'
-    config.amp = config.amp or ('fp16' if cuda else 'off')
+    config = replace(config, amp=config.amp or ('fp16' if cuda else 'off'))
     again = 'leave out' if not config.resume else 'start another run without'
     if not cuda and config.compile:
         raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; {again} --compile')
     if not cuda and config.amp == 'fp16':
         raise QatError(f'--amp fp16: only on a GPU, and the device is {device.type}; {again} --amp, or use bf16')
+    return config
 
 
-def dry_run(config):
-    """Print the plan of `quantize`; computes one blank image, writes nothing."""
-    require_file(config.weights, '--weights', ('.pt', '.pth'))
+def dry_run(config: QuantizeConfig) -> None:
+    """Print the plan of `quantize`. Computes one blank image and writes nothing."""
+    require_file(config.weights, '--weights', CHECKPOINTS)
 
     from models.quantize import checkpoint
     from models.quantize.calibration.ptq import Choice, prepare
@@ -56,10 +91,68 @@ def dry_run(config):
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 
-def calibrate_run(run, images, config, choice):
-    """PTQ: score the float model, calibrate a quantized copy of it on `images`, save and score that.
+class Job(NamedTuple):
+    """What `quantize` and `sensitive` start from."""
 
-    choice: what stays in float, see ptq.Choice; more of it where config.max_drop asks for a budget.
+    config: Any  # QuantizeConfig or SensitiveConfig, its precision and image size resolved
+    device: torch.device
+    model: nn.Module  # float, on `device`
+    sha256: str  # of the file of the model
+    stride: int
+    data: Data
+    shard: tuple[int, int]  # this process and the number of processes
+
+
+def load(config: CalibrationConfig) -> Job:
+    """Load the float model and its data, and resolve the settings that depend on them or on the device."""
+    require_file(config.weights, '--weights', CHECKPOINTS)
+    require_file(config.data, '--data', ('.yaml', '.yml'))
+
+    from utils.general import check_img_size
+
+    from models.quantize import checkpoint
+    from utils.qat.data.dataset import load_data
+    from utils.qat.prediction.pytorch import TorchModel
+
+    device = select_device(config.device)
+    if isinstance(config, QuantizeConfig):
+        config = with_precision(config, device)
+    join(device)
+    with quiet_upstream():
+        file = checkpoint.CheckpointFile(config.weights)
+        model = TorchModel(file.load_float(device))
+    config.check_model(model.segments, model.kind)
+    config = replace(config, imgsz=check_img_size(config.imgsz, model.stride))
+    data = load_data(config.data, model.nc, segments=model.segments)
+    return Job(config, device, model.model, file.sha256, model.stride, data, (rank(), world_size()))
+
+
+def open_folder(job: Job, folder: Path | None) -> Path:
+    """Start the log in `folder`, and fix seeds and rounding: the last step before the work.
+
+    Args:
+        job: the settings and the device.
+        folder: see run_folder.run_folder; None in all processes of a torchrun but the first.
+
+    Returns:
+        The folder, in every process.
+    """
+    import torch
+    from utils.general import init_seeds
+
+    init_seeds(job.config.seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
+    folder = from_first(folder)
+    on_first(log_to)(folder / 'log.txt')
+    LOGGER.info(f'device {describe(job.device)}, results in {folder}')
+    return folder
+
+
+def calibrate_run(run: Run, config: QuantizeConfig, images: Images, choice: Choice) -> None:
+    """Do the PTQ of a run: score the float model, calibrate a quantized copy on `images`, save the copy and score it.
+
+    choice: blocks that stay in float, see ptq.Choice; more blocks do if config.max_drop asks for a budget.
     """
     import time
 
@@ -94,8 +187,8 @@ def calibrate_run(run, images, config, choice):
     run.calibrated(model, config.eval_ptq)
 
 
-def finetune_run(run, images, config):
-    """QAT: fine-tune the calibrated model on `images`, from the last finished epoch on; save and score it after each."""
+def finetune_run(run: Run, images: TrainingImages, config: QuantizeConfig) -> None:
+    """Do the QAT of a run: fine-tune the calibrated model from its last finished epoch on; save and score it after each."""
     from copy import deepcopy
 
     from models.quantize.finetuning.loop import finetune
@@ -103,57 +196,23 @@ def finetune_run(run, images, config):
     def progress(batches, epoch, steps):
         return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
 
-    student, last = run.load_calibrated(), run.last_epoch()
-    images.epoch = last.number if last else 0
-    for epoch in finetune(student, deepcopy(run.model), images, config, progress, last):
-        run.learned(student, epoch)
+    with resumable(command('qat.py', 'quantize', '--resume', run.folder)):
+        student, last = run.load_calibrated(), run.last_epoch()
+        images.epoch = last.number if last else 0
+        for epoch in finetune(student, deepcopy(run.model), images, config, progress, last):
+            run.learned(student, epoch)
+        run.finish()
 
 
-def load(config, device):
-    """What `quantize` and `sensitive` begin with: (the float model on `device`, the SHA-256 of its file, its stride, its data); config.imgsz
-    is rounded up to the stride."""
-    from utils.general import check_img_size
+def quantize(config: QuantizeConfig, folder: Path | None) -> None:
+    """Calibrate and fine-tune a float checkpoint, and score each stage. Everything finished stays on disk.
 
-    from models.quantize import checkpoint
-    from utils.qat.data.dataset import load_data
-    from utils.qat.prediction.pytorch import TorchModel
-
-    with quiet_upstream():
-        file = checkpoint.CheckpointFile(config.weights)
-        model = TorchModel(file.load_float(device))
-    config.check_model(model.segments, model.kind)
-    config.imgsz = check_img_size(config.imgsz, model.stride)
-    return model.model, file.sha256, model.stride, load_data(config.data, model.nc, segments=model.segments)
-
-
-def open_folder(config, device, folder):
-    """The last thing before the work: `folder` gets the log, and all that is random or rounds is set.
-
-    folder: see run_folder.run_folder. Returns it, in every process of a torchrun.
+    folder: see run_folder.run_folder. With config.resume it has an interrupted run, and only the rest is done.
     """
-    import torch
-    from utils.general import init_seeds
-
-    init_seeds(config.seed)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
-    folder = from_first(folder)
-    on_first(log_to)(folder / 'log.txt')
-    LOGGER.info(f'device {describe(device)}, results in {folder}')
-    return folder
-
-
-def quantize(config, folder):
-    """The whole job: float evaluation, calibration, PTQ, fine-tuning. Everything finished stays on disk.
-
-    folder: see run_folder.run_folder; if it is config.resume, of an interrupted run, the rest of that is done.
-    """
-    require_file(config.weights, '--weights', ('.pt', '.pth'))
-    require_file(config.data, '--data', ('.yaml', '.yml'))
     if config.hyp:
         require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
-
-    from dataclasses import replace
+    job = load(config)
+    config = job.config
 
     from models.quantize.calibration.ptq import Choice
     from models.quantize.run import Run
@@ -161,44 +220,38 @@ def quantize(config, folder):
     from utils.qat.data.loaders import calibration_images, training_images, val_loader
     from utils.qat.run.report import delivered, export_command, run_table, verdicts
 
-    device = select_device(config.device)
-    choose_precision(config, device)
-    join(device)
-    model, sha256, stride, data = load(config, device)
-    choice = None if config.resume else Choice.of(model, config, sha256)
-    data = replace(data, val_split=config.val_split)
+    choice = None if config.resume else Choice.of(job.model, config, job.sha256)
+    data = replace(job.data, val_split=config.val_split)
+    of_data = data, config, job.stride
     hyp = load_hyp(config.hyp) if config.hyp else None
-    shard = rank(), world_size()
-    loaders = {'val': val_loader(data, config, stride, shard=shard)}
+    loaders = {'val': val_loader(*of_data, shard=job.shard)}
     if config.val_split:
-        loaders['held out'] = val_loader(data, config, stride, split='held out', shard=shard)
-    calibration = None if config.resume else calibration_images(data, config, stride, device, shard)
-    training = training_images(data, config, stride, device, hyp, shard) if config.epochs else None
+        loaders['held out'] = val_loader(*of_data, split='held out', shard=job.shard)
+    # a resumed run was calibrated before
+    ptq = (calibration_images(*of_data, job.device, job.shard), choice) if choice else None
+    training = training_images(*of_data, job.device, hyp, job.shard) if config.epochs else None
     if training:
         loaders['train'] = training.loader
 
-    folder = open_folder(config, device, folder)
-    run = Run(folder, config, model, sha256, data, loaders, LOGGER.info, bar)
+    folder = open_folder(job, folder)
+    run = Run(folder, config, job.model, job.sha256, data, loaders, LOGGER.info, bar)
+    if ptq:
+        calibrate_run(run, config, *ptq)
+    if training:
+        finetune_run(run, training, config)
 
-    if not run.report['ptq']:
-        calibrate_run(run, calibration, config, choice)
-    if config.epochs:
-        with resumable(command('qat.py', 'quantize', '--resume', folder)):
-            finetune_run(run, training, config)
-            run.finish()
-
-    report = run.report
-    final = delivered(folder, report)
-    LOGGER.log(RESULT, '\n'.join(('', run_table(report), '', *verdicts(report), '')))
-    finish(export_command(folder, report), report=folder / 'report.md', weights=final)
+    LOGGER.log(RESULT, '\n'.join(('', run_table(run.report), '', *verdicts(run.report), '')))
+    following = export_command(folder, run.report)
+    finish(following, report=folder / 'report.md', weights=delivered(folder, run.report))
 
 
-def sensitive(config, folder):
-    """Measure the cost of INT8 in each part: each unit alone in INT8, and all units but one, from one calibration."""
-    require_file(config.weights, '--weights', ('.pt', '.pth'))
-    require_file(config.data, '--data', ('.yaml', '.yml'))
-
+def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
+    """Measure the cost of INT8 in each unit: the unit alone in INT8, and all units but this one, from one calibration."""
     import time
+
+    start = time.perf_counter()
+    job = load(config)
+    config = job.config
 
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
@@ -210,48 +263,33 @@ def sensitive(config, folder):
     from utils.qat.run.plots import plot_sensitivity
     from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
-    start = time.perf_counter()
-    device = select_device(config.device)
-    join(device)
-    reference, sha256, stride, data = load(config, device)
-    require_known_head(reference, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
-    shard = rank(), world_size()
-    calibration = calibration_images(data, config, stride, device, shard)
-    loader = val_loader(data, config, stride, square=True, limit=config.num_image or None, shard=shard)
+    require_known_head(job.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
+    images = calibration_images(job.data, config, job.stride, job.device, job.shard)
+    loader = val_loader(job.data, config, job.stride, square=True, limit=config.num_image or None, shard=job.shard)
 
-    folder = open_folder(config, device, folder)
-    model, calibration = calibrated(reference, calibration, config, bar)
+    folder = open_folder(job, folder)
+    model, calibration = calibrated(job.model, images, config, bar)
     times = {'calibrate': time.perf_counter() - start}
-    found = analyse(model, reference, loader, data.names, config, calibration['biases'] != 'none', bar, times)
+    found = analyse(model, job.model, loader, job.data.names, config, calibration['biases'] != 'none', bar, times)
+    times['all'] = time.perf_counter() - start
+
     summary = {
         'kind': KIND,
         'version': VERSION,
         'weights': config.weights.name,
-        'weights_sha256': sha256,
-        'settings': asdict(config),
+        'weights_sha256': job.sha256,
+        'settings': config.plain(),
         'versions': versions(),
-        'device': describe(device),
+        'device': describe(job.device),
         'images': len(loader.dataset),
         'calibration': calibration,
         'times': times,
         **found,
     }
-    times['all'] = time.perf_counter() - start
     on_first(write_json)(folder / FILE, summary)
-    following = command(
-        'qat.py',
-        'quantize',
-        '--weights',
-        config.weights,
-        '--data',
-        config.data,
-        '--imgsz',
-        config.imgsz,
-        '--sensitive',
-        folder / FILE,
-        '--max-drop',
-        0.2,
-    )
+    given = {'--weights': config.weights, '--data': config.data, '--imgsz': config.imgsz}
+    given |= {'--sensitive': folder / FILE, '--max-drop': 0.2}
+    following = command('qat.py', 'quantize', *(word for pair in given.items() for word in pair))
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
@@ -263,7 +301,7 @@ def sensitive(config, folder):
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
-def eval_(config, folder):
+def eval_(config: EvalConfig, folder: Path | None) -> None:
     """Evaluate a quantized checkpoint, or an ONNX file in ONNX Runtime."""
     require_file(config.weights, '--weights', ('.pt', '.pth', '.onnx'))
     require_file(config.data, '--data', ('.yaml', '.yml'))
@@ -277,22 +315,33 @@ def eval_(config, folder):
 
     device = select_device(config.device)
     join(device)
-    torch.backends.cudnn.allow_tf32 = False  # see quantize
+    torch.backends.cudnn.allow_tf32 = False  # see open_folder
     if config.weights.suffix == '.onnx':
-        predict = OnnxModel(config.weights, device)
+        predict: OnnxModel | TorchModel = OnnxModel(config.weights, device)
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
     score_file(predict, config, device, folder)
 
 
-def main(argv=None, needs_masks=False):
-    """needs_masks: refuse a model that gives none."""
-    config = parse_args(argv, __doc__.splitlines()[0], resumed)
-    config.needs_masks = needs_masks
+VERBS: dict[str, tuple[type, Callable, str]] = {
+    'quantize': (QuantizeConfig, quantize, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint'),
+    'sensitive': (SensitiveConfig, sensitive, 'what the INT8 of each layer, block or convolution costs'),
+    'eval': (EvalConfig, eval_, 'evaluate a quantized checkpoint or an ONNX file'),
+}
+
+
+def main(argv: Sequence[str] | None = None, needs_masks: bool = False) -> None:
+    """Run a verb.
+
+    Args:
+        argv: None = the words of this process.
+        needs_masks: refuse a model without masks.
+    """
+    config = replace(parse_args(argv), needs_masks=needs_masks)
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)
-    verb = {EvalConfig: eval_, SensitiveConfig: sensitive, QuantizeConfig: quantize}[type(config)]
+    [verb] = (verb for kind, verb, _ in VERBS.values() if kind is type(config))
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
         verb(config, folder)
     leave()

@@ -3,16 +3,26 @@
 python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
 """
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 from utils.qat.core.next_command import command, data_yaml
 
+if TYPE_CHECKING:
+    import torch.nn as nn
 
-def parse_args(argv):
+
+def parse_args(argv: Sequence[str] | None) -> Namespace:
+    """Read the command line, and check its files."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
     parser.add_argument('--save', type=Path, required=True, help='file to write')
@@ -24,18 +34,24 @@ def parse_args(argv):
     checked.add_argument('--model', choices=list('tsmce'), help='model size')
     checked.add_argument('--classes_num', type=int, help='number of classes')
     args = parser.parse_args(argv)
-    require_file(args.weights, '--weights', ('.pt', '.pth'))
+    require_file(args.weights, '--weights', CHECKPOINTS)
     if args.cfg:
         require_file(args.cfg, '--cfg', ('.yaml', '.yml'))
-    if args.save.suffix not in ('.pt', '.pth'):
+    if args.save.suffix not in CHECKPOINTS:
         raise QatError(f'--save {args.save}: expected a file ending in .pt')
     if args.save.resolve() == args.weights.resolve():
         raise QatError('--save names the file of --weights; choose another')
     return args
 
 
-def check_against(args, model, single):
-    """Compare --cfg, --model and --classes_num with the checkpoint; a mismatch is an error that names both."""
+def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
+    """Compare --cfg, --model and --classes_num with the checkpoint. Raises QatError that names both sides of a mismatch.
+
+    Args:
+        args: the command line.
+        model: the checkpoint's, with two branches.
+        single: the converted one.
+    """
     from models.quantize.weightless import parameter_shapes
     from utils.qat.untrusted.yaml_file import read_yaml
 
@@ -61,7 +77,8 @@ def check_against(args, model, single):
             )
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
     from models.quantize.checkpoint import load_dual_or_float
     from models.quantize.reparameterize import HEADS, largest_difference, reparameterize

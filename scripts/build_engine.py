@@ -8,76 +8,50 @@ MODEL.layer.json and MODEL.profile.json, for draw_engine.py.
 
 import json
 import sys
+from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.config.backends import ENGINES
-from utils.qat.config.engine import PRECISIONS, BuildConfig
+from utils.qat.config.engine import BuildConfig
+from utils.qat.config.options import add_options
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish
 from utils.qat.core.next_command import DATA, command
 
 
-def parse_args(argv: Sequence[str] | None) -> tuple[BuildConfig | None, bool]:
-    """Read the command line; None = the arguments of this process.
+class Which(Action):
+    """An option that prints TensorRT's major version and ends, as --version does; the shell scripts read it."""
 
-    Returns:
-        The settings, or None with --which; and whether to draw the engine.
-    """
-    c, p = BuildConfig, Parser(description=__doc__.splitlines()[0])
-    p.add_argument('onnx', type=Path, metavar='MODEL.onnx', nargs='?', help='file of export_qat.py, or any other')
-    p.add_argument('--engine', type=Path, help='where to write; default: MODEL.engine beside the ONNX file')
-    p.add_argument(
-        '--imgsz',
-        '--img',
-        '--img-size',
-        nargs='+',
-        type=int,
-        help='height and width in pixels. If they are fixed in the file, they must be equal',
-    )
-    p.add_argument(
-        '--batch',
-        help='for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1',
-    )
-    p.add_argument(
-        '--precision',
-        choices=PRECISIONS,
-        default=c.precision,
-        help='auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
-    )
-    p.add_argument('--workspace', type=int, default=c.workspace, metavar='MIB', help='memory for kernels')
-    p.add_argument(
-        '--timing-cache',
-        type=Path,
-        help='file of kernel timings, read and extended by the build; default: beside the engine',
-    )
-    p.add_argument(
-        '--level', type=int, help="TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own"
-    )
-    p.add_argument(
-        '--backend',
-        choices=ENGINES,
-        default=c.backend,
-        help='TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU',
-    )
-    p.add_argument(
-        '--no-trtexec', dest='trtexec', action='store_false', help='use the Python package even if trtexec is found'
-    )
-    p.add_argument(
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        from utils.qat.engine.api import load_tensorrt
+        from utils.qat.engine.trtexec import find_trtexec, version_of
+
+        trtexec = find_trtexec()
+        print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
+        parser.exit()
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[BuildConfig, bool]:
+    """Read the command line; None = the arguments of this process. Returns the settings, and whether to draw the engine."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    add_options(parser, BuildConfig)
+    parser.add_argument(
         '--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU'
     )
-    p.add_argument(
+    parser.add_argument(
         '--which',
-        action='store_true',
+        action=Which,
         help='print the major version of TensorRT here, for export_qat.py --trt, and stop',
     )
-    args = vars(p.parse_args(argv))
-    graph, which = args.pop('generate_graph'), args.pop('which')
-    if not which and args['onnx'] is None:
-        p.error('the following arguments are required: MODEL.onnx')
-    return None if which else BuildConfig(**args), graph
+    typed = vars(parser.parse_args(argv))
+    graph = typed.pop('generate_graph')
+    return BuildConfig(**typed), graph
 
 
 def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
@@ -106,20 +80,9 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
         write_json(profile, runner.profile(images))
 
 
-def print_which() -> None:
-    """Print the major version of TensorRT, for which the shell scripts then export."""
-    from utils.qat.engine.api import load_tensorrt
-    from utils.qat.engine.trtexec import find_trtexec, version_of
-
-    trtexec = find_trtexec()
-    print(version_of(trtexec)[0] if trtexec else load_tensorrt().__version__.split('.')[0])
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
-    if not config:
-        return print_which()
     require_file(config.onnx, 'MODEL', ('.onnx',))
 
     from utils.qat.engine.api import VERSIONS

@@ -8,19 +8,18 @@ import torch.nn as nn
 
 from models.quantize.checkpoint import CheckpointFile, fuse, load_any
 from models.quantize.reparameterize import HEADS, reparameterize
+from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.prediction.registry import open_file
-
-SUFFIXES = '.pt', '.pth', '.onnx', '.engine'
 
 
 def load_model(path: Path, device: torch.device, backend: str = 'tensorrt') -> TorchModel | FileModel:
     """Load the model of a checkpoint (float or quantized), an ONNX file or an engine.
 
     Args:
-        path: ends in one of SUFFIXES.
+        path: ends in one of CHECKPOINTS or EXPORTED (config/backends.py).
         device: of the model and its inputs.
         backend: a key of BACKENDS (config/backends.py), for an engine.
 
@@ -30,7 +29,7 @@ def load_model(path: Path, device: torch.device, backend: str = 'tensorrt') -> T
     Raises:
         QatError: the file has no such model, or it cannot run here.
     """
-    if path.suffix.lower() not in ('.pt', '.pth'):
+    if path.suffix.lower() not in CHECKPOINTS:
         return open_file(path, device, backend)
     with quiet_upstream():
         return TorchModel(load_any(path, device)[0])

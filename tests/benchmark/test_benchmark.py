@@ -30,7 +30,7 @@ from utils.qat.benchmark.model_files import BATCHES, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.timing import LEAST, HostClock, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.onnxruntime import OnnxRuntimeRunner
@@ -342,12 +342,14 @@ def test_by_default_all_that_can_run_here_is_measured(files):
 def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_path):
     for name, source in (('a.onnx', 'demo.onnx'), ('a.pt', 'int8.pt')):
         (tmp_path / name).write_bytes((files / source).read_bytes())
-    found, out = cases(tmp_path, ['a.onnx'], batch='1')
+    found, out = cases(tmp_path, ['a.onnx'], batch=(1,))
     assert found == [('a.onnx', 'onnxruntime', 'fp32', 1)] and 'a.pt beside it is no float one' in out[-1]
 
 
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
-    found, out = cases(files, ['demo.onnx', 'int8.onnx'], precision='fp32,int8', backend='onnxruntime', batch='1')
+    found, out = cases(
+        files, ['demo.onnx', 'int8.onnx'], precision=('fp32', 'int8'), backend=('onnxruntime',), batch=(1,)
+    )
     assert [case[:3:2] for case in found] == [('demo.onnx', 'fp32'), ('int8.onnx', 'int8')]
     assert (
         len(out) == 2
@@ -355,7 +357,7 @@ def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
         and out[1].startswith('--precision fp32: ')
         and 'int8.onnx is INT8' in out[1]
     )
-    found, out = cases(files, ['half.onnx', 'demo.onnx'], backend='onnxruntime', batch='1,4')
+    found, out = cases(files, ['half.onnx', 'demo.onnx'], backend=('onnxruntime',), batch=(1, 4))
     assert [(name, batch) for name, *_, batch in found] == [('half.onnx', 1), ('demo.onnx', 1), ('demo.onnx', 4)]
     assert len(out) == 1 and '--batch 4' in out[0] and 'fixed batch of 1' in out[0]
 
@@ -403,7 +405,7 @@ def test_bad_input_is_one_line_and_exit_code_2(files, tmp_path, capsys, monkeypa
 
 @pytest.mark.parametrize('text, ms', [('500ms', 500), ('0.5s', 500), ('2s', 2000), ('250', 250), ('0', 0)])
 def test_warmup_takes_a_unit(text, ms):
-    assert BenchmarkConfig([Path('a.onnx')], warmup=text).warmup == ms
+    assert milliseconds(text) == ms
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ result['metrics'] = evaluate(TorchModel(student()), val_loader(data, options, 32
 model = student()
 if me:
     model.model[0].conv.bias.data += 1  # they need not agree before
-config = QuantizeConfig(job['single'], job['data'], job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4, amp='off')
+config = QuantizeConfig(job['single'], job['data'], hyp=job['hyp'], batch_size=job['batch'], imgsz=128, workers=0, epochs=2, lr=1e-4, amp='off')
 images = training_images(data, config, 32, cpu, load_hyp(job['hyp']), (me, 2))
 result['losses'] = [epoch.loss for epoch in finetune(model, teacher, images, config)]
 result['finetuned'] = state(model)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,6 @@ from PIL import Image
 from zoo import program, settings
 
 from utils.qat.config.defaults import options
-from utils.qat.config.options import parse_args
 from utils.qat.config.qat import QuantizeConfig, SensitiveConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
@@ -31,8 +31,8 @@ from utils.qat.core.markdown import markdown_table, width
 from utils.qat.core.next_command import DATA, command
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
-from utils.qat.run.resume import resumed
 
+parse_args = program('qat.py').parse_args
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'
 NEXT = re.compile(r'(?m)^next: (.*)$')
 LINK = re.compile(r'!?\[[^]]*\]\(([^)]+)\)')
@@ -227,11 +227,6 @@ def others(chain, demo, tmp_path_factory):
     os.chdir(before)
 
 
-def parser_of(file):
-    """Function that takes a command line and raises QatError if it is wrong."""
-    return (lambda words: parse_args(words, '', resumed)) if file == 'qat.py' else program(file).parse_args
-
-
 def test_what_is_next_can_be_typed(chain, others):
     for said in (chain['eval'][1], *(out for _, _, out, _, _ in others)):
         following = NEXT.findall(said)
@@ -242,7 +237,7 @@ def test_what_is_next_can_be_typed(chain, others):
                 assert [file, *words][1:] == ['labels.txt', 'config_infer_primary_yoloV9.txt', 'DeepStream-Yolo/']
                 assert all(Path(f).is_file() for f in (file, *words[:-1]))
                 continue
-            parser_of(file)(words)
+            program(file).parse_args(words)  # raises QatError if they are wrong
             assert python == 'python' and all(
                 Path(w).is_file() for w in words if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != DATA
             )
@@ -465,11 +460,9 @@ def test_the_report_of_quantize(chain):
     text = (folder / 'report.md').read_text()
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
-    config, again = (
-        parse_args(['quantize', *map(str, words)], '', resumed) for words in (chain['quantize'][0][1:], made_by)
-    )
-    again.amp = config.amp  # decided by then
-    assert vars(config) == vars(again), 'the command in it is the one that was typed'
+    config, again = (parse_args(['quantize', *map(str, words)]) for words in (chain['quantize'][0][1:], made_by))
+    again = replace(again, amp=config.amp)  # decided by then
+    assert config == again, 'the command in it is the one that was typed'
     assert NEXT.findall(chain['quantize'][1])[0] in text and {
         f'weights/{f.name}' for f in (folder / 'weights').glob('*.pt')
     } <= set(links(folder / 'report.md'))
@@ -532,16 +525,16 @@ def test_a_picture_of_any_class_names(tmp_path, recwarn):
     ],
 )
 def test_settings_as_options(line):
-    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)], '', resumed)
-    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)], '', resumed) == config
-    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)], '', resumed) == config
+    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)])
+    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)]) == config
+    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)]) == config
 
 
 def test_settings_of_sensitive_as_options():
     config = parse_args(
-        ['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0'], '', resumed
+        ['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0']
     )
-    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)], '', resumed) == config
+    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)]) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):

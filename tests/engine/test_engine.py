@@ -14,7 +14,7 @@ from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
 from zoo import python
 
-from utils.qat.config.engine import BuildConfig
+from utils.qat.config.engine import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER
@@ -115,9 +115,9 @@ def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, c
     'kind, options, shapes',
     [
         ('int8', {}, ((1, 4, 4, 4),) * 3),
-        ('int8', {'batch': '1', 'imgsz': [4]}, ((1, 4, 4, 4),) * 3),
+        ('int8', {'batch': (1, 1, 1), 'imgsz': [4]}, ((1, 4, 4, 4),) * 3),
         ('open batch', {}, ((1, 4, 4, 4),) * 3),
-        ('open batch', {'batch': '1,4,8'}, ((1, 4, 4, 4), (4, 4, 4, 4), (8, 4, 4, 4))),
+        ('open batch', {'batch': (1, 4, 8)}, ((1, 4, 4, 4), (4, 4, 4, 4), (8, 4, 4, 4))),
         ('open size', {'imgsz': [32, 64]}, ((1, 4, 32, 64),) * 3),
     ],
 )
@@ -129,11 +129,9 @@ def test_shapes_of_the_profile(file, kind, options, shapes):
 @pytest.mark.parametrize(
     'kind, options, says',
     [
-        ('int8', {'batch': '1,4,8'}, ['--batch 1,4,8', 'fixed batch of 1', '--dynamic']),
+        ('int8', {'batch': (1, 4, 8)}, ['--batch 1,4,8', 'fixed batch of 1', '--dynamic']),
         ('int8', {'imgsz': [640]}, ['--imgsz 640 640', 'takes 4 x 4']),
         ('open size', {}, ['--imgsz', 'leaves the image size open']),
-        ('open batch', {'batch': '4,1,8'}, ['--batch 4,1,8', 'MIN <= OPT <= MAX']),
-        ('open batch', {'batch': 'all'}, ['--batch all']),
         ('float', {'workspace': 0}, ['--workspace 0']),
         ('float', {'level': 6}, ['--level 6', '0 to 5']),
         ('float', {'engine': Path('model.plan')}, ['--engine model.plan', '.engine']),
@@ -145,6 +143,12 @@ def test_what_the_file_does_not_take_is_refused(file, kind, options, says):
             BuildConfig(file(kind), **{'imgsz': [32] if kind == 'open size' and len(options) > 1 else None, **options})
         )
     assert all(text in str(refused.value) for text in says)
+
+
+@pytest.mark.parametrize('text', ['4,1,8', 'all', '1,8', '0', ''])
+def test_a_batch_that_is_none_is_refused(text):
+    with pytest.raises(QatError, match=f'^--batch {text}: .*1 <= MIN <= OPT <= MAX$'):
+        min_opt_max(text)
 
 
 # ---- builds -------------------------------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ def rtx():
         ('int8', {}),
         ('half', {}),
         ('typed int8', {}),
-        ('open batch', {'batch': '1,2,4'}),
+        ('open batch', {'batch': (1, 2, 4)}),
         ('open size', {'imgsz': [32]}),
     ],
 )
@@ -378,7 +382,7 @@ def test_flags_of_trtexec_by_version(file):
         'int8', 11, 'l.json', 'p.json'
     )
     shapes = {'--minShapes=x:1x4x4x4', '--optShapes=x:4x4x4x4', '--maxShapes=x:8x4x4x4'}
-    assert shapes <= set(flags('open batch', 10, batch='1,4,8')) and not any('Shapes' in f for f in flags('int8', 10))
+    assert shapes <= set(flags('open batch', 10, batch=(1, 4, 8))) and not any('Shapes' in f for f in flags('int8', 10))
 
 
 def program(folder, text):

@@ -321,7 +321,9 @@ def exported(demo, tmp_path_factory):
 @pytest.fixture(scope='module')
 def images(demo):
     """FP32 [8, 3, SIZE, SIZE]: val images of the demo, and one on which there is nothing."""
-    loader = val_loader(load_data(demo.data), EvalConfig(demo.single, demo.data, 7, SIZE, workers=0), 32, square=True)
+    loader = val_loader(
+        load_data(demo.data), EvalConfig(demo.single, demo.data, batch_size=7, imgsz=SIZE, workers=0), 32, square=True
+    )
     return torch.cat((prepared(next(iter(loader)), CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
 
 
@@ -423,7 +425,9 @@ def test_torch_nms_is_upstreams(predictions):
 @pytest.mark.parametrize('name', ['float', 'int8 open'])
 def test_ap_with_nms_inside_is_that_of_nms_outside(demo, exported, tmp_path, name):
     export_end2end(exported(name), tmp_path / 'model.onnx', Nms('standard', **EVALUATION))
-    loader = val_loader(load_data(demo.data), EvalConfig(demo.single, demo.data, 5, SIZE, workers=0), 32, square=True)
+    loader = val_loader(
+        load_data(demo.data), EvalConfig(demo.single, demo.data, batch_size=5, imgsz=SIZE, workers=0), 32, square=True
+    )
     inside, outside = (
         evaluate(OnnxModel(file), loader, load_data(demo.data).names, CPU)
         for file in (tmp_path / 'model.onnx', exported(name))

@@ -230,14 +230,13 @@ def test_the_loss_keeps_what_autograd_would(demo):
 )
 def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
     with pytest.raises(QatError, match=says):
-        program('qat.py').choose_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
+        program('qat.py').with_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
 
 
 @pytest.mark.parametrize('device, amp', [('cpu', 'off'), ('cuda', 'fp16')])
 def test_the_default_precision_is_that_of_the_device(device, amp):
     for given in (None, 'bf16'):
-        config = settings(amp=given)
-        program('qat.py').choose_precision(config, torch.device(device))
+        config = program('qat.py').with_precision(settings(amp=given), torch.device(device))
         assert config.amp == (given or amp)
 
 

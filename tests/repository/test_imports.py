@@ -29,7 +29,7 @@ def module_of(file):
 
 
 def at_module_level(tree):
-    """Nodes that run when the module is imported: all but those inside functions."""
+    """Nodes that run when the module is imported: neither inside functions, nor for type checkers alone."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -38,6 +38,7 @@ def at_module_level(tree):
             child
             for child in ast.iter_child_nodes(node)
             if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            and not (isinstance(child, ast.If) and ast.unparse(child.test) == 'TYPE_CHECKING')
         ]
 
 

@@ -22,10 +22,9 @@ from models.quantize.calibration.calibrate import (
 from models.quantize.calibration.divergence import divergence
 from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.head_outputs import Raw, has_known_head, require_known_head
-from utils.qat.config.qat import CalibrationConfig
+from utils.qat.config.qat import CANDIDATES, CalibrationConfig
 from utils.qat.core.distributed import from_first
 
-CANDIDATES = 'mse', 'l1.5', 'l2.4', 'l3', 'fisher'
 PROMISING = 3  # methods with the least divergence; they are tried with corrected biases too
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost; docs/calibration.md has the measurements

@@ -1,15 +1,17 @@
-"""What can run a file, one line each. The code that a line needs is in the file of utils/qat/prediction/ that it names."""
+"""The table of backends, which run files. A line names the file in utils/qat/prediction/ with its code."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Backend:
+    """A library that runs files."""
+
     title: str  # in reports and messages
     file: str  # in utils/qat/prediction/, loaded when the backend is chosen
-    predicts: tuple  # suffixes of the exported files that it computes for an evaluation
-    measures: tuple  # suffixes of the files that the benchmark takes for it
-    builders: tuple = ()  # what builds its engines of .onnx files: Python modules, of which the first that is there is taken
+    predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
+    measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
+    builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken
 
 
 BACKENDS = {  # --backend → Backend
@@ -22,4 +24,6 @@ BACKENDS = {  # --backend → Backend
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
     ),  # of an .onnx the checkpoint that it was exported from
 }
+CHECKPOINTS = ('.pt', '.pth')
+EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))
 ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)

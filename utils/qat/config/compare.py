@@ -1,49 +1,47 @@
 """Settings of `compare_outputs.py`."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
-from utils.qat.core.errors import check
+from utils.qat.config.backends import ENGINES
+from utils.qat.config.common import DEVICE, ENGINE_BACKEND, OR_ALL, SIZE, TOLERANCE, FolderConfig
+from utils.qat.config.settings import Range, option
 
 
-@dataclass
-class CompareConfig:
-    """`compare_outputs.py`."""
+@dataclass(frozen=True)
+class CompareConfig(FolderConfig):
+    """Settings of `compare_outputs.py`."""
 
-    reference: Path
-    other: Path
-    data: Path = None  # data YAML of a detector; of a classifier a folder with one folder of images for each class
-    random: int = None  # so many images of noise instead
-    images: int = 100  # of the data, at most, evenly spread; 0 = all
-    imgsz: int = None  # pixels; None = that of the files, or 640
-    batch_size: int = 10
-    rtol: float = 1e-3  # |other - reference| <= atol + rtol |reference| is equal
-    atol: float = 1e-3
-    top: int = 10  # ranks to compare
-    mean: list = (0.0, 0.0, 0.0)  # what a classifier's images, in 0..1, are normalised with
-    std: list = (1.0, 1.0, 1.0)
-    device: str = ''
-    backend: str = 'tensorrt'  # what runs engines
-    workers: int = 8
-    seed: int = 57  # of --random
+    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx or .engine', metavar='A', positional=True)
+    other: Path = option(MISSING, 'checkpoint (.pt), .onnx or .engine', metavar='B', positional=True)
+    data: Path | None = option(
+        None, 'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class'
+    )
+    random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
+    _: KW_ONLY
+    images: int = option(100, 'number of images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
+    imgsz: int | None = option(
+        None, 'image size in pixels; default: the size of the files, or 640', *SIZE, allowed=Range(32)
+    )
+    batch_size: int = option(10, 'images at once', allowed=Range(1))
+    device: str = option('', DEVICE)
+    workers: int = option(8, 'data loading processes', allowed=Range(0))
+    rtol: float = option(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
+    atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
+    top: int = option(10, 'ranks to compare', allowed=Range(1))
+    mean: tuple[float, ...] = option(
+        (0.0, 0.0, 0.0), "mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406"
+    )
+    std: tuple[float, ...] = option((1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225')
+    backend: str = option(ENGINE_BACKEND, 'library for engines: TensorRT or TensorRT-RTX', allowed=ENGINES)
+    seed: int = option(57, 'seed of --random')
     project: Path = Path('runs/compare')
-    name: str = 'exp'
-    exist_ok: bool = False
 
-    def __post_init__(self):
-        check(
-            [
-                ((self.data is None) == (self.random is None), '--data, --random: give one of the two'),
-                (self.random is not None and self.random < 1, f'--random {self.random}: must be 1 or more'),
-                (self.images < 0, f'--images {self.images}: must be 1 or more, or 0 for all'),
-                (self.imgsz is not None and self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-                (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-                (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
-                (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
-                (self.top < 1, f'--top {self.top}: must be 1 or more'),
-                (
-                    len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,
-                    '--mean, --std: three numbers each, for red, green and blue; --std above 0',
-                ),
-            ]
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        yield (self.data is None) == (self.random is None), '--data, --random: give one of the two'
+        yield (
+            len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,
+            '--mean, --std: three numbers each, for red, green and blue; --std above 0',
         )

@@ -1,16 +1,22 @@
 """Settings of the commands that build and run engines, and of the benchmark."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.qat.config.backends import BACKENDS, ENGINES
-from utils.qat.core.errors import QatError, check
+from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig
+from utils.qat.config.settings import Range, Settings, Sides, option
+from utils.qat.core.errors import QatError
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')
+WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
+MEMORY = Range(1, words='be 1 (MiB) or more')
 
 
-def batches(text):
-    """'MIN,OPT,MAX' or 'N' → three numbers. Raises QatError for anything else."""
+def min_opt_max(text: str) -> tuple[int, ...]:
+    """Read --batch of a build, 'MIN,OPT,MAX' or 'N', as three numbers."""
     numbers = [int(n) for n in text.split(',') if n.strip().isdigit()]
     numbers = numbers * 3 if len(numbers) == 1 else numbers
     if len(numbers) != 3 or text.count(',') not in (0, 2) or not 1 <= numbers[0] <= numbers[1] <= numbers[2]:
@@ -20,57 +26,21 @@ def batches(text):
     return tuple(numbers)
 
 
-@dataclass
-class BuildConfig:
-    """`scripts/build_engine.py`."""
-
-    onnx: Path
-    engine: Path = None  # where to write; None = beside the ONNX file
-    imgsz: list = None  # height, width in pixels; None = those of the file
-    batch: tuple = None  # smallest, best served, largest; None = the file's, or 1 where the axis is open
-    precision: str = (
-        'auto'  # auto = INT8 with FP16 where the file has Q/DQ, else FP16; a strongly typed file has its own
-    )
-    workspace: int = (
-        4096  # MiB that kernels may use to work in. A fixed number, so that a build does not depend on what is free
-    )
-    timing_cache: Path = None  # None = beside the engine; speeds up the next build
-    level: int = None  # the builder's optimization level, 0 to 5; None = TensorRT's own choice
-    backend: str = 'tensorrt'
-    trtexec: bool = True  # use it where it is found
-
-    def __post_init__(self):
-        if isinstance(self.batch, str):
-            self.batch = batches(self.batch)
-        if self.imgsz and len(self.imgsz) == 1:
-            self.imgsz = self.imgsz * 2
-        self.engine = self.engine or self.onnx.with_suffix('.engine')
-        self.timing_cache = self.timing_cache or self.engine.with_suffix('.timing.cache')
-        check(
-            [
-                (
-                    self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 1),
-                    f'--imgsz {self.imgsz}: one number, or height and width',
-                ),
-                (
-                    self.precision not in PRECISIONS,
-                    f'--precision {self.precision}: must be one of {", ".join(PRECISIONS)}',
-                ),
-                (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
-                (self.level is not None and not 0 <= self.level <= 5, f'--level {self.level}: must lie in 0 to 5'),
-                (self.backend not in ENGINES, f'--backend {self.backend}: must be one of {", ".join(ENGINES)}'),
-                (self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'),
-            ]
-        )
+def words(text: str) -> tuple[str, ...]:
+    """Read a list without its repetitions: 'a, b,a' → ('a', 'b')."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(',') if part.strip()))
 
 
-def listed(text):
-    """'a, b' → ('a', 'b')."""
-    return tuple(part.strip() for part in text.split(',') if part.strip())
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Read --batch of the benchmark, such as '1,4,8'."""
+    numbers = words(text)
+    if not numbers or not all(n.isdigit() and int(n) for n in numbers):
+        raise QatError(f'--batch {text}: must be numbers of images, 1 or more, such as 1,4,8,12')
+    return tuple(dict.fromkeys(map(int, numbers)))
 
 
-def milliseconds(text):
-    """'500ms', '0.5s' or '500' → 500.0. Raises QatError for anything else."""
+def milliseconds(text: str) -> float:
+    """Read --warmup, such as '500ms', '0.5s' or '500'."""
     number, unit = (text[:-2], 1) if text.endswith('ms') else (text[:-1], 1000) if text.endswith('s') else (text, 1)
     try:
         return float(number) * unit
@@ -78,60 +48,93 @@ def milliseconds(text):
         raise QatError(f'--warmup {text}: must be a time such as 500ms or 0.5s') from e
 
 
-@dataclass
-class BenchmarkConfig:
-    """`benchmark_trt.py`."""
+@dataclass(frozen=True)
+class BuildConfig(Settings):
+    """Settings of `scripts/build_engine.py`."""
 
-    models: list  # .onnx, .engine and .pt files
-    batch: tuple = None  # images per query, each a measurement; None = those of the file, see model_files.Network
-    precision: tuple = None  # None = all that a file and a backend have
-    imgsz: list = None  # height, width in pixels, where a file leaves them open
-    duration: float = 10.0  # seconds of each measurement
-    warmup: float = 500.0  # milliseconds before it
-    backend: tuple = None  # None = all that can run here
-    device: str = ''
-    cuda_graph: bool = True  # replay engines, as trtexec 11 does unless told otherwise
-    workspace: int = BuildConfig.workspace
-    project: Path = Path('runs/benchmark')
-    name: str = 'exp'
-    exist_ok: bool = False
+    onnx: Path = option(MISSING, 'file of export_qat.py, or any other', metavar='MODEL.onnx', positional=True)
+    engine: Path = option(None, 'where to write; default: MODEL.engine beside the ONNX file')
+    imgsz: Sides | None = option(
+        None,
+        'height and width in pixels. If they are fixed in the file, they must be equal',
+        *SIZE,
+        allowed=Range(1),
+    )
+    batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
+        None,
+        'for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1',
+        parse=min_opt_max,
+    )
+    precision: str = option(
+        'auto',
+        'auto: INT8 with FP16 if the file has Q/DQ, else FP16; TensorRT 11 computes in the types of the file',
+        allowed=PRECISIONS,
+    )
+    workspace: int = option(WORKSPACE, 'memory for kernels', metavar='MIB', allowed=MEMORY)
+    _: KW_ONLY
+    timing_cache: Path = option(
+        None, 'file of kernel timings, read and extended by the build; default: beside the engine'
+    )
+    level: int | None = option(
+        None, "TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own", allowed=Range(0, 5)
+    )
+    backend: str = option(
+        ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
+    )
+    trtexec: bool = option(True, 'use the Python package even if trtexec is found')
 
-    def __post_init__(self):
-        if isinstance(self.batch, str):
-            numbers = listed(self.batch)
-            check(
-                [
-                    (
-                        not numbers or not all(n.isdigit() and int(n) for n in numbers),
-                        f'--batch {self.batch}: must be numbers of images, 1 or more, such as 1,4,8,12',
-                    )
-                ]
-            )
-            self.batch = tuple(dict.fromkeys(map(int, numbers)))
-        self.precision, self.backend = (
-            tuple(dict.fromkeys(listed(x))) if isinstance(x, str) else x for x in (self.precision, self.backend)
-        )
-        if isinstance(self.warmup, str):
-            self.warmup = milliseconds(self.warmup)
-        if self.imgsz and len(self.imgsz) == 1:
-            self.imgsz = self.imgsz * 2
-        precisions = PRECISIONS[1:]
-        check(
-            [
-                (
-                    self.precision is not None and (not self.precision or not set(self.precision) <= set(precisions)),
-                    f'--precision {",".join(self.precision or ())}: must be of {", ".join(precisions)}',
-                ),
-                (
-                    self.backend is not None and (not self.backend or not set(self.backend) <= set(BACKENDS)),
-                    f'--backend {",".join(self.backend or ())}: must be of {", ".join(BACKENDS)}',
-                ),
-                (
-                    self.imgsz and (len(self.imgsz) != 2 or min(self.imgsz) < 1),
-                    f'--imgsz {self.imgsz}: one number, or height and width, of 1 or more',
-                ),
-                (not 0 < self.duration < float('inf'), f'--duration {self.duration}: must be more than 0 seconds'),
-                (not 0 <= self.warmup < float('inf'), f'--warmup {self.warmup}: must be 0 or more'),
-                (self.workspace < 1, f'--workspace {self.workspace}: must be 1 (MiB) or more'),
-            ]
-        )
+    def __post_init__(self) -> None:
+        engine = self.engine or self.onnx.with_suffix('.engine')
+        object.__setattr__(self, 'engine', engine)
+        object.__setattr__(self, 'timing_cache', self.timing_cache or engine.with_suffix('.timing.cache'))
+        super().__post_init__()
+
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        yield self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig(FolderConfig):
+    """Settings of `benchmark_trt.py`."""
+
+    models: tuple[Path, ...] = option(
+        MISSING, '.onnx (any network), .engine, or .pt (YOLOv9)', metavar='MODEL', positional=True
+    )
+    batch: tuple[int, ...] | None = option(  # see model_files.Network
+        None,
+        'images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these four if it takes any '
+        'batch',
+        parse=batch_sizes,
+    )
+    precision: tuple[str, ...] | None = option(
+        None,
+        f'one or more of {",".join(PRECISIONS[1:])}; default: all that the file and the backend have',
+        parse=words,
+        allowed=PRECISIONS[1:],
+    )
+    imgsz: Sides | None = option(
+        None,
+        'height and width in pixels, for a file with open height and width and for a .pt; default for a .pt: 640',
+        *SIZE,
+        allowed=Range(1),
+    )
+    duration: float = option(
+        10.0, 'seconds of each measurement', allowed=Range(0, without=0, words='be more than 0 seconds')
+    )
+    warmup: float = option(  # milliseconds
+        500.0,
+        'time before each measurement, such as 500ms or 0.5s; default: 500ms',
+        parse=milliseconds,
+        allowed=Range(0),
+    )
+    backend: tuple[str, ...] | None = option(
+        None,
+        f'one or more of {",".join(BACKENDS)}; default: all that can run here',
+        parse=words,
+        allowed=tuple(BACKENDS),
+    )
+    _: KW_ONLY
+    device: str = option('', DEVICE)
+    cuda_graph: bool = option(True, 'launch the kernels of an engine one by one')  # trtexec 11 replays a graph as well
+    workspace: int = option(WORKSPACE, 'memory for the kernels when an engine is built, in MiB', allowed=MEMORY)
+    project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')

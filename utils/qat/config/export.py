@@ -1,8 +1,12 @@
-"""Settings of `export_qat.py`, and of what can be inside its files."""
+"""Settings of `export_qat.py` and `export_yoloV9.py`, and of what can be inside their files."""
 
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+from utils.qat.config.common import OR_ALL, SHARE, SIZE, TOLERANCE
+from utils.qat.config.settings import Range, Settings, Sides, flag_of, option
 from utils.qat.core.errors import check
 
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
@@ -11,18 +15,18 @@ END2END = (
     'det_boxes',
     'det_scores',
     'det_classes',
-)  # outputs of a file with NMS inside, as that plugin has them
-MASKS = 'det_masks'  # one more, of a segmentation model
-# --include → what the name of the file ends in, behind the stem of the weights
+)  # outputs of a file with NMS inside, as the plugin has them
+MASKS = 'det_masks'  # the fifth output, of a segmentation model
+# --include → end of the file's name, behind the stem of the weights
 INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
-MASK_OPSET = 16  # the first whose RoiAlign takes coordinates as they are, with pixels whose centres are at a half
+MASK_OPSET = 16  # the first with a RoiAlign that takes coordinates as they are: the centre of a pixel is at a half
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
-    """How far a file may be from the model it was made of, see compare.Comparison. All in 0..1."""
+    """How far a file may be from its model, see compare.Comparison. All limits are in 0..1."""
 
     ap: float  # largest absolute difference of AP
     matched: float  # smallest share of the top detections that have a match in the other model
@@ -30,11 +34,11 @@ class Limits:
     mask: float  # smallest mean IoU of their masks
 
 
-# Float: the order of summation alone moves scores by 1e-6, and AP by nothing. INT8: a value between two steps rounds either
-# way, so that two runtimes are two samples of one noise. Right files were seen at up to 0.004 of AP (40 to 72 images),
-# 98.7 % matched and 0.008 of score; 0.005 of AP leaves room for data of that size, where one box moves AP by 0.001. The
-# score has a limit of its own because AP does not see scores that all shrink, and a threshold does. Masks of right files had an
-# IoU of 1.000, in INT8 0.995; one of a few points is far off if one of them differs.
+# Float: the order of a sum moves scores by 1e-6, and AP not at all. INT8: a value between two steps rounds either way, so two
+# runtimes are two samples of one noise. Right files were up to 0.004 of AP apart (40 to 72 images), with 98.7 % matched and
+# scores 0.008 apart. The limit of 0.005 leaves room for data of this size, where one box moves AP by 0.001. Scores have their
+# own limit: if all of them shrink, AP does not change, but a threshold cuts off more. Masks of right files had an IoU of 1.000,
+# in INT8 0.995; the IoU of a mask of a few points is far lower if one point differs.
 FLOAT_LIMITS = Limits(ap=0.001, matched=0.99, score=0.001, mask=0.99)
 INT8_LIMITS = Limits(ap=0.005, matched=0.95, score=0.02, mask=0.9)
 
@@ -48,11 +52,11 @@ OPSETS = {8: (13, 17, 17), 10: (13, 20, 17), 11: (19, 20, 19)}
 class Nms:
     """NMS inside an exported file, see nms.py."""
 
-    kind: str  # of NMS_LIMITS
+    kind: str  # key of NMS_LIMITS
     topk_all: int = 100  # detections per image, at most
     iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
     conf_thres: float = 0.25  # scores up to this do not count
-    class_agnostic: bool = False  # classes do not matter for what is dropped, and a box is of its best class alone
+    class_agnostic: bool = False  # boxes of different classes drop each other too, and a box has its best class only
 
 
 @dataclass(frozen=True)
@@ -61,115 +65,145 @@ class Pooling:
 
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
     pooler_scale: float = 0.25  # side of the prototypes / side of the image
-    sampling_ratio: int = (
-        0  # points per value and axis, of which it is the mean; 0 = as many as there are prototype cells to it
+    sampling_ratio: int = 0  # points per value and axis, averaged; 0 = one for each prototype cell under the value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(Settings):
+    """Settings of a file for TensorRT."""
+
+    dynamic: bool = option(False, 'leave the batch axis open')
+    simplify: bool = option(False, 'simplify the graph (onnxslim)')
+    trt: int = option(
+        10,
+        'TensorRT version for the file. 8 (8.6) and 10: FP32 with Q/DQ, and the builder chooses FP16. 11: strongly typed, FP16 '
+        'outside Q/DQ',
+        allowed=tuple(OPSETS),
+    )
+    opset: int | None = option(
+        None, 'ONNX opset; default: ' + ', '.join(f'{default} for --trt {v}' for v, (*_, default) in OPSETS.items())
     )
 
+    @property
+    def onnx_opset(self) -> int:
+        """The opset that is exported: --opset, or the default of --trt."""
+        return OPSETS[self.trt][2] if self.opset is None else self.opset
 
-@dataclass
-class ExportConfig:
-    """`export_qat.py`."""
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        if self.opset is not None and self.trt in OPSETS:
+            lowest, highest, _ = OPSETS[self.trt]
+            yield (
+                not lowest <= self.opset <= highest,
+                f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}',
+            )
 
-    weights: Path
-    include: list = field(default_factory=lambda: ['onnx'])  # of INCLUDE
-    imgsz: list = field(default_factory=lambda: [640, 640])  # height, width in pixels
-    batch_size: int = 1
-    dynamic: bool = False  # the batch axis
-    simplify: bool = False
-    inplace: bool = False
-    trt: int = 10  # major version of TensorRT the file is for
-    half: bool = False  # a float model in FP16, for TensorRT 11
-    fp32_scales: bool = (
-        False  # of a quantized model for TensorRT 11; the file is then of opset 23, whatever `opset` it is made of
+
+INSIDE = 'NMS inside the file (--include onnx_end2end)'
+MASKS_INSIDE = 'masks inside the file (--include onnx_end2end, segmentation models)'
+
+
+@dataclass(frozen=True)
+class ExportConfig(TargetConfig):
+    """Settings of `export_qat.py`."""
+
+    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt)')
+    include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(INCLUDE))
+    imgsz: Sides = option((640, 640), 'height and width in pixels', *SIZE, allowed=Range(32))
+    _: KW_ONLY
+    batch_size: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
+    inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
+    half: bool = option(False, 'with --trt 11: FP16 for a float checkpoint too (INT8 always has it)')
+    fp32_scales: bool = option(
+        False,
+        'with --trt 11 and an INT8 checkpoint: scales in FP32. Sets opset 23 (leave out --opset). ONNX Runtime cannot run the '
+        'file (leave out --verify)',
     )
-    opset: int = None  # None = that of OPSETS
-    device: str = 'cpu'
-    verify: Path = None  # data YAML
-    verify_images: int = 100  # of its val images, at most, evenly spread; 0 = all
-    rtol: float = 1e-3  # of what counts as within tolerance: |ONNX Runtime - PyTorch| <= atol + rtol |PyTorch|
-    atol: float = 1e-3
-    max_ap_diff: float = None  # 0..1; None = that of FLOAT_LIMITS or INT8_LIMITS
-    nms: str = None  # the kind; None = what --trt and the model allow, see end2end. This and the next four: see Nms
-    topk_all: int = Nms.topk_all
-    iou_thres: float = Nms.iou_thres
-    conf_thres: float = Nms.conf_thres
-    class_agnostic: bool = Nms.class_agnostic
-    mask_resolution: int = Pooling.mask_resolution  # this and the next two: see Pooling
-    pooler_scale: float = Pooling.pooler_scale
-    sampling_ratio: int = Pooling.sampling_ratio
+    device: str = option('cpu', "device for tracing: 'cpu' or a GPU number")
+    verify: Path | None = option(
+        None,
+        'compare the file in ONNX Runtime with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
+        'its limit',
+        metavar='DATA.yaml',
+    )
+    verify_images: int = option(
+        100, 'number of images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
+    )
+    rtol: float = option(1e-3, 'relative tolerance of --verify, as in numpy.isclose', allowed=TOLERANCE)
+    atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
+    max_ap_diff: float | None = option(
+        None,
+        f'largest difference of AP, in 0..1; default: {FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8',
+        allowed=SHARE,
+    )
+    nms: str | None = option(
+        None,
+        f'plugin: {PLUGIN}, only for TensorRT. standard: operators of ONNX, for ONNX Runtime too. '
+        'Default: plugin; with --trt 11 and for a segmentation model: standard',
+        allowed=tuple(NMS_LIMITS),
+        group=INSIDE,
+    )
+    topk_all: int = option(Nms.topk_all, 'detections per image, at most', group=INSIDE)
+    iou_thres: float = option(Nms.iou_thres, 'IoU above which a box is dropped', allowed=SHARE, group=INSIDE)
+    conf_thres: float = option(Nms.conf_thres, 'boxes with this score or less are dropped', allowed=SHARE, group=INSIDE)
+    class_agnostic: bool = option(Nms.class_agnostic, 'boxes of different classes drop each other too', group=INSIDE)
+    mask_resolution: int = option(
+        Pooling.mask_resolution,
+        'R: a mask has R x R values, which cover the box of its detection',
+        allowed=Range(1, 1024),
+        group=MASKS_INSIDE,
+    )
+    pooler_scale: float = option(
+        Pooling.pooler_scale,
+        'side of the prototypes / side of the image',
+        allowed=Range(0.0, 1.0, without=0),
+        group=MASKS_INSIDE,
+    )
+    sampling_ratio: int = option(
+        Pooling.sampling_ratio,
+        'RoiAlign: points per value and axis; a value is their mean. 0: one point for each prototype cell under a value',
+        allowed=Range(0, words='be 1 or more, or 0 for as many as it takes'),
+        group=MASKS_INSIDE,
+    )
 
-    def __post_init__(self):
-        if len(self.imgsz) == 1:
-            self.imgsz = self.imgsz * 2
-        end2end = 'onnx_end2end' in self.include
+    def problems(self) -> Iterable[tuple[Any, str]]:
         idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
-        check(
-            [(name not in INCLUDE, f'--include {name}: must be of {", ".join(INCLUDE)}') for name in self.include]
-            + [(idle and not end2end, f'{idle}: only with --include onnx_end2end')]
+        yield idle and 'onnx_end2end' not in self.include, f'{idle}: only with --include onnx_end2end'
+        yield (
+            self.half and self.trt != 11,
+            f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
+            'when it builds (trtexec --fp16)',
         )
-        check([(self.trt not in OPSETS, f'--trt {self.trt}: must be one of {", ".join(map(str, OPSETS))}')])
-        lowest, highest, default = OPSETS[self.trt]
-        opset_given = self.opset is not None
-        self.opset = default if self.opset is None else self.opset
-        check(
-            [
-                (len(self.imgsz) != 2, f'--imgsz {self.imgsz}: one number, or height and width'),
-                (min(self.imgsz) < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-                (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-                (
-                    not self.fp32_scales and not lowest <= self.opset <= highest,
-                    f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}',
-                ),
-                (
-                    self.half and self.trt != 11,
-                    f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
-                    'when it builds (trtexec --fp16)',
-                ),
-                (
-                    self.fp32_scales and self.trt != 11,
-                    f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway',
-                ),
-                (
-                    self.fp32_scales and opset_given,
-                    f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23',
-                ),
-                (
-                    self.fp32_scales and self.verify,
-                    '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
-                    'that flag first, whose scales have the same values',
-                ),
-                (
-                    self.verify and len(set(self.imgsz)) != 1,
-                    f'--verify needs a square --imgsz (one number): images are letterboxed to squares, not to {self.imgsz}',
-                ),
-                (self.verify_images < 0, f'--verify-images {self.verify_images}: must be 1 or more, or 0 for all'),
-                (not 0 <= self.rtol < float('inf'), f'--rtol {self.rtol}: must be 0 or more'),
-                (not 0 <= self.atol < float('inf'), f'--atol {self.atol}: must be 0 or more'),
-                (not 0 <= (self.max_ap_diff or 0) <= 1, f'--max-ap-diff {self.max_ap_diff}: must lie in [0, 1]'),
-                (self.nms not in (None, *NMS_LIMITS), f'--nms {self.nms}: must be one of {", ".join(NMS_LIMITS)}'),
-                (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
-                (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
-                (
-                    not 1 <= self.mask_resolution <= 1024,
-                    f'--mask-resolution {self.mask_resolution}: must lie in 1 to 1024',
-                ),
-                (not 0 < self.pooler_scale <= 1, f'--pooler-scale {self.pooler_scale}: must lie in (0, 1]'),
-                (
-                    self.sampling_ratio < 0,
-                    f'--sampling-ratio {self.sampling_ratio}: must be 1 or more, or 0 for as many as it takes',
-                ),
-            ]
+        if self.fp32_scales:
+            yield (
+                self.trt != 11,
+                f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway',
+            )
+            yield (
+                self.opset is not None,
+                f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23',
+            )
+            yield (
+                self.verify,
+                '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
+                'that flag first, whose scales have the same values',
+            )
+        else:
+            yield from super().problems()
+        yield (
+            self.verify and len(set(self.imgsz)) != 1,
+            f'--verify needs a square --imgsz (one number): images are letterboxed to squares, not to '
+            f'{" x ".join(map(str, self.imgsz))}',
         )
 
-    def _given(self, names):
-        """Flags of those settings among `names` that are not at their defaults."""
-        return ', '.join(
-            '--' + name.replace('_', '-') for name in names if getattr(self, name) != getattr(ExportConfig, name)
-        )
+    def _given(self, names: Iterable[str]) -> str:
+        """List the flags of the settings that are not at their defaults."""
+        return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(ExportConfig, name))
 
-    def end2end(self, segments):
-        """(Nms, Pooling) of the end2end file of a model that segments, or of a detector. Raises QatError if the flags are not for such a
-        model."""
+    def end2end(self, segments: bool) -> tuple[Nms, Pooling]:
+        """Choose what is inside the end2end file of a model. Raise QatError if the options are not for such a model.
+
+        segments: whether the model gives masks.
+        """
         kind = self.nms or ('standard' if segments or self.trt == 11 else 'plugin')
         masks = self._given(f.name for f in fields(Pooling))
         check(
@@ -180,8 +214,8 @@ class ExportConfig:
                     'it out, a segmentation model takes --nms standard',
                 ),
                 (
-                    segments and self.opset < MASK_OPSET,
-                    f'--opset {self.opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
+                    segments and self.onnx_opset < MASK_OPSET,
+                    f'--opset {self.onnx_opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
                 ),
                 (masks and not segments, f'{masks}: only for a segmentation model, which {self.weights} is not'),
                 (
@@ -203,48 +237,31 @@ class ExportConfig:
             Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio),
         )
 
-    def limits(self, quantized):
-        """Limits of --verify for a quantized or a float model."""
+    def limits(self, quantized: bool) -> Limits:
+        """Choose the limits of --verify for a quantized or a float model."""
         limits = INT8_LIMITS if quantized else FLOAT_LIMITS
         return limits if self.max_ap_diff is None else replace(limits, ap=self.max_ap_diff)
 
 
-@dataclass
-class DeepStreamConfig:
-    """`export_yoloV9.py`."""
+@dataclass(frozen=True)
+class DeepStreamConfig(TargetConfig):
+    """Settings of `export_yoloV9.py`."""
 
-    weights: Path
-    size: list  # height, width in pixels
-    opset: int = None  # None = that of OPSETS
-    simplify: bool = False
-    dynamic: bool = False  # the batch axis
-    batch: int = 1  # of a graph whose batch is fixed
-    trt: int = 10  # major version of TensorRT the file is for
+    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')
+    size: Sides = option((640, 640), 'size of the images in pixels: one number, or height and width', '-s')
+    _: KW_ONLY
+    batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
 
-    def __post_init__(self):
-        if len(self.size) == 1:
-            self.size = self.size * 2
-        check([(self.trt not in OPSETS, f'--trt {self.trt}: must be one of {", ".join(map(str, OPSETS))}')])
-        lowest, highest, default = OPSETS[self.trt]
-        self.opset = default if self.opset is None else self.opset
-        check(
-            [
-                (len(self.size) != 2, f'--size {" ".join(map(str, self.size))}: one number, or height and width'),
-                (self.batch < 1, f'--batch {self.batch}: must be 1 or more'),
-                (
-                    self.dynamic and self.batch > 1,
-                    f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch',
-                ),
-                (
-                    not lowest <= self.opset <= highest,
-                    f'--opset {self.opset}: must lie in {lowest} to {highest} for --trt {self.trt}',
-                ),
-            ]
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        yield from super().problems()
+        yield (
+            self.dynamic and self.batch > 1,
+            f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch',
         )
 
-    def require_stride(self, stride):
+    def require_stride(self, stride: int) -> None:
         """Raise QatError unless the size suits a model of that stride."""
-        right = [max(1, -(-n // stride)) * stride for n in self.size]
+        right = tuple(max(1, -(-n // stride)) * stride for n in self.size)
         check(
             [
                 (

@@ -1,21 +1,17 @@
-"""Settings of `qat.py`: dataclasses that check themselves and report every problem at once, quoting the flag."""
+"""Settings of `qat.py` and `val_trt.py`."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
+from utils.qat.config.backends import ENGINES
+from utils.qat.config.common import ENGINE_BACKEND, OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig
+from utils.qat.config.settings import Range, option
 from utils.qat.core.errors import check
 
-CALIB_METHODS = (
-    'auto',
-    'mse',
-    'l1.5',
-    'l2.4',
-    'l3',
-    'fisher',
-    'entropy',
-    'percentile',
-    'max',
-)  # auto: the best of the next five
+CANDIDATES = ('mse', 'l1.5', 'l2.4', 'l3', 'fisher')  # --calib-method auto takes the best of them
+CALIB_METHODS = ('auto', *CANDIDATES, 'entropy', 'percentile', 'max')
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')
@@ -24,20 +20,25 @@ GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 
 
-@dataclass(kw_only=True)
-class MaskConfig:
-    """What the verbs of `qat.py` ask of masks. The defaults are those of upstream's segment/val.py."""
+@dataclass(frozen=True)
+class ModelConfig(FolderConfig, LoaderConfig):
+    """A model, its data, and how the images of the data are read."""
 
-    overlap: bool = False  # true masks are one map, in which the smaller of two objects is on top
-    mask_ratio: int = 1  # true masks are so many times smaller than the image
+    weights: Path = option(MISSING, 'checkpoint (.pt)')
+    data: Path = option(Path('data/coco.yaml'), 'data YAML: train, val, names')
+    _: KW_ONLY
     needs_masks: bool = False  # a model that gives none is refused
 
-    def check_model(self, segments, why):
-        """Raise QatError unless a model fits. segments: whether it gives masks. why: what says so."""
+    def check_model(self, segments: bool, why: str) -> None:
+        """Raise QatError unless a model fits the settings.
+
+        Args:
+            segments: whether the model gives masks.
+            why: what in the model says so.
+        """
         given = ['--overlap'] * self.overlap + [f'--mask-ratio {self.mask_ratio}'] * (self.mask_ratio != 1)
         check(
             [
-                (self.mask_ratio < 1, f'--mask-ratio {self.mask_ratio}: must be 1 or more'),
                 (
                     given and not segments,
                     f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({why}); leave it out',
@@ -51,185 +52,182 @@ class MaskConfig:
         )
 
 
-@dataclass
-class EvalConfig(MaskConfig):
-    """`qat.py eval`."""
+@dataclass(frozen=True)
+class EvalConfig(ModelConfig):
+    """Settings of `qat.py eval`."""
 
-    weights: Path
-    data: Path
-    batch_size: int = 10
-    imgsz: int = 640  # pixels, the longer side; rounded up to the stride
-    device: str = ''  # '' = first GPU, else the CPU
-    conf_thres: float = 0.001
-    iou_thres: float = 0.7  # of the NMS
-    square: bool = False  # letterbox to imgsz x imgsz, as a deployed model sees it
-    workers: int = 8
-    save_json: bool = True  # write the detections, in COCO's result format
+    weights: Path = option(MISSING, 'checkpoint (.pt), or .onnx')
+    _: KW_ONLY
     project: Path = Path('runs/qat_eval')
-    name: str = 'exp'
-    exist_ok: bool = False
-
-    def __post_init__(self):
-        check(
-            [
-                (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-                (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-                (not 0 <= self.conf_thres <= 1, f'--conf-thres {self.conf_thres}: must lie in [0, 1]'),
-                (not 0 <= self.iou_thres <= 1, f'--iou-thres {self.iou_thres}: must lie in [0, 1]'),
-                (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
-            ]
-        )
+    conf_thres: float = option(0.001, 'lowest score that counts', allowed=SHARE)
+    iou_thres: float = option(0.7, 'IoU above which NMS drops a box', allowed=SHARE)
+    square: bool = option(
+        False,
+        'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx); default: rectangles, as val.py',
+    )
+    save_json: bool = True  # write the detections, in COCO's result format
+    backend: str = ENGINE_BACKEND
 
 
-@dataclass
-class CalibrationConfig(MaskConfig):
-    """What `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
+@dataclass(frozen=True)
+class FileEvalConfig(EvalConfig):
+    """Settings of `val_trt.py`: an exported file, which sees square images."""
 
-    weights: Path
-    data: Path
-    hyp: Path = None  # augmentation of the images for fine-tuning; None = they are taken as they are
-    device: str = ''
-    batch_size: int = 10
-    imgsz: int = 640
+    weights: Path = option(MISSING, 'MODEL.engine or MODEL.onnx', '--engine-file', metavar='FILE')
+    _: KW_ONLY
+    device: str = option('', "GPU number, or 'cpu' for ONNX; default: the first GPU, else the CPU")
+    batch_size: int = option(10, 'images read at once; the file gets them in parts of its own batch', allowed=Range(1))
+    imgsz: int = option(640, 'image size in pixels; it must be the size of the file', *SIZE, allowed=Range(32))
+    project: Path = Path('runs/val_trt')
+    conf_thres: float = option(0.001, 'lowest score that counts; no effect with NMS inside the file', allowed=SHARE)
+    iou_thres: float = option(0.7, 'IoU above which NMS drops a box; no effect with NMS inside the file', allowed=SHARE)
+    square: bool = option(False, '')  # always
+    save_json: bool = option(False, "write the detections to predictions.json, in COCO's result format")
+    backend: str = option(ENGINE_BACKEND, 'library for engines: TensorRT or TensorRT-RTX', allowed=ENGINES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig(ModelConfig):
+    """Settings that `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
+
     project: Path = Path('runs/qat')
-    name: str = 'exp'
-    exist_ok: bool = False
-    seed: int = 57
-    calib_images: int = 512
-    calib_method: str = 'auto'
-    percentile: float = 99.99  # of |x|, for --calib-method percentile
-    weight_calib: str = 'max'  # of each output channel
-    bias_correction: bool = True
-    scale_policy: str = 'tied'  # tensors joined by operations that Q/DQ commutes with share one scale
-    add_policy: str = 'both'  # which addends of a residual Add are quantized
-    workers: int = 8
-
-    def problems(self):
-        """(is it bad, what to say) of each setting."""
-        return [
-            (self.batch_size < 1, f'--batch-size {self.batch_size}: must be 1 or more'),
-            (self.imgsz < 32, f'--imgsz {self.imgsz}: must be 32 or more'),
-            (not 0 <= self.seed < 2**32, f'--seed {self.seed}: must lie in 0 to 2**32 - 1'),
-            (self.calib_images < 1, f'--calib-images {self.calib_images}: must be 1 or more'),
-            (
-                self.calib_method not in CALIB_METHODS,
-                f'--calib-method {self.calib_method}: must be one of {", ".join(CALIB_METHODS)}',
-            ),
-            (
-                self.weight_calib not in WEIGHT_METHODS,
-                f'--weight-calib {self.weight_calib}: must be one of {", ".join(WEIGHT_METHODS)}',
-            ),
-            (
-                self.scale_policy not in SCALE_POLICIES,
-                f'--scale-policy {self.scale_policy}: must be one of {", ".join(SCALE_POLICIES)}',
-            ),
-            (
-                self.add_policy not in ADD_POLICIES,
-                f'--add-policy {self.add_policy}: must be one of {", ".join(ADD_POLICIES)}',
-            ),
-            (not 0 < self.percentile <= 100, f'--percentile {self.percentile}: must lie in (0, 100]'),
-            (self.workers < 0, f'--workers {self.workers}: must be 0 or more'),
-        ]
-
-    def __post_init__(self):
-        check(self.problems())
+    hyp: Path | None = option(None, 'fine-tune on images augmented as this file says; default: as they are')
+    seed: int = option(
+        57, 'seed of all random numbers; the same seed gives the same result on the same machine', allowed=SEED
+    )
+    calib_images: int = option(512, 'training images to calibrate on, at most', allowed=Range(1))
+    calib_method: str = option(
+        'auto',
+        'how the range of an activation is chosen. mse, l1.5, l2.4, l3: least rounding error, to the power 2, 1.5, 2.4 or 3. '
+        'fisher: least change of the detections. auto: the one of these five that changes the detections least',
+        allowed=CALIB_METHODS,
+    )
+    percentile: float = option(
+        99.99,
+        'for --calib-method percentile: percentage of the magnitudes that lie in the range',
+        allowed=Range(0.0, 100.0, without=0),
+    )
+    weight_calib: str = option(
+        'max',
+        "range of a weight's output channel. max: its largest magnitude. mse: the range of least squared error",
+        allowed=WEIGHT_METHODS,
+    )
+    bias_correction: bool = option(
+        True,
+        'do not correct the biases. Rounding to INT8 shifts the mean output of a convolution; by default its bias takes the '
+        'shift back, if that brings the detections closer to the float model',
+    )
+    scale_policy: str = option(
+        'tied',
+        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
+        allowed=SCALE_POLICIES,
+    )
+    add_policy: str = option('both', 'residual Add: quantize both addends, or only the shortcut', allowed=ADD_POLICIES)
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class SensitiveConfig(CalibrationConfig):
-    """`qat.py sensitive`."""
+    """Settings of `qat.py sensitive`."""
 
     project: Path = Path('runs/qat_sensitive')
-    num_image: int = 100  # of val, at most, evenly spread; 0 = all
-    granularity: str = 'block'
-    metric: str = 'both'
+    hyp: Path | None = option(None, 'not needed: images are taken as they are')
+    num_image: int = option(100, 'images of val, at most, evenly spread; 0 = all', allowed=OR_ALL)
+    granularity: str = option(
+        'block',
+        'size of the units whose cost is measured: whole layers of the model, the blocks that layers are built of, or single '
+        'convolutions',
+        allowed=GRANULARITIES,
+    )
+    metric: str = option(
+        'both',
+        'cost of a unit. distortion: change of the outputs. ap: AP, of all units. both: distortion of all, AP of the ten worst',
+        allowed=METRICS,
+    )
 
-    def problems(self):
-        return [
-            *super().problems(),
-            (self.num_image < 0, f'--num-image {self.num_image}: must be 1 or more, or 0 for all'),
-            (
-                self.granularity not in GRANULARITIES,
-                f'--granularity {self.granularity}: must be one of {", ".join(GRANULARITIES)}',
-            ),
-            (self.metric not in METRICS, f'--metric {self.metric}: must be one of {", ".join(METRICS)}'),
-        ]
 
-
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class QuantizeConfig(CalibrationConfig):
-    """`qat.py quantize`."""
+    """Settings of `qat.py quantize`."""
 
-    epochs: int = 10  # 0 = calibration only (PTQ)
-    iters: int = 200  # fine-tuning steps per epoch, at most; an epoch ends with the training set
-    supervision_stride: int = 1  # compare every n-th layer with the float teacher
-    lr: float = 1e-5  # highest learning rate
-    amp: str = None  # precision of the fine-tuning: FP32, or autocast to BF16 or FP16; None = fp16 on a GPU, else off
-    compile: bool = False  # fine-tune by replaying a CUDA graph
-    task_loss: float = 0.0  # weight of the detection loss on the labels
-    learn_scales: bool = False  # of activations
-    exclude: list = ()  # regular expressions: layers that stay in float
-    only: list = ()  # regular expressions: the layers that are quantized; empty = all
-    sensitive: Path = None  # summary of `qat.py sensitive`
-    keep_float: int = 0  # its most sensitive units, so many, stay in float
-    max_drop: float = None  # or as many as PTQ needs to lose no more points (0.01) of AP
-    dry_run: bool = False  # print the plan, write nothing
-    eval_origin: bool = True
-    eval_ptq: bool = True
-    val_split: float = 0.0  # share of the training images that is held out to choose the best epoch; 0 = chosen on val
-    resume: Path = None  # folder of the interrupted run that this one goes on with; no setting of the run
+    epochs: int = option(
+        10, 'fine-tuning epochs; 0 = calibration only', allowed=Range(0, words='be 0 (calibration only) or more')
+    )
+    iters: int = option(  # an epoch ends with the training set
+        200,
+        'fine-tuning steps per epoch, at most',
+        allowed=Range(1, words='be 1 or more (for calibration only use --epochs 0)'),
+    )
+    lr: float = option(1e-5, 'highest learning rate of the fine-tuning', allowed=Range(0.0, 1.0, without=0))
+    amp: str | None = option(
+        None,
+        'precision of the fine-tuning: FP32 (off), or autocast; default: fp16 on a GPU, which it needs, else off',
+        allowed=AMP,
+    )
+    compile: bool = option(False, 'fine-tune by replaying a CUDA graph; needs a GPU')
+    task_loss: float = option(
+        0.0,
+        'add W times the detection loss on the labels to the loss of the fine-tuning; not with --compile',
+        metavar='W',
+        allowed=Range(0, words='be 0 (labels do not count) or more'),
+    )
+    learn_scales: bool = option(False, 'scales of activations learn with the weights')
+    supervision_stride: int = option(1, 'compare every n-th layer with the float model', allowed=Range(1))
+    exclude: tuple[str, ...] = option(
+        (), "layers that stay in float, by path: 'model.2' is layer 2 and all in it", metavar='REGEX'
+    )
+    only: tuple[str, ...] = option((), 'the layers that are quantized, by path; default: all', metavar='REGEX')
+    sensitive: Path | None = option(
+        None,
+        'summary-sensitive-analysis.json of `qat.py sensitive`, which --keep-float and --max-drop choose by',
+        metavar='SUMMARY',
+    )
+    keep_float: int = option(0, 'leave the N most sensitive units of SUMMARY in float', metavar='N', allowed=Range(0))
+    max_drop: float | None = option(
+        None,
+        'leave as many units of SUMMARY in float as calibration needs to lose at most so many points of AP, such as 0.2',
+        metavar='POINTS',
+        allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.2'),
+    )
+    dry_run: bool = option(
+        False, 'print what would be quantized, what shares a scale and what stays float, and stop; needs only --weights'
+    )
+    eval_origin: bool = option(True, 'do not evaluate the float model')
+    eval_ptq: bool = option(True, 'do not evaluate the calibrated model')
+    val_split: float = option(
+        0.0,
+        'share of the training images to hold out of training and choose the best epoch on, such as 0.1; default: on val',
+        allowed=Range(0, 1, without=1, words='lie in [0, 1), such as 0.1; 0 = none held out'),
+    )
+    resume: Path | None = option(  # no setting of the run
+        None, 'go on with the interrupted run in FOLDER, with its settings', metavar='FOLDER'
+    )
 
-    def plain(self):
-        """The settings of the run as plain values."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items() if k != 'resume'}
+    def plain(self) -> dict[str, Any]:
+        """Return the settings of the run as JSON has them."""
+        return {name: value for name, value in super().plain().items() if name != 'resume'}
 
-    def problems(self):
-        choosing = [
-            flag
-            for flag, given in (('--keep-float', self.keep_float), ('--max-drop', self.max_drop is not None))
-            if given
-        ]
-        return [
-            *super().problems(),
-            (self.epochs < 0, f'--epochs {self.epochs}: must be 0 (calibration only) or more'),
-            (self.iters < 1, f'--iters {self.iters}: must be 1 or more (for calibration only use --epochs 0)'),
-            (self.supervision_stride < 1, f'--supervision-stride {self.supervision_stride}: must be 1 or more'),
-            (not 0 < self.lr <= 1, f'--lr {self.lr}: must lie in (0, 1]'),
-            (self.amp not in (None, *AMP), f'--amp {self.amp}: must be one of {", ".join(AMP)}'),
-            (
-                not 0 <= self.task_loss < float('inf'),
-                f'--task-loss {self.task_loss}: must be 0 (labels do not count) or more',
-            ),
-            (
-                self.task_loss and self.compile,
-                f'--task-loss {self.task_loss}: not with --compile, because it waits for the device, which '
-                'a CUDA graph cannot do; leave one of the two out',
-            ),
-            (
-                not 0 <= self.val_split < 1,
-                f'--val-split {self.val_split}: must lie in [0, 1), such as 0.1; 0 = none held out',
-            ),
-            (
-                self.val_split and not self.epochs,
-                f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',
-            ),
-            (self.keep_float < 0, f'--keep-float {self.keep_float}: must be 0 or more'),
-            (
-                self.max_drop is not None and not 0 <= self.max_drop <= 100,
-                f'--max-drop {self.max_drop}: must lie in [0, 100] points of AP, such as 0.2',
-            ),
-            (len(choosing) == 2, '--keep-float, --max-drop: give one of the two'),
-            (
-                choosing and not self.sensitive,
-                f'{" and ".join(choosing)}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '
-                'that `qat.py sensitive` writes',
-            ),
-            (
-                self.sensitive and not choosing,
-                f'--sensitive {self.sensitive}: say what to do with it, by --keep-float N or --max-drop POINTS',
-            ),
-            (
-                self.max_drop is not None and self.dry_run,
-                '--max-drop: needs evaluations, which --dry-run does not make; leave one of the two out',
-            ),
-        ]
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
+        yield (
+            self.task_loss and self.compile,
+            f'--task-loss {self.task_loss}: not with --compile, because it waits for the device, which '
+            'a CUDA graph cannot do; leave one of the two out',
+        )
+        yield (
+            self.val_split and not self.epochs,
+            f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',
+        )
+        yield len(choosing) == 2, '--keep-float, --max-drop: give one of the two'
+        yield (
+            choosing and not self.sensitive,
+            f'{" and ".join(choosing)}: needs --sensitive SUMMARY, the summary-sensitive-analysis.json '
+            'that `qat.py sensitive` writes',
+        )
+        yield (
+            self.sensitive and not choosing,
+            f'--sensitive {self.sensitive}: say what to do with it, by --keep-float N or --max-drop POINTS',
+        )
+        yield (
+            self.max_drop is not None and self.dry_run,
+            '--max-drop: needs evaluations, which --dry-run does not make; leave one of the two out',
+        )

@@ -17,7 +17,7 @@ from utils.dataloaders import IMG_FORMATS, LoadImagesAndLabels
 from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
-from utils.qat.config.qat import CalibrationConfig, EvalConfig
+from utils.qat.config.qat import LoaderConfig
 from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
@@ -182,7 +182,7 @@ class MaskDataset(Readable, LoadImagesAndLabelsAndMasks):
 def open_dataset(
     data: Data,
     split: str,
-    config: CalibrationConfig | EvalConfig,
+    config: LoaderConfig,
     stride: int,
     masks: dict[str, Any] | None = None,
     **options: Any,
@@ -254,7 +254,7 @@ def _held_out(names: Sequence[str], share: float) -> set[str]:
 
 
 def _keep(
-    dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: CalibrationConfig | EvalConfig, pad: float
+    dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderConfig, pad: float
 ) -> None:
     """Keep only some images in upstream's dataset, in place: then no mosaic shows another one.
 

@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
+from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
-from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig
+from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset
 from utils.qat.data.masks import COARSE
@@ -34,7 +35,7 @@ class Shard:
         return islice(self.batches, self.rank, None, self.world)
 
 
-def _in_order(dataset: Sized, config: CalibrationConfig | EvalConfig, shard: tuple[int, int]) -> Shard:
+def _in_order(dataset: Sized, config: LoaderConfig, shard: tuple[int, int]) -> Shard:
     """Cut a dataset into batches, in its order, and return the share (rank, world) of them.
 
     Each is a batch that one process alone would have.
@@ -54,7 +55,7 @@ def _collate(samples: list[tuple]) -> tuple:
     return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
 
 
-def _loader(dataset: Any, config: CalibrationConfig | EvalConfig, batches: Any, world: int = 1) -> DataLoader:
+def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> DataLoader:
     """Make a loader.
 
     Args:
@@ -83,7 +84,7 @@ def _spread(dataset: Any, limit: int) -> Subset:
 
 def val_loader(
     data: Data,
-    config: CalibrationConfig | EvalConfig,
+    config: LoaderConfig,
     stride: int,
     square: bool = False,
     limit: int | None = None,
@@ -148,7 +149,7 @@ def calibration_images(
     return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
-def few(images: Images, limit: int, config: CalibrationConfig) -> Images:
+def few(images: Images, limit: int, config: LoaderConfig) -> Images:
     """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
     dataset = _spread(images.loader.dataset, limit)
     return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)

@@ -1,5 +1,6 @@
 """The work of `qat.py eval` and `val_trt.py`: a model is scored on the val images of a data YAML, with a report."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,7 @@ from utils.qat.evaluation.score_report import tables, write_scores
 from utils.qat.prediction.file_model import FileModel
 
 
-def score_file(
-    predict: Any, config: EvalConfig, device: torch.device, folder: Path | None, backend: str = 'tensorrt'
-) -> Metrics:
+def score_file(predict: Any, config: EvalConfig, device: torch.device, folder: Path | None) -> Metrics:
     """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
     An exported file gets images letterboxed to its own size.
@@ -31,7 +30,6 @@ def score_file(
         config: settings of the command.
         device: where the images are given to the model.
         folder: folder of the run, see run_folder.run_folder; only the first process of torchrun needs it.
-        backend: the backend that runs engines, for the next command.
 
     Raises:
         QatError: file, settings and data do not fit together.
@@ -47,7 +45,7 @@ def score_file(
             f'give that size, or export again with --imgsz {config.imgsz}'
         )
     config.check_model(predict.segments, predict.kind)
-    config.imgsz = check_img_size(config.imgsz, predict.stride)
+    config = replace(config, imgsz=check_img_size(config.imgsz, predict.stride))
     data = load_data(config.data, predict.nc, segments=predict.segments)
     loader = val_loader(data, config, predict.stride, square=config.square or exported, shard=(rank(), world_size()))
 
@@ -65,7 +63,7 @@ def score_file(
         progress=lambda it: bar(it, 'evaluating'),
         predictions_file=folder / 'predictions.json' if config.save_json else None,
     )
-    following = after_scoring(config.weights, config.imgsz, backend)
+    following = after_scoring(config.weights, config.imgsz, config.backend)
     on_first(write_scores)(folder, config, metrics, describe(device), following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     LOGGER.log(RESULT, '\n' + '\n\n'.join(tables(metrics)) + '\n')

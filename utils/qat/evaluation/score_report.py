@@ -61,6 +61,6 @@ def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str
             *pictures,
             '## Times',
             markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
-            *closing(asdict(config), EvalConfig, versions(), following),
+            *closing(asdict(config), type(config), versions(), following),
         ],
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.run_folder import writing
 from utils.qat.core.versions import PACKAGES
@@ -28,7 +29,6 @@ from utils.qat.untrusted.json_schema import (
     anything,
     misfit,
     read_json,
-    settings_kind,
 )
 
 # files in the folder of a run until it is complete
@@ -91,9 +91,9 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
         report = interrupted(folder)
     config = _settings(folder, report['settings'])
     contradictions = [
-        f'--{"no-" * (v is False)}{k.replace("_", "-")} contradicts the run, whose {k} is {getattr(config, k)}'
+        f'{flag_of(k, v)} contradicts the run, whose {k} is {getattr(config, k)}'
         for k, v in given.items()
-        if k not in FREE and v != getattr(config, k)
+        if k not in FREE and plain(v) != plain(getattr(config, k))
     ]
     if contradictions:
         raise QatError(
@@ -118,7 +118,7 @@ def _no_run(folder: Path, why: str) -> QatError:
 
 def _settings(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
     """Make the QuantizeConfig of the settings in a report, with the same checks as for typed options."""
-    paths = {f.name for f in fields(QuantizeConfig) if f.type is Path}
+    paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
     values: dict[str, Any] = {k: Path(v) if v and k in paths else v for k, v in settings.items()}
     try:
         return QuantizeConfig(**values)
@@ -137,7 +137,7 @@ def interrupted(folder: Path) -> dict[str, Any]:
         wrong = misfit(report, REPORT) or _contradiction(report)
     except ValueError as e:
         raise _no_run(folder, 'not JSON') from e
-    kinds = settings_kind(QuantizeConfig)
+    kinds = json_kinds(QuantizeConfig)
     del kinds['resume']
     if not wrong and report['settings'].keys() != kinds.keys():
         other = ', '.join(sorted(report['settings'].keys() ^ kinds.keys()))

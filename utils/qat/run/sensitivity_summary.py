@@ -6,6 +6,7 @@ from typing import Any
 
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
+from utils.qat.config.settings import json_kinds
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import document, escaped, image, markdown_table
@@ -26,7 +27,6 @@ from utils.qat.untrusted.json_schema import (
     anything,
     misfit,
     read_json,
-    settings_kind,
 )
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
@@ -56,7 +56,7 @@ SUMMARY = {  # see json_schema.misfit
     'version': INDEX,
     'weights': str,
     'weights_sha256': str,
-    'settings': settings_kind(SensitiveConfig),
+    'settings': json_kinds(SensitiveConfig),
     'versions': dict.fromkeys(('python', *PACKAGES), str),
     'device': str,
     'images': COUNT,

@@ -13,10 +13,8 @@ A kind says which values fit. It is one of
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 NONE = type(None)
 
@@ -91,28 +89,6 @@ def _never(value: Any) -> bool:
 def anything(value: Any) -> bool:
     """Be the kind of a value that is not checked."""
     return True
-
-
-def settings_kind(cls: type) -> dict[str, Any]:
-    """Make the kind of a dataclass of settings, as it is written to JSON.
-
-    The ranges are not in it: `cls` itself checks them.
-    """
-    types = get_type_hints(cls)
-    kinds = {f.name: _kind_of_type(types[f.name]) for f in fields(cls)}
-    return {
-        f.name: (NONE, kinds[f.name]) if f.default is None and f.default is not MISSING else kinds[f.name]
-        for f in fields(cls)
-    }
-
-
-def _kind_of_type(type_: Any) -> Any:
-    """Return the kind of a setting's type: Path | None is text or nothing, list[str] a list of texts."""
-    plain = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,)), list: [str]}
-    if get_origin(type_) in (Union, UnionType):
-        return tuple(map(_kind_of_type, get_args(type_)))
-    type_ = get_origin(type_) or type_
-    return plain.get(type_, type_)
 
 
 def read_json(file: Path) -> Any:

@@ -1,0 +1,124 @@
+"""Settings: what is typed and what is made by hand is checked alike, and -h has every option."""
+
+import inspect
+import math
+import re
+from dataclasses import MISSING, FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+from zoo import settings
+
+from utils.qat.config import common, compare, engine, export, qat
+from utils.qat.config.options import add_options, read
+from utils.qat.config.settings import Range, Settings, flag_of, option_of
+from utils.qat.core.command import Parser
+from utils.qat.core.errors import QatError
+
+KINDS = sorted(
+    {
+        kind
+        for module in (common, compare, engine, export, qat)
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Settings) and kind is not Settings
+    },
+    key=lambda kind: kind.__name__,
+)
+NEEDED = {  # what has to be typed
+    engine.BuildConfig: ['m.onnx'],
+    engine.BenchmarkConfig: ['m.onnx'],
+    compare.CompareConfig: ['a.pt', 'b.pt', '--random', '1'],
+}
+each_kind = pytest.mark.parametrize('kind', KINDS, ids=lambda kind: kind.__name__)
+
+
+def needed(kind):
+    weights = any(f.name == 'weights' for f in fields(kind))
+    return NEEDED.get(kind, ['--weights', 'w.pt'] if weights else [])
+
+
+@each_kind
+def test_what_is_not_typed_is_the_default(kind):
+    made = read(kind, needed(kind), '')
+    assert {f.name for f in fields(kind) if f.default is MISSING} <= {'weights', 'onnx', 'models', 'reference', 'other'}
+    for f in fields(kind):
+        if f.default is not MISSING and f.name not in ('engine', 'timing_cache', 'random'):
+            assert getattr(made, f.name) == f.default, f.name
+    with pytest.raises(FrozenInstanceError):
+        setattr(made, fields(kind)[0].name, None)
+
+
+@each_kind
+def test_help_has_every_option_and_its_default(kind, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '1000')  # no line is broken
+    parser = Parser()
+    add_options(parser, kind)
+    text = parser.format_help().partition('options:')[2]
+    for f in fields(kind):
+        option, number = option_of(kind, f.name), type(f.default) in (int, float)
+        if option and option.help and not option.positional:
+            told = option.help if 'default' in option.help or not number else f'{option.help}; default: {f.default}'
+            flag = flag_of(f.name, False if f.default is True else None)
+            assert re.search(rf'(?m)^  (-\w \S+.*, )?{flag}\b.*\n?.* {re.escape(told)}(; default: |$)', text), f.name
+
+
+BAD = [
+    (qat.QuantizeConfig, 'epochs', '-1'),
+    (qat.QuantizeConfig, 'seed', str(2**32)),
+    (qat.QuantizeConfig, 'lr', '0'),
+    (qat.QuantizeConfig, 'lr', 'nan'),
+    (qat.QuantizeConfig, 'task_loss', 'inf'),
+    (qat.QuantizeConfig, 'val_split', '1'),
+    (qat.QuantizeConfig, 'amp', 'fp8'),
+    (qat.QuantizeConfig, 'mask_ratio', '0'),
+    (qat.SensitiveConfig, 'granularity', 'net'),
+    (qat.EvalConfig, 'imgsz', '31'),
+    (qat.FileEvalConfig, 'backend', 'onnxruntime'),
+    (export.ExportConfig, 'include', 'engine'),
+    (export.ExportConfig, 'imgsz', '16'),
+    (export.ExportConfig, 'trt', '9'),
+    (export.DeepStreamConfig, 'batch', '0'),
+    (engine.BuildConfig, 'level', '6'),
+    (engine.BenchmarkConfig, 'precision', 'int4'),
+    (engine.BenchmarkConfig, 'precision', ','),
+    (engine.BenchmarkConfig, 'duration', '0'),
+    (compare.CompareConfig, 'rtol', '-1'),
+]
+
+
+@pytest.mark.parametrize('kind, name, word', BAD, ids=[f'{kind.__name__} {name} {word}' for kind, name, word in BAD])
+def test_one_check_for_what_is_typed_and_what_is_made_by_hand(kind, name, word):
+    with pytest.raises(QatError, match=f'^{flag_of(name)} .*: must ') as typed:
+        read(kind, [*needed(kind), f'{flag_of(name)}={word}'], '')
+    parser = Parser()
+    add_options(parser, kind)
+    value = vars(parser.parse_args([*needed(kind), f'{flag_of(name)}={word}']))[name]
+    with pytest.raises(QatError) as by_hand:
+        replace(read(kind, needed(kind), ''), **{name: value})
+    assert str(typed.value) == str(by_hand.value)
+
+
+def test_everything_wrong_is_said_at_once():
+    with pytest.raises(QatError, match='^--iters 0: .*; --amp fp8: .*; --val-split 0.1: with --epochs 0'):
+        settings(epochs=0, iters=0, amp='fp8', val_split=0.1)
+
+
+@pytest.mark.parametrize(
+    'allowed, inside, outside, words',
+    [
+        (Range(1), (1, 10**400), (0, -1, math.inf, math.nan), 'be 1 or more'),
+        (Range(0, 5), (0, 5), (-1, 6), 'lie in 0 to 5'),
+        (Range(0.0, 1.0), (0, 0.5, 1), (-1e-9, 1.1, math.nan), 'lie in [0, 1]'),
+        (Range(0.0, 1.0, without=0), (1e-9, 1), (0, 2), 'lie in (0, 1]'),
+        (Range(0.0, 1.0, without=1), (0, 0.9), (1, -1), 'lie in [0, 1)'),
+    ],
+)
+def test_ranges(allowed, inside, outside, words):
+    assert all(n in allowed for n in inside) and not any(n in allowed for n in outside) and str(allowed) == words
+
+
+def test_one_number_is_height_and_width():
+    made = export.ExportConfig(Path('w.pt'), imgsz=[320])
+    assert made.imgsz == (320, 320) == read(export.ExportConfig, ['--weights', 'w.pt', '--img', '320'], '').imgsz
+    with pytest.raises(QatError, match='^--imgsz 64 64 64: one number, or height and width$'):
+        replace(made, imgsz=(64, 64, 64))

@@ -160,4 +160,4 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.stats[LEFT] = [None] * vars(config)[LEFT]
 
 
-from zoo import demo, demo_seg  # noqa: E402, F401  fixtures; they need the tree on sys.path
+from zoo import demo, demo_seg, small  # noqa: E402, F401  fixtures; they need the tree on sys.path

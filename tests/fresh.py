@@ -1,4 +1,4 @@
-"""A new process within milliseconds: a fork of one that has loaded other people's libraries, and nothing of upstream's and ours.
+"""A new process in 0.2 s: a fork of one that has torch and other libraries loaded, but no module of upstream or ours.
 
 Python's own fork server does it; it imports this file, so nothing of ours may be imported here.
 """
@@ -29,10 +29,10 @@ START.set_forkserver_preload(LIBRARIES)
 
 
 def fresh(*words, code=0, env=None, first=''):
-    """Run `python WORDS...` in the patched tree, on one thread, without loading the libraries anew; returns stdout + stderr.
+    """Run `python WORDS...` in the patched tree, with one thread and torch loaded; returns stdout + stderr.
 
-    The words are `-c CODE ARGUMENTS...`, `-m MODULE ARGUMENTS...` or `FILE ARGUMENTS...`. `env` is the environment (default: of this
-    process), `first` is Python code that runs before. Fails unless the process exits with `code`.
+    The words are `-c CODE ARGUMENTS...`, `-m MODULE ARGUMENTS...` or `FILE ARGUMENTS...`. `env` is the environment
+    (default: of this process), `first` is Python code that runs before. Fails unless the process exits with `code`.
     """
     from conftest import TREE
 

@@ -19,18 +19,19 @@ import yaml
 from conftest import REPO, TREE
 from models.common import Conv, RepConvN
 from models.yolo import DetectionModel, SegmentationModel
+from utils.loss_tal_dual import ComputeLoss
 
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images
+from utils.qat.data.loaders import calibration_images, val_loader
 
 torch.set_num_threads(1)  # one worker, one core; and sums come in the same order in every process
 
@@ -197,6 +198,11 @@ class Demo:
     single: Path
     quantized: Path
 
+    @classmethod
+    def in_folder(cls, folder):
+        """These names in `folder`; nothing is written yet."""
+        return cls(folder / 'data' / 'data.yaml', *(folder / f'{name}.pt' for name in ('dual', 'single', 'quantized')))
+
     def float_model(self):
         """A new fused float model."""
         with quiet_upstream():
@@ -218,23 +224,78 @@ def calibrated_demo(demo):
     return demo
 
 
+def reparameterized_demo(demo):
+    """Write demo.single, the main branch of demo.dual; returns `demo`."""
+    with quiet_upstream():
+        _, dual = checkpoint.load_dual_or_float(demo.dual)
+        torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
+    return demo
+
+
 def make_demo(folder):
     """The demo with its trained weights, on a few images, in `folder`."""
-    demo = Demo(folder / 'data' / 'data.yaml', folder / 'dual.pt', folder / 'single.pt', folder / 'quantized.pt')
-    program('demo/make_data.py').make_data(folder / 'data', train=12, val=12)
+    demo = Demo.in_folder(folder)
+    program('demo/make_data.py').make_data(demo.data.parent, train=12, val=12)
     with quiet_upstream():
         import models.yolo as upstream
 
         program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', demo.dual, upstream)
-        _, dual = checkpoint.load_dual_or_float(demo.dual)
-        torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
-    return calibrated_demo(demo)
+    return calibrated_demo(reparameterized_demo(demo))
 
 
 @pytest.fixture(scope='session')
 def demo(tmp_path_factory):
     """The files of `make_demo`, for all tests of this process."""
     return make_demo(tmp_path_factory.mktemp('demo files'))
+
+
+SMALL = {  # a quarter of the demo's convolutions: every idea of placement once, three strides
+    'backbone': [
+        [-1, 1, 'Conv', [16, 3, 2]],
+        [-1, 1, 'Conv', [16, 3, 2]],
+        [-1, 1, 'RepNCSPELAN4', [16, 16, 8, 1]],
+        [-1, 1, 'ADown', [16]],  # 3: P3
+        [-1, 1, 'AConv', [16]],  # 4: P4
+        [-1, 1, 'ADown', [32]],
+        [-1, 1, 'SPPELAN', [32, 16]],  # 6: P5
+        [-1, 1, 'nn.Upsample', [None, 2, 'nearest']],
+        [[-1, 4], 1, 'Concat', [1]],
+        [-1, 1, 'Conv', [16, 1, 1]],  # 9: P4 again
+    ],
+    'head': [[[3, 4, 6, 3, 9, 6], 1, 'DualDDetect', ['nc']]],
+}
+
+
+def learn(dual, data, steps=50):
+    """Train `dual` in place on the validation images of `data`, at 64 and 128 pixels by turns."""
+    content, options = load_data(data), {'weights': None, 'data': data, 'batch_size': 12, 'workers': 0}
+    batches = [next(iter(val_loader(content, EvalConfig(**options, imgsz=size), 32)))[:2] for size in (64, 128)]
+    dual.hyp = yaml.safe_load((REPO / 'demo' / 'hyp.yaml').read_text())
+    dual.model[-1].bias_init()
+    dual.requires_grad_(True).train()
+    loss, optimizer = ComputeLoss(dual), torch.optim.AdamW(dual.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps)
+    for step in range(steps):
+        images, targets = batches[step % 2]
+        optimizer.zero_grad()
+        loss(dual(images.float() / 255), targets)[0].backward()
+        optimizer.step()
+        schedule.step()
+    del dual.hyp
+    dual.eval()
+
+
+@pytest.fixture(scope='session')
+def small(tmp_path_factory):
+    """The same files of a small network, for tests that need no good AP: it has seen its validation
+    images for some seconds."""
+    files = Demo.in_folder(tmp_path_factory.mktemp('small files'))
+    program('demo/make_data.py').make_data(files.data.parent, train=12, val=12)
+    dual = build('demo', **SMALL)
+    learn(dual, files.data)
+    dual.names = {i: str(i) for i in range(dual.nc)}  # the data's
+    torch.save({'model': dual.half(), 'ema': None}, files.dual)
+    return calibrated_demo(reparameterized_demo(files))
 
 
 @pytest.fixture(scope='session')

@@ -41,18 +41,18 @@ SIZE = 64  # pixels
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     """Folder with demo.{pt,onnx} (float), int8.{pt,onnx}, both of open batch; half.onnx (INT8 and FP16, batch 1, no .pt) and net.onnx, a
     classifier of open image size."""
     folder = tmp_path_factory.mktemp('models')
     for name, model, options in (
-        ('demo', demo.float_model(), {'dynamic': True}),
-        ('int8', demo.quantized_model(), {'dynamic': True}),
-        ('half', demo.quantized_model(), {'half': True, 'opset': 19}),
+        ('demo', small.float_model(), {'dynamic': True}),
+        ('int8', small.quantized_model(), {'dynamic': True}),
+        ('half', small.quantized_model(), {'half': True, 'opset': 19}),
     ):
         export_onnx(model, folder / f'{name}.onnx', (SIZE, SIZE), **options)
-    (folder / 'demo.pt').write_bytes(demo.single.read_bytes())
-    (folder / 'int8.pt').write_bytes(demo.quantized.read_bytes())
+    (folder / 'demo.pt').write_bytes(small.single.read_bytes())
+    (folder / 'int8.pt').write_bytes(small.quantized.read_bytes())
     axes = {'image': {0: 'n', 2: 'h', 3: 'w'}, 'scores': {0: 'n'}}
     export(classifier(), folder / 'net.onnx', axes)
     return folder
@@ -179,10 +179,10 @@ def test_the_summary_is_laid_out_as_trtexecs(gpu):
 # ---- what a file is -------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_those_of_the_module(files, demo):
+def test_parameters_are_those_of_the_module(files, small):
     net = network(files / 'net.onnx')
     assert net.parameters == sum(p.numel() for p in classifier().parameters()) and net.layers == 5
-    in_pytorch = sum(p.numel() for p in demo.float_model().parameters())
+    in_pytorch = sum(p.numel() for p in small.float_model().parameters())
     float_net, int8_net = network(files / 'demo.onnx'), network(files / 'int8.onnx')
     assert (
         float_net.parameters == int8_net.parameters == in_pytorch + 3

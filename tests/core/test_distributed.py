@@ -1,12 +1,17 @@
 """Laws of several processes: two that torchrun starts calibrate and score what one does, learn alike, and fail together."""
 
 import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import REPO
-from zoo import image, program, python, same, settings, state
+from faults import sampled
+from fresh import fresh
+from zoo import image, program, same, settings, state
 
 from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
@@ -30,17 +35,27 @@ HYP = REPO / 'demo' / 'hyp.yaml'
 
 def torchrun(*arguments, code=0):
     """What `torchrun --nproc_per_node 2 ARGUMENTS...` says, in the patched tree; fails unless it exits with `code`."""
-    return python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *arguments, code=code)
+    return fresh('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *arguments, code=code)
 
 
-def quantize(demo, folder, *more):
+def two_forks(*arguments):
+    """The same of two processes with torchrun's environment, but without torchrun, and without loading torch anew."""
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        port = free.getsockname()[1]
+    shared = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [{**shared, 'RANK': rank, 'LOCAL_RANK': rank} for rank in '01']
+        return ''.join(pool.map(lambda env: fresh(*arguments, env=env), ranks))
+
+
+def quantize(small, folder, *more):
     return (
         'qat.py',
         'quantize',
         '--weights',
-        demo.single,
+        small.single,
         '--data',
-        demo.data,
+        small.data,
         '--hyp',
         HYP,
         '--imgsz',
@@ -63,10 +78,11 @@ def quantize(demo, folder, *more):
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monkeypatch):
+@pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2), ids=lambda f: f.__name__)
+def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monkeypatch, started):
     monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])  # a run adds that of its log file
     program('qat.py').main([str(a) for a in quantize(demo, tmp_path, '--name', 'alone', '--epochs', 0)[1:]])
-    said = torchrun(*quantize(demo, tmp_path, '--name', 'pair', '--epochs', 1))
+    said = started(*quantize(demo, tmp_path, '--name', 'pair', '--epochs', 1))
     first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
     assert first['ptq'] == second['ptq'] and first['ptq']['ap'] > 0.2
     assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
@@ -227,16 +243,16 @@ VALUES = [  # of each process, of each histogram, the tensors that it sees
 
 
 @pytest.fixture(scope='module')
-def pair(demo, tmp_path_factory):
+def pair(small, tmp_path_factory):
     """What each of two processes found, and the folder of the job."""
     folder = tmp_path_factory.mktemp('pair')
     (folder / 'worker.py').write_text(WORKER)
     torch.save(
         {
             'folder': folder,
-            'single': demo.single,
-            'quantized': demo.quantized,
-            'data': demo.data,
+            'single': small.single,
+            'quantized': small.quantized,
+            'data': small.data,
             'hyp': HYP,
             'batch': BATCH,
             'lr': 1e-4,
@@ -246,15 +262,15 @@ def pair(demo, tmp_path_factory):
         },
         folder / 'job.pt',
     )
-    said = torchrun(folder / 'worker.py', folder / 'job.pt')
+    said = two_forks(folder / 'worker.py', folder / 'job.pt')
     assert 'arning' not in said
     return torch.load(folder / '0.pt', weights_only=False), torch.load(folder / '1.pt', weights_only=False), folder
 
 
-def test_a_step_follows_the_mean_gradient(demo, pair):
+def test_a_step_follows_the_mean_gradient(small, pair):
     first, second, _ = pair
-    student = demo.quantized_model()
-    step = TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    student = small.quantized_model()
+    step = TrainingStep(student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
     losses, gradients = [], []
     for images in BATCHES:
         terms = step._compare(images)
@@ -264,7 +280,7 @@ def test_a_step_follows_the_mean_gradient(demo, pair):
         p.grad = None if a is None else (a + b) / 2
     step._clip_and_judge(torch.ones(()), torch.ones(len(step.layers)))
     step.optimizer.step()
-    expected, before = state(student), state(demo.quantized_model())
+    expected, before = state(student), state(small.quantized_model())
     assert not same(before, expected)
     for (
         k,
@@ -306,12 +322,12 @@ def test_histograms_merge_to_that_of_all_values(pair):
     assert all(not largest.isfinite() for _, _, largest in first['histograms'][3:])
 
 
-def test_figures_and_detections_are_those_of_one_process(demo, pair):
+def test_figures_and_detections_are_those_of_one_process(small, pair):
     first, second, folder = pair
-    config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
-    data = load_data(demo.data)
+    config = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
+    data = load_data(small.data)
     metrics = evaluate(
-        TorchModel(demo.quantized_model()),
+        TorchModel(small.quantized_model()),
         val_loader(data, config, 32),
         data.names,
         CPU,
@@ -325,9 +341,9 @@ def test_figures_and_detections_are_those_of_one_process(demo, pair):
 
 
 @pytest.mark.parametrize('world', [2, 3, 5])
-def test_shards_are_the_batches_of_one_process(demo, world):
-    data, config = load_data(demo.data), settings(batch_size=BATCH, calib_images=12)
-    evaluation = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=128, workers=0)
+def test_shards_are_the_batches_of_one_process(small, world):
+    data, config = load_data(small.data), settings(batch_size=BATCH, calib_images=12)
+    evaluation = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
     for make in (
         lambda shard: calibration_images(data, config, 32, CPU, shard),
         lambda shard: val_loader(data, evaluation, 32, shard=shard),
@@ -340,8 +356,8 @@ def test_shards_are_the_batches_of_one_process(demo, world):
             assert same(mine, whole[rank::world]) and len(shard) == len(mine)
 
 
-def test_training_shards_are_full_batches_and_equally_many(demo):
-    data, hyp = load_data(demo.data), load_hyp(HYP)
+def test_training_shards_are_full_batches_and_equally_many(small):
+    data, hyp = load_data(small.data), load_hyp(HYP)
     for batch_size, world, steps in ((2, 2, 3), (2, 4, 1), (5, 2, 1), (1, 5, 2)):
         seen = []
         for rank in range(world):

@@ -77,17 +77,17 @@ def in_terminal(*words, **environment):
     return got.decode()
 
 
-def unread(demo, folder):
+def unread(small, folder):
     """The YAML of a copy of the demo's data, whose labels upstream has not cached."""
-    shutil.copytree(demo.data.parent, folder / 'data', ignore=shutil.ignore_patterns('*.cache'))
+    shutil.copytree(small.data.parent, folder / 'data', ignore=shutil.ignore_patterns('*.cache'))
     copy = folder / 'data/data.yaml'
-    copy.write_text(copy.read_text().replace(str(demo.data.parent), str(copy.parent)))
+    copy.write_text(copy.read_text().replace(str(small.data.parent), str(copy.parent)))
     assert str(copy.parent) in copy.read_text()
     return copy
 
 
 @pytest.fixture(scope='module')
-def chain(demo, tmp_path_factory):
+def chain(small, tmp_path_factory):
     """The pipeline by what each command says is next, from the trained checkpoint on: {command: (options, stdout, stderr)}.
 
     What it says is typed as it is, but for the data where it is not known, and with options that make it quick.
@@ -114,10 +114,10 @@ def chain(demo, tmp_path_factory):
         'eval': ['--device', 'cpu', '--workers', 0, '--project', folder / 'eval'],
     }
     following = shlex.join(
-        ['python', 'reparameterization.py', '--weights', str(demo.dual), '--save', str(folder / 'single.pt')]
+        ['python', 'reparameterization.py', '--weights', str(small.dual), '--save', str(folder / 'single.pt')]
     )
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
-        python, file, *words = shlex.split(following.replace(DATA, shlex.quote(str(demo.data))))
+        python, file, *words = shlex.split(following.replace(DATA, shlex.quote(str(small.data))))
         assert (python, [file, *words][name in quick]) == ('python', name)
         words += quick.get(name, [])
         said[name] = [words, *say(file, *words)]
@@ -140,7 +140,7 @@ def test_each_command_ends_with_the_next(chain):
     )
 
 
-def other_commands(chain, demo):
+def other_commands(chain, small):
     """(file, options) of the rest of what runs without a GPU."""
     folder, model = chain['folder'], onnx_of(chain)
     yield (
@@ -148,9 +148,9 @@ def other_commands(chain, demo):
         [
             'sensitive',
             '--weights',
-            demo.single,
+            small.single,
             '--data',
-            demo.data,
+            small.data,
             *SMALL,
             '--imgsz',
             64,
@@ -174,21 +174,21 @@ def other_commands(chain, demo):
             'quantize',
             '--dry-run',
             '--weights',
-            demo.single,
+            small.single,
             '--data',
-            demo.data,
+            small.data,
             '--exclude',
             r'model\.2',
-            'model.14',
+            'model.9',
             '--no-eval-ptq',
         ],
     )
     yield (
         'qat.py',
-        ['eval', '--weights', demo.quantized, '--data', demo.data, *SMALL, '--project', folder / 'checkpoint'],
+        ['eval', '--weights', small.quantized, '--data', small.data, *SMALL, '--project', folder / 'checkpoint'],
     )
-    yield 'val_trt.py', ['--weights', model, '--data', demo.data, *SMALL, '--project', folder / 'val']
-    yield 'compare_outputs.py', [demo.single, model, '--data', demo.data, *SMALL, '--project', folder / 'compare']
+    yield 'val_trt.py', ['--weights', model, '--data', small.data, *SMALL, '--project', folder / 'val']
+    yield 'compare_outputs.py', [small.single, model, '--data', small.data, *SMALL, '--project', folder / 'compare']
     yield (
         'benchmark_trt.py',
         [
@@ -208,21 +208,21 @@ def other_commands(chain, demo):
     yield 'scripts/audit_onnx.py', [model]
     yield (
         'export_qat.py',
-        ['--weights', demo.single, '--imgsz', 64, '--verify', demo.data, '--verify-images', 2, '--max-ap-diff', 1],
+        ['--weights', small.single, '--imgsz', 64, '--verify', small.data, '--verify-images', 2, '--max-ap-diff', 1],
     )
-    yield 'export_yoloV9.py', ['--weights', demo.single, '--size', 64]
+    yield 'export_yoloV9.py', ['--weights', small.single, '--size', 64]
     if importlib.util.find_spec('tensorrt_rtx_bindings'):
         yield 'scripts/build_engine.py', [model, '--engine', folder / 'model.engine', '--backend', 'rtx']
 
 
 @pytest.fixture(scope='module')
-def others(chain, demo, tmp_path_factory):
+def others(chain, small, tmp_path_factory):
     """[(file, options, stdout with --quiet)] and stdout and stderr of the same without."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp('here'))  # export_yoloV9.py writes into the current folder
     yield [
         (file, words, *say(file, *words), say(file, *words, '--quiet')[0])
-        for file, words in other_commands(chain, demo)
+        for file, words in other_commands(chain, small)
     ]
     os.chdir(before)
 
@@ -270,7 +270,7 @@ def test_no_bars_and_no_colours_in_a_pipe(chain, others):
     assert chain['quantize'][1].count('epoch 1/1: ') == 1
 
 
-def test_nor_in_the_pipe_of_a_process(demo, tmp_path):
+def test_nor_in_the_pipe_of_a_process(small, tmp_path):
     """Labels that were never read, and what is written past Python's sys.stderr."""
     done = subprocess.run(
         [
@@ -278,9 +278,9 @@ def test_nor_in_the_pipe_of_a_process(demo, tmp_path):
             'qat.py',
             'eval',
             '--weights',
-            demo.quantized,
+            small.quantized,
             '--data',
-            unread(demo, tmp_path),
+            unread(small, tmp_path),
             *SMALL,
             '--project',
             tmp_path / 'runs',
@@ -296,7 +296,7 @@ def test_nor_in_the_pipe_of_a_process(demo, tmp_path):
     assert re.search(r'(?m)^qat.py took [\d.]+ s$', done.stdout)
 
 
-def test_upstream_speaks_with_verbose_only(demo, tmp_path, capfd):
+def test_upstream_speaks_with_verbose_only(small, tmp_path, capfd):
     from utils.general import LOGGER as upstream
 
     heard = []
@@ -306,7 +306,7 @@ def test_upstream_speaks_with_verbose_only(demo, tmp_path, capfd):
     try:
         for more in ([], ['--quiet'], ['--verbose']):
             heard.clear()
-            say('qat.py', 'quantize', '--dry-run', '--weights', demo.single, *more)
+            say('qat.py', 'quantize', '--dry-run', '--weights', small.single, *more)
             assert bool(heard) == (more == ['--verbose']), heard
     finally:
         upstream.removeHandler(handler)
@@ -336,10 +336,10 @@ def test_quiet_or_verbose(line, capsys):
     TERMINAL.setLevel(logging.INFO)
 
 
-def test_the_reference_client_too(chain, demo):
+def test_the_reference_client_too(chain, small):
     def run(*more):
         return subprocess.run(
-            [sys.executable, REPO / 'scripts/infer_onnx.py', onnx_of(chain), demo.data.parent / 'images/val', *more],
+            [sys.executable, REPO / 'scripts/infer_onnx.py', onnx_of(chain), small.data.parent / 'images/val', *more],
             capture_output=True,
             text=True,
             cwd=chain['folder'],
@@ -357,14 +357,14 @@ def test_the_reference_client_too(chain, demo):
 # ---- a terminal ---------------------------------------------------------------------------------------------------------
 
 
-def test_bars_and_colours_on_a_terminal(demo, tmp_path):
+def test_bars_and_colours_on_a_terminal(small, tmp_path):
     words = [
         'qat.py',
         'eval',
         '--weights',
-        demo.quantized,
+        small.quantized,
         '--data',
-        unread(demo, tmp_path),
+        unread(small, tmp_path),
         *SMALL,
         '--batch-size',
         3,

@@ -139,14 +139,14 @@ def assert_compiled(graph, done, int8):
 
 
 @pytest.fixture(scope='module')
-def exported(demo, tmp_path_factory):
+def exported(small, tmp_path_factory):
     """Function that exports the demo, each way once: (ONNX model, number of INT8 convolutions)."""
     done = {}
 
     def export(kind, **options):
         key = (kind, *options.items())
         if key not in done:
-            model = demo.float_model() if kind == 'float' else demo.quantized_model()
+            model = small.float_model() if kind == 'float' else small.quantized_model()
             file = tmp_path_factory.mktemp('onnx') / 'model.onnx'
             onnx_export.export_onnx(model, file, (64, 64), **options)
             done[key] = onnx.load(file), sum(isinstance(m, QuantConv2d) for m in model.modules())

@@ -121,15 +121,15 @@ def test_classifiers_on_noise(folder):
     assert results_of(folder)['images'] == 2 and results_of(folder)['ranks'][0]['score'] < 0.5, 'normalised'
 
 
-def test_a_checkpoint_and_its_export(demo, tmp_path):
-    export_onnx(demo.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
-    run(*command(tmp_path, demo.quantized, tmp_path / 'int8.onnx', '--data', demo.data))
+def test_a_checkpoint_and_its_export(small, tmp_path):
+    export_onnx(small.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
+    run(*command(tmp_path, small.quantized, tmp_path / 'int8.onnx', '--data', small.data))
     near = results_of(tmp_path)
-    run(*command(tmp_path, demo.single, tmp_path / 'int8.onnx', '--data', demo.data, '--images', 4, '--top', 3))
+    run(*command(tmp_path, small.single, tmp_path / 'int8.onnx', '--data', small.data, '--images', 4, '--top', 3))
     far = results_of(tmp_path)
     assert near['images'] == 12 and far['images'] == 4 and len(far['ranks']) == 3
     assert near['scores']['mean'] < far['scores']['mean'] and near['reference']['ap'] > 0 and far['other']['ap'] > 0
-    run(*command(tmp_path, demo.single, demo.single, '--random', 3, '--imgsz', SIZE))
+    run(*command(tmp_path, small.single, small.single, '--random', 3, '--imgsz', SIZE))
     noise = results_of(tmp_path)
     assert noise['images'] == 3 and noise['boxes']['max'] == 0 and noise['reference'] is None
 
@@ -147,14 +147,14 @@ def test_a_checkpoint_and_its_export(demo, tmp_path):
         ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
     ],
 )
-def test_bad_input(folder, demo, capsys, given, says):
-    arguments = [word.format(f=folder, single=demo.single) for word in given.split()]
+def test_bad_input(folder, small, capsys, given, says):
+    arguments = [word.format(f=folder, single=small.single) for word in given.split()]
     assert run_command(program('compare_outputs.py').main, [*arguments, '--device', 'cpu']) == 2
     said = capsys.readouterr().err.strip()
     assert len(said.splitlines()) == 1 and all(text in said for text in says), said
 
 
-def test_a_classifier_is_not_evaluated_as_a_detector(folder, demo, capsys):
-    arguments = ['--weights', folder / 'a.onnx', '--data', demo.data, '--imgsz', SIZE, '--device', 'cpu']
+def test_a_classifier_is_not_evaluated_as_a_detector(folder, small, capsys):
+    arguments = ['--weights', folder / 'a.onnx', '--data', small.data, '--imgsz', SIZE, '--device', 'cpu']
     assert run_command(program('val_trt.py').main, [*map(str, arguments)]) == 2
     assert 'a classifier' in capsys.readouterr().err

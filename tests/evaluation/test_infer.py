@@ -37,21 +37,21 @@ SIZE, CONF, IOU = 128, 0.01, 0.6
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     """A folder with the quantized demo's plain.onnx and deepstream.onnx, and its validation images."""
     folder = tmp_path_factory.mktemp('infer')
     for name, layout in (('plain', None), ('deepstream', deepstream_layout)):
-        export_onnx(demo.quantized_model(), folder / f'{name}.onnx', (SIZE, SIZE), layout=layout)
-    shutil.copytree(demo.data.parent / 'images/val', folder / 'images')
+        export_onnx(small.quantized_model(), folder / f'{name}.onnx', (SIZE, SIZE), layout=layout)
+    shutil.copytree(small.data.parent / 'images/val', folder / 'images')
     return folder
 
 
 @pytest.fixture(scope='module')
-def evaluated(demo, files):
+def evaluated(small, files):
     """[(path, pixels as the model sees them, predictions [4 + nc, N], function to pixels of the image)], as the evaluation has them."""
-    config = EvalConfig(demo.single, demo.data, batch_size=1, imgsz=SIZE, workers=0)
+    config = EvalConfig(small.single, small.data, batch_size=1, imgsz=SIZE, workers=0)
     predict, found = OnnxModel(files / 'plain.onnx'), []
-    for images, _, [path], [shape] in val_loader(load_data(demo.data), config, 32, square=True):
+    for images, _, [path], [shape] in val_loader(load_data(small.data), config, 32, square=True):
         pixels = images.float() / 255
 
         def native(boxes, shape=shape):
@@ -63,7 +63,7 @@ def evaluated(demo, files):
     return found
 
 
-def end2end(found, most=40):
+def end2end(found, most=100):
     """A file whose outputs are the detections `found` [n, 6], whatever it is given; rows behind the last are rubbish."""
     rows = np.full((most, 6), 77, np.float32)
     rows[: len(found)] = found
@@ -133,8 +133,8 @@ def test_nothing_found(tmp_path, evaluated):
     ] * 2
 
 
-def test_a_fixed_batch_takes_one_image(demo, files, evaluated, tmp_path):
-    export_onnx(demo.quantized_model(), tmp_path / 'two.onnx', (SIZE, SIZE), batch=2)
+def test_a_fixed_batch_takes_one_image(small, files, evaluated, tmp_path):
+    export_onnx(small.quantized_model(), tmp_path / 'two.onnx', (SIZE, SIZE), batch=2)
     path = evaluated[0][0]
     assert_same(detected(tmp_path / 'two.onnx', path), detected(files / 'plain.onnx', path))
 

@@ -1,4 +1,4 @@
-"""Laws of the audit: every rule has graphs that break it, which are found by name, and graphs that keep it, which are not."""
+"""Laws of the audit: for each rule, a graph that breaks it has this finding, and a graph that keeps it has none."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ VALUES = {
 
 
 def node(op, given, out, **attributes):
-    """A node called like its first output."""
+    """A node with the name of its first output."""
     given, out = ([names] if isinstance(names, str) else names for names in (given, out))
     return helper.make_node(op, given, out, name=out[0], **attributes)
 
@@ -56,7 +56,7 @@ def pair(given, out, s='s', z='z', dq_scale=None, **attributes):
 
 
 def conv(given, out, op='Conv', **attributes):
-    """A convolution with its weight quantized. It runs in INT8 if `given` comes out of a DQ."""
+    """A convolution with a quantized weight. It runs in INT8 if `given` is the output of a DQ."""
     return [*pair('w', f'{out} w', 'ws', 'wz', **{'axis': 0, **attributes}), node(op, [given, f'{out} w'], out)]
 
 
@@ -84,7 +84,7 @@ START2 = [*START, *conv('x1', 'd')]  # and d
 
 
 def end(given, s='s', out='y'):
-    """An INT8 convolution that asks for `given` with scale `s`, and whose output is the graph's."""
+    """An INT8 convolution at the end of the graph, which reads `given` with scale `s`."""
     return [*pair(given, f'{out}1', s), *conv(f'{out}1', out)]
 
 
@@ -576,8 +576,7 @@ def test_free_scales_conflict_and_tied_do_not(audits):
 
 
 def test_typing_is_what_is_in_the_file(audits):
-    """FP16 and FP32 files need the same kernels but for the Casts, which count with their bytes: at 96 pixels they outweigh the
-    little that is not INT8."""
+    """FP16 and FP32 files need the same kernels, except for Casts. At 96 pixels they move more bytes than FP16 saves."""
     typed, half = audits['tied'], audits['half']
     assert set(typed.typing) - {'other'} == {'FP32'} and half.typing['FP16'] > 500 > half.typing['FP32'] > 0
     assert abs(half.cost['as typed'].kernels - typed.cost['as typed'].kernels) <= 7, (
@@ -592,7 +591,7 @@ def test_typing_is_what_is_in_the_file(audits):
 
 @pytest.mark.faults
 def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_path):
-    """But for names, for nodes that slice, and for a few of the box decoding."""
+    """Except for names, for nodes that slice, and for a few nodes of the box decoding."""
     export_onnx(free_scales(demo), tmp_path / 'simplified.onnx', IMGSZ, dynamic=True, simplify=True)
     free, simplified = audits['free'], audit.audit(audit.load(tmp_path / 'simplified.onnx'))
     assert sorted(free.convs, key=str) == sorted(simplified.convs, key=str)
@@ -602,7 +601,7 @@ def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_pa
 
 
 def test_the_baseline_is_the_float_export(audits):
-    """Taking Q and DQ away gives what the float model exports to."""
+    """A quantized graph without its Q and DQ costs as much as the float export."""
     assert (
         audits['free'].cost['FP16, no Q/DQ']
         == audits['float'].cost['FP16, no Q/DQ']
@@ -614,7 +613,7 @@ def test_the_baseline_is_the_float_export(audits):
 
 
 def test_shapes_are_those_that_onnx_infers(exports):
-    """Where onnx.shape_inference knows a shape, so do we, and the same."""
+    """Every shape that onnx.shape_inference finds is found here, with equal values."""
     for name in ('free', 'tied'):
         model = onnx.load(exports[name])
         model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
@@ -690,7 +689,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, name, content, 
 
 
 def test_it_needs_neither_torch_nor_yolov9(exports):
-    """From the toolkit's own folder, where upstream's utils/__init__.py, and so torch, is not."""
+    """It runs in the toolkit's own folder, without upstream's utils/__init__.py, which imports torch."""
     code = f"""import runpy, sys
 sys.argv = ['audit_onnx.py', {str(exports['free'])!r}]
 try:

@@ -1,4 +1,4 @@
-"""The audit ends on every graph: with its report, or with one line that names the file, in seconds that grow with the graph."""
+"""The audit ends on every graph, with a report or one error line, in time proportional to the graph."""
 
 import signal
 
@@ -54,7 +54,7 @@ def graph(nodes, outputs=('y',), constants=(), inputs=(('x', [1, C, 8, 8]),), op
 
 
 def chain(n, step, end='y'):
-    """step(i, given, out) n times, one behind the other; what it gives is one node or several."""
+    """step(i, given, out) n times in a row; each call returns a node or several."""
     nodes = []
     for i in range(n):
         made = step(i, f't{i}' if i else 'x', f't{i + 1}' if i < n - 1 else end)
@@ -70,7 +70,7 @@ def doubled(i, given, out):
 
 
 def branch(op, given, out):
-    """The body of an If: `op` of a tensor outside of it."""
+    """The body of an If that applies `op` to a tensor of the outer graph."""
     return helper.make_graph(
         [node(op, given, out)], 'branch', [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, [1, C, 8, 8])]
     )
@@ -239,7 +239,7 @@ def without(model, field):
 
 
 def foreign(op, inputs, outputs=('o',)):
-    """A graph with an operator of somebody else's, which ONNX's checker knows nothing of."""
+    """A graph with a custom operator, unknown to ONNX's checker."""
     model = graph([helper.make_node(op, inputs, outputs, domain='somebody'), CONV])
     model.opset_import.append(helper.make_opsetid('somebody', 1))
     return model
@@ -247,7 +247,7 @@ def foreign(op, inputs, outputs=('o',)):
 
 @pytest.fixture
 def clock():
-    """Ends a test after SECONDS of the processor's time."""
+    """Ends a test after SECONDS of CPU time."""
 
     def over(*_):
         raise TimeoutError(f'not done after {SECONDS} s')
@@ -272,7 +272,7 @@ def test_every_graph(tmp_path, capfd, clock, name):
 
 
 def test_ways_that_meet_again_count_once():
-    """Each use and origin is named once, however many ways lead there, and in the order of the graph."""
+    """Each use and each origin is named once, in the order of the graph, even if many paths lead to it."""
     model = graph(
         [
             *pair('x', 'a'),

@@ -1,4 +1,4 @@
-"""Laws of export_yoloV9.py: the graph returns what the plain export returns, in DeepStream-Yolo's layout, and is the same graph before that."""
+"""Laws of export_yoloV9.py: the plain export plus nodes that change its output to DeepStream-Yolo's layout."""
 
 import configparser
 
@@ -49,8 +49,8 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize('kind, options', sampled(EXPORTS.values(), 3), ids=EXPORTS)
-def test_it_is_the_plain_export_in_another_layout(demo, tmp_path, kind, options):
-    model = demo.float_model() if kind == 'float' else demo.quantized_model()
+def test_it_is_the_plain_export_in_another_layout(small, tmp_path, kind, options):
+    model = small.float_model() if kind == 'float' else small.quantized_model()
     options = {'imgsz': (64, 64), **options}
     export_onnx(model, tmp_path / 'plain.onnx', **options)
     done = export_onnx(model, tmp_path / 'deepstream.onnx', **options, layout=deepstream_layout)
@@ -110,8 +110,8 @@ def test_boxes_in_numbers(opset, nc):
     assert np.array_equal(ours, np.stack((wanted, wanted[::-1])))
 
 
-def test_it_is_not_taken_for_a_plain_file(demo, tmp_path):
-    export_onnx(demo.float_model(), tmp_path / 'model.onnx', (64, 64), layout=deepstream_layout)
+def test_it_is_not_taken_for_a_plain_file(small, tmp_path):
+    export_onnx(small.float_model(), tmp_path / 'model.onnx', (64, 64), layout=deepstream_layout)
     with pytest.raises(QatError, match='has the outputs of export_yoloV9.py.*export_qat.py'):
         OnnxModel(tmp_path / 'model.onnx')
 
@@ -169,12 +169,12 @@ def test_configuration(int8, mode, engine):
         ),
     ],
 )
-def test_the_command(demo, tmp_path, monkeypatch, capsys, kind, arguments, says, mode):
-    """Files are named as DeepStream-Yolo's own script names them, and are where it puts them."""
+def test_the_command(small, tmp_path, monkeypatch, capsys, kind, arguments, says, mode):
+    """Files have the names and places that DeepStream-Yolo's own script gives them."""
     weights, here = tmp_path / 'models/yolov9 é.pt', tmp_path / 'here'
     weights.parent.mkdir()
     here.mkdir()
-    weights.write_bytes(getattr(demo, kind).read_bytes())
+    weights.write_bytes(getattr(small, kind).read_bytes())
     flag, *rest = arguments if arguments[0] == '--weights' else ('-w', *arguments)
     monkeypatch.chdir(here)
     assert run_command(export_yolov9, [flag, str(weights), *rest]) == 0
@@ -195,10 +195,10 @@ def test_the_command(demo, tmp_path, monkeypatch, capsys, kind, arguments, says,
     assert settings['batch-size'] == ('1' if first == 'batch' else str(first))
 
 
-def test_the_main_branch_of_a_dual_checkpoint(demo):
-    """A dual checkpoint gives the model that reparameterization.py makes of it."""
+def test_the_main_branch_of_a_dual_checkpoint(small):
+    """From a dual checkpoint, the command exports the model that reparameterization.py makes."""
     images = torch.from_numpy(images_of(1, 64, 64))
-    (dual, _, head), (single, _, _) = (load_main_branch(file) for file in (demo.dual, demo.single))
+    (dual, _, head), (single, _, _) = (load_main_branch(file) for file in (small.dual, small.single))
     assert head == 'DualDDetect'
     with torch.no_grad():
         ours, theirs = dual(images)[0], single(images)[0]
@@ -225,18 +225,18 @@ BAD = {
 
 
 @pytest.mark.parametrize('arguments, says', BAD.values(), ids=BAD)
-def test_bad_input_is_one_line(demo, tmp_path, monkeypatch, capsys, arguments, says):
+def test_bad_input_is_one_line(small, tmp_path, monkeypatch, capsys, arguments, says):
     monkeypatch.chdir(tmp_path)
-    assert run_command(export_yolov9, ['-w', str(demo.single), *arguments]) == 2
+    assert run_command(export_yolov9, ['-w', str(small.single), *arguments]) == 2
     said = capsys.readouterr().err
     assert said.count('\n') == 1 and says in said
     assert not list(tmp_path.iterdir())
 
 
-def test_dynamic_with_a_batch_of_1_is_what_it_was(demo, tmp_path, monkeypatch):
-    """DeepStream-Yolo's script takes this."""
+def test_dynamic_with_a_batch_of_1_is_what_it_was(small, tmp_path, monkeypatch):
+    """DeepStream-Yolo's script allows these two options together."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'm.pt').write_bytes(demo.single.read_bytes())
+    (tmp_path / 'm.pt').write_bytes(small.single.read_bytes())
     assert run_command(export_yolov9, ['-w', 'm.pt', '-s', '64', '--dynamic', '--batch', '1']) == 0
     assert dims(onnx.load('m.pt.onnx').graph.input[0])[0] == 'batch'
 

@@ -1,4 +1,4 @@
-"""Laws of files with NMS inside: the detections are those of NMS outside, one by one; what was in the file before is still there, node for node."""
+"""Laws of files with NMS inside: detections equal NMS outside the file, and all nodes of the plain file are kept."""
 
 import ast
 
@@ -26,7 +26,7 @@ from utils.qat.prediction.detections import prepared
 from utils.qat.prediction.onnxruntime import OnnxModel
 
 CPU = torch.device('cpu')
-SIZE = 320  # of the demo's images
+SIZE = 128
 STANDARD = Nms('standard')
 EVALUATION = {'topk_all': 300, 'iou_thres': 0.7, 'conf_thres': 0.001}  # as utils.qat.evaluation.evaluate.detect
 
@@ -35,14 +35,14 @@ EVALUATION = {'topk_all': 300, 'iou_thres': 0.7, 'conf_thres': 0.001}  # as util
 
 
 def iou(a, b):
-    """IoU of two boxes xyxy; 0 of boxes without area."""
+    """IoU of two boxes xyxy; 0 if a box has no area."""
     width, height = np.maximum(np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2]), 0)
     both = width * height
     return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both) if both else np.float32(0)
 
 
 def by_the_book(predictions, nms):
-    """Detections [n, 6] of one image: predictions FP32 [4 + nc, N]. Best first, each drops what overlaps it; no library involved."""
+    """Detections [n, 6] of predictions FP32 [4 + nc, N], in plain Python: the best box drops its overlaps."""
     (centre, size), scores = (predictions[:2], predictions[2:4]), predictions[4:]
     boxes = np.concatenate((centre - size / 2, centre + size / 2)).T
     candidates = [
@@ -58,7 +58,7 @@ def by_the_book(predictions, nms):
 
 
 def detections(outputs):
-    """The four outputs of a file, as a list of [n, 6]; the types and the rows that do not count are checked on the way."""
+    """The four outputs of a file as a list of [n, 6]; also checks types, and the rows behind the last detection."""
     number, boxes, scores, classes = outputs
     assert [a.dtype for a in outputs] == [np.int32, np.float32, np.float32, np.int32] and number.shape == (
         len(boxes),
@@ -70,7 +70,7 @@ def detections(outputs):
 
 
 def bare(nms, batch=1, classes=3, number=40, version=17):
-    """A detector that returns what it is given, predictions, with NMS behind."""
+    """A graph that passes its input, predictions, to NMS."""
     model = graph_of(
         [node('Identity', 'x', 'output0')], ('output0',), shape=(batch, 4 + classes, number), opset=version
     )
@@ -197,7 +197,7 @@ DOCUMENTED = {
 
 @pytest.fixture
 def schema():
-    """EfficientNMS_TRT made known to ONNX's checker, with the inputs, outputs and attributes that TensorRT documents."""
+    """Registers EfficientNMS_TRT with ONNX's checker, as TensorRT documents it."""
     S = onnx.defs.OpSchema
     kinds = [('T', ['tensor(float)', 'tensor(float16)'], ''), ('I', ['tensor(int32)'], '')]
     known = S(
@@ -252,7 +252,7 @@ def test_the_attributes_of_the_plugin(schema, agnostic):
 
 
 def with_plugin_as_function(model, nms, classes):
-    """A copy of a file with the plugin in which ONNX finds a definition of EfficientNMS_TRT: the standard nodes."""
+    """A copy of a file, with EfficientNMS_TRT defined by the standard nodes, so that ONNX Runtime runs it."""
     body = helper.make_model(helper.make_graph([], 'body', [], []))
     add_standard(Appended(body), 'boxes', 'scores', nms, classes)
     constants = [helper.make_node('Constant', [], [i.name], value=i) for i in body.graph.initializer]
@@ -304,14 +304,14 @@ EXPORTS = {
 
 
 @pytest.fixture(scope='module')
-def exported(demo, tmp_path_factory):
-    """Function: name in EXPORTS → plain file of it, made once."""
+def exported(small, tmp_path_factory):
+    """Function: name in EXPORTS → its plain file, made once."""
     folder = tmp_path_factory.mktemp('plain')
 
     def export(name):
         file = folder / f'{name}.onnx'
         if not file.exists():
-            model = demo.float_model() if 'float' in name else demo.quantized_model()
+            model = small.float_model() if 'float' in name else small.quantized_model()
             export_onnx(model, file, **{'imgsz': (SIZE, SIZE), **EXPORTS[name]})
         return file
 
@@ -319,17 +319,20 @@ def exported(demo, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def images(demo):
-    """FP32 [8, 3, SIZE, SIZE]: val images of the demo, and one on which there is nothing."""
+def images(small):
+    """FP32 [8, 3, SIZE, SIZE]: val images, and one image without objects."""
     loader = val_loader(
-        load_data(demo.data), EvalConfig(demo.single, demo.data, batch_size=7, imgsz=SIZE, workers=0), 32, square=True
+        load_data(small.data),
+        EvalConfig(small.single, small.data, batch_size=7, imgsz=SIZE, workers=0),
+        32,
+        square=True,
     )
     return torch.cat((prepared(next(iter(loader)), CPU)[0], torch.full((1, 3, SIZE, SIZE), 0.45)))
 
 
 @pytest.mark.parametrize('kind', NMS_LIMITS)
 @pytest.mark.parametrize('name', sampled(EXPORTS, 3, 2))
-def test_what_was_there_is_there_node_for_node(demo, exported, tmp_path, name, kind):
+def test_what_was_there_is_there_node_for_node(small, exported, tmp_path, name, kind):
     plain = onnx.load(exported(name))
     nms = Nms(kind, 20, 0.5, 0.125, True)
     export_end2end(exported(name), tmp_path / 'model.onnx', nms, runnable=name != 'fp32 scales')
@@ -359,7 +362,7 @@ def test_what_was_there_is_there_node_for_node(demo, exported, tmp_path, name, k
         'det_classes': (TensorProto.INT32, [batch, 20]),
     }
     meta = {p.key: p.value for p in model.metadata_props}
-    assert ast.literal_eval(meta['names']) == demo.float_model().names and meta['stride'] == '32'
+    assert ast.literal_eval(meta['names']) == small.float_model().names and meta['stride'] == '32'
     assert [meta[k] for k in ('nms', 'topk_all', 'iou_thres', 'conf_thres', 'class_agnostic')] == [
         kind,
         '20',
@@ -399,7 +402,7 @@ def predictions(exported, images):
     'name, sizes', [('float', [1]), ('int8 of 8', [8]), pytest.param('typed', [1, 8], marks=pytest.mark.faults)]
 )
 def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_path, name, sizes, settings):
-    """Two files, two runs: what ONNX Runtime makes of the nodes in front of the NMS is the same in both."""
+    """The plain file and the file with NMS run apart; the nodes before NMS give equal values in both."""
     nms = Nms('standard', **settings)
     export_end2end(exported(name), tmp_path / 'model.onnx', nms)
     inside = OnnxModel(tmp_path / 'model.onnx')
@@ -416,29 +419,32 @@ def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_
 
 
 def test_torch_nms_is_upstreams(predictions):
-    """At these thresholds: near them, a box that upstream moves apart by class may round to the other side."""
+    """At these thresholds only: upstream offsets boxes by class, which can round an IoU across a threshold."""
     [plain], nms = predictions('int8 of 8', 8), STANDARD
     theirs = non_max_suppression(plain, nms.conf_thres, nms.iou_thres, multi_label=True, max_det=nms.topk_all)
     assert sum(map(len, theirs)) > 20 and all(map(torch.equal, torch_nms(plain, nms), theirs))
 
 
 @pytest.mark.parametrize('name', ['float', 'int8 open'])
-def test_ap_with_nms_inside_is_that_of_nms_outside(demo, exported, tmp_path, name):
+def test_ap_with_nms_inside_is_that_of_nms_outside(small, exported, tmp_path, name):
     export_end2end(exported(name), tmp_path / 'model.onnx', Nms('standard', **EVALUATION))
     loader = val_loader(
-        load_data(demo.data), EvalConfig(demo.single, demo.data, batch_size=5, imgsz=SIZE, workers=0), 32, square=True
+        load_data(small.data),
+        EvalConfig(small.single, small.data, batch_size=5, imgsz=SIZE, workers=0),
+        32,
+        square=True,
     )
     inside, outside = (
-        evaluate(OnnxModel(file), loader, load_data(demo.data).names, CPU)
+        evaluate(OnnxModel(file), loader, load_data(small.data).names, CPU)
         for file in (tmp_path / 'model.onnx', exported(name))
     )
     for figure in ('ap', 'ap50', 'precision', 'recall'):
         assert abs(getattr(inside, figure) - getattr(outside, figure)) < 1e-3, figure
-    assert outside.ap > 0.5
+    assert outside.ap > 0.05
 
 
 def test_the_plugin_in_a_whole_model(exported, images, tmp_path):
-    """Quantized, the batch open: run with the standard nodes in place of the plugin."""
+    """A quantized file of open batch, run with the standard nodes in place of the plugin."""
     export_end2end(exported('int8 open'), tmp_path / 'plugin.onnx', Nms('plugin'))
     onnx.save(with_plugin_as_function(onnx.load(tmp_path / 'plugin.onnx'), STANDARD, 10), tmp_path / 'function.onnx')
     export_end2end(exported('int8 open'), tmp_path / 'standard.onnx', STANDARD)
@@ -447,7 +453,7 @@ def test_the_plugin_in_a_whole_model(exported, images, tmp_path):
 
 
 def test_in_place(exported, tmp_path):
-    """As export_qat.py does it where the plain file is not wanted."""
+    """export_qat.py does this if the plain file is not wanted."""
     (tmp_path / 'model.onnx').write_bytes(exported('float').read_bytes())
     export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', STANDARD)
     assert [o.name for o in onnx.load(tmp_path / 'model.onnx').graph.output] == list(END2END)
@@ -458,8 +464,8 @@ def test_in_place(exported, tmp_path):
 
 def test_what_cannot_be_exported_leaves_the_old_file(exported, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')
-    with pytest.raises(QatError, match='only 2100 candidates'):
-        export_end2end(exported('float'), tmp_path / 'model.onnx', Nms('standard', 2101, class_agnostic=True))
+    with pytest.raises(QatError, match='only 336 candidates'):
+        export_end2end(exported('float'), tmp_path / 'model.onnx', Nms('standard', 337, class_agnostic=True))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'model.onnx': b'the old one'}
 
 
@@ -474,7 +480,7 @@ CHANGES = {
 
 @pytest.mark.parametrize('what', [None, *CHANGES])
 def test_the_check_of_the_export_sees_what_differs(what):
-    """On the predictions that it makes: of two images one is crowded, one empty."""
+    """The check makes predictions of two images: one crowded, one empty."""
     nms = Nms('standard', 10)
     [predictions] = made_predictions(nms, 640, (2, 7, 400))
     outputs = [torch.from_numpy(out) for out in run_onnx(bare(nms, 2, 3, 400), {'x': predictions.numpy()})]

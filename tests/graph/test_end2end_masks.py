@@ -1,4 +1,4 @@
-"""Laws of segmentation models with NMS inside: each detection has its own mask, the one that it has outside, cell by cell over its box."""
+"""Laws of segmentation models with NMS inside: each detection has the mask that it has with NMS outside the file."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def sample(values, y, x):
 
 
 def mask_by_the_book(box, coefficients, prototypes, pooling):
-    """[R, R] in 0..1: each prototype pooled over the box, then their sum. No library involved; in FP64."""
+    """Mask [R, R] in 0..1, in plain FP64: pool each prototype over the box, then sum."""
     r, (x1, y1, x2, y2) = pooling.mask_resolution, np.float64(box) * pooling.pooler_scale
     height, width = (y2 - y1) / r, (x2 - x1) / r  # of a cell
     points_y, points_x = (pooling.sampling_ratio or int(np.ceil(side)) for side in (height, width))
@@ -75,7 +75,7 @@ def mask_by_the_book(box, coefficients, prototypes, pooling):
 
 
 def masks_of_prototypes(found, prototypes, pooling):
-    """As torch_masks, in the other order: RoiAlign of all prototypes for each detection, then the sums."""
+    """Like torch_masks in the other order: RoiAlign of all prototypes for each detection, then the sums."""
     made = []
     for each, p in zip(found, prototypes):
         pooled = roi_align(
@@ -96,7 +96,7 @@ def bare(
     sides=(SIDE // 4, SIDE // 4),
     imgsz=(SIDE, SIDE),
 ):
-    """A model that returns what it is given, predictions and prototypes, with NMS behind."""
+    """A graph that passes its inputs, predictions and prototypes, to NMS."""
     shapes = {'images': (batch, 3, *imgsz), 'x': (batch, 4 + classes + nm, number), 'p': (batch, nm, *sides)}
     given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
     returned = [
@@ -204,7 +204,7 @@ def test_which_cell_is_where():
 
 
 def test_outside_the_image_a_mask_is_undecided():
-    """There are no prototypes there: 0.5, which is not above 0.5."""
+    """There are no prototypes outside the image: the mask is 0.5 there, which is not above 0.5."""
     predictions = np.zeros((1, 6, 40), np.float32)
     predictions[0, :, 0] = 0, SIDE / 2, SIDE, SIDE, 0.9, 1  # its left half is beyond the border
     model = bare(Nms('standard', 1), Pooling(8, sampling_ratio=1), 1, classes=1, nm=1)
@@ -220,7 +220,7 @@ def test_empty_and_full_images_in_one_batch():
 
 
 def test_one_channel_is_cut_out_for_each_detection():
-    """Not nm prototypes for each: what RoiAlign reads and makes does not grow with their number."""
+    """The work of RoiAlign does not grow with the number of prototypes."""
     for nm in (1, 32):
         model = onnx.shape_inference.infer_shapes(bare(Nms('standard', 12), Pooling(7), 2, nm=nm), data_prop=True)
         [align] = [n for n in model.graph.node if n.op_type == 'RoiAlign']
@@ -256,7 +256,7 @@ EXPORTS = {
 
 @pytest.fixture(scope='module')
 def exported(tmp_path_factory):
-    """Function: head, name in EXPORTS → plain file of it, made once."""
+    """Function: head, name in EXPORTS → its plain file, made once."""
     folder = tmp_path_factory.mktemp('plain')
 
     def export(head, name):
@@ -308,7 +308,7 @@ def test_what_was_there_is_there_node_for_node(exported, tmp_path, head, name):
 @pytest.mark.parametrize('name, sizes', sampled([('int8 of 4', [4]), ('float open', [1, 4]), ('typed', [1, 4])], 3))
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_detections_and_masks_are_those_outside(exported, tmp_path, head, name, sizes, settings):
-    """Two files, two runs. Outside, the prototypes are cut out one by one."""
+    """The plain file and the file with NMS run apart; outside, prototypes are cut out one by one."""
     nms, pooling = Nms('standard', **{'topk_all': 30, **settings}), Pooling(28)
     export_end2end(exported(head, name), tmp_path / 'model.onnx', nms, pooling)
     images = made_images(4, IMGSZ)
@@ -326,7 +326,7 @@ def test_detections_and_masks_are_those_outside(exported, tmp_path, head, name, 
 
 
 def test_outside_is_inside(exported, tmp_path):
-    """What --verify compares a file with, made of what the plain file returns."""
+    """The reference of --verify equals detections made from the plain file's outputs."""
     nms, pooling = Nms('standard', 20), Pooling(40)
     export_end2end(exported('Segment', 'int8 open'), tmp_path / 'model.onnx', nms, pooling)
     images = made_images(2, IMGSZ)
@@ -342,7 +342,7 @@ def test_outside_is_inside(exported, tmp_path):
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    """(checkpoint of the trained demo that segments, its data)."""
+    """(checkpoint, data) of the trained demo for segmentation."""
     import models.yolo as upstream
 
     folder = tmp_path_factory.mktemp('trained')
@@ -353,7 +353,7 @@ def trained(tmp_path_factory):
 
 
 def test_the_trained_demo_is_verified_and_scores_the_same(trained):
-    """Boxes the same. Masks nearly: upstream takes cells whose left upper corners are in the box, so of the last ones more than half is not."""
+    """Boxes score the same, masks nearly: upstream asks for the corner of a cell in the box, we for its centre."""
     weights, data = trained
     assert (
         run_command(
@@ -481,7 +481,7 @@ CHANGES = {
 
 @pytest.mark.parametrize('what', [None, *CHANGES])
 def test_the_check_of_the_export_sees_what_differs(what):
-    """On the predictions that it makes: of two images one is crowded, one empty."""
+    """The check makes predictions of two images: one crowded, one empty."""
     nms, pooling = Nms('standard', 10), Pooling(9)
     made = made_predictions(nms, SIDE, (2, 11, 400), (2, 4, SIDE // 4, SIDE // 4))
     outputs = [torch.from_numpy(out) for out in run_bare(bare(nms, pooling, 2, number=400), *(m.numpy() for m in made))]

@@ -1,5 +1,4 @@
-"""Laws of the FP16 graph: FP16 exactly where features are computed, the very same INT8 weights, every Q and DQ in place; and
-of the same graph with FP32 scales."""
+"""Laws of the FP16 graph, also with FP32 scales: features are FP16; INT8 weights and all Q and DQ stay."""
 
 import warnings
 
@@ -295,7 +294,7 @@ def test_an_opset_without_fp16_scales_is_refused():
 
 
 def test_a_cast_before_a_convolution_is_refused():
-    """One DQ for a feature convolution and for one behind a Softmax, which is FP32: TensorRT could not fuse the second."""
+    """One DQ feeds a feature convolution (FP16) and one behind a Softmax (FP32), which TensorRT could not fuse."""
     model = nchw(
         [
             CONV,
@@ -328,7 +327,7 @@ ROUNDED = np.int8([0, 2, 2, 0, -2, -2, 127, 126, -128, 127, -128, 3, 0, 0, 0, 10
     ],
 )
 def test_weights_are_what_their_q_computes(axis, scale):
-    """Half to even, saturated; per tensor and per channel."""
+    """They are rounded half to even and saturated, per tensor and per channel."""
     shape = (2, 4, 2)
     along = scale.reshape([-1 if axis is not None and i == axis % 3 else 1 for i in range(3)])
     weight = STEPS.reshape(shape) * along
@@ -347,7 +346,7 @@ def test_weights_are_what_their_q_computes(axis, scale):
 
 
 def test_only_the_q_of_weights_go():
-    """A weight that is read in two ways is stored for each; what reads it in float finds it."""
+    """A weight with two readers is stored for each; a reader in float still finds it."""
     model = graph_of(
         [
             *pair('x', 'a'),
@@ -365,7 +364,7 @@ def test_only_the_q_of_weights_go():
 
 
 def test_weights_are_not_rounded_twice():
-    """FP16 first and INT8 then would give other steps."""
+    """Rounding to FP16 before INT8 would give other steps."""
     steps = np.random.default_rng(0).integers(-100, 100, (4, 4, 1, 1)) + np.float32(0.4995)
     weight = steps.astype(np.float32) * np.float32(0.01)
     stored = onnx_graph.constants(to_half(with_values(INT8_BLOCK, w=weight, **{'per channel': 0.01})))['dw int8']
@@ -387,7 +386,7 @@ def scale_types(model):
 
 
 def assert_same_but_scales(wide, typed):
-    """Laws of every graph with FP32 scales, `wide`, that was made of `typed`."""
+    """Check `wide`, a graph with FP32 scales that was made from `typed`."""
     onnx.checker.check_model(wide, full_check=True)
     assert onnx_graph.opset(wide) == 23 and onnx_graph.count_qdq(wide) == onnx_graph.count_qdq(typed)
     assert [(op, value) for op, _, value in scale_types(wide)] == [(op, value) for op, _, value in scale_types(typed)]
@@ -405,8 +404,10 @@ def assert_same_but_scales(wide, typed):
 
 @pytest.mark.parametrize('name', [name for name, (*_, qdq) in GRAPHS.items() if any(qdq)])
 def test_fp32_scales_on_every_graph(name):
-    """Run by ONNX's reference implementation: ONNX Runtime has no Q of FP16 values with an FP32 scale (1.31). That one has no
-    MaxPool of INT8."""
+    """ONNX's reference runs it, because ONNX Runtime 1.31 has no Q of FP16 values with an FP32 scale.
+
+    The reference has no MaxPool of INT8.
+    """
     typed = to_half(copy(GRAPHS[name][0]))
     wide = fp32_scales(copy(typed))
     assert_same_but_scales(wide, typed)
@@ -447,7 +448,7 @@ def test_every_fp16_number_is_quantized_as_by_onnx_runtime_with_fp16_scales(scal
 
 @pytest.mark.parametrize('scale', [0.0123, 0.1, 3.3])
 def test_every_version_of_onnx_runtime_rounds_fp16_values(scale):
-    """As it is, or, up to 1.29, through `quantize_in_fp32`, which is the same where the other is right."""
+    """Versions up to 1.29 need `quantize_in_fp32`, which gives equal values where the plain graph is right."""
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     x = x[np.isfinite(x)].reshape(1, -1)
     typed = graph_of(
@@ -511,8 +512,8 @@ def int8_weights(model):
 @pytest.mark.parametrize(
     'options', sampled([{'opset': 19}, {'opset': 20, 'dynamic': True, 'simplify': True}], 2), ids=['static', 'dynamic']
 )
-def test_every_law_on_the_demo(demo, tmp_path, kind, options):
-    model = demo.float_model() if kind == 'float' else demo.quantized_model()
+def test_every_law_on_the_demo(small, tmp_path, kind, options):
+    model = small.float_model() if kind == 'float' else small.quantized_model()
     file = tmp_path / 'model.onnx'
     export_onnx(model, file, (64, 64), **options)
     fp32 = onnx.load(file)
@@ -553,8 +554,8 @@ def test_every_law_on_the_demo(demo, tmp_path, kind, options):
         )
 
 
-def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(demo, tmp_path):
-    model, options = demo.quantized_model(), {'opset': 19, 'half': True}
+def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(small, tmp_path):
+    model, options = small.quantized_model(), {'opset': 19, 'half': True}
     typed = export_onnx(model, tmp_path / 'typed.onnx', (64, 64), **options)
     wide = export_onnx(model, tmp_path / 'wide.onnx', (64, 64), fp32_scales=True, **options)
     assert (typed.opset, wide.opset) == (19, 23)
@@ -567,8 +568,10 @@ def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(demo, tmp
 
 @pytest.mark.full_tree
 def test_a_segmentation_head(tmp_path):
-    """Prototypes and mask coefficients come from feature convolutions too. Types only: a deep network of random weights
-    magnifies any rounding."""
+    """Prototypes and mask coefficients come from feature convolutions, too.
+
+    Only types are checked, because a deep network with random weights magnifies any rounding.
+    """
     model = fuse(build('gelan-c-seg', width_multiple=0.25))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')

@@ -1,4 +1,4 @@
-"""Laws of ONNX export: the file computes what the model computes, with the very same scales, or there is no file."""
+"""Laws of ONNX export: the file computes what the model computes, with equal scales, or no file is written."""
 
 import ast
 import contextlib
@@ -132,7 +132,7 @@ def assert_int8(graph, model):
 
 
 def test_int8_is_not_float(demo, tmp_path):
-    """The limit of INT8 is worth something: the float model is farther from the quantized one than ONNX Runtime is."""
+    """The limit of INT8 is strict: the float model differs more from the quantized model than ONNX Runtime."""
     model, images = demo.quantized_model(), image(96)
     export_onnx(model, tmp_path / 'model.onnx', (96, 96))
     [ours] = run_onnx(tmp_path / 'model.onnx', {'images': images.numpy()})
@@ -191,7 +191,7 @@ def test_a_segmentation_model_returns_predictions_and_prototypes(tmp_path, head,
 
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_the_audit_of_a_segmentation_model(tmp_path, head):
-    """All of it is INT8 but the outputs of the head: boxes, classes and coefficients at three levels each, and the DFL."""
+    """All is INT8, except the outputs of the head (boxes, classes, coefficients at three levels) and the DFL."""
     model = segmenter(head, quantized=True)
     export_onnx(model, tmp_path / 'model.onnx', (96, 96), opset=19, half=True)
     report = audit(onnx.load(tmp_path / 'model.onnx'))
@@ -218,7 +218,7 @@ def test_each_part_of_a_segmentation_model_is_compared(part, change):
 
 
 def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypatch):
-    """Of a graph that is not the model's: here, with another last bias of the prototypes."""
+    """The graph differs from the model in the last bias of the prototypes."""
 
     def other(graph):
         made_by, stored = onnx_graph.producers(graph), {i.name: i for i in graph.graph.initializer}
@@ -241,10 +241,10 @@ def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypat
 
 
 @pytest.mark.faults
-def test_a_file_is_refused_after_several_measurements_of_the_noise(demo, tmp_path, monkeypatch):
-    """One may say that last bits do little where others move much."""
+def test_a_file_is_refused_after_several_measurements_of_the_noise(small, tmp_path, monkeypatch):
+    """A single measurement may be too small: other noise moves the output more."""
     monkeypatch.setitem(onnx_export.LIMITS, ('INT8', 'FP32'), -1.0)
-    model, asked = demo.quantized_model(), []
+    model, asked = small.quantized_model(), []
     for noises, refused in (([-1.0, -1.0, 1.0], False), ([-1.0] * onnx_export.SAMPLES, True)):
         left = iter(noises)
         monkeypatch.setattr(onnx_export, 'rounding_noise', lambda *given: asked.append(given[-1]) or next(left))
@@ -255,23 +255,23 @@ def test_a_file_is_refused_after_several_measurements_of_the_noise(demo, tmp_pat
     assert asked == [1, 2, 3, *range(1, 1 + onnx_export.SAMPLES)]
 
 
-def test_a_model_that_is_not_finite_leaves_the_old_file(demo, tmp_path):
+def test_a_model_that_is_not_finite_leaves_the_old_file(small, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')
-    model = demo.float_model()
+    model = small.float_model()
     next(model.parameters()).data.fill_(math.nan)
     with pytest.raises(QatError, match='no file was written'):
         export_onnx(model, tmp_path / 'model.onnx', (96, 96))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'model.onnx': b'the old one'}
 
 
-def test_an_unknown_opset_leaves_no_file(demo, tmp_path):
+def test_an_unknown_opset_leaves_no_file(small, tmp_path):
     with pytest.raises(Exception):  # whatever PyTorch says
-        export_onnx(demo.float_model(), tmp_path / 'model.onnx', (96, 96), opset=99)
+        export_onnx(small.float_model(), tmp_path / 'model.onnx', (96, 96), opset=99)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_scales_leaves_no_file(demo, tmp_path):
-    model = demo.quantized_model()
+def test_a_model_without_scales_leaves_no_file(small, tmp_path):
+    model = small.quantized_model()
     q = named_quantizers(model)[0][1]
     del q._amax
     with pytest.raises(AttributeError):
@@ -430,8 +430,10 @@ def test_merging_leaves_one_pair_per_tensor_and_scale(name):
 
 
 def moved(made, asked, shape=(1, 2, 4, 4), returns=None, opset=17):
-    """x and Relu(x) into the nodes `made`, whose output m is read as `asked` says: one letter per reader, s and o for two
-    scales, f for float."""
+    """A graph of the nodes `made`, which read x and Relu(x) and return m, with one reader of m per letter of `asked`.
+
+    s and o are readers with two scales, f reads in float.
+    """
     kinds = {
         's': lambda i: [*pair('m', f'r{i}')],
         'o': lambda i: [*pair('m', f'r{i}', scale='other scale')],
@@ -556,7 +558,7 @@ def test_identities_go_but_for_the_output():
 
 
 def test_two_outputs_of_equal_pairs_both_stay():
-    """Merging must not take away a tensor that the graph returns."""
+    """Merging keeps every output of the graph."""
     model = graph_of([*pair('x', 'y'), *pair('x', 'z')], outputs=('y', 'z'))
     merged = passes.merge_duplicates(copy(model))
     onnx.checker.check_model(merged, full_check=True)
@@ -579,8 +581,8 @@ def test_check_scales_is_exact():
             passes.check_scales(model, bad)
 
 
-def test_check_scales_of_a_model(demo, tmp_path):
-    model = demo.quantized_model()
+def test_check_scales_of_a_model(small, tmp_path):
+    model = small.quantized_model()
     export_onnx(model, tmp_path / 'model.onnx', (96, 96))
     graph, scales = onnx.load(tmp_path / 'model.onnx'), [q.scale.numpy() for _, q in named_quantizers(model)]
     passes.check_scales(graph, scales)

@@ -54,7 +54,7 @@ def test_end2end_with_an_open_batch():
 
 
 def test_end2end_with_a_fixed_batch():
-    """Triton then counts the batch among the axes."""
+    """With a fixed batch, Triton counts the batch as an axis."""
     text = triton_config(end2end(2), 'yolov9', max_batch=8, platform='onnxruntime_onnx')
     assert tensors(text)[0] == ('input', 'images', 'FP32', [2, 3, 640, 320]) and tensors(text)[1] == (
         'output',

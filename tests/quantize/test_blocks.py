@@ -35,7 +35,7 @@ each_block = pytest.mark.parametrize('cls', SAMPLES, ids=lambda c: c.__name__)
 
 
 def block_of(cls):
-    """A fused block as it sits in a model: with upstream's attributes, and its batch norms (not identity) folded away."""
+    """A block with upstream's attributes whose batch norms (not identity) are folded away, as in a fused model."""
     torch.manual_seed(1)
     block = SAMPLES[cls]()
     for norm in (m for m in block.modules() if isinstance(m, nn.BatchNorm2d)):
@@ -63,7 +63,7 @@ def input_of(cls):
 
 
 def calibrated(module, amax=1.5):
-    """Give every quantizer of `module` an amax: `amax`, or that of the weight's channels."""
+    """Give every quantizer of `module` the amax `amax`; a weight quantizer gets one amax per channel."""
     for m in module.modules():
         if hasattr(m, 'weight_quantizer'):
             m.weight_quantizer.set_amax(m.weight.detach().abs().amax((1, 2, 3)))
@@ -209,7 +209,7 @@ def test_any_scale_rounds_to_the_nearest_step(axis):
 
 @pytest.mark.parametrize('axis', [None, 0, 1])
 def test_without_gradient_the_values_are_the_same(axis):
-    """Then they are rounded in another way on a CPU: here many lie between two steps, or just beside."""
+    """Without gradient a CPU rounds by other code. Many of these values lie on or beside a half step."""
     torch.manual_seed(0)
     q = Quantizer(axis)
     q.set_amax(torch.tensor(2.7) if axis is None else torch.tensor([2.7, 0.3, 127 / 64, 1e-9, 3e4]))

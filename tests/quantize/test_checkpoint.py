@@ -1,4 +1,4 @@
-"""Laws of checkpoint files: what is saved is what runs, in any process; every other file is refused by name, unexecuted."""
+"""Laws of checkpoints: a saved model computes the same in any process; other files are refused, never executed."""
 
 import io
 import pickle
@@ -47,16 +47,16 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize('loader', ['ours', 'upstream'])
-def test_a_fresh_process_computes_the_same(demo, tmp_path, loader):
+def test_a_fresh_process_computes_the_same(small, tmp_path, loader):
     torch.save(image(96, 2), tmp_path / 'images.pt')
-    fresh('-c', RELOAD, demo.quantized, tmp_path / 'images.pt', tmp_path / 'out.pt', loader)
-    model = demo.quantized_model()
+    fresh('-c', RELOAD, small.quantized, tmp_path / 'images.pt', tmp_path / 'out.pt', loader)
+    model = small.quantized_model()
     assert same(torch.load(tmp_path / 'out.pt'), output(model, image(96, 2))[0])
-    assert not same(output(demo.float_model(), image(96, 2))[0], output(model, image(96, 2))[0]), 'it is quantized'
+    assert not same(output(small.float_model(), image(96, 2))[0], output(model, image(96, 2))[0]), 'it is quantized'
 
 
 def test_class_paths_are_a_file_format(demo):
-    """Names in files that people have on disk. Add to this set; never change it."""
+    """People have files with these names on disk. Add to this set; never change it."""
     ours = {name for name in read_archive(demo.quantized).names if name.startswith(('models.quantize', 'utils.qat'))}
     assert ours == FROZEN - {'models.quantize.blocks.QuantBottleneck'}, 'the demo has no Bottleneck'
     classes = {*blocks.TWINS.values(), Quantizer}
@@ -64,13 +64,13 @@ def test_class_paths_are_a_file_format(demo):
     assert not [name for name in read_archive(demo.quantized).names if name.startswith('pytorch_quantization')]
 
 
-def test_saving_changes_neither_the_model_nor_its_output(demo, tmp_path):
-    model = demo.quantized_model().train().requires_grad_(True)
+def test_saving_changes_neither_the_model_nor_its_output(small, tmp_path):
+    model = small.quantized_model().train().requires_grad_(True)
     before, flags = (
         state(model),
         [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()],
     )
-    save_quantized(tmp_path / 'new.pt', model, {}, sha256(demo.single))
+    save_quantized(tmp_path / 'new.pt', model, {}, sha256(small.single))
     assert same(state(model), before)
     assert [(m.training, *(p.requires_grad for p in m.parameters(False))) for m in model.modules()] == flags
     again, _ = load_quantized(tmp_path / 'new.pt')
@@ -79,33 +79,33 @@ def test_saving_changes_neither_the_model_nor_its_output(demo, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ['new.pt']
 
 
-def test_half_models_are_saved_with_their_scales_whole(demo, tmp_path):
-    """Upstream's val.py halves and un-halves the model it evaluates; weights suffer, scales must not."""
-    model = demo.quantized_model()
+def test_half_models_are_saved_with_their_scales_whole(small, tmp_path):
+    """Upstream's val.py converts the model to FP16 and back. Weights lose bits, scales must not."""
+    model = small.quantized_model()
     scales = {k: v for k, v in state(model).items() if k.endswith('_amax')}
-    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, sha256(demo.single))
+    save_quantized(tmp_path / 'new.pt', model.half().float(), {}, sha256(small.single))
     loaded = state(load_quantized(tmp_path / 'new.pt')[0])
     assert scales and same({k: loaded[k] for k in scales}, scales)
 
 
-def test_provenance(demo):
-    _, quant = load_quantized(demo.quantized)
-    assert quant['source_sha256'] == sha256(demo.single) and quant['recipe'] == {'imgsz': 128}
+def test_provenance(small):
+    _, quant = load_quantized(small.quantized)
+    assert quant['source_sha256'] == sha256(small.single) and quant['recipe'] == {'imgsz': 128}
     assert set(quant['versions']) >= {'python', 'torch', 'pytorch-quantization'}
 
 
-def test_names_and_stride_come_along(demo):
-    ours, theirs = demo.quantized_model(), demo.float_model()
+def test_names_and_stride_come_along(small):
+    ours, theirs = small.quantized_model(), small.float_model()
     assert ours.names == theirs.names and list(ours.names) == list(range(10))
     assert torch.equal(ours.stride, theirs.stride) and ours.stride.tolist() == [8, 16, 32] and ours.yaml == theirs.yaml
 
 
-def test_a_failed_save_leaves_the_old_file(demo, tmp_path):
+def test_a_failed_save_leaves_the_old_file(small, tmp_path):
     (tmp_path / 'new.pt').write_bytes(b'the old one')
-    model = demo.quantized_model()
+    model = small.quantized_model()
     model.cannot_be_pickled = lambda: None
     with pytest.raises((AttributeError, pickle.PicklingError)):
-        save_quantized(tmp_path / 'new.pt', model, {}, sha256(demo.single))
+        save_quantized(tmp_path / 'new.pt', model, {}, sha256(small.single))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'new.pt': b'the old one'}
 
 
@@ -116,18 +116,18 @@ def test_kinds(demo):
     assert [kind_of(f) for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
 
 
-def test_any(demo):
-    (ours, quant), (theirs, none) = load_any(demo.quantized), load_any(demo.single)
+def test_any(small):
+    (ours, quant), (theirs, none) = load_any(small.quantized), load_any(small.single)
     assert is_quantized(ours) and quant and not is_quantized(theirs) and none is None
 
 
-def test_ema_goes_first(demo, tmp_path):
-    ckpt = torch.load(demo.single, weights_only=False)
-    other = torch.load(demo.single, weights_only=False)['model']
+def test_ema_goes_first(small, tmp_path):
+    ckpt = torch.load(small.single, weights_only=False)
+    other = torch.load(small.single, weights_only=False)['model']
     for p in other.parameters():
         p.data.zero_()
     torch.save({**ckpt, 'model': other, 'ema': ckpt['model']}, tmp_path / 'both.pt')
-    assert same(output(load_float(tmp_path / 'both.pt'), image()), output(load_float(demo.single), image()))
+    assert same(output(load_float(tmp_path / 'both.pt'), image()), output(load_float(small.single), image()))
 
 
 def pickle_of(*names):
@@ -201,7 +201,7 @@ MISTAKES = {  # kind of file → who is asked to load it, and what the answer na
 
 @pytest.fixture
 def mistakes(demo, tmp_path):
-    """name → file of every kind in MISTAKES."""
+    """A file for each name in MISTAKES."""
     files = {
         DUAL: demo.dual,
         FLOAT: demo.single,
@@ -232,8 +232,8 @@ def test_mistakes_name_the_file_and_what_to_do(mistakes):
                 assert message.startswith(f'--weights {mistakes[name]}') and '\n' not in message, name
 
 
-def test_another_format_is_refused(demo, tmp_path):
-    ckpt = torch.load(demo.quantized, weights_only=False)
+def test_another_format_is_refused(small, tmp_path):
+    ckpt = torch.load(small.quantized, weights_only=False)
     for quant in ({**ckpt['quant'], 'format': 1}, None):
         torch.save({**ckpt, 'quant': quant}, tmp_path / 'new.pt')
         with pytest.raises(QatError, match=f'new.pt: quantized checkpoint of format {1 if quant else None}'):
@@ -241,9 +241,9 @@ def test_another_format_is_refused(demo, tmp_path):
 
 
 @pytest.mark.filterwarnings('ignore:.*invalid .*escape')
-def test_damaged_files_are_mistakes_not_bugs(demo, tmp_path):
-    """Whatever bytes a file holds, judging it ends in an answer or in a QatError."""
-    whole, rng, file = demo.single.read_bytes(), random.Random(0), tmp_path / 'damaged.pt'
+def test_damaged_files_are_mistakes_not_bugs(small, tmp_path):
+    """Any bytes lead to an answer or to a QatError."""
+    whole, rng, file = small.single.read_bytes(), random.Random(0), tmp_path / 'damaged.pt'
     with zipfile.ZipFile(io.BytesIO(whole)) as z:
         pickled = next(z.read(n) for n in z.namelist() if n.endswith('/data.pkl'))
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Laws of float model ↔ quantized model, on every model size: nothing is lost, nothing is forgotten, nothing is patched."""
+"""Laws of float model ↔ quantized model: no value changes, no operation is left out, no class is patched."""
 
 import inspect
 from copy import deepcopy
@@ -18,7 +18,7 @@ from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
 
 
-@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 5))
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 7))
 def test_every_law_on_every_model(name):
     unfused = build(name)
     model = fuse(deepcopy(unfused))
@@ -38,7 +38,7 @@ def test_every_law_on_every_model(name):
 
 
 def fusing_changes_nothing_and_is_complete(unfused, model, **_):
-    """In FP64, where nothing but a mistake makes a difference; upstream's fuse() builds layers of the default type."""
+    """In FP64 only a mistake makes a difference. Upstream's fuse() builds layers of the default type."""
     exact, default = unfused.double(), torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
@@ -66,7 +66,7 @@ def every_convolution_is_accounted_for(model, quantized, done, **_):
 
 
 def only_the_ends_of_the_head_stay_float(model, done, **_):
-    """A branch has two towers of convolutions (box, class), with masks three, on each of three levels, and one DFL."""
+    """Each of three levels has two towers of convolutions (box, class), or three with masks. A branch has one DFL."""
     head, i = type(model.model[-1]).__name__, len(model.model) - 1
     branches = {'Dual': 2, 'Trip': 3}.get(head[:4], 1)
     ends = {
@@ -91,7 +91,7 @@ def every_other_operation_is_swapped(model, quantized, done, **_):
 
 
 def nothing_is_unknown_but_a_dual_head(model, done, **_):
-    """Dual heads are not quantized: reparameterization comes first."""
+    """Dual heads stay unknown, because reparameterization comes first."""
     assert set(done.unknown.values()) <= {'DualDDetect', 'TripleDDetect', 'DualDSegment'}
 
 
@@ -150,7 +150,7 @@ def test_a_model_without_a_detection_head_is_refused():
 
 
 class UsersBlock(nn.Module):
-    """A block of a user's own, with a residual Add that nothing here knows."""
+    """A block of a user, with a residual Add that the toolkit does not know."""
 
     def __init__(self, channels):
         super().__init__()

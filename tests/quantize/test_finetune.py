@@ -1,4 +1,4 @@
-"""Laws of fine-tuning: it learns, repeats itself, moves weights and nothing else, and stops at what is not finite."""
+"""Laws of fine-tuning: it learns, repeats bit for bit, moves only weights, and stops at NaN or infinity."""
 
 import contextlib
 import itertools
@@ -18,11 +18,11 @@ from utils.qat.core.errors import QatError
 LOADER = [image(96, 2, seed) for seed in range(4)]
 
 
-def run(demo, loader=LOADER, **changes):
-    """(student, [Epoch, ...]) after fine-tuning the calibrated demo model."""
-    student = demo.quantized_model()
+def run(small, loader=LOADER, **changes):
+    """Fine-tune a calibrated model; returns (student, [Epoch, ...])."""
+    student = small.quantized_model()
     return student, list(
-        finetune(student, demo.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes}))
+        finetune(student, small.float_model(), loader, settings(**{'epochs': 2, 'iters': 4, 'lr': 1e-4, **changes}))
     )
 
 
@@ -38,13 +38,13 @@ def test_the_loss_falls_and_the_student_comes_closer(demo):
     assert distance(student) < distance(demo.quantized_model())
 
 
-def test_same_start_same_end(demo):
-    (first, epochs), (second, again) = run(demo), run(demo)
+def test_same_start_same_end(small):
+    (first, epochs), (second, again) = run(small), run(small)
     assert same(state(first), state(second)) and [e.loss for e in epochs] == [e.loss for e in again]
 
 
-def test_only_weights_move(demo):
-    before, after = state(demo.quantized_model()), state(run(demo, epochs=1)[0])
+def test_only_weights_move(small):
+    before, after = state(small.quantized_model()), state(run(small, epochs=1)[0])
     moved = {k for k in before if not torch.equal(before[k], after[k])}
     fixed = {k for k in before if k.endswith(('._amax', '._zero_point')) or '.dfl.' in k}
     assert before.keys() == after.keys() and fixed and not moved & fixed
@@ -52,18 +52,18 @@ def test_only_weights_move(demo):
     assert moved == before.keys() - fixed, 'every convolution learns, the float ends of the head too'
 
 
-def test_the_teacher_stays_as_it_is(demo):
-    teacher = demo.float_model()
+def test_the_teacher_stays_as_it_is(small):
+    teacher = small.float_model()
     before = state(teacher)
     flags = [p.requires_grad for p in teacher.parameters()]
-    list(finetune(demo.quantized_model(), teacher, LOADER, settings(epochs=1, iters=2)))
+    list(finetune(small.quantized_model(), teacher, LOADER, settings(epochs=1, iters=2)))
     assert same(state(teacher), before) and [p.requires_grad for p in teacher.parameters()] == flags
     assert not any(p.grad is not None for p in teacher.parameters())
     assert not any(m._forward_hooks for m in teacher.modules())
 
 
-def test_nothing_is_left_on_the_student(demo):
-    student, _ = run(demo, epochs=1, iters=1)
+def test_nothing_is_left_on_the_student(small):
+    student, _ = run(small, epochs=1, iters=1)
     assert not any(m._forward_hooks for m in student.modules()) and not any(
         p.grad is not None for p in student.parameters()
     )
@@ -72,27 +72,27 @@ def test_nothing_is_left_on_the_student(demo):
     assert decoded.shape[1] == 14 and len(raw) == 3
 
 
-def test_an_epoch_is_at_most_iters_and_at_most_the_loader(demo):
-    assert [e.steps for e in run(demo, iters=3)[1]] == [3, 3]
-    assert [e.steps for e in run(demo, iters=100, epochs=1)[1]] == [4]
+def test_an_epoch_is_at_most_iters_and_at_most_the_loader(small):
+    assert [e.steps for e in run(small, iters=3)[1]] == [3, 3]
+    assert [e.steps for e in run(small, iters=100, epochs=1)[1]] == [4]
 
 
-def test_the_caller_sees_every_epoch_before_the_next_begins(demo):
-    student = demo.quantized_model()
+def test_the_caller_sees_every_epoch_before_the_next_begins(small):
+    student = small.quantized_model()
     seen = [state(student)]
-    for _ in finetune(student, demo.float_model(), LOADER, settings(epochs=2, iters=1)):
+    for _ in finetune(student, small.float_model(), LOADER, settings(epochs=2, iters=1)):
         seen.append(state(student))
     assert len(seen) == 3 and not same(seen[0], seen[1]) and not same(seen[1], seen[2])
 
 
-def test_progress_wraps_the_batches(demo):
+def test_progress_wraps_the_batches(small):
     calls = []
 
     def progress(batches, epoch, steps):
         calls.append((epoch, steps))
         return batches
 
-    list(finetune(demo.quantized_model(), demo.float_model(), LOADER, settings(epochs=2, iters=3), progress))
+    list(finetune(small.quantized_model(), small.float_model(), LOADER, settings(epochs=2, iters=3), progress))
     assert calls == [(1, 3), (2, 3)]
 
 
@@ -100,16 +100,16 @@ def test_progress_wraps_the_batches(demo):
 
 
 class Loader(list):
-    """Good batches in the first epoch, a bad one in the second."""
+    """Loader of good batches in the first epoch and a bad batch in the second."""
 
     def __iter__(self):
         self.epoch = getattr(self, 'epoch', 0) + 1
         yield from LOADER[:2] if self.epoch == 1 else [LOADER[2], torch.full_like(LOADER[0], math.nan)]
 
 
-def test_not_finite_stops_and_keeps_what_was_learnt(demo):
-    student = demo.quantized_model()
-    epochs = finetune(student, demo.float_model(), Loader(LOADER), settings(epochs=3, iters=2))
+def test_not_finite_stops_and_keeps_what_was_learnt(small):
+    student = small.quantized_model()
+    epochs = finetune(student, small.float_model(), Loader(LOADER), settings(epochs=3, iters=2))
     assert next(epochs).number == 1
     with pytest.raises(
         QatError, match=r'not finite from layer model\.0 on \(epoch 2\).*finished epochs are kept.*--lr'
@@ -119,27 +119,27 @@ def test_not_finite_stops_and_keeps_what_was_learnt(demo):
     assert not any(m._forward_hooks for m in student.modules())
 
 
-def test_the_layer_at_fault_is_named(demo):
-    student = demo.quantized_model()
+def test_the_layer_at_fault_is_named(small):
+    student = small.quantized_model()
     index = 5
     list(student.model[index].parameters())[-1].data.fill_(math.inf)  # a bias: INT8 would clamp a weight
     with pytest.raises(QatError, match=rf'not finite from layer model\.{index} on \(epoch 1\)'):
-        list(finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1)))
+        list(finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1)))
 
 
-def test_a_gradient_that_is_not_finite_is_not_followed(demo):
-    """One overflow in the backward pass: the loss is fine, and the step would turn every weight into NaN."""
-    student = demo.quantized_model()
+def test_a_gradient_that_is_not_finite_is_not_followed(small):
+    """The backward pass overflows once: the loss is finite, but the step would set every weight to NaN."""
+    student = small.quantized_model()
     before = state(student)
     student.model[3].cv1.conv.weight.requires_grad_(True).register_hook(lambda grad: grad * math.inf)
     with pytest.raises(QatError, match=r'gradient of model\.3\.cv1\.conv\.weight is not finite \(epoch 1\)'):
-        list(finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1)))
+        list(finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1)))
     assert same(state(student), before)
 
 
-def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
-    """What a GPU does between two looks: the first fault stays noted, and `skip` stays set."""
-    step = new_step(demo)
+def test_after_a_fault_no_step_is_taken_until_someone_looks(small):
+    """Between two looks of the host, the GPU keeps the first fault and leaves `skip` set."""
+    step = new_step(small)
     step(LOADER[0])
     loss, terms = torch.tensor(1.0), torch.ones(len(step.layers))
     assert not step._clip_and_judge(loss, terms)
@@ -153,13 +153,13 @@ def test_after_a_fault_no_step_is_taken_until_someone_looks(demo):
 # ---- precision and speed ------------------------------------------------------------------------------------------------
 
 
-def new_step(demo, amp='off'):
-    student = demo.quantized_model()
-    return TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
+def new_step(small, amp='off'):
+    student = small.quantized_model()
+    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp)
 
 
-def test_the_gradient_is_clipped_as_pytorch_does_it(demo):
-    step = new_step(demo)
+def test_the_gradient_is_clipped_as_pytorch_does_it(small):
+    step = new_step(small)
     step(LOADER[0])
     for factor in (1e-3, 1e6):
         for p in step.student.parameters():
@@ -181,30 +181,30 @@ def test_bf16_learns_and_leaves_fp32(demo):
     assert {v.dtype for v in state(student).values() if v.is_floating_point()} == {torch.float32}
 
 
-def test_bf16_leaves_the_teacher_as_it_is(demo):
-    teacher = demo.float_model()
+def test_bf16_leaves_the_teacher_as_it_is(small):
+    teacher = small.float_model()
     before = state(teacher)
-    list(finetune(demo.quantized_model(), teacher, LOADER, settings(epochs=1, iters=1, amp='bf16')))
+    list(finetune(small.quantized_model(), teacher, LOADER, settings(epochs=1, iters=1, amp='bf16')))
     assert same(state(teacher), before)
 
 
 @pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2, 1))
-def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(demo, amp):
+def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp):
     bad = torch.full_like(LOADER[0], math.nan)
-    student = demo.quantized_model()
+    student = small.quantized_model()
     options = settings(epochs=1, iters=4, amp=amp)
     with pytest.raises(QatError, match=r'not finite from layer model\.0 on \(epoch 1\)'):
-        list(finetune(student, demo.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
-    expected = demo.quantized_model()
-    step = TrainingStep(expected, demo.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
+        list(finetune(student, small.float_model(), [*LOADER[:2], bad, LOADER[3]], options))
+    expected = small.quantized_model()
+    step = TrainingStep(expected, small.float_model(), supervised_layers(expected, 1), relative_error, options.lr, amp)
     for number, images in enumerate(LOADER[:2]):
         step.set_rate(learning_rate_share(number, 4))
         step(images)
-    assert same(state(student), state(expected)) and not same(state(student), state(demo.quantized_model()))
+    assert same(state(student), state(expected)) and not same(state(student), state(small.quantized_model()))
 
 
-def test_the_loss_keeps_what_autograd_would(demo):
-    """The gradient of the squared error is bit for bit that of the formula; half precision only rounds it."""
+def test_the_loss_keeps_what_autograd_would(small):
+    """The gradient of the squared error equals the formula's, bit for bit; half precision only rounds it."""
     student, teacher = torch.randn(2, 4, 10, 100, generator=torch.Generator().manual_seed(0)).unbind()
     gradients = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -242,15 +242,17 @@ def test_the_default_precision_is_that_of_the_device(device, amp):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
-def test_a_graph_learns_what_single_launches_learn(demo, amp):
-    """With a last batch of another size, which is not replayed, and over several epochs."""
+def test_a_graph_learns_what_single_launches_learn(small, amp):
+    """Over several epochs, with a last batch of another size, which runs without the graph."""
     batches = [b.cuda() for b in [*LOADER, *LOADER, image(96, 1, 9)]]
     torch.backends.cudnn.deterministic = True
     states = []
     for compile in (False, True):
-        student = demo.quantized_model().cuda()
+        student = small.quantized_model().cuda()
         list(
-            finetune(student, demo.float_model().cuda(), batches, settings(epochs=2, iters=9, amp=amp, compile=compile))
+            finetune(
+                student, small.float_model().cuda(), batches, settings(epochs=2, iters=9, amp=amp, compile=compile)
+            )
         )
         states.append(state(student))
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(states[0].values(), states[1].values()))
@@ -259,10 +261,10 @@ def test_a_graph_learns_what_single_launches_learn(demo, amp):
 @pytest.mark.gpu
 @pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
 @pytest.mark.parametrize('compile', [False, True])
-def test_no_step_waits_and_a_fault_is_named(demo, amp, compile):
-    student = demo.quantized_model().cuda()
+def test_no_step_waits_and_a_fault_is_named(small, amp, compile):
+    student = small.quantized_model().cuda()
     step = TrainingStep(
-        student, demo.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile
+        student, small.float_model().cuda(), supervised_layers(student, 1), relative_error, 1e-5, amp, compile
     )
     step = GraphedStep(step) if compile else step
     batches = [b.cuda() for b in LOADER]
@@ -293,8 +295,8 @@ def test_supervision_stride(stride):
     assert all(b - a == stride for a, b in itertools.pairwise(places)) and places[-1] == len(weighted) - 2
 
 
-def test_fewer_layers_are_another_loss(demo):
-    assert run(demo, epochs=1, iters=1)[1][0].loss != run(demo, epochs=1, iters=1, supervision_stride=3)[1][0].loss
+def test_fewer_layers_are_another_loss(small):
+    assert run(small, epochs=1, iters=1)[1][0].loss != run(small, epochs=1, iters=1, supervision_stride=3)[1][0].loss
 
 
 def test_relative_error_by_hand():
@@ -306,7 +308,7 @@ def test_relative_error_by_hand():
 
 
 def test_an_image_far_beyond_the_ranges_counts_as_one():
-    """However large its values are; in the squared error of the batch it would be all there is."""
+    """Its error has a bound; in a squared error over the batch, it would outweigh all other images."""
     teacher, error = torch.randn(2, 8, 100, generator=torch.Generator().manual_seed(0))
     student = (teacher + 0.1 * error).requires_grad_()
     large = torch.tensor([1000.0] + [1] * 7)[:, None]  # the first image; what is clipped leaves a tenth of it
@@ -316,24 +318,24 @@ def test_an_image_far_beyond_the_ranges_counts_as_one():
 
 
 @pytest.mark.parametrize('amp', ['off', 'bf16'])
-def test_the_loss_is_the_mean_over_the_layers(demo, amp):
-    step = new_step(demo, amp)
+def test_the_loss_is_the_mean_over_the_layers(small, amp):
+    step = new_step(small, amp)
     terms = step._compare(LOADER[0])
     assert list(terms) == step.layers and all(term > 0 for term in terms.values())
     assert step(LOADER[0]).item() == pytest.approx(sum(t.item() for t in terms.values()) / len(terms))
 
 
-def test_a_student_without_quantizers_has_nothing_to_learn(demo):
-    student = demo.quantized_model()
+def test_a_student_without_quantizers_has_nothing_to_learn(small):
+    student = small.quantized_model()
     with quantizers_off(student):
-        [epoch] = finetune(student, demo.float_model(), LOADER, settings(epochs=1, iters=1))
+        [epoch] = finetune(student, small.float_model(), LOADER, settings(epochs=1, iters=1))
     assert epoch.loss == pytest.approx(TINY**0.5)
 
 
 @pytest.mark.parametrize('share', [False, True])
-def test_fixed_scales_change_nothing(demo, share):
-    """Values bit for bit; gradients too, unless shared tensors add theirs up in another order."""
-    model = demo.quantized_model()
+def test_fixed_scales_change_nothing(small, share):
+    """Values are equal bit for bit. So are gradients, unless a shared tensor adds them in another order."""
+    model = small.quantized_model()
     weight = model.model[0].conv.weight.requires_grad_()
     results = []
     for context in (contextlib.nullcontext(), FixedScales(model, share)):

@@ -1,4 +1,4 @@
-"""Laws of what the fine-tuning does only when asked, labels that count and scales that learn; and of masks at a bit per value."""
+"""Laws of options of the fine-tuning: a loss on the labels, scales that learn, and masks of one bit per value."""
 
 import io
 import math
@@ -32,38 +32,38 @@ EACH_AMP = pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
 CPU = torch.device('cpu')
 
 
-def run(demo, loader=LOADER, **changes):
-    """(student, its last Epoch) after fine-tuning the calibrated demo model."""
-    student = demo.quantized_model()
+def run(small, loader=LOADER, **changes):
+    """Fine-tune a calibrated model; returns (student, last Epoch)."""
+    student = small.quantized_model()
     options = settings(**{'epochs': 1, 'iters': 3, 'lr': 1e-4, **changes})
-    return student, list(finetune(student, demo.float_model(), loader, options))[-1]
+    return student, list(finetune(student, small.float_model(), loader, options))[-1]
 
 
-def new_step(demo, amp='off', **options):
-    student = demo.quantized_model()
+def new_step(small, amp='off', **options):
+    student = small.quantized_model()
     return TrainingStep(
-        student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options
+        student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options
     )
 
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------
 
 
-def labelled(demo, task_loss=1.0):
-    """Batches as `quantize` trains on them."""
+def labelled(small, task_loss=1.0):
+    """Batches with labels, as `quantize` loads them."""
     return list(
-        training_images(load_data(demo.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml'))
+        training_images(load_data(small.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml'))
     )
 
 
 def raw_maps(model, images):
-    """What the head gives while training; leaves the model in that state."""
+    """The raw maps that the head gives in training mode; the model stays in that mode."""
     head_emits_raw_maps(model)
     return model(images)
 
 
-def test_the_loader_gives_the_labels_of_its_images(demo):
-    batches, images_alone = labelled(demo), labelled(demo, 0.0)
+def test_the_loader_gives_the_labels_of_its_images(small):
+    batches, images_alone = labelled(small), labelled(small, 0.0)
     assert len(batches) == 3
     for (images, labels), alone in zip(batches, images_alone, strict=True):
         assert (
@@ -74,7 +74,7 @@ def test_the_loader_gives_the_labels_of_its_images(demo):
 
 
 def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
-    """Per image: a batch twice is the same loss. The trained model is far better on its labels than on those of another image."""
+    """The loss is per image: a doubled batch has the same loss. The right labels have a lower loss."""
     model = demo.float_model()
     loss = LabelLoss(model)
     images, labels = labelled(demo)[0]
@@ -91,28 +91,30 @@ def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
 
 
 @EACH_AMP
-def test_the_labels_add_to_the_loss(demo, amp):
-    batches = labelled(demo)
-    step = new_step(demo, amp, label_loss=LabelLoss(demo.quantized_model()))
+def test_the_labels_add_to_the_loss(small, amp):
+    batches = labelled(small)
+    step = new_step(small, amp, label_loss=LabelLoss(small.quantized_model()))
     terms = step._compare(*batches[0])
     assert list(terms) == [*step.layers, 'labels'] and terms['labels'].dtype == torch.float32
     total = step(*batches[0]).item()
     assert total == pytest.approx(sum(terms[i].item() for i in step.layers) / len(step.layers) + terms['labels'].item())
 
 
-def test_the_labels_are_learnt(demo):
-    batches = labelled(demo)
+def test_the_labels_are_learnt(small):
+    batches = labelled(small)
 
     def on_labels(task_loss):
-        model, _ = run(demo, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss)
+        model, _ = run(
+            small, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss
+        )
         with torch.no_grad():
             return sum(LabelLoss(model)(raw_maps(model, images), labels).item() for images, labels in batches)
 
     assert on_labels(1.0) < on_labels(0.0)
 
 
-def test_labels_that_cannot_be_learnt_are_named(demo):
-    step = new_step(demo, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
+def test_labels_that_cannot_be_learnt_are_named(small):
+    step = new_step(small, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
     with pytest.raises(NotFinite, match='the loss is not finite on the labels'):
         step(LOADER[0], None)
 
@@ -135,8 +137,10 @@ def test_what_cannot_be_is_refused(changes, says):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_scale(dtype):
-    """That of x / scale, rounded with the gradient passing straight through, cut to the range, times the scale; to a 252nd of
-    a step per value. Values and the gradient of the inputs are those of PyTorch's operator in FP32, at the ends of the range too."""
+    """It equals autograd's for clamp(round(x / scale)) * scale to 1/252 of a step per value; round passes gradients.
+
+    Values and gradients of the inputs equal PyTorch's operator in FP32, also at the ends of the range.
+    """
     x = torch.randn(4, 3, 25, 25, generator=torch.Generator().manual_seed(0)).to(dtype)
     x.flatten()[:8] = torch.tensor([127, 127.5, 127.6, -128, -128.5, -128.6, 1e6, -1e6]) / 128
     quantizer = Quantizer()
@@ -162,7 +166,7 @@ def by_hand(x, scale):
 
 
 def test_a_byte_per_value_is_kept_for_a_scale():
-    """As much as for a scale that does not learn."""
+    """A scale that does not learn needs as much."""
     kept = []
     x, quantizer = torch.randn(1000, requires_grad=True), Quantizer()
     quantizer.set_amax(torch.tensor(1.0))
@@ -182,8 +186,8 @@ def test_a_scale_that_learns_is_the_number_that_is_stored():
 
 
 @pytest.mark.parametrize('share', [False, True])
-def test_scales_that_could_learn_change_nothing_yet(demo, share):
-    model = demo.quantized_model()
+def test_scales_that_could_learn_change_nothing_yet(small, share):
+    model = small.quantized_model()
     weight = model.model[0].conv.weight.requires_grad_()
     results = []
     for context in (FixedScales(model, share), LearnedScales(model, share)):
@@ -197,10 +201,10 @@ def test_scales_that_could_learn_change_nothing_yet(demo, share):
 
 
 @EACH_AMP
-def test_scales_of_activations_learn(demo, amp):
-    """By shares of themselves; they stay FP16 numbers, and shared ones shared."""
-    before = state(demo.quantized_model())
-    student, _ = run(demo, amp=amp, learn_scales=True)
+def test_scales_of_activations_learn(small, amp):
+    """They move by a fraction of their value, stay FP16 numbers, and stay shared."""
+    before = state(small.quantized_model())
+    student, _ = run(small, amp=amp, learn_scales=True)
     after = state(student)
     moved = {k for k in after if k.endswith('._amax') and not torch.equal(before[k], after[k])}
     assert before.keys() == after.keys() and moved and all('weight_quantizer' not in k for k in moved)
@@ -208,14 +212,14 @@ def test_scales_of_activations_learn(demo, amp):
     assert all((after[k] / before[k]).log2().abs() < 3 * SCALES_LR + 1e-3 for k in moved)
     scales = torch.stack([after[k] / QMAX for k in moved])
     assert torch.equal(scales.half().float(), scales)
-    assert [n for n, _ in named_quantizers(student)] == [n for n, _ in named_quantizers(demo.quantized_model())]
+    assert [n for n, _ in named_quantizers(student)] == [n for n, _ in named_quantizers(small.quantized_model())]
 
 
 @EACH_AMP
-def test_scales_that_are_wrong_find_back(demo, amp):
-    """Four times too large, or too small: the loss falls though weights stay."""
+def test_scales_that_are_wrong_find_back(small, amp):
+    """Scales start four times too large or too small. With fixed weights, the loss falls."""
     for away in (2.0, -2.0):
-        step = new_step(demo, amp, learn_scales=True)
+        step = new_step(small, amp, learn_scales=True)
         step.scales.log2.data += away
         for group, highest in zip(step.optimizer.param_groups, (0.0, 0.1)):
             group['highest'] = highest
@@ -224,23 +228,23 @@ def test_scales_that_are_wrong_find_back(demo, amp):
         assert losses[-1] < 0.85 * losses[0]
 
 
-def test_what_is_saved_is_what_the_loss_was_of(demo):
-    step = new_step(demo, learn_scales=True)
+def test_what_is_saved_is_what_the_loss_was_of(small):
+    step = new_step(small, learn_scales=True)
     for images in LOADER[:2]:
         step(images)
-    judge = TrainingStep(step.student, demo.float_model(), step.layers, relative_error, 1e-4)
-    assert not torch.equal(step.scales.log2, LearnedScales(demo.quantized_model()).log2)
+    judge = TrainingStep(step.student, small.float_model(), step.layers, relative_error, 1e-4)
+    assert not torch.equal(step.scales.log2, LearnedScales(small.quantized_model()).log2)
     assert same(step._compare(LOADER[0]), judge._compare(LOADER[0]))
 
 
-def test_the_learning_rates_keep_their_ratio(demo):
-    step = new_step(demo, learn_scales=True)
+def test_the_learning_rates_keep_their_ratio(small):
+    step = new_step(small, learn_scales=True)
     step.set_rate(0.25)
     assert [g['lr'] for g in step.optimizer.param_groups] == [0.25e-4, 0.25 * SCALES_LR]
 
 
-def test_a_gradient_of_scales_that_is_not_finite_is_named(demo):
-    step = new_step(demo, learn_scales=True)
+def test_a_gradient_of_scales_that_is_not_finite_is_named(small):
+    step = new_step(small, learn_scales=True)
     before = state(step.student)
     step.scales.log2.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(NotFinite, match=f'the gradient of {LOG2} is not finite'):
@@ -248,17 +252,17 @@ def test_a_gradient_of_scales_that_is_not_finite_is_named(demo):
     assert same(state(step.student), before)
 
 
-def test_learning_scales_goes_on_from_every_epoch(demo):
+def test_learning_scales_goes_on_from_every_epoch(small):
     config = settings(epochs=3, iters=1, lr=1e-3, amp='bf16', learn_scales=True)
-    student, finished = demo.quantized_model(), []
-    for epoch in finetune(student, demo.float_model(), LOADER, config):
+    student, finished = small.quantized_model(), []
+    for epoch in finetune(student, small.float_model(), LOADER, config):
         finished.append((epoch, state(student)))
     for last, at_that_time in finished[:2]:
         stored = io.BytesIO()
         torch.save(vars(last), stored)
         stored.seek(0)
-        after, other = Epoch(**torch.load(stored, weights_only=True)), demo.quantized_model()
-        epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
+        after, other = Epoch(**torch.load(stored, weights_only=True)), small.quantized_model()
+        epochs = finetune(other, small.float_model(), LOADER, config, after=after)
         assert next(epochs) is after and same(state(other), at_that_time)
         rest = list(epochs)
         assert [e.loss for e in rest] == [e.loss for e, _ in finished[last.number :]]
@@ -267,16 +271,16 @@ def test_learning_scales_goes_on_from_every_epoch(demo):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
-def test_scales_learn_in_a_graph(demo, amp):
-    """As with single launches, and no step waits for the device."""
+def test_scales_learn_in_a_graph(small, amp):
+    """The result equals single launches, and no step waits for the device."""
     batches = [b.cuda() for b in [*LOADER, *LOADER]]
     torch.backends.cudnn.deterministic = True
     states = []
     for graphed in (False, True):
-        student = demo.quantized_model().cuda()
+        student = small.quantized_model().cuda()
         step = TrainingStep(
             student,
-            demo.float_model().cuda(),
+            small.float_model().cuda(),
             supervised_layers(student, 1),
             relative_error,
             1e-5,
@@ -311,7 +315,7 @@ def test_a_mask_survives_packing(shape, layout):
         assert torch.equal(masks._unpack(masks._pack(part)), part)
 
 
-def test_packed_masks_change_nothing_and_pack_nearly_all(demo):
+def test_packed_masks_change_nothing_and_pack_nearly_all(small):
     kept = []
 
     class Watched(PackedMasks):
@@ -320,7 +324,7 @@ def test_packed_masks_change_nothing_and_pack_nearly_all(demo):
             pack = self.pack_hook
             self.pack_hook = lambda tensor: kept.append(pack(tensor)) or kept[-1]
 
-    plain, packing = new_step(demo, 'bf16'), new_step(demo, 'bf16')
+    plain, packing = new_step(small, 'bf16'), new_step(small, 'bf16')
     packing.masks = Watched()
     assert [plain(i).item() for i in LOADER[:2]] == [packing(i).item() for i in LOADER[:2]]
     assert same(state(plain.student), state(packing.student))

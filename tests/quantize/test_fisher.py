@@ -1,4 +1,4 @@
-"""Laws of the Fisher metric: a probe stands for the divergence, and ranges are those of least error as the detections see it."""
+"""Laws of the Fisher metric: probes measure the divergence, and ranges have the least error in that metric."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BATCHES = [image(96, 2, seed) for seed in range(2)]
 
 
 class Fixed(torch.nn.Module):
-    """Stands where a detector does: emits given raw maps."""
+    """A detector that returns given raw maps."""
 
     def __init__(self, maps, bins):
         super().__init__()
@@ -30,7 +30,7 @@ def draws(generator):
 
 
 def test_the_square_of_a_projection_is_twice_the_divergence():
-    """In the mean over many probes, and for a small change."""
+    """It holds for the mean of many probes and for a small change."""
     generator = torch.Generator().manual_seed(0)
     maps = [torch.randn(1, 4 * 5 + 3, size, size, generator=generator).double() for size in (3, 2)]
     change = [0.01 * torch.randn(m.shape, generator=generator).double() for m in maps]
@@ -43,14 +43,14 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
 
 
 def test_a_probe_knows_what_changes_nothing():
-    """The same number added to all logits of a side is no change of its distribution."""
+    """The same number, added to all logits of a side, does not change their distribution."""
     maps = [torch.randn(2, 4 * 5 + 3, 3, 3, generator=torch.Generator().manual_seed(0))]
     [v], _ = probe(maps, 5, draws(torch.Generator().manual_seed(1)))
     assert torch.allclose(v[:, :20].unflatten(1, (4, 5)).sum(2), torch.zeros(2, 4, 3, 3), atol=1e-6) and v.norm() > 0.1
 
 
 def test_the_range_is_the_best_of_all_tried(demo):
-    """By hand for one quantizer that many tensors share: gradients by autograd, errors by its own rounding."""
+    """For a quantizer that many tensors share: gradients from autograd, errors from its own rounding."""
     model, config = demo.quantized_model(), settings()
     histograms = collect_histograms(model, BATCHES)
     found = fisher_amax(model, histograms, BATCHES, config)

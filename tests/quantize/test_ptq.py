@@ -1,5 +1,8 @@
-"""Laws of what follows calibration: biases take back what rounding moves for certain, the calibration that keeps the
-detections best on images that nothing was fitted to is chosen, and SQNR is what its formula says."""
+"""Laws of PTQ after calibration.
+
+Bias correction removes the mean error of rounding. The chosen calibration has the least divergence on held-out
+images. SQNR follows its formula.
+"""
 
 import math
 
@@ -37,9 +40,9 @@ def raw_maps(model, batches):
 
 
 @torch.no_grad()
-def test_own_errors_by_hand(demo):
-    """The first convolution and a later one: the output on rounded input and weights, less the output on unrounded ones."""
-    model = demo.quantized_model().eval()
+def test_own_errors_by_hand(small):
+    """Of the first convolution and a later one: output with rounded input and weights, minus the exact output."""
+    model = small.quantized_model().eval()
     convs = {path: m for path, m in model.named_modules() if isinstance(m, QuantConv2d)}
     found = own_errors(model, BATCHES)
     assert found.keys() == convs.keys() and not any(m._forward_hooks for m in model.modules())
@@ -65,9 +68,9 @@ def test_certain_is_near_the_mean_and_chance_near_zero():
     assert (0 <= shift).all() and (shift <= 1).all(), 'never further than the mean'
 
 
-def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
-    """Where all images are alike. Only biases move, and no hook is left."""
-    model, images = demo.quantized_model(), [BATCHES[0][:1]]
+def test_the_errors_of_corrected_convolutions_have_no_mean(small):
+    """All images are alike here. Only biases move, and no hook is left."""
+    model, images = small.quantized_model(), [BATCHES[0][:1]]
     before, errors = state(model), own_errors(model, images)
     shifts = {path: shrunk_mean(of_images) for path, of_images in errors.items()}
     means = []
@@ -86,8 +89,8 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(demo):
     assert moved and moved <= {f'{path}.bias' for path in shifts} and not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_float_model_needs_no_correction(demo):
-    model = demo.quantized_model()
+def test_a_float_model_needs_no_correction(small):
+    model = small.quantized_model()
     with quantizers_off(model):
         assert all(errors.abs().max() < 1e-5 for errors in own_errors(model, BATCHES[:1]).values())
 
@@ -95,9 +98,9 @@ def test_a_float_model_needs_no_correction(demo):
 # ---- which calibration --------------------------------------------------------------------------------------------------
 
 
-def test_divergence_by_hand(demo):
-    """Place by place, in plain Python, for one image."""
-    model, reference = demo.quantized_model(), demo.float_model()
+def test_divergence_by_hand(small):
+    """For one image, anchor by anchor, in plain Python."""
+    model, reference = small.quantized_model(), small.float_model()
     images = image(64, 1, 5)
     with torch.no_grad():
         mine, theirs = (net.eval()(images)[1] for net in (model, reference))
@@ -114,20 +117,20 @@ def test_divergence_by_hand(demo):
         divergence(model, [images], raw_maps(reference, [images])) == pytest.approx(total / weights, rel=1e-6)
         and total > 0
     )
-    assert divergence(reference, [images], raw_maps(demo.float_model(), [images])) == pytest.approx(0, abs=1e-12)
+    assert divergence(reference, [images], raw_maps(small.float_model(), [images])) == pytest.approx(0, abs=1e-12)
 
 
-def calibrated(demo, images=BATCHES, **changes):
-    model, reference, config = demo.quantized_model(), demo.float_model(), settings(**changes)
+def calibrated(small, images=BATCHES, **changes):
+    model, reference, config = small.quantized_model(), small.float_model(), settings(**changes)
     found, method, corrected, _ = choose_calibration(
         model, reference, collect_histograms(model, BATCHES), images, config
     )
     return model, found, method, corrected
 
 
-def held_out(demo, model, images=BATCHES):
+def held_out(small, model, images=BATCHES):
     _, others = halves(images)
-    return divergence(model, others, raw_maps(demo.float_model(), others))
+    return divergence(model, others, raw_maps(small.float_model(), others))
 
 
 def test_halves_share_no_image():
@@ -141,17 +144,17 @@ def test_halves_share_no_image():
 
 
 @pytest.mark.parametrize('correcting', sampled([True, False], 2))
-def test_no_alternative_is_better_than_the_choice(demo, correcting):
-    """By the divergence on images that nothing was fitted to."""
-    best, found, method, corrected = calibrated(demo, calib_method='auto', bias_correction=correcting)
+def test_no_alternative_is_better_than_the_choice(small, correcting):
+    """The measure is the divergence on held-out images."""
+    best, found, method, corrected = calibrated(small, calib_method='auto', bias_correction=correcting)
     promising = sorted(CANDIDATES, key=found.get)[:PROMISING] if correcting else []
     assert {*found} == {*CANDIDATES, *(name + CORRECTED for name in promising)} and len(set(found.values())) == len(
         found
     )
     kept = method + CORRECTED * corrected
-    assert kept == min(found, key=found.get) and held_out(demo, best) == pytest.approx(found[kept], rel=1e-9)
+    assert kept == min(found, key=found.get) and held_out(small, best) == pytest.approx(found[kept], rel=1e-9)
     for name in CANDIDATES:
-        model, alone, same_name, _ = calibrated(demo, calib_method=name, bias_correction=correcting)
+        model, alone, same_name, _ = calibrated(small, calib_method=name, bias_correction=correcting)
         assert same_name == name and alone == {
             key: pytest.approx(found.get(key, alone[key]), rel=1e-9) for key in alone
         }
@@ -162,30 +165,30 @@ def biases(model):
     return {k: v for k, v in state(model).items() if k.endswith('.bias')}
 
 
-def test_a_correction_that_harms_is_not_kept(demo):
-    """It is fitted to images of another kind than those that it is compared on: far brighter ones."""
+def test_a_correction_that_harms_is_not_kept(small):
+    """It is fitted to far brighter images than it is compared on."""
     kinds = (
         torch.stack((20 * torch.cat(BATCHES), torch.cat(BATCHES)), 1).flatten(0, 1).split(4)
     )  # the even ones are bright
-    model, found, method, corrected = calibrated(demo, kinds, calib_method='mse')
+    model, found, method, corrected = calibrated(small, kinds, calib_method='mse')
     assert found['mse' + CORRECTED] > found['mse'] and method == 'mse' and not corrected
-    assert same(biases(model), biases(demo.float_model())), 'and taken back bit for bit'
-    assert held_out(demo, model, kinds) == pytest.approx(found['mse'], rel=1e-9)
+    assert same(biases(model), biases(small.float_model())), 'and taken back bit for bit'
+    assert held_out(small, model, kinds) == pytest.approx(found['mse'], rel=1e-9)
 
 
-def test_a_correction_that_helps_is_kept(demo):
-    """Ranges so small that what they clip is a shift."""
-    model, found, _, corrected = calibrated(demo, calib_method='percentile', percentile=99.0)
+def test_a_correction_that_helps_is_kept(small):
+    """The ranges are so small that clipping shifts the mean."""
+    model, found, _, corrected = calibrated(small, calib_method='percentile', percentile=99.0)
     assert (
         corrected
         and found['percentile' + CORRECTED] < found['percentile']
-        and not same(biases(model), biases(demo.float_model()))
+        and not same(biases(model), biases(small.float_model()))
     )
 
 
-def test_without_correction_no_bias_moves(demo):
-    model, _, _, corrected = calibrated(demo, calib_method='l3', bias_correction=False)
-    assert not corrected and same(biases(model), biases(demo.float_model()))
+def test_without_correction_no_bias_moves(small):
+    model, _, _, corrected = calibrated(small, calib_method='l3', bias_correction=False)
+    assert not corrected and same(biases(model), biases(small.float_model()))
 
 
 @pytest.mark.parametrize(
@@ -196,11 +199,11 @@ def test_without_correction_no_bias_moves(demo):
         ({'calib_method': 'auto'}, False),
     ],
 )
-def test_an_unusable_calibration_is_said(demo, caplog, changes, said):
+def test_an_unusable_calibration_is_said(small, caplog, changes, said):
     config = settings(imgsz=96, calib_images=12, **changes)
-    images = calibration_images(load_data(demo.data), config, 32, torch.device('cpu'))
+    images = calibration_images(load_data(small.data), config, 32, torch.device('cpu'))
     with caplog.at_level('INFO'):
-        _, found = ptq.calibrated(demo.float_model(), images, config, lambda them, *_, **__: them)
+        _, found = ptq.calibrated(small.float_model(), images, config, lambda them, *_, **__: them)
     assert (
         said
         == (min(found['divergence'].values()) >= UNUSABLE)
@@ -214,8 +217,8 @@ def test_an_unusable_calibration_is_said(demo, caplog, changes, said):
 
 
 @torch.no_grad()
-def test_sqnr_by_hand(demo):
-    model, reference = demo.quantized_model(), demo.float_model()
+def test_sqnr_by_hand(small):
+    model, reference = small.quantized_model(), small.float_model()
     compared = ComparedModel(model, reference)
     predictions = [compared(images) for images in BATCHES]
     assert same(predictions, [TorchModel(model)(images) for images in BATCHES]), 'comparing changes no prediction'
@@ -230,14 +233,14 @@ def test_sqnr_by_hand(demo):
 
 
 @torch.no_grad()
-def test_sqnr_falls_by_six_db_for_twice_the_noise(demo):
-    """Of the convolution that writes the classes, whose bias is moved."""
+def test_sqnr_falls_by_six_db_for_twice_the_noise(small):
+    """The noise is a shift of the bias of the convolution that writes the classes."""
     values = []
     for shift in (0.1, 0.2):
-        model = demo.float_model()
+        model = small.float_model()
         for branch in model.model[-1].cv3:
             branch[-1].bias += shift
-        compared = ComparedModel(model, demo.float_model())
+        compared = ComparedModel(model, small.float_model())
         compared(BATCHES[0])
         assert compared.sqnr()['boxes'] > 100
         values.append(compared.sqnr()['classes'])

@@ -1,4 +1,4 @@
-"""Laws of dual-branch → single-branch: same main outputs, the parameters of the single model and no others."""
+"""Laws of dual-branch → single-branch: equal main outputs, and exactly the parameters of the single model."""
 
 import math
 import re
@@ -34,7 +34,7 @@ MODELS = [
 
 
 def main_branch(dual_output):
-    """Of what a Dual (or Triple) model returns in eval mode: the decoded predictions of its last branch."""
+    """The decoded predictions of the last branch, from the output of a Dual or Triple model in eval mode."""
     decoded = dual_output[0]
     return decoded if isinstance(decoded, torch.Tensor) else decoded[-1]
 
@@ -43,7 +43,7 @@ def shapes(model):
     return {k: tuple(v.shape) for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize('name, changes', sampled(MODELS, 3))
+@pytest.mark.parametrize('name, changes', sampled(MODELS, 5))
 def test_every_law_on_every_model(name, changes):
     dual = build(name, **changes)
     before = state(dual)
@@ -160,7 +160,7 @@ def test_command_converts(demo, tmp_path):
 
 
 def mistakes(demo, folder):
-    """arguments → what the one line names."""
+    """Cases: command-line arguments, and words of the error line."""
     save = ('--save', folder / 'out.pt')
     yield ('--weights', demo.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
     yield (
@@ -226,7 +226,7 @@ def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
 
 @pytest.mark.faults
 def test_a_full_disk_leaves_no_half_file(demo, tmp_path):
-    """The file-size limit of the process stands in for the disk: the write itself fails half-way."""
+    """A file-size limit of the process makes the write fail half-way, as a full disk does."""
     (tmp_path / 'out.pt').write_bytes(b'the old one')
     limit = Path(demo.single).stat().st_size // 2
     said = python(

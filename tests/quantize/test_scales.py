@@ -1,4 +1,4 @@
-"""Laws of scale sharing: every quantizer is in one group, sharing survives a reload, and the exported graph needs no requantization."""
+"""Laws of scale sharing: each quantizer is in one group, a reload keeps it, and the graph needs no requantization."""
 
 from copy import deepcopy
 
@@ -39,7 +39,7 @@ def activations(model):
     return [n for n, q in named_quantizers(model) if q._axis is None]
 
 
-@pytest.mark.parametrize('name', sampled(['demo', *SINGLE, *[d for d in DUAL if d != 'demo'], *SEGMENT], 3))
+@pytest.mark.parametrize('name', sampled(['demo', *SINGLE, *[d for d in DUAL if d != 'demo'], *SEGMENT], 6))
 def test_groups_are_a_partition_and_tying_changes_no_float_value(name):
     model = quantized(name)
     before, groups = activations(model), scale_groups(model)
@@ -97,7 +97,7 @@ def test_sharing_survives_a_reload(tied, demo, tmp_path):
 
 
 def test_the_graph_asks_every_tensor_for_one_scale(tied, tmp_path):
-    """Independent of how the groups were found: follow each Q of the ONNX graph back to where its values are computed."""
+    """Not knowing the groups, follow each Q of the ONNX graph back to the node that computes its values."""
     export_onnx(tied, tmp_path / 'tied.onnx', (64, 64))
     graph = onnx.load(tmp_path / 'tied.onnx')
     values, producer = constants(graph), {o: n for n in graph.graph.node for o in n.output}

@@ -1,5 +1,8 @@
-"""Laws of the sensitivity analysis: units are what they say, what is measured is what a whole model does, estimates rank as
-measuring does, a damaged block is found, and what it says can be followed: kept in float, exported, within a budget."""
+"""Laws of the sensitivity analysis.
+
+Each twin is in one unit. A measurement equals a run of the whole model, and estimates rank as measurements do. A
+damaged block is found. The result can be applied: units stay in float, the model is exported, and a budget is kept.
+"""
 
 import json
 from dataclasses import asdict
@@ -107,7 +110,7 @@ def test_costs_are_counted_once(demo):
 
 
 def test_measured_is_what_the_whole_model_does(demo, loader):
-    """Beginning in the middle of the network changes nothing; the divergence is that of divergence.py."""
+    """A measurement that starts in the middle of the network gives the same; the divergence is divergence.py's."""
     model, reference = demo.quantized_model(), demo.float_model()
     for m in model.modules():  # biases that a correction moved
         if isinstance(m, torch.nn.Conv2d) and m.bias is not None:
@@ -198,7 +201,7 @@ def test_what_is_kept_is_upstreams_own(demo, partly):
 
 
 def test_the_others_keep_their_groups(demo, partly):
-    """A group loses what is float now, and nothing else: it is neither split nor without a range."""
+    """A group loses only its float members: it is not split, and it keeps its range."""
     whole = demo.float_model()
     quantize_model(whole)
     before = [
@@ -322,8 +325,10 @@ def test_a_budget_that_cannot_be_kept_is_said(demo):
 
 @pytest.fixture(scope='module')
 def damaged(demo, tmp_path_factory):
-    """The demo with one convolution of heavy-tailed outputs: a few of its channels 200 times as large, which the next convolution
-    takes back. The float model detects as before."""
+    """The demo with a few channels of a convolution 200 times as large; the next convolution divides by 200.
+
+    The float model detects as before.
+    """
     ckpt = torch.load(demo.single, weights_only=False)
     model = ckpt['model'].float()
     block = model.model[14]  # RepNCSPELAN4: the first channels of cv1 are read by cv4 alone
@@ -366,7 +371,7 @@ def common(demo, weights, folder):
 
 @pytest.fixture(scope='module')
 def analysed(demo, damaged):
-    """The folder of an analysis of the damaged model."""
+    """The folder with the analysis of the damaged model."""
     folder = damaged.parent / 'runs'
     run('sensitive', *common(demo, damaged, folder), '--granularity', 'layer', '--num-image', 0)
     return folder / 'exp'

@@ -1,4 +1,4 @@
-"""The commands as a user types them: the whole job end to end, what it leaves on disk, and what bad input is answered with."""
+"""The commands as a user types them: the whole job, its files on disk, and the answers to bad input."""
 
 import hashlib
 import json
@@ -23,8 +23,10 @@ SIZE = '128'
 
 @pytest.fixture(scope='session')
 def job(tmp_path_factory):
-    """A folder in which the whole job was done once, quantize and export in processes of their own: data/, dual.pt, single.pt, runs/exp,
-    qat_best_single.onnx."""
+    """The folder of a whole job: data/, dual.pt, single.pt, runs/exp, qat_best_single.onnx.
+
+    `quantize` and the export run in new processes.
+    """
     folder = tmp_path_factory.mktemp('job')
     program('demo/make_data.py').make_data(folder / 'data', train=16, val=8)
     with quiet_upstream():
@@ -186,7 +188,7 @@ def test_val_trt_gives_the_figures_of_eval_on_the_same_file(job):
 
 
 def test_coco_data_gets_pycocotools_figures(job):
-    """COCO is recognised by val2017.txt; the same boxes as COCO annotations must give about the same AP."""
+    """val2017.txt marks the data as COCO. With the boxes as COCO annotations, AP is about the same."""
     from PIL import Image
     from utils.general import coco80_to_coco91_class
 
@@ -326,7 +328,7 @@ def test_verify_writes_the_comparison_beside_the_file(job):
 
 
 def test_end2end_files(job):
-    """One that is verified and evaluated; one for TensorRT alone, with its deprecation said; and no plain file beside them."""
+    """One file is verified and evaluated; one is for TensorRT only, with a warning. No plain file stays."""
     shutil.copy(job / 'runs/exp/weights/qat_best_single.pt', job / 'inside.pt')
     data = job / 'data/data.yaml'
     out = command(
@@ -413,7 +415,7 @@ def test_end2end_files(job):
 
 
 def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
-    """Here: a model that no longer detects anything, so that there is nothing to verify."""
+    """The model detects nothing, so there is nothing to verify."""
     checkpoint = torch.load(job / 'single.pt', weights_only=False)
     for branch in checkpoint['model'].model[-1].cv3:
         branch[-1].bias.data.fill_(-30)

@@ -1,5 +1,7 @@
-"""Laws of interrupted runs: gone on with, they end as if nothing had happened; and of what they need: images that follow from
-the seed and the number of the epoch alone, and a training set that is split the same way each time."""
+"""Laws of interrupted runs: a resumed run ends like a run that was never interrupted.
+
+It needs images that depend only on the seed and the number of the epoch, and an equal split of the training set.
+"""
 
 import io
 import itertools
@@ -36,10 +38,10 @@ CPU = torch.device('cpu')
 HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr': 0.5, 'flipud': 0.5, 'hsv_h': 0.1}
 
 
-def training(demo, data=None, hyp=HYP, shard=(0, 1), **changes):
+def training(small, data=None, hyp=HYP, shard=(0, 1), **changes):
     """TrainingImages of the demo's 12 images."""
     config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
-    return training_images(data or load_data(demo.data), config, 32, CPU, hyp, shard)
+    return training_images(data or load_data(small.data), config, 32, CPU, hyp, shard)
 
 
 def epoch_of(images, epoch):
@@ -51,21 +53,21 @@ def epoch_of(images, epoch):
 # ---- the images of an epoch ---------------------------------------------------------------------------------------------
 
 
-def test_workers_change_no_image(demo):
-    """Two passes, as workers that stay know of the first; and one after a pass that was not taken to its end."""
+def test_workers_change_no_image(small):
+    """Two passes, because workers live on and remember the first; and a pass after one that was broken off."""
     passes = []
     for workers in (0, 1, 3):
-        images = training(demo, workers=workers)
+        images = training(small, workers=workers)
         passes.append([*images, *images])
         next(iter(images))
         passes[-1] += images
     assert len(passes[0]) == 9 and same(passes[0], passes[1]) and same(passes[0], passes[2])
 
 
-def test_without_hyp_images_are_as_they_are(demo):
-    """Those of the calibration, each once, in an order of each epoch's own."""
-    images = training(demo, hyp=None)
-    plain = torch.cat(list(calibration_images(load_data(demo.data), settings(imgsz=64, calib_images=12), 32, CPU)))
+def test_without_hyp_images_are_as_they_are(small):
+    """They equal the calibration's images, each once, in another order each epoch."""
+    images = training(small, hyp=None)
+    plain = torch.cat(list(calibration_images(load_data(small.data), settings(imgsz=64, calib_images=12), 32, CPU)))
     orders = []
     for epoch in (0, 1):
         shown = torch.cat(epoch_of(images, epoch))
@@ -74,28 +76,28 @@ def test_without_hyp_images_are_as_they_are(demo):
     assert orders[0] != orders[1]
 
 
-def test_an_epoch_does_not_depend_on_those_before(demo):
-    images = training(demo)
+def test_an_epoch_does_not_depend_on_those_before(small):
+    images = training(small)
     in_order = [list(images) for _ in range(3)]
     np.random.seed(1)
     torch.manual_seed(1)
-    assert same(epoch_of(training(demo), 2), in_order[2]) and same(epoch_of(training(demo), 1), in_order[1])
+    assert same(epoch_of(training(small), 2), in_order[2]) and same(epoch_of(training(small), 1), in_order[1])
     assert not same(in_order[0], in_order[1]) and not same(in_order[1], in_order[2])
 
 
-def test_what_is_seen_follows_from_the_seed(demo):
-    assert same(list(training(demo, seed=3)), list(training(demo, seed=3)))
-    assert not same(list(training(demo, seed=3)), list(training(demo, seed=4)))
+def test_what_is_seen_follows_from_the_seed(small):
+    assert same(list(training(small, seed=3)), list(training(small, seed=3)))
+    assert not same(list(training(small, seed=3)), list(training(small, seed=4)))
 
 
-def test_the_augmentation_of_an_image_is_its_own(demo):
-    """The same, whatever is in its batch."""
-    assert same([torch.cat(list(training(demo, batch_size=5)))], [torch.cat(list(training(demo, batch_size=3)))])
+def test_the_augmentation_of_an_image_is_its_own(small):
+    """It does not depend on the other images of the batch."""
+    assert same([torch.cat(list(training(small, batch_size=5)))], [torch.cat(list(training(small, batch_size=3)))])
 
 
-def test_an_epoch_shows_every_image_once_in_another_order(demo):
-    """And each in another augmentation: the seeds differ too."""
-    batches = training(demo).loader.batch_sampler
+def test_an_epoch_shows_every_image_once_in_another_order(small):
+    """Each image also gets another augmentation, because the seeds differ."""
+    batches = training(small).loader.batch_sampler
     orders = []
     for batches.epoch in range(3):
         items = [item for batch in batches for item in batch]
@@ -107,19 +109,19 @@ def test_an_epoch_shows_every_image_once_in_another_order(demo):
 
 @pytest.mark.parametrize('ranks', [1, 2, 4])
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_ranks_share_the_batches_of_one_process(demo, ranks, epoch):
-    """Rank r has batches r, r + W, ...; the round that is not complete is left out. See also test_distributed.py."""
-    alone = epoch_of(training(demo, batch_size=2), epoch)
-    loaders = [training(demo, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
+def test_ranks_share_the_batches_of_one_process(small, ranks, epoch):
+    """Rank r gets batches r, r + W, ...; an incomplete round is left out. See also test_distributed.py."""
+    alone = epoch_of(training(small, batch_size=2), epoch)
+    loaders = [training(small, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
     shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
     assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
     assert same([batch for group in zip(*shares) for batch in group], alone[: rounds * ranks])
 
 
-def test_albumentations_with_a_random_state_of_their_own(demo):
-    """Newer ones do not look at numpy's."""
+def test_albumentations_with_a_random_state_of_their_own(small):
+    """Newer versions ignore NumPy's random state."""
     pytest.importorskip('albumentations')
-    images = training(demo)
+    images = training(small)
     dataset = images.loader.dataset.dataset
     for transform in dataset.albumentations.transform.transforms:
         transform.p = 0.5 if type(transform).__name__ in ('Blur', 'ToGray', 'CLAHE') else 0.0
@@ -134,36 +136,36 @@ def files_of(dataset):
 
 
 @pytest.mark.parametrize('share, n', [(0.1, 1), (0.25, 3), (0.5, 6), (0.9, 11)])
-def test_the_split_takes_from_training_and_calibration(demo, share, n):
-    data = replace(load_data(demo.data), val_split=share)
+def test_the_split_takes_from_training_and_calibration(small, share, n):
+    data = replace(load_data(small.data), val_split=share)
     config = settings()
     held_out = files_of(val_loader(data, config, 32, split='held out').dataset)
-    trained = files_of(training(demo, data).loader.dataset.dataset)
-    everything = files_of(training(demo).loader.dataset.dataset)
+    trained = files_of(training(small, data).loader.dataset.dataset)
+    everything = files_of(training(small).loader.dataset.dataset)
     assert len(held_out) == n and sorted(held_out + trained) == everything
     assert files_of(calibration_images(data, config, 32, CPU).loader.dataset.dataset) == trained
     assert files_of(val_loader(data, config, 32).dataset) == files_of(
-        val_loader(load_data(demo.data), config, 32).dataset
+        val_loader(load_data(small.data), config, 32).dataset
     )
     places = [everything.index(f) for f in held_out]
     assert all(abs((b - a) - 12 / n) < 1 for a, b in itertools.pairwise(places)), 'evenly spread'
 
 
 @pytest.mark.parametrize('share', [0.01, 0.04, 0.99])
-def test_a_split_that_leaves_one_side_empty(demo, share):
+def test_a_split_that_leaves_one_side_empty(small, share):
     with pytest.raises(
         QatError, match=rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'
     ):
-        training(demo, replace(load_data(demo.data), val_split=share))
+        training(small, replace(load_data(small.data), val_split=share))
 
 
 @pytest.fixture
-def shapes(demo, tmp_path):
-    """A data set whose training images are of many shapes."""
-    shutil.copytree(demo.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
+def shapes(small, tmp_path):
+    """A data set with training images of many shapes."""
+    shutil.copytree(small.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
     for i, file in enumerate(sorted((tmp_path / 'data/images/train').glob('*.jpg'))):
         cv2.imwrite(str(file), cv2.resize(cv2.imread(str(file)), (200 + 20 * i, 320 - 12 * i)))
-    content = yaml.safe_load(demo.data.read_text())
+    content = yaml.safe_load(small.data.read_text())
     (tmp_path / 'data/data.yaml').write_text(yaml.safe_dump({**content, 'path': str(tmp_path / 'data')}))
     return load_data(tmp_path / 'data/data.yaml')
 
@@ -189,7 +191,7 @@ def test_held_out_images_are_batched_as_a_val_set_of_them_is(shapes, tmp_path, s
 
 
 def test_no_augmentation_shows_a_held_out_image(shapes):
-    """Mosaic and mixup choose among all images of a set: a colour that only held-out images have must not be met."""
+    """Mosaic and mixup choose among all images of a set. A colour that only held-out images have never appears."""
     split = replace(shapes, val_split=0.5)
     for file in val_loader(split, settings(), 32, split='held out').dataset.im_files:
         cv2.imwrite(file, np.full_like(cv2.imread(file), (255, 0, 255)))
@@ -209,18 +211,18 @@ LOADER = [image(64, 1, seed) for seed in range(4)]
 
 
 @pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
-def test_fine_tuning_goes_on_from_every_epoch(demo, amp):
+def test_fine_tuning_goes_on_from_every_epoch(small, amp):
     config = settings(epochs=3, iters=1, lr=1e-3, amp=amp)
-    student, finished = demo.quantized_model(), []
-    for epoch in finetune(student, demo.float_model(), LOADER, config):
+    student, finished = small.quantized_model(), []
+    for epoch in finetune(student, small.float_model(), LOADER, config):
         finished.append((epoch, state(student)))
     for last, weights in finished:
         stored = io.BytesIO()
         torch.save(vars(last), stored)
         stored.seek(0)
         after = Epoch(**torch.load(stored, weights_only=True))
-        other = demo.quantized_model()
-        epochs = finetune(other, demo.float_model(), LOADER, config, after=after)
+        other = small.quantized_model()
+        epochs = finetune(other, small.float_model(), LOADER, config, after=after)
         assert next(epochs) is after and same(state(other), weights)
         assert [e.loss for e in epochs] == [e.loss for e, _ in finished[last.number :]]
         assert same(state(other), finished[-1][1])
@@ -230,14 +232,14 @@ def test_fine_tuning_goes_on_from_every_epoch(demo, amp):
 @pytest.mark.gpu
 @pytest.mark.parametrize('amp', ['off', 'bf16', 'fp16'])
 @pytest.mark.parametrize('compile', [False, True])
-def test_fine_tuning_goes_on_with_gpu_and_graph(demo, amp, compile):
+def test_fine_tuning_goes_on_with_gpu_and_graph(small, amp, compile):
     torch.backends.cudnn.deterministic = True
     config, batches = settings(epochs=3, iters=8, lr=1e-4, amp=amp, compile=compile), [b.cuda() for b in LOADER * 2]
-    student, finished = demo.quantized_model().cuda(), []
-    for epoch in finetune(student, demo.float_model().cuda(), batches, config):
+    student, finished = small.quantized_model().cuda(), []
+    for epoch in finetune(student, small.float_model().cuda(), batches, config):
         finished.append(epoch)
-    whole, other = state(student), demo.quantized_model().cuda()
-    again = list(finetune(other, demo.float_model().cuda(), batches, config, after=finished[0]))
+    whole, other = state(student), small.quantized_model().cuda()
+    again = list(finetune(other, small.float_model().cuda(), batches, config, after=finished[0]))
     assert [e.number for e in again] == [1, 2, 3] and ('loss_scale' in finished[0].state['tensors']) == (amp == 'fp16')
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(whole.values(), state(other).values()))
 
@@ -245,15 +247,15 @@ def test_fine_tuning_goes_on_with_gpu_and_graph(demo, amp, compile):
 # ---- --resume -----------------------------------------------------------------------------------------------------------
 
 
-def arguments(demo, project, *more):
+def arguments(small, project, *more):
     return [
         str(a)
         for a in (
             'quantize',
             '--weights',
-            demo.single,
+            small.single,
             '--data',
-            demo.data,
+            small.data,
             '--hyp',
             REPO / 'demo/hyp.yaml',
             '--imgsz',
@@ -286,28 +288,28 @@ def resume(folder, *more):
 
 
 def result(folder):
-    """What a run left: the report but for times and the folder's own name, and the model in each file of weights/."""
+    """The report of a run without times and the folder's name, and the model in each file of weights/."""
     report = json.loads((folder / 'report.json').read_text())
     del report['times'], report['settings']['name'], report['settings']['project']
     return report, {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
 
 
 def alike(first, second):
-    """Whether two runs left the same."""
+    """Whether two runs left equal files."""
     (report, weights), (other, others) = result(first), result(second)
     return report == other and weights.keys() == others.keys() and all(same(weights[k], others[k]) for k in weights)
 
 
 @pytest.fixture(scope='module')
-def whole(demo, tmp_path_factory):
+def whole(small, tmp_path_factory):
     """The folder of a run that was not interrupted. Do not write to it."""
     project = tmp_path_factory.mktemp('whole')
-    assert run_command(program('qat.py').main, arguments(demo, project)) == 0
+    assert run_command(program('qat.py').main, arguments(small, project)) == 0
     return project / 'exp'
 
 
 def interrupt(monkeypatch, at, number=0):
-    """`main` of qat.py, with Ctrl-C when the progress bar called `at` comes to its element `number`."""
+    """`main` of qat.py with Ctrl-C at element `number` of the progress bar `at`."""
     qat = program('qat.py')
 
     def bar(iterable, text, total=None, unit='batches'):
@@ -326,9 +328,9 @@ def interrupt(monkeypatch, at, number=0):
     return qat.main
 
 
-def test_interrupted_and_gone_on_with_is_the_same_run(demo, whole, tmp_path, monkeypatch, capsys):
-    """Again and again: before an epoch is finished, when one is learned but not scored, and at the very end. In the next epoch: see below."""
-    argv, folder = arguments(demo, tmp_path), tmp_path / 'exp'
+def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path, monkeypatch, capsys):
+    """Interrupted three times: inside an epoch, after learning but before scoring, and at the very end."""
+    argv, folder = arguments(small, tmp_path), tmp_path / 'exp'
     for at in ('epoch 1/3', 'evaluating epoch 2', 'evaluating best, val'):
         assert run_command(interrupt(monkeypatch, at, 1 if at.startswith('epoch') else 0), argv) == 130
         assert capsys.readouterr().err.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
@@ -340,10 +342,10 @@ def test_interrupted_and_gone_on_with_is_the_same_run(demo, whole, tmp_path, mon
 
 
 @pytest.mark.faults
-def test_killed(demo, whole, tmp_path):
-    """A process that had no time to say anything, at a moment of its own."""
+def test_killed(small, whole, tmp_path):
+    """SIGKILL at any moment leaves the process no time to act."""
     process = subprocess.Popen(
-        [sys.executable, 'qat.py', *arguments(demo, tmp_path)],
+        [sys.executable, 'qat.py', *arguments(small, tmp_path)],
         cwd=TREE,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
         stdout=subprocess.DEVNULL,
@@ -368,18 +370,18 @@ def test_the_report_says_what_was_scored_on_which_images(whole):
     assert {k: v['images'] for k, v in report['val'].items()} == {'origin': 12, 'ptq': 12, 'best': 12}
     held_out, val = (whole / 'report.md').read_text().split('12 images of val')
     assert '3 images held out of train' in held_out and f'| {report["best"]["ap"]:.4f}' in held_out
-    assert f'| {report["val"]["best"]["ap"]:.4f}' in val and 'epoch' not in val.split('![')[0]
+    assert f'| {report["val"]["best"]["ap"]:.4f}' in val and 'QAT epoch' not in val.split('![')[0]
 
 
 # ---- what cannot be gone on with ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
-def stopped(demo, tmp_path_factory):
+def stopped(small, tmp_path_factory):
     """A run that was interrupted in its second epoch. Do not write to it."""
     project = tmp_path_factory.mktemp('stopped')
     with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_command(interrupt(monkeypatch, 'epoch 2/3'), arguments(demo, project)) == 130
+        assert run_command(interrupt(monkeypatch, 'epoch 2/3'), arguments(small, project)) == 130
     return project / 'exp'
 
 
@@ -390,7 +392,7 @@ def edit_report(folder, change):
 
 
 def other_source(folder):
-    """The run's checkpoint was replaced by one with the same model and another date."""
+    """The checkpoint of the run was replaced: same model, another date."""
     report = json.loads((folder / 'report.json').read_text())
     source = folder / 'single.pt'
     torch.save({**torch.load(report['settings']['weights'], weights_only=False), 'date': 'today'}, source)
@@ -467,10 +469,10 @@ def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
     assert all(same(weights[name], others[name]) for name in others)
 
 
-def test_a_new_run_in_the_folder_forgets_the_old_one(demo, stopped, tmp_path, monkeypatch, capsys):
-    """Interrupted before its PTQ, it must not go on with what was there before."""
+def test_a_new_run_in_the_folder_forgets_the_old_one(small, stopped, tmp_path, monkeypatch, capsys):
+    """It is interrupted before its PTQ, and does not continue with the old files."""
     shutil.copytree(stopped, tmp_path / 'exp')
-    assert run_command(interrupt(monkeypatch, 'calibrating'), arguments(demo, tmp_path, '--exist-ok')) == 130
+    assert run_command(interrupt(monkeypatch, 'calibrating'), arguments(small, tmp_path, '--exist-ok')) == 130
     assert 'go on with' not in capsys.readouterr().err and not (tmp_path / 'exp' / STATE).exists()
     assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 2
     assert 'before the calibrated model was saved' in capsys.readouterr().err

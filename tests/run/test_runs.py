@@ -1,5 +1,7 @@
-"""No run mixes with another: a folder has one writer, a new run a folder of its own; and nothing of a folder that was tampered with is used,
-changed or deleted. docs/faults.md has the table."""
+"""Runs do not mix: a folder has one writer, and each new run has its own folder.
+
+Nothing of a manipulated folder is used, changed or deleted. docs/faults.md has the table.
+"""
 
 import json
 import math
@@ -40,15 +42,15 @@ FORK = multiprocessing.get_context('fork')
 COMMON = ('--imgsz', 64, '--batch-size', 4, '--calib-images', 4, '--calib-method', 'mse', '--device', 'cpu')
 
 
-def quantize(demo, project, *more):
+def quantize(small, project, *more):
     return [
         str(a)
         for a in (
             'quantize',
             '--weights',
-            demo.single,
+            small.single,
             '--data',
-            demo.data,
+            small.data,
             *COMMON,
             '--lr',
             '1e-4',
@@ -59,10 +61,10 @@ def quantize(demo, project, *more):
     ]
 
 
-def started(demo, project, *more):
-    """A process that fine-tunes, and its folder, as soon as its first epoch is there."""
+def started(small, project, *more):
+    """Start a process that fine-tunes; returns it and its folder after its first epoch."""
     process = subprocess.Popen(
-        [sys.executable, 'qat.py', *quantize(demo, project, '--epochs', 1000, '--no-eval-origin', *more)],
+        [sys.executable, 'qat.py', *quantize(small, project, '--epochs', 1000, '--no-eval-origin', *more)],
         cwd=TREE,
         text=True,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
@@ -76,7 +78,7 @@ def started(demo, project, *more):
 
 
 def refusal(argv, capfd, command='qat.py'):
-    """The line that a command, called here, is refused with."""
+    """The error line of a command that is called in this process."""
     capfd.readouterr()
     code = run_command(program(command).main, [str(a) for a in argv])
     out, err = capfd.readouterr()
@@ -85,7 +87,7 @@ def refusal(argv, capfd, command='qat.py'):
 
 
 def content(folder):
-    """Everything in a folder, but for its log: bytes, or where a link leads."""
+    """Everything in a folder except its log: bytes, or the target of a link."""
     return {
         p: p.readlink() if p.is_symlink() else stat.S_IFMT(p.stat().st_mode) if not p.is_file() else p.read_bytes()
         for p in folder.rglob('*')
@@ -96,19 +98,19 @@ def content(folder):
 # ---- one writer ---------------------------------------------------------------------------------------------------------
 
 
-def refused_beside(pid, demo, folder, capfd):
-    """Each command that writes to a run's folder is refused there, beside that of process `pid`."""
+def refused_beside(pid, small, folder, capfd):
+    """Check that each command refuses to write to a run's folder while process `pid` does."""
     onnx = folder.parent / 'x.onnx'
     onnx.touch()
     named = '--project', folder.parent, '--name', folder.name, '--exist-ok'
     for command, argv in (
         ('qat.py', ('quantize', '--resume', folder)),
-        ('qat.py', quantize(demo, folder.parent, '--exist-ok')),
-        ('qat.py', ('sensitive', '--weights', demo.single, '--data', demo.data, *named)),
-        ('qat.py', ('eval', '--weights', demo.quantized, '--data', demo.data, *named)),
-        ('val_trt.py', ('--weights', onnx, '--data', demo.data, '--device', 'cpu', *named)),
-        ('compare_outputs.py', (demo.single, demo.quantized, '--random', 1, '--device', 'cpu', *named)),
-        ('benchmark_trt.py', (demo.single, '--imgsz', 64, '--device', 'cpu', *named)),
+        ('qat.py', quantize(small, folder.parent, '--exist-ok')),
+        ('qat.py', ('sensitive', '--weights', small.single, '--data', small.data, *named)),
+        ('qat.py', ('eval', '--weights', small.quantized, '--data', small.data, *named)),
+        ('val_trt.py', ('--weights', onnx, '--data', small.data, '--device', 'cpu', *named)),
+        ('compare_outputs.py', (small.single, small.quantized, '--random', 1, '--device', 'cpu', *named)),
+        ('benchmark_trt.py', (small.single, '--imgsz', 64, '--device', 'cpu', *named)),
     ):
         line = refusal(argv, capfd, command)
         assert f'{folder}: process {pid} on ' in line and f'kill {pid}' in line, line
@@ -120,24 +122,24 @@ def hold(folder, begun, ended):
         ended.wait()
 
 
-def test_a_folder_has_one_writer(demo, interrupted, tmp_path, capfd):
+def test_a_folder_has_one_writer(small, interrupted, tmp_path, capfd):
     folder, begun, ended = shutil.copytree(interrupted, tmp_path / 'exp'), FORK.Event(), FORK.Event()
     writer = FORK.Process(target=hold, args=(folder, begun, ended))
     writer.start()
     begun.wait()
     try:
-        refused_beside(writer.pid, demo, folder, capfd)
+        refused_beside(writer.pid, small, folder, capfd)
     finally:
         ended.set()
         writer.join()
 
 
 @pytest.mark.faults
-def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
-    """However it ends, and though the workers of a killed process live on for some seconds."""
-    process, folder = started(demo, tmp_path, '--workers', 2)
+def test_a_folder_has_one_writer_until_its_process_ends(small, tmp_path, capfd):
+    """This holds for a killed process too, whose workers live on for some seconds."""
+    process, folder = started(small, tmp_path, '--workers', 2)
     try:
-        refused_beside(process.pid, demo, folder, capfd)
+        refused_beside(process.pid, small, folder, capfd)
         workers = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()
     finally:
         process.kill()
@@ -149,8 +151,8 @@ def test_a_folder_has_one_writer_until_its_process_ends(demo, tmp_path, capfd):
 
 
 @pytest.mark.faults
-def test_a_killed_worker_costs_an_epoch(demo, tmp_path):
-    process, folder = started(demo, tmp_path, '--workers', 1)
+def test_a_killed_worker_costs_an_epoch(small, tmp_path):
+    process, folder = started(small, tmp_path, '--workers', 1)
     worker = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(worker), signal.SIGKILL)
     said = process.communicate(timeout=60)[1]
@@ -187,7 +189,7 @@ def test_what_did_not_come_to_write_leaves_nothing(tmp_path):
 
 
 def test_a_lock_file_that_is_removed_holds_nobody(tmp_path):
-    """The one that is opened before its holder removes it, and locked after that."""
+    """A process may open the lock file before its holder removes it, and lock it afterwards."""
     with writing(tmp_path, '--resume'):
         old = os.open(tmp_path / LOCK, os.O_RDWR)
     with writing(tmp_path, '--resume'):
@@ -230,13 +232,13 @@ def test_folders_of_another_user(tmp_path):
 
 
 @pytest.mark.parametrize('what', ['link', 'folder', 'pipe'])
-def test_a_lock_file_that_is_none(tmp_path, what, capfd, demo):
+def test_a_lock_file_that_is_none(tmp_path, what, capfd, small):
     lock, folder = tmp_path / 'exp' / LOCK, tmp_path / 'exp'
     folder.mkdir()
     (tmp_path / 'mine').write_text('mine')
     {'link': lambda: lock.symlink_to(tmp_path / 'mine'), 'folder': lock.mkdir, 'pipe': lambda: os.mkfifo(lock)}[what]()
     before = content(tmp_path)
-    assert str(lock) in refusal(quantize(demo, tmp_path, '--exist-ok'), capfd) and content(tmp_path) == before
+    assert str(lock) in refusal(quantize(small, tmp_path, '--exist-ok'), capfd) and content(tmp_path) == before
 
 
 @pytest.mark.faults
@@ -265,7 +267,7 @@ def test_torchrun_beside_a_run(interrupted):
 
 
 @pytest.fixture(scope='module')
-def interrupted(demo, tmp_path_factory):
+def interrupted(small, tmp_path_factory):
     """The folder of a run of 3 epochs that was interrupted in the last. Do not write to it."""
     project, qat = tmp_path_factory.mktemp('interrupted'), program('qat.py')
 
@@ -276,7 +278,7 @@ def interrupted(demo, tmp_path_factory):
             yield item
 
     qat.bar = bar
-    assert run_command(qat.main, quantize(demo, project, '--epochs', 3, '--iters', 1, '--workers', 0)) == 130
+    assert run_command(qat.main, quantize(small, project, '--epochs', 3, '--iters', 1, '--workers', 0)) == 130
     return project / 'exp'
 
 
@@ -395,7 +397,7 @@ REPORTS = {  # name → change
 
 
 def linked(name):
-    """A change: the file or folder lies elsewhere, and a link is in its place."""
+    """A change: the file or folder is moved, and a link stands in its place."""
 
     def change(folder):
         [path] = folder.glob(name)
@@ -410,7 +412,7 @@ def linked(name):
 
 
 def tensor(change, part='tensors'):
-    """A change of the first tensor that learns: of the weights, or of what the optimizer keeps of it."""
+    """A change of the first tensor that learns, or of its state in the optimizer."""
 
     def changed(content):
         of = content['state']['tensors'] if part == 'tensors' else content['state']['optimizer'][0]
@@ -466,7 +468,7 @@ STATES = {  # name → change of what resume.pt holds: in place, or what is retu
 
 
 def saved(name):
-    """A change of the folder: resume.pt holds what STATES[name] makes of it."""
+    """A change of the folder: STATES[name] edits resume.pt."""
 
     def change(folder):
         content = torch.load(folder / STATE, weights_only=True)
@@ -522,7 +524,7 @@ SUMMARIES = {
 
 
 def broken(folder, change, tmp_path, capfd):
-    """The line that `--resume` of a copy of `folder`, after `change`, is refused with; nothing is changed."""
+    """The error line of `--resume` on a copy of `folder` after `change`; the command changes no file."""
     copy = tmp_path / 'exp'
     shutil.copytree(folder, copy)
     (copy / 'weights' / '.unscored.pt').write_text('half')  # what --resume would delete
@@ -545,14 +547,14 @@ def test_files_that_no_run_writes(interrupted, tmp_path, capfd, name):
 
 
 @pytest.fixture(scope='module')
-def step(demo):
-    student = demo.quantized_model()
-    return TrainingStep(student, demo.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+def step(small):
+    student = small.quantized_model()
+    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
 
 
 @pytest.mark.parametrize('name', sampled(STATES, 6))
 def test_a_state_that_no_run_writes(interrupted, step, name):
-    """As `--resume` reads it, without the rest of the command; the command has some of them in FILES."""
+    """Only the part of `--resume` that reads the state runs; FILES has some cases with the whole command."""
     report = json.loads((interrupted / 'report.json').read_text())
     content, before = (torch.load(interrupted / STATE, weights_only=True) for _ in range(2))
     step.load_state_dict(require_epoch(before, interrupted, report)['state'])
@@ -578,7 +580,7 @@ def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_
 
 
 @pytest.fixture(scope='module')
-def summary(demo, tmp_path_factory):
+def summary(small, tmp_path_factory):
     """A summary of a sensitivity analysis, as text."""
     project = tmp_path_factory.mktemp('sensitive')
     assert (
@@ -589,9 +591,9 @@ def summary(demo, tmp_path_factory):
                 for a in (
                     'sensitive',
                     '--weights',
-                    demo.single,
+                    small.single,
                     '--data',
-                    demo.data,
+                    small.data,
                     *COMMON,
                     '--workers',
                     0,
@@ -610,27 +612,27 @@ def summary(demo, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def twins(demo):
-    return list(find_twins(demo.float_model()))
+def twins(small):
+    return list(find_twins(small.float_model()))
 
 
 @pytest.mark.parametrize('name', SUMMARIES)
-def test_a_summary_that_no_analysis_writes(demo, twins, summary, tmp_path, name):
-    """As `--sensitive` reads it, without the rest of the command."""
+def test_a_summary_that_no_analysis_writes(small, twins, summary, tmp_path, name):
+    """Only the part of `--sensitive` that reads the summary runs."""
     path, spoilt = tmp_path / 'summary.json', json.loads(summary)
     path.write_text(summary)
-    assert read_summary(path, sha256(demo.single), twins) == spoilt
+    assert read_summary(path, sha256(small.single), twins) == spoilt
     SUMMARIES[name](spoilt)
     path.write_text(json.dumps(spoilt))
     with pytest.raises(QatError, match=re.escape(f'--sensitive {path}: ')):
-        read_summary(path, sha256(demo.single), twins)
+        read_summary(path, sha256(small.single), twins)
 
 
-def test_a_summary_that_the_command_refuses(demo, summary, tmp_path, capfd):
+def test_a_summary_that_the_command_refuses(small, summary, tmp_path, capfd):
     path = tmp_path / 'summary.json'
     path.write_text(json.dumps({**json.loads(summary), 'units': []}))
     assert f'--sensitive {path}: ' in refusal(
-        ('quantize', '--dry-run', '--weights', demo.single, '--sensitive', path, '--keep-float', 1), capfd
+        ('quantize', '--dry-run', '--weights', small.single, '--sensitive', path, '--keep-float', 1), capfd
     )
 
 
@@ -638,7 +640,7 @@ def test_a_summary_that_the_command_refuses(demo, summary, tmp_path, capfd):
 
 
 @pytest.mark.faults
-def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
+def test_a_folder_that_is_deleted_meanwhile(small, tmp_path, capfd, monkeypatch):
     qat, folder = program('qat.py'), tmp_path / 'exp'
 
     def bar(iterable, text, *_, **__):
@@ -647,7 +649,7 @@ def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
         return iterable
 
     monkeypatch.setattr(qat, 'bar', bar)
-    assert run_command(qat.main, quantize(demo, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
+    assert run_command(qat.main, quantize(small, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
     assert (
         'No such file or directory; it or its folder was moved or deleted meanwhile'
         in capfd.readouterr().err.splitlines()[-1]
@@ -655,14 +657,14 @@ def test_a_folder_that_is_deleted_meanwhile(demo, tmp_path, capfd, monkeypatch):
     assert not folder.exists()
 
 
-def evaluating(demo, project, *more):
+def evaluating(small, project, *more):
     return [
         'qat.py',
         'eval',
         '--weights',
-        demo.quantized,
+        small.quantized,
         '--data',
-        demo.data,
+        small.data,
         '--imgsz',
         64,
         '--device',
@@ -674,23 +676,23 @@ def evaluating(demo, project, *more):
 
 
 @pytest.mark.parametrize('name', ['loop', 'file', 'file/x', 'loop/x'])
-def test_projects_that_are_no_folders(demo, tmp_path, capfd, name):
+def test_projects_that_are_no_folders(small, tmp_path, capfd, name):
     (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
     (tmp_path / 'file').touch()
-    assert f'{tmp_path}/{name.split("/")[0]}' in refusal(evaluating(demo, tmp_path / name)[1:], capfd)
+    assert f'{tmp_path}/{name.split("/")[0]}' in refusal(evaluating(small, tmp_path / name)[1:], capfd)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.faults
-def test_closed_streams(demo, tmp_path):
-    """Nobody listens, and no file takes their place: the work is done, a mistake still is exit code 2."""
+def test_closed_streams(small, tmp_path):
+    """With closed streams the work is done, and a mistake still gives exit code 2."""
     for closed, code, *more in (
         ('>&-', 2, '--batch-size', 0),
         ('2>&-', 2, '--batch-size', 0),
         ('>&- 2>&- <&-', 2, '--batch-size', 0),
         ('>&- 2>&- <&-', 0),
     ):
-        command = shlex.join([sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 1, *more))])
+        command = shlex.join([sys.executable, *map(str, evaluating(small, tmp_path, '--workers', 1, *more))])
         done = subprocess.run(['sh', '-c', f'{command} {closed}'], cwd=TREE, capture_output=True, text=True)
         assert done.returncode == code and 'Traceback' not in done.stdout + done.stderr, done.stderr
     assert {p.name for p in (tmp_path / 'exp').iterdir()} == {
@@ -707,12 +709,12 @@ def test_closed_streams(demo, tmp_path):
 
 
 @pytest.mark.faults
-def test_little_address_space(demo, tmp_path):
+def test_little_address_space(small, tmp_path):
     said = python(
         '-c',
         'import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10 ** 9, 10 ** 9)); sys.argv = sys.argv[1:]; '
         'runpy.run_path(sys.argv[0], run_name="__main__")',
-        *evaluating(demo, tmp_path),
+        *evaluating(small, tmp_path),
         code=2,
     )
     assert 'error: out of memory (the address space is limited to 1000 MB: ulimit -v)' in said.splitlines()[
@@ -721,8 +723,8 @@ def test_little_address_space(demo, tmp_path):
 
 
 @pytest.mark.faults
-def test_little_shared_memory(demo, tmp_path):
-    """A worker that cannot hand over its images says so: PyTorch's own way would wait for ever."""
+def test_little_shared_memory(small, tmp_path):
+    """A worker that cannot hand over its images gives an error; PyTorch alone would wait forever."""
     mounting = [
         'unshare',
         '--mount',
@@ -735,7 +737,7 @@ def test_little_shared_memory(demo, tmp_path):
     if not shutil.which('unshare') or subprocess.run([*mounting, 'true'], capture_output=True).returncode:
         pytest.skip('no /dev/shm of another size can be mounted here')
     done = subprocess.run(
-        [*mounting, sys.executable, *map(str, evaluating(demo, tmp_path, '--workers', 2))],
+        [*mounting, sys.executable, *map(str, evaluating(small, tmp_path, '--workers', 2))],
         cwd=TREE,
         capture_output=True,
         text=True,
@@ -751,11 +753,11 @@ def test_little_shared_memory(demo, tmp_path):
 
 
 @pytest.mark.faults
-def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
+def test_names_are_names(small, tmp_path, monkeypatch, capfd):
     """Braces, %, $, quotes, spaces and a dash first: in files, folders, pictures, and the commands that follow."""
     monkeypatch.chdir(tmp_path)
     name, project, run = '-{x} {score} %d %(a)s $y$ \'".pt', 'a {b} %s $c$', 'ü "q" {0}'
-    shutil.copy(demo.single, name)
+    shutil.copy(small.single, name)
     assert (
         run_command(
             program('qat.py').main,
@@ -766,7 +768,7 @@ def test_names_are_names(demo, tmp_path, monkeypatch, capfd):
                     '--weights',
                     f'./{name}',
                     '--data',
-                    demo.data,
+                    small.data,
                     *COMMON,
                     '--workers',
                     0,

@@ -1,4 +1,4 @@
-"""Segmentation from end to end, on the demo's trained model: the commands, the files they leave, and the same figures from each."""
+"""Segmentation end to end on the trained demo: each command, its files, and equal figures from all."""
 
 import json
 
@@ -109,7 +109,7 @@ def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path)
 
 @pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))
 def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
-    """DSegment, and DualDSegment, which reparameterization makes one."""
+    """DSegment, and DualDSegment, which reparameterization turns into a DSegment."""
     model = build(name)
     if type(model.model[-1]).__name__ == 'DualDSegment':
         model = reparameterize(model).model
@@ -197,7 +197,7 @@ def test_quantize_reports_masks_at_every_stage(run):
 
 
 def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
-    """Export, then the same figures from qat.py eval, val_trt.py and the checkpoint."""
+    """After an export, qat.py eval, val_trt.py and the checkpoint give the same figures."""
     best = run / 'weights' / 'qat_best_single.pt'
     assert command(
         'export_qat.py',

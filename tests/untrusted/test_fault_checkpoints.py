@@ -117,10 +117,10 @@ def hostile(sprung):
     }
 
 
-def foreign(demo):
+def foreign(small):
     """name → what is saved: no checkpoint of ours, but no attack either."""
-    model = demo.float_model()
-    headless, nameless, broken = demo.float_model(), demo.float_model(), demo.float_model()
+    model = small.float_model()
+    headless, nameless, broken = small.float_model(), small.float_model(), small.float_model()
     headless.model = headless.model[:-1]
     del nameless.names
     del broken.model[1].conv
@@ -149,14 +149,14 @@ MODELS = ['demo', *full('gelan-c', 'yolov9-t', 'gelan-c-seg', 'gelan-c-dseg')]
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp('other')
-    content = yaml.safe_load(demo.data.read_text())
+    content = yaml.safe_load(small.data.read_text())
     (folder / 'other.yaml').write_text(yaml.safe_dump({**content, 'nc': 2, 'names': ['a', 'b']}))
     return {
         'OTHER': folder / 'other.yaml',
-        'SINGLE': demo.single,
-        **{k: getattr(demo, k).read_bytes() for k in ('single', 'quantized', 'dual')},
+        'SINGLE': small.single,
+        **{k: getattr(small, k).read_bytes() for k in ('single', 'quantized', 'dual')},
     }
 
 
@@ -216,10 +216,10 @@ HOSTILE, FOREIGN = (
 
 
 @pytest.mark.parametrize('command', sampled(COMMANDS, 8))
-def test_hostile(demo, files, tmp_path, monkeypatch, capfd, command):
+def test_hostile(small, files, tmp_path, monkeypatch, capfd, command):
     """Beside a model that is fine, and first, so that it would run; and the kind of file says float."""
     monkeypatch.chdir(tmp_path)
-    good, sprung = demo.float_model(), tmp_path / 'sprung'
+    good, sprung = small.float_model(), tmp_path / 'sprung'
     for name, (thing, pickled) in hostile(sprung).items():
         if pickled is None:
             torch.save({'first': thing, 'model': good}, tmp_path / 'weights.pt')
@@ -230,9 +230,9 @@ def test_hostile(demo, files, tmp_path, monkeypatch, capfd, command):
 
 
 @pytest.mark.parametrize('command', sampled(COMMANDS, 8, 2))
-def test_foreign(demo, files, tmp_path, monkeypatch, capfd, command):
+def test_foreign(small, files, tmp_path, monkeypatch, capfd, command):
     monkeypatch.chdir(tmp_path)
-    cases = foreign(demo)
+    cases = foreign(small)
     assert list(cases) == FOREIGN
     for name, content in cases.items():
         torch.save(content, tmp_path / 'weights.pt')

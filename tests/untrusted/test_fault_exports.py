@@ -43,12 +43,12 @@ DAMAGED = 20  # for each command, times TIMES
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp('exports')
-    shutil.copy(demo.quantized, folder / 'quantized.pt')
+    shutil.copy(small.quantized, folder / 'quantized.pt')
     program('export_qat.py').main(['--weights', str(folder / 'quantized.pt'), '--imgsz', str(SIZE)])
-    images = sorted((demo.data.parent / 'images/val').iterdir())
-    return {'SINGLE': demo.single, 'DATA': demo.data, 'IMAGE': images[0], 'onnx': folder / 'quantized.onnx'}
+    images = sorted((small.data.parent / 'images/val').iterdir())
+    return {'SINGLE': small.single, 'DATA': small.data, 'IMAGE': images[0], 'onnx': folder / 'quantized.onnx'}
 
 
 def told(command, file, files, capfd, folder):
@@ -229,7 +229,7 @@ PARTS = {
 
 
 @pytest.fixture(scope='module')
-def run(demo, tmp_path_factory):
+def run(small, tmp_path_factory):
     """The folder of a run that was interrupted before it was finished, and the summary of a sensitivity analysis."""
     from utils.qat.core.command import run_command
 
@@ -238,9 +238,9 @@ def run(demo, tmp_path_factory):
         str(a)
         for a in (
             '--weights',
-            demo.single,
+            small.single,
             '--data',
-            demo.data,
+            small.data,
             '--imgsz',
             SIZE,
             '--calib-images',
@@ -299,7 +299,7 @@ def test_report_of_a_run(run, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.faults
-def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, capfd):
+def test_summary_of_a_sensitivity_analysis(small, run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     content = json.loads((run / 'sensitive/summary-sensitive-analysis.json').read_text())
     for name, text in spoilt(content, PARTS['a summary']).items():
@@ -308,7 +308,7 @@ def test_summary_of_a_sensitivity_analysis(demo, run, tmp_path, monkeypatch, cap
             'quantize',
             '--dry-run',
             '--weights',
-            demo.single,
+            small.single,
             '--sensitive',
             tmp_path / 'summary.json',
             '--keep-float',

@@ -85,10 +85,10 @@ def harmless(text, odd=False):
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp('names')
-    shutil.copy(demo.quantized, folder / 'quantized.pt')
-    shutil.copy(demo.single, folder / 'single.pt')
+    shutil.copy(small.quantized, folder / 'quantized.pt')
+    shutil.copy(small.single, folder / 'single.pt')
     program('export_qat.py').main(['--weights', str(folder / 'quantized.pt'), '--imgsz', str(SIZE)])
     return folder
 
@@ -207,14 +207,14 @@ FOUR = ['clears the screen', 'a next command', 'turns the writing', 'a line of U
 
 
 @pytest.mark.parametrize('command', sampled(CHECKPOINTS, 3))
-def test_of_a_checkpoint(demo, files, tmp_path, monkeypatch, capfd, command):
+def test_of_a_checkpoint(small, files, tmp_path, monkeypatch, capfd, command):
     """Refused when it is loaded: nothing is written, labels.txt and the configuration of DeepStream among it."""
     monkeypatch.chdir(tmp_path)
     kind = next(a for a in CHECKPOINTS[command] if a in ('SINGLE', 'QUANTIZED', 'DUAL'))
     for name in FOUR if command == 'export_yoloV9.py' else FOUR[:2]:
-        made = with_names(getattr(demo, kind.lower()), ten(REFUSED[name]), tmp_path / 'weights.pt')
+        made = with_names(getattr(small, kind.lower()), ten(REFUSED[name]), tmp_path / 'weights.pt')
         argv = [
-            made if a == kind else demo.data if a == 'DATA' else str(a).replace('OUT', str(tmp_path / 'out'))
+            made if a == kind else small.data if a == 'DATA' else str(a).replace('OUT', str(tmp_path / 'out'))
             for a in CHECKPOINTS[command]
         ]
         code, line = answer(command.split()[0], argv, capfd, tmp_path)
@@ -222,9 +222,9 @@ def test_of_a_checkpoint(demo, files, tmp_path, monkeypatch, capfd, command):
     assert {f.name for f in tmp_path.iterdir()} == {'weights.pt'}
 
 
-def test_of_a_data_yaml(demo, files, tmp_path, monkeypatch, capfd):
+def test_of_a_data_yaml(small, files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    content = yaml.safe_load(demo.data.read_text())
+    content = yaml.safe_load(small.data.read_text())
     for name in FOUR:
         (tmp_path / 'data.yaml').write_text(yaml.safe_dump({**content, 'names': ten(REFUSED[name])}))
         argv = (
@@ -251,7 +251,7 @@ def with_metadata(file, out, **metadata):
     return out
 
 
-def test_of_an_onnx_file(demo, files, tmp_path, monkeypatch, capfd):
+def test_of_an_onnx_file(small, files, tmp_path, monkeypatch, capfd):
     """In its metadata. The client that is copied elsewhere shows them with escapes."""
     monkeypatch.chdir(tmp_path)
     for name in FOUR:
@@ -260,7 +260,7 @@ def test_of_an_onnx_file(demo, files, tmp_path, monkeypatch, capfd):
             '--weights',
             made,
             '--data',
-            demo.data,
+            small.data,
             '--imgsz',
             SIZE,
             '--device',
@@ -277,7 +277,7 @@ def test_of_an_onnx_file(demo, files, tmp_path, monkeypatch, capfd):
     )
     code, _, out = tell(
         'scripts/infer_onnx.py',
-        (made, sorted((demo.data.parent / 'images/val').iterdir())[0], '--conf-thres', 0.01),
+        (made, sorted((small.data.parent / 'images/val').iterdir())[0], '--conf-thres', 0.01),
         capfd,
         tmp_path,
     )
@@ -287,17 +287,17 @@ def test_of_an_onnx_file(demo, files, tmp_path, monkeypatch, capfd):
     )
     code, line = answer(
         'val_trt.py',
-        ('--weights', made, '--data', demo.data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out'),
+        ('--weights', made, '--data', small.data, '--imgsz', SIZE, '--device', 'cpu', '--project', tmp_path / 'out'),
         capfd,
         tmp_path,
     )
     assert code == 2 and 'cannot be read' in line and harmless(line)
 
 
-def test_odd_names_are_shown_as_they_are_typed(demo, files, tmp_path, monkeypatch, capfd):
+def test_odd_names_are_shown_as_they_are_typed(small, files, tmp_path, monkeypatch, capfd):
     """From the checkpoint to labels.txt, and from the data to the terminal and report.md."""
     monkeypatch.chdir(tmp_path)
-    made = with_names(demo.single, ODD, tmp_path / 'odd.pt')
+    made = with_names(small.single, ODD, tmp_path / 'odd.pt')
     assert tell('export_yoloV9.py', ('-w', made, '-s', SIZE), capfd, tmp_path)[0] == 0
     assert (tmp_path / 'labels.txt').read_text(encoding='utf-8').splitlines() == ODD
     config = (tmp_path / 'config_infer_primary_yoloV9.txt').read_text()
@@ -307,7 +307,7 @@ def test_odd_names_are_shown_as_they_are_typed(demo, files, tmp_path, monkeypatc
     )
 
     data = tmp_path / 'data.yaml'
-    data.write_text(yaml.safe_dump({**yaml.safe_load(demo.data.read_text()), 'names': ODD}))
+    data.write_text(yaml.safe_dump({**yaml.safe_load(small.data.read_text()), 'names': ODD}))
     argv = (
         '--weights',
         files / 'quantized.onnx',
@@ -354,10 +354,10 @@ OF_FILES = ['a\x1b[2J', 'a\nnext: rm', 'a\u202etp', 'a\r']
 
 
 @pytest.mark.parametrize('name', sampled(OF_LAYERS, 4))
-def test_layers_of_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
+def test_layers_of_a_checkpoint(small, tmp_path, monkeypatch, capfd, name):
     """Paths of modules are in tables, warnings and reports."""
     monkeypatch.chdir(tmp_path)
-    content = torch.load(demo.single, map_location='cpu', weights_only=False)
+    content = torch.load(small.single, map_location='cpu', weights_only=False)
     layer = content['model'].model[1]
     layer._modules[name] = layer._modules.pop('bn')
     layer.bn = layer._modules[name]
@@ -440,7 +440,7 @@ def test_layers_of_an_engine(tmp_path, monkeypatch, capfd, graphviz):
     )
 
 
-def test_names_of_files(demo, files, tmp_path, monkeypatch, capfd):
+def test_names_of_files(small, files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name in (f'{name}.pt' for name in OF_FILES):
         (tmp_path / name).write_bytes(b'')
@@ -450,13 +450,13 @@ def test_names_of_files(demo, files, tmp_path, monkeypatch, capfd):
         assert code_ == 2 and 'no such file' in line and harmless(line)
 
 
-def test_names_of_images(demo, files, tmp_path, monkeypatch, capfd):
+def test_names_of_images(small, files, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name in (f'{name}.jpg' for name in OF_FILES):
-        shutil.copytree(demo.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
+        shutil.copytree(small.data.parent, tmp_path / 'data', ignore=shutil.ignore_patterns('*.cache'))
         (tmp_path / 'data/images/val' / name).write_bytes(b'no image')
         data = tmp_path / 'data/data.yaml'
-        data.write_text(data.read_text().replace(str(demo.data.parent), str(data.parent)))
+        data.write_text(data.read_text().replace(str(small.data.parent), str(data.parent)))
         argv = (
             '--weights',
             files / 'quantized.onnx',
@@ -474,11 +474,11 @@ def test_names_of_images(demo, files, tmp_path, monkeypatch, capfd):
         assert code_ == 2 and 'has control characters; rename it' in line and harmless(line)
 
 
-def test_text_in_other_files(demo, files, tmp_path, monkeypatch, capfd):
+def test_text_in_other_files(small, files, tmp_path, monkeypatch, capfd):
     """Of YAML that is none, of a path in a YAML, of labels, of the sidecar of an engine."""
     monkeypatch.chdir(tmp_path)
     weights, evil = files / 'quantized.onnx', 'x\x1b[2J\u202e'
-    good = yaml.safe_load(demo.data.read_text())
+    good = yaml.safe_load(small.data.read_text())
     for content in (
         {**good, 'val': f'{evil}\nerror: all is well'},
         {**good, 'nc': evil},
@@ -503,7 +503,7 @@ def test_text_in_other_files(demo, files, tmp_path, monkeypatch, capfd):
     (tmp_path / 'x.engine').write_bytes(b'engine')
     (tmp_path / 'x.engine.json').write_text(json.dumps({'sidecar': evil}))
     code_, line, _ = tell(
-        'val_trt.py', ('--engine-file', tmp_path / 'x.engine', '--data', demo.data, '--imgsz', SIZE), capfd, tmp_path
+        'val_trt.py', ('--engine-file', tmp_path / 'x.engine', '--data', small.data, '--imgsz', SIZE), capfd, tmp_path
     )
     assert code_ == 2 and harmless(line)
 
@@ -602,9 +602,9 @@ def test_configurations_quote_names():
 
 
 @pytest.mark.faults
-def test_a_terminal_as_a_user_sees_it(demo, tmp_path):
+def test_a_terminal_as_a_user_sees_it(small, tmp_path):
     """In a process of its own: what stands on stderr for a checkpoint whose name of a class would clear the screen."""
-    made = with_names(demo.single, ten(REFUSED['clears the screen']), tmp_path / 'w.pt')
+    made = with_names(small.single, ten(REFUSED['clears the screen']), tmp_path / 'w.pt')
     done = subprocess.run(
         [sys.executable, 'qat.py', 'quantize', '--dry-run', '--weights', made], cwd=TREE, capture_output=True, text=True
     )

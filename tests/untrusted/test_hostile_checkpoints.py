@@ -231,9 +231,9 @@ class Reduced:
         return self.what
 
 
-def spoilt(demo, change):
+def spoilt(small, change):
     """The content of a checkpoint whose model `change` has spoilt."""
-    model = demo.float_model()
+    model = small.float_model()
     change(model)
     return {'model': model}
 
@@ -289,12 +289,12 @@ def demo_class():
 
 
 @pytest.mark.parametrize('name', sampled(attributes(''), 4))
-def test_attributes_that_hide_code(demo, tmp_path, name):
-    torch.save(spoilt(demo, attributes(tmp_path / 'sprung')[name]), tmp_path / 'weights.pt')
+def test_attributes_that_hide_code(small, tmp_path, name):
+    torch.save(spoilt(small, attributes(tmp_path / 'sprung')[name]), tmp_path / 'weights.pt')
     refused(tmp_path / 'weights.pt', LOADERS[:1])
 
 
-def test_modules_of_the_tree_that_read_files_are_no_layers(demo, tmp_path):
+def test_modules_of_the_tree_that_read_files_are_no_layers(small, tmp_path):
     from models.common import AutoShape, DetectMultiBackend
 
     for cls in AutoShape, DetectMultiBackend:
@@ -303,7 +303,7 @@ def test_modules_of_the_tree_that_read_files_are_no_layers(demo, tmp_path):
             model.model[1] = object.__new__(cls)
             torch.nn.Module.__init__(model.model[1])
 
-        torch.save(spoilt(demo, change), tmp_path / 'weights.pt')
+        torch.save(spoilt(small, change), tmp_path / 'weights.pt')
         refused(tmp_path / 'weights.pt', LOADERS[:1])
 
 
@@ -407,9 +407,9 @@ def test_many_tensors_over_the_same_data(tmp_path):
 # ---- archives ----------------------------------------------------------------------------------------------------------------------
 
 
-def archives(demo, folder):
+def archives(small, folder):
     """name → bytes of an archive that is none of torch.save, or whose members lie about themselves."""
-    whole = demo.single.read_bytes()
+    whole = small.single.read_bytes()
     with zipfile.ZipFile(io.BytesIO(whole)) as file:
         members = {name: file.read(name) for name in file.namelist()}
     first = next(name for name in members if name.endswith('/data/0'))
@@ -457,8 +457,8 @@ def archives(demo, folder):
     }
 
 
-def test_only_archives_of_torch_save(demo, tmp_path):
-    found = archives(demo, tmp_path)
+def test_only_archives_of_torch_save(small, tmp_path):
+    found = archives(small, tmp_path)
     assert len(found) == ARCHIVES
     for name, content in found.items():
         (tmp_path / 'weights.pt').write_bytes(content)
@@ -606,7 +606,7 @@ def test_shared_tensors_stay_shared(tmp_path):
     assert first is second and part[0] == 5
 
 
-def test_a_layer_of_ones_own_loads_without_a_call(demo, tmp_path, monkeypatch):
+def test_a_layer_of_ones_own_loads_without_a_call(small, tmp_path, monkeypatch):
     """Defined under models/ of the tree, with a constructor and a __setstate__ that must not run."""
     from pathlib import Path
 
@@ -620,7 +620,7 @@ def test_a_layer_of_ones_own_loads_without_a_call(demo, tmp_path, monkeypatch):
     try:
         from models.my_layers import Mine
 
-        model = demo.float_model()
+        model = small.float_model()
         before = model.model[0]
         model.model[0] = Mine()
         model.model[0].i, model.model[0].f, model.model[0].type, model.model[0].np = before.i, before.f, 'Mine', 0

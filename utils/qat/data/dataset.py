@@ -253,9 +253,7 @@ def _held_out(names: Sequence[str], share: float) -> set[str]:
     return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
 
 
-def _keep(
-    dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderConfig, pad: float
-) -> None:
+def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderConfig, pad: float) -> None:
     """Keep only some images in upstream's dataset, in place: then no mosaic shows another one.
 
     Args:

@@ -35,7 +35,7 @@ def copy_upstream(destination):
 
 
 def make_tree():
-    """Path of the patched copy of this session. Upstream's settings (its font) stay beside it, not in the user's home."""
+    """Path of the patched copy of this session; upstream's settings (its font) lie beside it, not at home."""
     if not (UPSTREAM / 'models' / 'yolo.py').exists():
         pytest.exit(
             f'no YOLOv9 tree at {UPSTREAM}. Set YOLOV9_DIR, or: scripts/get_yolov9.sh {REPO / ".work" / "yolov9"}', 2
@@ -65,7 +65,7 @@ def tree():
 
 @pytest.fixture(autouse=True)
 def upstreams_activation():
-    """Upstream keeps the activation of the last config that it built from: each test begins with that of a new process."""
+    """Reset the activation that upstream keeps from the last config, so that each test begins as a new process."""
     yield
     common = sys.modules.get('models.common')
     if common:
@@ -74,7 +74,7 @@ def upstreams_activation():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Callable: megabytes → a folder on a file system of that size. It skips the test where none can be mounted."""
+    """Callable: megabytes → a folder on a file system of that size; skips the test if none can be mounted."""
     folder = tmp_path / 'disk'
 
     def mounted(megabytes):

@@ -1,4 +1,4 @@
-"""Bad input for the commands: generators of spoilt files, and the one way in which every command has to answer them.
+"""Bad input for the commands: generators of damaged files, and the check of a command's answer.
 
 All cases follow from a seed: `cases(kind, n)` is the same list in every run, and a longer one begins with a shorter one.
 """
@@ -45,7 +45,7 @@ def answer(command, argv, capfd, folder, allowed=(0, 2), leaves=()):
 
 
 def sampled(cases, every, first=0):
-    """These cases as pytest parameters: `first` and each that is `every` behind it in all rounds, the others in that of --faults."""
+    """These cases as pytest parameters: cases first, first + every, ... run always, the others with --faults."""
 
     def later(case):
         if not hasattr(case, 'marks'):

@@ -1,5 +1,4 @@
-"""Small segmentation models for the tests, with random weights, brought to where trained ones are: some boxes with a score, coefficients of
-either sign."""
+"""Small segmentation models with random weights and realistic outputs: some scores, coefficients of both signs."""
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def segmenter(head='Segment', quantized=False):
 
 @torch.no_grad()
 def tamed(model):
-    """`model`, its head in place with boxes smaller than the image and scores around 0.3."""
+    """Change the head of `model` in place: boxes smaller than the image, scores around 0.3."""
     for branch, size, bias in (
         ('cv2', 0.2, -torch.arange(16.0) / 2),
         ('cv3', 0.3, torch.tensor([-1.0])),

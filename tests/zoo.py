@@ -1,7 +1,7 @@
-"""Models for the tests: real upstream ones, built quietly, with weights that make a difference; and the demo's, trained.
+"""Models for the tests: real upstream models with weights of a useful size, and the trained demo.
 
 In: the patched tree, which conftest.py puts on sys.path before it imports this file. Out: functions that build models,
-the configs as pytest parameters, and session fixtures for what is dear (per pytest-xdist worker, so keep them cheap).
+the configs as pytest parameters, and session fixtures for expensive files (each pytest-xdist worker makes them, so keep them cheap).
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def config(name, **changes):
 
 
 def _take_statistics(norm, inputs):
-    """Forward pre-hook: give a batch norm the statistics of what it is about to see."""
+    """Forward pre-hook: give a batch norm the statistics of its input."""
     norm.running_mean.copy_(inputs[0].mean((0, 2, 3)))
     norm.running_var.copy_(inputs[0].var((0, 2, 3)).clamp(min=0.01))
 
@@ -116,7 +116,7 @@ def same(first, second):
 
 @torch.no_grad()
 def output(model, images):
-    """What `model` computes; the head's cached anchors do not leak from one call to the next."""
+    """The output of `model` as a list of tensors; the head's cached anchors do not leak into the next call."""
     return tensors(model(images))
 
 
@@ -151,8 +151,10 @@ def program(file):
 
 
 def command(file, *arguments, code=0):
-    """Run one of our commands as `python FILE ARGUMENTS...` in the patched tree, but in this process, which has the libraries loaded (seconds);
-    returns stdout + stderr. Fails unless it exits with `code`."""
+    """Run `python FILE ARGUMENTS...`, a command of ours, in this process and the patched tree; returns stdout + stderr.
+
+    This saves the seconds in which a new process loads its libraries. Fails unless it exits with `code`.
+    """
     said, before, argv = (
         io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True),
         os.getcwd(),
@@ -174,7 +176,10 @@ def command(file, *arguments, code=0):
 
 
 def python(*arguments, code=0, env=None, **options):
-    """Run `python ARGUMENTS...` in the patched tree, one thread; returns stdout + stderr. Fails unless it exits with `code`."""
+    """Run `python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr.
+
+    Fails unless it exits with `code`.
+    """
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=TREE,
@@ -287,8 +292,7 @@ def learn(dual, data, steps=50):
 
 @pytest.fixture(scope='session')
 def small(tmp_path_factory):
-    """The same files of a small network, for tests that need no good AP: it has seen its validation
-    images for some seconds."""
+    """The same files of a small network, trained on its validation images for seconds: AP is 0.04 to 0.1."""
     files = Demo.in_folder(tmp_path_factory.mktemp('small files'))
     program('demo/make_data.py').make_data(files.data.parent, train=12, val=12)
     dual = build('demo', **SMALL)

@@ -1,6 +1,6 @@
-"""Laws of the benchmark: its statistics, what it feeds and counts, what a sweep leaves out and why, and the files it writes.
+"""Laws of the benchmark: statistics, inputs, counts, cases that a sweep leaves out, and files.
 
-No figure of time is judged here, only how figures belong together.
+No time is judged, only relations between figures.
 """
 
 import inspect
@@ -42,8 +42,10 @@ SIZE = 64  # pixels
 
 @pytest.fixture(scope='module')
 def files(small, tmp_path_factory):
-    """Folder with demo.{pt,onnx} (float), int8.{pt,onnx}, both of open batch; half.onnx (INT8 and FP16, batch 1, no .pt) and net.onnx, a
-    classifier of open image size."""
+    """Folder with demo.{pt,onnx} (float) and int8.{pt,onnx}, both of open batch, and two files without a checkpoint.
+
+    half.onnx is INT8 and FP16 of batch 1; net.onnx is a classifier of open image size.
+    """
     folder = tmp_path_factory.mktemp('models')
     for name, model, options in (
         ('demo', small.float_model(), {'dynamic': True}),

@@ -1,4 +1,4 @@
-"""Laws of several processes: two that torchrun starts calibrate and score what one does, learn alike, and fail together."""
+"""Laws of several processes: two calibrate and score as one does, learn the same weights, and fail together."""
 
 import json
 import os
@@ -34,12 +34,12 @@ HYP = REPO / 'demo' / 'hyp.yaml'
 
 
 def torchrun(*arguments, code=0):
-    """What `torchrun --nproc_per_node 2 ARGUMENTS...` says, in the patched tree; fails unless it exits with `code`."""
+    """Run `torchrun --nproc_per_node 2 ARGUMENTS...`; returns its output. Fails unless it exits with `code`."""
     return fresh('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *arguments, code=code)
 
 
 def two_forks(*arguments):
-    """The same of two processes with torchrun's environment, but without torchrun, and without loading torch anew."""
+    """Run `python ARGUMENTS...` in two forks with torchrun's environment variables; returns their output."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
     shared = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
@@ -244,7 +244,7 @@ VALUES = [  # of each process, of each histogram, the tensors that it sees
 
 @pytest.fixture(scope='module')
 def pair(small, tmp_path_factory):
-    """What each of two processes found, and the folder of the job."""
+    """The results of two processes, and the folder of the job."""
     folder = tmp_path_factory.mktemp('pair')
     (folder / 'worker.py').write_text(WORKER)
     torch.save(

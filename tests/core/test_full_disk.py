@@ -1,4 +1,4 @@
-"""No room: the line says which file could not be written and how much is free, and what to do; what was finished is whole, nothing is half.
+"""A full disk: the error line names the file, the free space and the next step; every file is whole or absent.
 
 A limit on the size of files stands in for the disk where a file system of its own cannot be mounted: the write itself fails half-way.
 """
@@ -26,7 +26,7 @@ KB = 1000
 
 
 def in_child(command, argv, limit=resource.RLIM_INFINITY):
-    """Exit code and last line of what a command says in a process of its own, none of whose files may be larger than `limit` bytes."""
+    """Run a command in a child whose files may have `limit` bytes at most; returns exit code and last line."""
     read, write = os.pipe()
 
     def run():
@@ -152,7 +152,7 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
 
 
 def test_a_disk_of_six_megabytes(small, whole, small_disk):
-    """Has room for the calibrated model, not for what the first epoch leaves; with more room the run goes on."""
+    """The calibrated model fits, the files of the first epoch do not; with more room the run continues."""
     disk = small_disk(6)
     code, line = in_child('qat.py', arguments(small, disk))
     folder = disk / 'exp'

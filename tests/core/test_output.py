@@ -1,4 +1,4 @@
-"""What a person sees: how much with --quiet and --verbose, bars and colours on a terminal only, reports, and the command to type next."""
+"""Output of the commands: --quiet, --verbose, bars and colours on a terminal only, reports, and the next command."""
 
 import contextlib
 import fcntl
@@ -52,7 +52,7 @@ def say(file, *argv):
 
 
 def in_terminal(*words, **environment):
-    """Run `python WORDS...` in the patched tree; returns its output on a terminal of 140 columns. A fork runs it, which has the libraries loaded."""
+    """Run `python WORDS...` in a fork, in the patched tree; returns its output on a terminal of 140 columns."""
     process, terminal = pty.fork()
     if not process:
         try:
@@ -78,7 +78,7 @@ def in_terminal(*words, **environment):
 
 
 def unread(small, folder):
-    """The YAML of a copy of the demo's data, whose labels upstream has not cached."""
+    """The YAML of a copy of the data whose labels upstream has not cached."""
     shutil.copytree(small.data.parent, folder / 'data', ignore=shutil.ignore_patterns('*.cache'))
     copy = folder / 'data/data.yaml'
     copy.write_text(copy.read_text().replace(str(small.data.parent), str(copy.parent)))
@@ -88,9 +88,9 @@ def unread(small, folder):
 
 @pytest.fixture(scope='module')
 def chain(small, tmp_path_factory):
-    """The pipeline by what each command says is next, from the trained checkpoint on: {command: (options, stdout, stderr)}.
+    """The pipeline, each command taken from the `next:` line of the one before: {command: (options, stdout, stderr)}.
 
-    What it says is typed as it is, but for the data where it is not known, and with options that make it quick.
+    The commands run as printed, with the data filled in and with options that make them quick.
     """
     folder, said = tmp_path_factory.mktemp('chain'), {}
     quick = {
@@ -131,17 +131,17 @@ def onnx_of(chain):
 
 
 def test_each_command_ends_with_the_next(chain):
-    """The fixture has typed them; the last is for TensorRT."""
+    """The fixture ran them; the last one needs TensorRT."""
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
         assert chain[name][1].rstrip().splitlines()[-1].startswith('next: python '), name
     assert NEXT.findall(chain['eval'][1]) == [f'python scripts/build_engine.py {onnx_of(chain)}']
     assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith(f'--data {DATA}'), (
-        'the demo checkpoint does not tell its data'
+        'the checkpoint does not tell its data'
     )
 
 
 def other_commands(chain, small):
-    """(file, options) of the rest of what runs without a GPU."""
+    """(file, options) of the other commands that run without a GPU."""
     folder, model = chain['folder'], onnx_of(chain)
     yield (
         'qat.py',
@@ -217,7 +217,7 @@ def other_commands(chain, small):
 
 @pytest.fixture(scope='module')
 def others(chain, small, tmp_path_factory):
-    """[(file, options, stdout with --quiet)] and stdout and stderr of the same without."""
+    """[(file, options, stdout, stderr, stdout with --quiet)] of `other_commands`."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp('here'))  # export_yoloV9.py writes into the current folder
     yield [
@@ -271,7 +271,7 @@ def test_no_bars_and_no_colours_in_a_pipe(chain, others):
 
 
 def test_nor_in_the_pipe_of_a_process(small, tmp_path):
-    """Labels that were never read, and what is written past Python's sys.stderr."""
+    """Labels are read for the first time, and output that bypasses sys.stderr counts too."""
     done = subprocess.run(
         [
             sys.executable,
@@ -509,7 +509,7 @@ def test_tables_align_with_wide_names():
 
 
 def test_a_picture_of_any_class_names(tmp_path, recwarn):
-    """A dollar sign is no formula, a script that the font lacks no warning, and thousands of classes still fit."""
+    """A dollar sign starts no formula, missing glyphs give no warning, and thousands of classes fit."""
     rows = [{'name': f'{n} ${n}$ 猫', 'ap': n / 2000} for n in range(2000)]
     models = {name: {'ap': 0.5, 'per_class': rows, 'mask': {'ap': 0.4}} for name in ('float', 'INT8')}
     plot_classes(tmp_path / 'classes.png', models)

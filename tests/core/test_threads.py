@@ -1,4 +1,4 @@
-"""Threads sleep while they wait: in every command, in what it starts, and in upstream's own commands, unless the user chose otherwise."""
+"""Waiting threads sleep: in each command, its children, and upstream's commands, unless the user chose otherwise."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ print('busy', (time.process_time() - cpu) / (time.perf_counter() - wall))
 
 
 def run(*arguments, **variables):
-    """stdout of a Python process in the tree, with no choice of the user's but `variables`."""
+    """stdout of a Python process in the tree; of the user's settings it has only `variables`."""
     kept = {name: value for name, value in os.environ.items() if name not in (*CHOSEN, 'OMP_NUM_THREADS')}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=TREE, capture_output=True, text=True, env={**kept, **variables}
@@ -72,7 +72,7 @@ def run(*arguments, **variables):
 
 
 def busy(code, **variables):
-    """How many of its threads, on average, were busy while a process did nothing but wait."""
+    """The mean number of busy threads of a process that only waits."""
     return float(run('-c', textwrap.dedent(code) + USES, **variables).split('busy')[-1])
 
 
@@ -133,7 +133,7 @@ def test_upstream_does_as_the_user_said():
 
 
 def test_processes_that_are_started(tmp_path):
-    """Workers of a DataLoader, and the processes of torchrun, which loads torch itself and whose children begin anew."""
+    """Workers of a DataLoader, and the processes of torchrun, which are new interpreters."""
     (tmp_path / 'command.py').write_text(
         textwrap.dedent(f"""
         import os, sys
@@ -170,7 +170,7 @@ def entry(options, key):
 @pytest.mark.parametrize('version, bounded', [('1.25.1', False), ('1.26.0', True), ('2.0.0', True)])
 @pytest.mark.parametrize('choice, asleep', [(None, True), ('passive', True), ('ACTIVE', False)])
 def test_threads_of_onnx_runtime(monkeypatch, choice, asleep, version, bounded):
-    """They look for work for 0.1 ms, or, where this version knows no bound, not at all."""
+    """They spin for 0.1 ms, or not at all if this version has no bound to set."""
     monkeypatch.setattr(onnxruntime, '__version__', version)
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
     if choice:
@@ -206,7 +206,7 @@ def test_threads_of_onnx_runtime_sleep():
 
 
 def test_every_session_has_them():
-    """Each place where a session is made: by `onnx_options`, or, in a client that is copied out of here, with the same entries."""
+    """Each session uses `onnx_options`; a client that people copy has the same entries."""
     made = {
         file: file.read_text()
         for folder in ('utils', 'models', 'scripts', 'demo', 'benchmarks')

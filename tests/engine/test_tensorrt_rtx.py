@@ -140,7 +140,7 @@ def assert_compiled(graph, done, int8):
 
 @pytest.fixture(scope='module')
 def exported(small, tmp_path_factory):
-    """Function that exports the demo, each way once: (ONNX model, number of INT8 convolutions)."""
+    """Function that exports the small network, each way once: (ONNX model, number of INT8 convolutions)."""
     done = {}
 
     def export(kind, **options):
@@ -173,7 +173,7 @@ TYPED = {'fp32': lambda graph: graph, 'fp16': to_half, 'fp32 scales': lambda gra
     sampled(DEMOS, 7, 5),
     ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static',
 )
-def test_an_engine_of_the_demo(exported, kind, options, typing):
+def test_an_engine_of_a_whole_model(exported, kind, options, typing):
     graph, int8 = exported(kind, **options)
     graph = TYPED[typing](graph)
     done = compile_graph(graph)

@@ -1,4 +1,4 @@
-"""Laws of chance.py: a resample has the AP that upstream gives its images, and differences of two models say no more than they know."""
+"""Laws of chance.py: AP of a resample equals upstream's, and intervals of differences are as wide as they must be."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_as_they_are_images_have_upstreams_ap(number, wrong):
 
 @pytest.mark.parametrize('number', [2, 5, 40])
 def test_a_resample_has_upstreams_ap_of_the_images_drawn(number):
-    """Also where it has no label of a class, and where an image is drawn again and again."""
+    """Also if a class has no label in it, and if an image is drawn several times."""
     [images] = images_of(number, seed=3, wrong=2)
     images[0] = (*images[0][:3], np.array([0, 1, 3], np.float32))
     counts, found, classes = draw_resamples(number), resampled_ap(images), set()
@@ -91,7 +91,7 @@ def test_blocks_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize('kept', [0, 1])
 def test_without_detections_ap_is_0(kept):
-    """No image has a detection, or one image alone."""
+    """No image has a detection, or only one image has."""
     [images] = images_of(20, seed=2)
     images = [
         image if i < kept else (image[0][:0], image[1][:0], image[2][:0], image[3]) for i, image in enumerate(images)

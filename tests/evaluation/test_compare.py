@@ -1,4 +1,4 @@
-"""Laws of the comparison of two models: figures by hand on made-up predictions, and what must hold for real models."""
+"""Laws of the comparison of two models: figures worked out by hand, and properties of real models."""
 
 import json
 
@@ -65,7 +65,7 @@ def unlabelled(count):
 
 
 def compared(first, second, **options):
-    """Comparison of what two models say of one image, or of several (lists of lists)."""
+    """Compare the predictions of two models for one image, or for several (lists of lists)."""
     first, second = ([x] if not x or isinstance(x[0], tuple) else x for x in (first, second))
     return compare(fixed(*first), fixed(*second), unlabelled(len(first)), CPU, **options)
 

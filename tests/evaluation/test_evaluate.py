@@ -1,4 +1,4 @@
-"""Laws of the evaluator: upstream's figures on upstream's data, the same from every backend, and what can be said by hand."""
+"""Laws of the evaluator: figures equal upstream's, agree between backends, and are right in cases by hand."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_onnx_and_torch_agree_on_square_images(demo, tmp_path):
 
 
 def test_the_batch_size_does_not_matter(demo):
-    """On square images; rectangles are padded to the largest of their batch."""
+    """For square images; rectangles are padded to the largest of their batch."""
     loader = loader_of(demo, square=True)
     single = torch.utils.data.DataLoader(loader.dataset, 1, collate_fn=loader.dataset.collate_fn)
     predict = TorchModel(demo.float_model())
@@ -153,7 +153,7 @@ def test_figures_by_hand(demo, change, ap, ap50, recall):
 
 
 def test_a_label_is_found_once():
-    """At each threshold by the first of its class that overlaps enough: here from 0.75 on by the second. Another class finds nothing."""
+    """At each IoU threshold the first detection of its class with enough overlap counts: here the second from 0.75 on."""
     found = Detections(torch.tensor([[0, 0, 9, 9, score, c] for score, c in ((0.9, 1), (0.8, 1), (0.7, 1), (0.6, 2))]))
     correct = _correct(found, torch.tensor([[1.0, 5, 5, 9, 9]]), torch.tensor([[0.72, 0.96, 0.97, 0.99]]))
     assert correct.tolist() == [[True] * 5 + [False] * 5, [False] * 5 + [True] * 5, [False] * 10, [False] * 10]

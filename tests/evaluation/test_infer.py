@@ -1,4 +1,4 @@
-"""Laws of the clients that people copy: they detect what the toolkit's evaluation detects, and need nothing of it."""
+"""Laws of the clients that people copy: detections equal the evaluation's, and no file of the toolkit is needed."""
 
 import ast
 import operator
@@ -64,7 +64,7 @@ def evaluated(small, files):
 
 
 def end2end(found, most=100):
-    """A file whose outputs are the detections `found` [n, 6], whatever it is given; rows behind the last are rubbish."""
+    """A file that returns the detections `found` [n, 6] for any input; rows behind the last hold garbage."""
     rows = np.full((most, 6), 77, np.float32)
     rows[: len(found)] = found
     outputs = {
@@ -86,7 +86,7 @@ def end2end(found, most=100):
 
 
 def detected(file, path, conf=CONF):
-    """What the client finds in an image: [n, 6] in pixels of the image."""
+    """Detections of the client in an image: [n, 6] in pixels of the image."""
     model, image = client.OnnxModel(file, 'cpu'), cv2.imread(path)
     pixels, gain, border = client.letterbox(image, *model.shape[2:])
     found, masks, skipped = client.read_outputs(model(pixels), model.shape[2:], conf, IOU)
@@ -148,7 +148,7 @@ def test_the_model_sees_what_the_evaluation_shows_it(evaluated):
 
 
 def test_every_shape_of_image(tmp_path):
-    """Odd, tall, wide, small and large: the same pixels, and boxes back where they were."""
+    """For odd, tall, wide, small and large images, pixels are equal and boxes return to their place."""
     rng = np.random.default_rng(0)
     shapes = [
         (128, 128),
@@ -251,7 +251,7 @@ def outputs_of(layout, number=4):
 
 @pytest.mark.parametrize('layout', ['plain', 'end2end'])
 def test_masks_are_those_of_the_evaluation(layout):
-    """But for pixels at the border of the box: upstream takes those whose left upper corners are inside, the client those whose centres are."""
+    """Except at the border of the box: upstream asks for the corner of a pixel in the box, the client for its centre."""
     outputs, evaluated = outputs_of(layout)
     found, masks, _ = client.read_outputs(outputs, (SIZE, SIZE), 0.25, 1)
     assert np.allclose(found[:, :4], BOXES[:4], atol=1e-4)

@@ -1,4 +1,4 @@
-"""Laws of masks: upstream's figures, the same from both forms in which models give them, and what can be said by hand."""
+"""Laws of masks: figures equal upstream's, are equal for both forms of masks, and are right in cases by hand."""
 
 import ast
 import json
@@ -264,7 +264,7 @@ def moved(raw, amount, seed=0):
 
 
 class Fixed(torch.nn.Module):
-    """A model that always says the same."""
+    """A model with a constant output."""
 
     def __init__(self, head, raw):
         super().__init__()
@@ -366,7 +366,7 @@ def test_the_loss_on_labels_is_upstreams(data):
 
 
 def test_all_parts_of_the_head_count_alike(model):
-    """Prototypes are many and large; maps and coefficients must not drown in them."""
+    """Prototypes are many and large; maps and coefficients still have equal weight."""
     head_emits_raw_maps(model)
     with torch.no_grad():
         maps, coefficients, prototypes = output = model(image(64, 2))
@@ -430,7 +430,7 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
 
 
 def test_boxes_and_masks_count_alike():
-    """In the choice of the best epoch, and in the budget of points that may be lost."""
+    """This holds for the choice of the best epoch and for the budget of lost points."""
     assert merit({'ap': 0.5, 'mask': {'ap': 0.3}}) == 0.4 and merit({'ap': 0.5}) == 0.5
     less, lesser = {'difference': -0.05, 'chance': 0.01}, {'difference': -0.1, 'chance': 0.01}
     assert points_lost({**less, 'mask': lesser}) == points_lost({**lesser, 'mask': less}) == pytest.approx(10)

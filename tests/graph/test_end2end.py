@@ -290,7 +290,7 @@ def test_onnx_runtime_says_that_the_plugin_is_tensorrts(tmp_path):
 
 # ---- whole models ---------------------------------------------------------------------------------------------------------
 
-SMALL = {'imgsz': (64, 96)}  # what no image of the demo is shown to
+SMALL = {'imgsz': (64, 96)}  # pixels at which no image is shown
 EXPORTS = {
     'float': {},
     'int8 open': {'dynamic': True},

@@ -216,10 +216,10 @@ def test_scales_of_activations_learn(small, amp):
 
 
 @EACH_AMP
-def test_scales_that_are_wrong_find_back(small, amp):
+def test_scales_that_are_wrong_find_back(demo, amp):
     """Scales start four times too large or too small. With fixed weights, the loss falls."""
     for away in (2.0, -2.0):
-        step = new_step(small, amp, learn_scales=True)
+        step = new_step(demo, amp, learn_scales=True)
         step.scales.log2.data += away
         for group, highest in zip(step.optimizer.param_groups, (0.0, 0.1)):
             group['highest'] = highest

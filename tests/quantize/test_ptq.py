@@ -222,7 +222,7 @@ def test_sqnr_by_hand(small):
     compared = ComparedModel(model, reference)
     predictions = [compared(images) for images in BATCHES]
     assert same(predictions, [TorchModel(model)(images) for images in BATCHES]), 'comparing changes no prediction'
-    for part, channels in (('boxes', slice(0, -10)), ('classes', slice(-10, None))):  # the demo has ten classes
+    for part, channels in (('boxes', slice(0, -10)), ('classes', slice(-10, None))):  # of ten classes
         signal = noise = 0
         for images in BATCHES:
             for s, t in zip(model(images)[1], reference(images)[1], strict=True):

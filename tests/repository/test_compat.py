@@ -1,4 +1,4 @@
-"""Each shim in a fresh process in which its condition is made true, then upstream's own commands."""
+"""Each shim in a new process that needs it, then upstream's own commands."""
 
 import os
 import textwrap
@@ -264,7 +264,7 @@ def test_font_without_network(fresh, tmp_path, name):
 
 
 def test_font_for_two_threads_that_plot(fresh):
-    """Both have copied it before either gives it its name."""
+    """Both threads copy the font before either renames it."""
     fresh(
         NO_NETWORK
         + textwrap.dedent("""

@@ -39,7 +39,7 @@ HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr'
 
 
 def training(small, data=None, hyp=HYP, shard=(0, 1), **changes):
-    """TrainingImages of the demo's 12 images."""
+    """TrainingImages of 12 images."""
     config = settings(**{'batch_size': 5, 'imgsz': 64, **changes})
     return training_images(data or load_data(small.data), config, 32, CPU, hyp, shard)
 

@@ -1,6 +1,8 @@
 """Laws of the evaluator: figures equal upstream's, agree between backends, and are right in cases by hand."""
 
+import inspect
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +54,16 @@ def test_figures_are_those_of_upstreams_val(demo, tmp_path):
     assert 0.3 < ours.ap < 1 and ours.images == 12
     for row in ours.per_class:
         assert abs(row['ap'] - theirs['per_class'][row['class']]) < 1e-3
+
+
+@pytest.mark.parametrize('name', ['conf_thres', 'iou_thres', 'max_det'])
+def test_defaults_of_nms_are_upstreams(name):
+    """On a dozen images another threshold may give equal figures, so the defaults are compared too."""
+    import val
+
+    theirs = inspect.signature(val.run).parameters[name].default
+    assert inspect.signature(evaluate).parameters[name].default == theirs
+    assert getattr(EvalConfig(Path('w.pt'), Path('d.yaml')), name, theirs) == theirs
 
 
 def test_onnx_and_torch_agree_on_square_images(demo, tmp_path):

@@ -50,7 +50,7 @@ EXPORTS = [
 
 @pytest.mark.parametrize(
     'kind, options',
-    sampled(EXPORTS, 3, 2),
+    sampled(EXPORTS, 6, 2),
     ids=lambda x: x if isinstance(x, str) else '-'.join(map(str, x)) or 'defaults',
 )
 def test_every_law_on_every_export(demo, tmp_path, kind, options):

@@ -39,7 +39,7 @@ def assert_all_int8(done, graph, ends=6):
     assert done.unknown == {}
 
 
-@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *full('yolov9', 'gelan')], 7))
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *full('yolov9', 'gelan')], 14))
 def test_nothing_is_left_to_improve(name, tmp_path):
     assert_all_int8(*exported(name, tmp_path / 'model.onnx'))
 

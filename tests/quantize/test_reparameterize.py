@@ -139,13 +139,13 @@ def test_parameters_that_do_not_fit_are_named():
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-def test_command_converts(demo, tmp_path):
-    before = sha256(demo.dual)
-    out = command('reparameterization.py', '--weights', demo.dual, '--save', tmp_path / 'out.pt', '--classes_num', 10)
-    assert sha256(demo.dual) == before and [p.name for p in tmp_path.iterdir()] == ['out.pt']
+def test_command_converts(small, tmp_path):
+    before = sha256(small.dual)
+    out = command('reparameterization.py', '--weights', small.dual, '--save', tmp_path / 'out.pt', '--classes_num', 10)
+    assert sha256(small.dual) == before and [p.name for p in tmp_path.iterdir()] == ['out.pt']
     model = torch.load(tmp_path / 'out.pt', weights_only=False)['model']
     assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
-    assert same(output(load_float(tmp_path / 'out.pt'), image()), output(demo.float_model(), image()))
+    assert same(output(load_float(tmp_path / 'out.pt'), image()), output(small.float_model(), image()))
     for word in (
         'DualDDetect',
         'DDetect',
@@ -159,35 +159,35 @@ def test_command_converts(demo, tmp_path):
     assert out.count('\n') <= 10 and 'model.0.' not in out, 'a summary, not a line per tensor'
 
 
-def mistakes(demo, folder):
+def mistakes(small, folder):
     """Cases: command-line arguments, and words of the error line."""
     save = ('--save', folder / 'out.pt')
-    yield ('--weights', demo.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
+    yield ('--weights', small.dual, *save, '--classes_num', 80), '--classes_num 80.*10 classes'
     yield (
-        ('--weights', demo.single, *save),
+        ('--weights', small.single, *save),
         'has one branch .its head is DDetect.*go on with: python qat.py quantize --weights',
     )
-    yield ('--weights', demo.quantized, *save), 'already quantized'
+    yield ('--weights', small.quantized, *save), 'already quantized'
     yield ('--weights', folder / 'none.pt', *save), '--weights .*none.pt: no such file'
-    yield ('--weights', demo.dual, '--save', demo.dual), '--save'
-    yield ('--weights', demo.dual, '--save', folder / 'out.onnx'), '--save .*out.onnx.*pt'
-    yield ('--weights', demo.dual, *save, '--cfg', folder / 'none.yaml'), '--cfg .*none.yaml: no such file'
-    yield ('--weights', demo.dual, *save, '--model', 'x'), '--model.*t.*s.*m.*c.*e'
-    yield ('--weights', demo.dual, *save, '--cfg', config_file('demo')), '--cfg .*yolov9-demo.yaml.*another model'
+    yield ('--weights', small.dual, '--save', small.dual), '--save'
+    yield ('--weights', small.dual, '--save', folder / 'out.onnx'), '--save .*out.onnx.*pt'
+    yield ('--weights', small.dual, *save, '--cfg', folder / 'none.yaml'), '--cfg .*none.yaml: no such file'
+    yield ('--weights', small.dual, *save, '--model', 'x'), '--model.*t.*s.*m.*c.*e'
+    yield ('--weights', small.dual, *save, '--cfg', config_file('demo')), '--cfg .*yolov9-demo.yaml.*another model'
     if FULL_TREE:
-        yield ('--weights', demo.dual, *save, '--model', 'c'), '--model c.*gelan-c.yaml.*leave --model out'
-        yield ('--weights', demo.dual, *save, '--cfg', config_file('gelan-t')), '--cfg .*gelan-t.yaml.*another model'
+        yield ('--weights', small.dual, *save, '--model', 'c'), '--model c.*gelan-c.yaml.*leave --model out'
+        yield ('--weights', small.dual, *save, '--cfg', config_file('gelan-t')), '--cfg .*gelan-t.yaml.*another model'
 
 
-def test_command_names_every_mistake(demo, tmp_path, monkeypatch, capsys):
+def test_command_names_every_mistake(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(TREE)
-    main, before = program('reparameterization.py').main, sha256(demo.dual)
-    for arguments, wanted in mistakes(demo, tmp_path):
+    main, before = program('reparameterization.py').main, sha256(small.dual)
+    for arguments, wanted in mistakes(small, tmp_path):
         assert run_command(main, list(map(str, arguments))) == 2, arguments
         [line] = capsys.readouterr().err.strip().splitlines()
         assert re.search(wanted, line), line
         assert not list(tmp_path.iterdir()), arguments
-    assert sha256(demo.dual) == before
+    assert sha256(small.dual) == before
 
 
 @pytest.mark.skipif(FULL_TREE, reason='this tree has the configs that --model is checked against')
@@ -225,14 +225,14 @@ def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
 
 
 @pytest.mark.faults
-def test_a_full_disk_leaves_no_half_file(demo, tmp_path):
+def test_a_full_disk_leaves_no_half_file(small, tmp_path):
     """A file-size limit of the process makes the write fail half-way, as a full disk does."""
     (tmp_path / 'out.pt').write_bytes(b'the old one')
-    limit = Path(demo.single).stat().st_size // 2
+    limit = Path(small.single).stat().st_size // 2
     said = python(
         'reparameterization.py',
         '--weights',
-        demo.dual,
+        small.dual,
         '--save',
         tmp_path / 'out.pt',
         code=2,

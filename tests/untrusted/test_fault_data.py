@@ -19,20 +19,20 @@ DAMAGED_YAML, DAMAGED_IMAGES = 40, 30  # times TIMES
 
 
 @pytest.fixture(scope='module')
-def files(demo, tmp_path_factory):
+def files(small, tmp_path_factory):
     """Checkpoints and the ONNX file of one, and a data set of 4 + 4 images."""
     folder = tmp_path_factory.mktemp('fault files')
-    shutil.copy(demo.single, folder / 'single.pt')
+    shutil.copy(small.single, folder / 'single.pt')
     program('export_qat.py').main(['--weights', str(folder / 'single.pt'), '--imgsz', str(SIZE)])
     for kind in 'images', 'labels':
         for split in 'train', 'val':
             (folder / 'data' / kind / split).mkdir(parents=True)
-            for file in sorted((demo.data.parent / kind / split).iterdir())[:4]:
+            for file in sorted((small.data.parent / kind / split).iterdir())[:4]:
                 shutil.copy(file, folder / 'data' / kind / split)
     return {
-        'FLOAT': demo.single,
-        'QUANTIZED': demo.quantized,
-        'DUAL': demo.dual,
+        'FLOAT': small.single,
+        'QUANTIZED': small.quantized,
+        'DUAL': small.dual,
         'ONNX': folder / 'single.onnx',
         'data': folder / 'data',
     }

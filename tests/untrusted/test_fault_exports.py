@@ -62,7 +62,7 @@ def told(command, file, files, capfd, folder):
     return code, line
 
 
-def small(inputs, outputs, nodes, weights=(), **more):
+def minimal(inputs, outputs, nodes, weights=(), **more):
     """A graph of FP32 tensors: {name: shape} and (operator, inputs, outputs, attributes)."""
 
     def values(shapes):
@@ -86,24 +86,24 @@ def strange():
     shape = [numpy_helper.from_array(np.array([1, 48, 256]), 'shape')]  # 4 + 44 classes
 
     def detector(**more):
-        return small(image, {'output0': [1, 48, 256]}, [pool], shape, **more)
+        return minimal(image, {'output0': [1, 48, 256]}, [pool], shape, **more)
 
     return {
-        'no outputs': small(image, {}, [('Relu', ['images'], ['x'], {})]),
-        'no inputs': small({}, {'y': [2]}, [('Constant', [], ['y'], {'value_floats': [1.0, 2.0]})]),
-        'no nodes': small({}, {}, []),
-        'two inputs': small(
+        'no outputs': minimal(image, {}, [('Relu', ['images'], ['x'], {})]),
+        'no inputs': minimal({}, {'y': [2]}, [('Constant', [], ['y'], {'value_floats': [1.0, 2.0]})]),
+        'no nodes': minimal({}, {}, []),
+        'two inputs': minimal(
             {**image, 'more': [1, 3, 64, 64]}, {'y': [1, 3, 64, 64]}, [('Add', ['images', 'more'], ['y'], {})]
         ),
-        'an image out': small(image, {'y': [1, 3, 64, 64]}, [('Relu', ['images'], ['y'], {})]),
-        'a scalar in': small({'images': []}, {'y': []}, [('Relu', ['images'], ['y'], {})]),
-        'open axes': small(
+        'an image out': minimal(image, {'y': [1, 3, 64, 64]}, [('Relu', ['images'], ['y'], {})]),
+        'a scalar in': minimal({'images': []}, {'y': []}, [('Relu', ['images'], ['y'], {})]),
+        'open axes': minimal(
             {'images': ['b', 3, 'h', 'w']}, {'y': ['b', 'n', 'k']}, [('Reshape', ['images', 'shape'], ['y'], {})], shape
         ),
-        'an operator that is none': small(image, {'y': [1]}, [('Abracadabra', ['images'], ['y'], {})]),
+        'an operator that is none': minimal(image, {'y': [1]}, [('Abracadabra', ['images'], ['y'], {})]),
         'an opset of the future': detector(opset=9999),
         'opset 1': detector(opset=1),
-        'a cycle': small(image, {'y': [1]}, [('Add', ['y', 'z'], ['z'], {}), ('Relu', ['z'], ['y'], {})]),
+        'a cycle': minimal(image, {'y': [1]}, [('Add', ['y', 'z'], ['z'], {}), ('Relu', ['z'], ['y'], {})]),
         'names that are no Python': detector(metadata={'names': '{0: '}),
         'names that are code': detector(metadata={'names': "__import__('os').system('touch sprung')"}),
         'names that are a list': detector(metadata={'names': "['a', 'b']"}),
@@ -112,13 +112,13 @@ def strange():
         'a stride that is text': detector(metadata={'stride': 'many'}),
         'a stride of 0': detector(metadata={'stride': '0'}),
         'a stride of NaN': detector(metadata={'stride': 'nan'}),
-        'text in': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.STRING),
-        'numbers of 64 bits': small(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.DOUBLE),
+        'text in': minimal(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.STRING),
+        'numbers of 64 bits': minimal(image, {'output0': [1, 48, 256]}, [pool], shape, type=TensorProto.DOUBLE),
         'metadata that are no text': detector(metadata={'names': 'undecoded'}),
-        'a shape that does not fit': small(
+        'a shape that does not fit': minimal(
             image, {'output0': [1, 48, 256]}, [pool], [numpy_helper.from_array(np.array([1, 7, 7]), 'shape')]
         ),
-        'half of the outputs of NMS': small(
+        'half of the outputs of NMS': minimal(
             image,
             {'num_dets': [1, 3, 64, 64], 'det_boxes': [1, 3, 64, 64]},
             [('Relu', ['images'], ['num_dets'], {}), ('Relu', ['images'], ['det_boxes'], {})],

@@ -1,4 +1,4 @@
-"""Building engines, with TensorRT-RTX, whose builder needs no GPU; the command lines of trtexec; and which engine fits where."""
+"""Laws of building engines (with TensorRT-RTX, which needs no GPU), of trtexec's options, and of fitting machines."""
 
 import json
 import re
@@ -36,7 +36,7 @@ GPU = {'name': 'NVIDIA A', 'capability': '8.9'}
 
 
 def opened(model, *axes):
-    """A copy of `model` with these axes of `x`, and the first of its outputs, open."""
+    """A copy of `model` with open axes: these of `x`, and the first of each output."""
     model = copy(model)
     for axis in axes:
         model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = f'axis {axis}'
@@ -394,7 +394,7 @@ def program(folder, text):
 
 
 def test_what_trtexec_leaves_is_checked(file, tmp_path):
-    """The process around it, not TensorRT: a shell script takes trtexec's place."""
+    """A shell script takes the place of trtexec, so only the handling of its process is tested."""
     source = Source(BuildConfig(file('int8')))
     said, flags = [], plan(source, VERSIONS[10], '')
     writes = program(

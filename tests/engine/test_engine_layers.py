@@ -1,4 +1,4 @@
-"""Laws of reading engines: both generations of TensorRT's JSON say the same, every finding is found and is not found, nothing is lost.
+"""Laws of reading engines: both formats of TensorRT's JSON read alike, findings are right, and no layer is lost.
 
 The engines here are written by hand after the documented fields: TensorRT's developer guide, "Engine Inspector" (8.6 and 10:
 "Bindings", "Format/Datatype"), "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x" ("I/O Tensors") and what the compiler of
@@ -55,7 +55,7 @@ def tensor(name, kind, generation, shape=None):
 
 
 def step(name, kind, given, made, tactic='', shape=None, **fields):
-    """A layer that reads and makes tensors, each written 'name TYPE'; `shape` is that of what it makes."""
+    """A layer with inputs and outputs written as 'name TYPE'; `shape` is the shape of its outputs."""
 
     def described(generation):
         sides = [
@@ -660,7 +660,7 @@ HARD = 'a "quoted" <name> \\ {with} | everything\n& more ünïcode'
 
 
 def test_files_of_the_command(tmp_path, graphviz):
-    """SVG and PNG have the layers in them, whatever they are called; nothing temporary stays."""
+    """SVG and PNG show layers of any name; no temporary file stays."""
     layers, profile = write(tmp_path, [*GOOD, step(HARD, 'NoOp', 'output0 FP32', 'end FP32')], times=TIMES)
     out = python(
         'scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', tmp_path / 'new folder' / 'v1.2'

@@ -1,4 +1,4 @@
-"""One code path for TensorRT 8.6, 10 and 11: what we call, read from the source, against what each version has.
+"""One code path for TensorRT 8.6, 10 and 11: each name that our source uses exists in every version.
 
 tests/data/tensorrt_api.json lists the names that the Python interface of each version binds, by class.
 """
@@ -102,7 +102,7 @@ def test_capabilities_of_each_version(version):
 
 
 def test_versions_differ_in_every_capability():
-    """One that all had, or none, would need no question."""
+    """A capability of all versions, or of none, would need no check."""
     for name in OPTIONAL:
         assert len({getattr(can, name) for can in VERSIONS.values()}) == 2, name
 

@@ -56,7 +56,7 @@ class Layer:
 
 @dataclass
 class Compiled:
-    """What became of a graph."""
+    """The result of compiling a graph."""
 
     errors: list  # of the parser
     layers: list
@@ -118,7 +118,7 @@ def compile_graph(model):
 
 
 def assert_compiled(graph, done, int8):
-    """Laws of every graph that is exported; `int8`: its number of INT8 convolutions."""
+    """Check a compiled export; `int8`: its number of INT8 convolutions."""
     assert done.errors == [] and done.engine > 0
     kinds = Counter(layer.op_type for layer in done.layers)
     assert (kinds['QUANTIZE'], kinds['DEQUANTIZE']) == onnx_graph.count_qdq(graph)
@@ -220,7 +220,7 @@ def with_nms(graph, **settings):
 
 
 def without(op, model, type_, shape):
-    """A copy that is given what its one node `op` returns, of `shape`."""
+    """A copy with an input of `shape` in place of its only node `op`."""
     model = copy(model)
     [found] = [n for n in model.graph.node if n.op_type == op]
     model.graph.node.remove(found)
@@ -229,7 +229,7 @@ def without(op, model, type_, shape):
 
 
 def without_its_nms(model):
-    """A copy that is given the boxes that NonMaxSuppression selects, a list of any length."""
+    """A copy with the boxes that NonMaxSuppression selects as an input of any length."""
     return without('NonMaxSuppression', model, onnx.TensorProto.INT64, ['selected', 3])
 
 
@@ -248,8 +248,10 @@ INSIDE = [
     ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults',
 )
 def test_engines_with_nms_inside(exported, kind, options, typing, settings):
-    """The parser takes all of it, with outputs of fixed size. The compiler has no NonMaxSuppression (NVIDIA/TensorRT-RTX issue 5, open), and
-    TensorRT has; around it everything builds."""
+    """The parser accepts the whole graph, with outputs of fixed size; all but NonMaxSuppression builds.
+
+    TensorRT has NonMaxSuppression, the compiler of TensorRT-RTX has not (NVIDIA/TensorRT-RTX issue 5, open).
+    """
     graph, int8 = exported(kind, **options)
     graph = with_nms(TYPED[typing](copy(graph)), **settings)
     done, batch = compile_graph(graph), -1 if options else 1
@@ -270,8 +272,10 @@ def test_engines_with_nms_inside(exported, kind, options, typing, settings):
 
 @pytest.mark.parametrize('batch, typing', [(1, 'fp32'), (2, 'fp16')])
 def test_engines_with_masks_inside(tmp_path, batch, typing):
-    """RoiAlign is a plugin of TensorRT's, which the parser asks for a GPU: without one it takes no file that has it. All else is taken, and
-    builds but for NonMaxSuppression."""
+    """The parser accepts all but RoiAlign, and all but NonMaxSuppression builds.
+
+    RoiAlign is a plugin of TensorRT that needs a GPU even to be parsed.
+    """
     onnx_export.export_onnx(segmenter(quantized=True), tmp_path / 'model.onnx', (64, 64), batch=batch, opset=19)
     plain = TYPED[typing](onnx.load(tmp_path / 'model.onnx'))
     done = compile_graph(plain)
@@ -344,7 +348,7 @@ def test_what_breaks_the_rules_is_refused(broken, message):
 
 @pytest.mark.parametrize('typing', TYPED)
 def test_the_kernels_of_the_compiler_tell_int8_convolutions(typing):
-    """None is one where something that computes stands between a DQ and its convolution."""
+    """A node that computes, between a DQ and its convolution, leaves the convolution in float."""
     graph = TYPED[typing](copy(INT8_BLOCK))
     for model, number in ((graph, 1), (insert(graph, 'Relu'), 0), (insert(graph, 'Identity'), 1)):
         done = compile_graph(model)

@@ -1,5 +1,7 @@
-"""README and docs against the code: every option and command that they show exists, every message is one that the code has, every link leads
-somewhere, every page can be reached, and the commands of docs/walkthrough.md run."""
+"""README and docs against the code: options, commands and messages exist, links work, every page has a link to it.
+
+The commands of docs/walkthrough.md run.
+"""
 
 import ast
 import re
@@ -214,7 +216,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_can_be_reached():
-    """From the README, in as many steps as it takes."""
+    """Links lead from the README to every page, in any number of steps."""
     reached, waiting = set(), [REPO / 'README.md']
     while waiting:
         page = waiting.pop()

@@ -1,4 +1,6 @@
-"""Laws of the source tree, read from its syntax: imports go one way and in no circle, nothing prints, nothing is swallowed or patched.
+"""Laws of the source tree, from its syntax: imports go one way, without circles; no print, no patched class.
+
+No handler swallows all exceptions.
 
 Each law is one test over all files, and fails with a list of the places that break it.
 """
@@ -159,7 +161,7 @@ def room_of(module):
 
 
 def test_no_file_imports_itself_through_others():
-    """Imports inside functions count: they hide a circle, they do not mend it."""
+    """Imports inside functions count too, because they only hide a circle."""
     assert circles({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == [['b', 'c']], 'circles are seen'
     assert not circles(our_imports())
 
@@ -237,7 +239,7 @@ def test_nothing_is_swallowed_or_patched():
 
 
 def test_each_exception_is_needed():
-    """A file that is excused has what it is excused for."""
+    """Each file on a list of exceptions needs its entry."""
     excused = [
         (PRINTS, lambda node: isinstance(node, ast.Name) and node.id == 'print'),
         (SWALLOWS, swallows),

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign or hostile: one line from every command, no file left, and no code run from the data."""
+"""Damaged, foreign or hostile checkpoints: each command gives one line, leaves no file and runs no code of the data."""
 
 import argparse
 import os
@@ -181,7 +181,7 @@ DAMAGED = [(kind, command) for kind, commands in KINDS.items() for command in co
 
 @pytest.mark.parametrize('kind, command', sampled(DAMAGED, 6, 5))
 def test_damaged(files, tmp_path, monkeypatch, capfd, kind, command):
-    """What is not refused is a file in which a date or another thing that nobody reads is damaged."""
+    """A damaged file is accepted only if the damage hits a part that nobody reads, such as a date."""
     monkeypatch.chdir(tmp_path)
     named = 0
     for what, content in damaged(files[kind], PER_COMMAND, seed=DAMAGED.index((kind, command))):
@@ -242,7 +242,7 @@ def test_foreign(small, files, tmp_path, monkeypatch, capfd, command):
 
 @pytest.mark.faults
 def test_rewritten_pickles(files, tmp_path):
-    """Whatever a pickle says, its checksums right: a model that computes, or a QatError."""
+    """Any pickle with right checksums gives a model that computes, or a QatError."""
     file, loaded = tmp_path / 'weights.pt', 0
     for kind, load in (('single', checkpoint.load_float), ('quantized', checkpoint.load_quantized)):
         for what, pickled in damaged(pickle_in(files[kind]), REWRITTEN):

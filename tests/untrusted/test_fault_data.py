@@ -1,4 +1,4 @@
-"""Data YAML, augmentation, network YAML, labels and images as no one should write them: one line, or the images that are left are used."""
+"""Bad YAML of data, augmentation and network, bad labels and images: one line, or the other images are used."""
 
 import io
 import os
@@ -175,7 +175,7 @@ def written(folder, text, files):
 
 
 def share(cases, command):
-    """The cases of a command: the quickest has all, the others have every fifth each, so that each case meets two."""
+    """The cases of a command: all for the quickest, every fifth for the others, so that each case meets two."""
     which = list(COMMANDS).index(command)
     return {name: cases[name] for i, name in enumerate(cases) if which == 0 or i % (len(COMMANDS) - 1) == which - 1}
 
@@ -323,7 +323,7 @@ FINE_LABELS = {
 
 
 def labelled(files, folder, content, name='data'):
-    """A data set as the good one, the labels of whose first images of train and val are `content`."""
+    """The good data set with `content` as the labels of the first images of train and val."""
     shutil.copytree(files['data'], folder / name, ignore=shutil.ignore_patterns('*.cache'))
     for split in 'train', 'val':
         (folder / name / 'labels' / split / '00000.txt').write_bytes(
@@ -537,7 +537,7 @@ def test_an_image_that_pillow_takes_and_opencv_does_not(files, tmp_path, monkeyp
 
 @pytest.mark.faults
 def test_images_damaged(files, tmp_path, monkeypatch, capfd):
-    """Many in one set: each is used, or left out, or named."""
+    """In a set with many damaged images, each is used, left out, or named."""
     monkeypatch.chdir(tmp_path)
     for kind, whole in (('jpg', (files['data'] / 'images/val/00000.jpg').read_bytes()), ('png', READ['RGBA'][1])):
         for i, (what, content) in enumerate(damaged(whole, DAMAGED_IMAGES)):

@@ -1,4 +1,4 @@
-"""ONNX files, engines and JSON files that are damaged or not what is asked for: one line from each command that reads them."""
+"""Damaged or unsuitable ONNX files, engines and JSON files: each command that reads them gives one line."""
 
 import importlib.util
 import json
@@ -81,7 +81,7 @@ def minimal(inputs, outputs, nodes, weights=(), **more):
 
 
 def strange():
-    """name → what is serialized: valid or nearly so, and no detector."""
+    """name → serialized graph: valid or nearly valid, but no detector."""
     image, pool = {'images': [1, 3, 64, 64]}, ('Reshape', ['images', 'shape'], ['output0'], {})
     shape = [numpy_helper.from_array(np.array([1, 48, 256]), 'shape')]  # 4 + 44 classes
 

@@ -1,4 +1,4 @@
-"""Names that a file brings along, of classes, layers, tensors, images and of itself: shown as they are typed, and no more than shown.
+"""Names in files (classes, layers, tensors, images, the file itself) are shown as typed, and only shown.
 
 A terminal obeys control characters, a reader of Markdown obeys brackets, and a file with a name on each line obeys line breaks.
 """
@@ -106,7 +106,7 @@ def ten(name):
 
 
 def tell(command, argv, capfd, folder):
-    """Exit code and last line of a command, all of whose output is harmless."""
+    """Exit code and last line of a command; checks that all its output is harmless."""
     main = program(command).main
     capfd.readouterr()
     code = run_command(main, [str(a) for a in argv]) if 'infer' not in command else main(argv=[str(a) for a in argv])
@@ -374,7 +374,7 @@ IN_PICKLES = [
 
 
 def test_text_in_a_pickle(files, tmp_path, monkeypatch, capfd):
-    """What it asks for is named in the refusal."""
+    """The error line names the object that the pickle asks for."""
     monkeypatch.chdir(tmp_path)
     for what in IN_PICKLES:
         (tmp_path / 'weights.pt').write_bytes(

@@ -1,4 +1,4 @@
-"""Checkpoints written by somebody who knows how pickles, archives and arrays work: each is refused in one line, and nothing of it runs."""
+"""Checkpoints by an expert attacker on pickles, archives and arrays: one error line each, and nothing runs."""
 
 import io
 import os
@@ -399,7 +399,7 @@ def test_tensors_stay_within_their_data(name, tmp_path):
 
 
 def test_many_tensors_over_the_same_data(tmp_path):
-    """Each is small in the file, and as large as all data once it is converted."""
+    """Each tensor is small in the file, and as large as all data after conversion."""
     (tmp_path / 'weights.pt').write_bytes(alone(many(*[tensor()] * 3)))
     refused(tmp_path / 'weights.pt', [lambda file: read_values(file, '--weights')])
 

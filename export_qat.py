@@ -210,7 +210,7 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     from utils.qat.core.versions import versions
     from utils.qat.evaluation.compare import compare
     from utils.qat.evaluation.compare_report import comparison_tables
-    from utils.qat.prediction.onnxruntime import OnnxModel
+    from utils.qat.prediction.registry import open_file
 
     def reference(images):
         found = job.predict(images)
@@ -220,7 +220,7 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     limits = config.limits(job.int8)
     result = compare(
         reference,
-        OnnxModel(path, device),
+        open_file(path, device),
         loader,
         device,
         data.names,

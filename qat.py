@@ -310,14 +310,14 @@ def eval_(config: EvalConfig, folder: Path | None) -> None:
 
     from models.quantize import checkpoint
     from utils.qat.evaluation.score_file import score_file
-    from utils.qat.prediction.onnxruntime import OnnxModel
     from utils.qat.prediction.pytorch import TorchModel
+    from utils.qat.prediction.registry import open_file
 
     device = select_device(config.device)
     join(device)
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
     if config.weights.suffix == '.onnx':
-        predict: OnnxModel | TorchModel = OnnxModel(config.weights, device)
+        predict: Any = open_file(config.weights, device)
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])

@@ -72,7 +72,7 @@ def make_work(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, 
     from models.deploy.onnx_export import export_onnx
     from models.quantize.finetuning.losses import relative_error
     from models.quantize.finetuning.training_step import TrainingStep
-    from utils.qat.prediction.onnxruntime import OnnxModel
+    from utils.qat.prediction.registry import open_file
 
     assert torch.get_num_threads() == args.threads
     images, teacher, model, layers = prepare(args, torch.device('cpu'), seed=0)
@@ -80,7 +80,7 @@ def make_work(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, 
     if policy == SPIN:
         os.environ['OMP_WAIT_POLICY'] = 'active'  # OpenMP is already loaded; this is for ONNX Runtime
     export_onnx(model, folder / f'{policy}.onnx', (args.imgsz, args.imgsz))
-    session = OnnxModel(folder / f'{policy}.onnx')
+    session = open_file(folder / f'{policy}.onnx')
 
     def forward() -> None:
         with torch.inference_mode():

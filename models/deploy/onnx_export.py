@@ -25,8 +25,8 @@ from utils.qat.core.files import atomic
 from utils.qat.graph import half as onnx_half
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
-from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.outputs import parts
+from utils.qat.prediction.registry import open_file
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
 
@@ -254,7 +254,7 @@ def export_onnx(
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
-        figures, typing = output_differences(OnnxModel(tmp)(images), theirs), 'FP16' if half else 'FP32'
+        figures, typing = output_differences(open_file(tmp)(images), theirs), 'FP16' if half else 'FP32'
         limit, noise = LIMITS['INT8' if quantizers else 'float', typing], 0.0
         errors = {name: figures[name] for name in RELATIVE if name in figures}
 

@@ -33,8 +33,8 @@ from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.onnxruntime import OnnxRuntimeRunner
-from utils.qat.prediction.pytorch import TorchRunner
+from utils.qat.prediction.onnxruntime import OnnxRuntime
+from utils.qat.prediction.pytorch import PyTorch
 
 CPU = torch.device('cpu')
 SIZE = 64  # pixels
@@ -122,7 +122,7 @@ def test_statistics_by_hand():
 
 
 def test_figures_of_a_measurement_belong_together(files):
-    with OnnxRuntimeRunner(files / 'demo.onnx', 'FP32', CPU) as runner:
+    with OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True) as runner:
         runner.prepare(shapes_of(network(files / 'demo.onnx').inputs, 2, None, files / 'demo.onnx'))
         found = measure(runner, warmup=0, duration=0.001)
     assert found['queries'] >= LEAST and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
@@ -134,7 +134,7 @@ def test_figures_of_a_measurement_belong_together(files):
 
 
 def test_every_query_in_line_is_waited_for(files):
-    runner = OnnxRuntimeRunner(files / 'demo.onnx', 'FP32', CPU)
+    runner = OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True)
     runner.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
     waited = []
 
@@ -255,7 +255,7 @@ def test_inputs_of_several_types_and_ranks(tmp_path):
     net = network(file)
     inputs = shapes_of(net.inputs, 3, None, file)
     assert inputs == {'tokens': (torch.int64, (3, 7)), 'mask': (torch.bool, (3, 7, 1)), 'factor': (torch.float32, ())}
-    with OnnxRuntimeRunner(file, net.types, CPU) as runner:
+    with OnnxRuntime(file, CPU, net.types, fused=True) as runner:
         runner.prepare(inputs)
         assert runner.binding.get_outputs()[0].shape() == [3, 7, 4]
 
@@ -275,8 +275,8 @@ def test_what_is_measured_is_the_network(files):
     """The outputs of a runner are those of the file, computed elsewhere."""
     inputs = {'images': (torch.float32, (2, 3, SIZE, SIZE))}
     with (
-        OnnxRuntimeRunner(files / 'demo.onnx', 'FP32', CPU) as runner,
-        TorchRunner(files / 'demo.pt', False, CPU, load) as eager,
+        OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True) as runner,
+        PyTorch(files / 'demo.pt', CPU, False, load) as eager,
     ):
         runner.prepare(inputs)
         eager.prepare(inputs)
@@ -292,9 +292,9 @@ def test_what_is_measured_is_the_network(files):
 
 
 def test_a_simulation_and_a_fallback_are_called_so(files):
-    assert TorchRunner(files / 'int8.pt', False, CPU, load).types == 'INT8 simulated'
-    assert OnnxRuntimeRunner(files / 'int8.onnx', 'INT8 and FP32', CPU).types == 'INT8 and FP32'
-    half = OnnxRuntimeRunner(files / 'half.onnx', 'INT8 and FP16', CPU)
+    assert PyTorch(files / 'int8.pt', CPU, False, load).types == 'INT8 simulated'
+    assert OnnxRuntime(files / 'int8.onnx', CPU, 'INT8 and FP32', fused=True).types == 'INT8 and FP32'
+    half = OnnxRuntime(files / 'half.onnx', CPU, 'INT8 and FP16', fused=True)
     half.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
     assert half.types in (
         'INT8 and FP16',

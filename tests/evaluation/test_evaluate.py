@@ -17,8 +17,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import _correct, evaluate
 from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.registry import open_file
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4  # the images' own size: nothing is resized, so that figures by hand are exact
@@ -76,7 +76,7 @@ def test_onnx_and_torch_agree_on_square_images(demo, tmp_path):
         {'dynamic': True},
     ):  # 5 does not divide the batches: the last part is padded
         export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), **options)
-        predict = OnnxModel(tmp_path / 'model.onnx')
+        predict = open_file(tmp_path / 'model.onnx')
         assert (predict.nc, predict.stride, predict.names, list(predict.imgsz)) == (10, 32, model.names, [SIZE, SIZE])
         ours = metrics_of(demo, predict, loader)
         assert all(abs(getattr(ours, name) - getattr(expected, name)) < 1e-3 for name in FIGURES), options

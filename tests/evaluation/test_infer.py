@@ -30,7 +30,7 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks
 from utils.qat.graph.deepstream import deepstream_layout
 from utils.qat.prediction.detections import detect
-from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.registry import open_file
 
 client = program('scripts/infer_onnx.py')
 SIZE, CONF, IOU = 128, 0.01, 0.6
@@ -50,7 +50,7 @@ def files(small, tmp_path_factory):
 def evaluated(small, files):
     """[(path, pixels as the model sees them, predictions [4 + nc, N], function to pixels of the image)], as the evaluation has them."""
     config = EvalConfig(small.single, small.data, batch_size=1, imgsz=SIZE, workers=0)
-    predict, found = OnnxModel(files / 'plain.onnx'), []
+    predict, found = open_file(files / 'plain.onnx'), []
     for images, _, [path], [shape] in val_loader(load_data(small.data), config, 32, square=True):
         pixels = images.float() / 255
 

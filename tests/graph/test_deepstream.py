@@ -17,7 +17,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.deepstream import deepstream_config, deepstream_layout
-from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.registry import open_file
 
 export_yolov9 = program('export_yoloV9.py').main
 
@@ -113,7 +113,7 @@ def test_boxes_in_numbers(opset, nc):
 def test_it_is_not_taken_for_a_plain_file(small, tmp_path):
     export_onnx(small.float_model(), tmp_path / 'model.onnx', (64, 64), layout=deepstream_layout)
     with pytest.raises(QatError, match='has the outputs of export_yoloV9.py.*export_qat.py'):
-        OnnxModel(tmp_path / 'model.onnx')
+        open_file(tmp_path / 'model.onnx')
 
 
 # ---- the configuration --------------------------------------------------------------------------------------------------

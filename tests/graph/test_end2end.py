@@ -23,7 +23,7 @@ from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.registry import open_file
 
 CPU = torch.device('cpu')
 SIZE = 128
@@ -285,7 +285,7 @@ def test_the_plugin_replaced_by_the_standard_nodes_gives_the_same(agnostic):
 def test_onnx_runtime_says_that_the_plugin_is_tensorrts(tmp_path):
     onnx.save(bare(Nms('plugin', 40)), tmp_path / 'model.onnx')
     with pytest.raises(QatError, match=f'model.onnx: its NMS is {PLUGIN}, which TensorRT alone has.*--nms standard'):
-        OnnxModel(tmp_path / 'model.onnx')
+        open_file(tmp_path / 'model.onnx')
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def predictions(exported, images):
 
     def predict(name, size):
         if (name, size) not in done:
-            done[name, size] = [OnnxModel(exported(name))(part) for part in images.split(size)]
+            done[name, size] = [open_file(exported(name))(part) for part in images.split(size)]
         return done[name, size]
 
     return predict
@@ -405,7 +405,7 @@ def test_detections_are_those_of_nms_outside(exported, images, predictions, tmp_
     """The plain file and the file with NMS run apart; the nodes before NMS give equal values in both."""
     nms = Nms('standard', **settings)
     export_end2end(exported(name), tmp_path / 'model.onnx', nms)
-    inside = OnnxModel(tmp_path / 'model.onnx')
+    inside = open_file(tmp_path / 'model.onnx')
     for size in sizes:
         found = [d.rows for part in images.split(size) for d in inside(part)]
         wanted = [d for part in predictions(name, size) for d in torch_nms(part, nms)]
@@ -435,7 +435,7 @@ def test_ap_with_nms_inside_is_that_of_nms_outside(small, exported, tmp_path, na
         square=True,
     )
     inside, outside = (
-        evaluate(OnnxModel(file), loader, load_data(small.data).names, CPU)
+        evaluate(open_file(file), loader, load_data(small.data).names, CPU)
         for file in (tmp_path / 'model.onnx', exported(name))
     )
     for figure in ('ap', 'ap50', 'precision', 'recall'):
@@ -448,7 +448,7 @@ def test_the_plugin_in_a_whole_model(exported, images, tmp_path):
     export_end2end(exported('int8 open'), tmp_path / 'plugin.onnx', Nms('plugin'))
     onnx.save(with_plugin_as_function(onnx.load(tmp_path / 'plugin.onnx'), STANDARD, 10), tmp_path / 'function.onnx')
     export_end2end(exported('int8 open'), tmp_path / 'standard.onnx', STANDARD)
-    found, wanted = (OnnxModel(tmp_path / f'{name}.onnx')(images) for name in ('function', 'standard'))
+    found, wanted = (open_file(tmp_path / f'{name}.onnx')(images) for name in ('function', 'standard'))
     assert all(torch.equal(f.rows, w.rows) for f, w in zip(found, wanted)) and sum(map(len, wanted)) > 20
 
 

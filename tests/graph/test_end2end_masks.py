@@ -33,7 +33,7 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.registry import open_file
 
 export_qat = program('export_qat.py').main
 SIDE = 64  # of the images that the graphs made by hand are for
@@ -330,8 +330,8 @@ def test_outside_is_inside(exported, tmp_path):
     nms, pooling = Nms('standard', 20), Pooling(40)
     export_end2end(exported('Segment', 'int8 open'), tmp_path / 'model.onnx', nms, pooling)
     images = made_images(2, IMGSZ)
-    wanted = torch_detections(OnnxModel(exported('Segment', 'int8 open'))(images), IMGSZ, nms, pooling)
-    found = OnnxModel(tmp_path / 'model.onnx')(images)
+    wanted = torch_detections(open_file(exported('Segment', 'int8 open'))(images), IMGSZ, nms, pooling)
+    found = open_file(tmp_path / 'model.onnx')(images)
     assert [len(d) for d in found] == [len(d) for d in wanted] and min(map(len, found)) > 3
     for ours, theirs in zip(found, wanted):
         assert torch.equal(ours.rows, theirs.rows) and torch.allclose(ours.masks.crops, theirs.masks.crops, atol=1e-4)

@@ -34,7 +34,7 @@ from utils.qat.graph.audit import audit
 from utils.qat.graph.half import fp32_scales, to_half
 from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
-from utils.qat.prediction.onnxruntime import OnnxModel
+from utils.qat.prediction.registry import open_file
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
@@ -548,7 +548,7 @@ def test_every_law_on_the_demo(small, tmp_path, kind, options):
     for n in (1, 3) if options.get('dynamic') else (1,):
         images = image(64, n, seed=n)
         with torch.no_grad():
-            figures = output_differences(OnnxModel(file)(images), traceable_copy(model)(images))
+            figures = output_differences(open_file(file)(images), traceable_copy(model)(images))
         assert max(figures['boxes'], figures['scores']) <= LIMITS['float' if kind == 'float' else 'INT8', 'FP16'], (
             figures
         )
@@ -563,7 +563,7 @@ def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(small, tm
     assert onnx.load(tmp_path / 'wide.onnx') == fp32_scales(onnx.load(tmp_path / 'typed.onnx'))
     assert not audit(onnx.load(tmp_path / 'wide.onnx')).findings
     with pytest.raises(QatError, match='wide.onnx: ONNX Runtime cannot run it .*--fp32-scales'):
-        OnnxModel(tmp_path / 'wide.onnx')(image(64))
+        open_file(tmp_path / 'wide.onnx')(image(64))
 
 
 @pytest.mark.full_tree

@@ -24,8 +24,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
-from utils.qat.prediction.onnxruntime import OnnxModel
 from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.registry import open_file
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4
@@ -125,7 +125,7 @@ def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
     model, loader = demo_seg.quantized_model(), loader_of(demo_seg, square=True)
     export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), dynamic=True, simplify=True)
-    predict = OnnxModel(tmp_path / 'model.onnx')
+    predict = open_file(tmp_path / 'model.onnx')
     assert (predict.segments, predict.nc, predict.names) == (True, 10, model.names)
     ours, theirs = metrics_of(demo_seg, predict, loader), metrics_of(demo_seg, TorchModel(model), loader)
     assert (

@@ -13,7 +13,7 @@ from utils.qat.benchmark.model_files import Network, shapes_of
 from utils.qat.benchmark.timing import Result, measure
 from utils.qat.config.backends import BACKENDS, ENGINES
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.registry import code_of
+from utils.qat.prediction.registry import session_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ def cases_of(networks, config, device):
                 refused[
                     f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'
                 ] = True
-            elif why := code_of(backend).RUNNER.missing(backend, device) or without_checkpoint(network, backend):
+            elif why := session_of(backend).missing(backend, device) or without_checkpoint(network, backend):
                 (refused if config.backend else absent)[why] = True
             else:
                 cases += _cases(network, backend, config, device, refused)
@@ -66,7 +66,7 @@ def cases_of(networks, config, device):
 
 def _cases(network, backend, config, device, refused):
     """Yield those of one file and backend; adds to `refused`."""
-    possible = code_of(backend).RUNNER.precisions(network, device)
+    possible = session_of(backend).precisions(network, device)
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
         refused[f'--precision {",".join(impossible)}: {not_possible(network, backend, impossible, device)}'] = True
@@ -96,7 +96,7 @@ def without_checkpoint(network, backend):
 
 
 def not_possible(network, backend, impossible, device):
-    """Why some precisions are not among those of its Runner."""
+    """Why some precisions are not among those of its Session."""
     if not network.precision:
         return f'{network.file} does not tell its own, for lack of {network.file.name}.json; leave the flag out'
     if network.file.suffix.lower() == '.engine':
@@ -121,21 +121,23 @@ def run_case(case, config, device, load, usage, say):
         file = engine_for(network, case.backend, case.precision, case.batch, config, device, say)
     begun = usage.begin()
     try:
-        with code_of(case.backend).RUNNER.of(case, file, device, config, load) as runner:
-            runner.prepare(shapes_of(runner.accepts, case.batch, config.imgsz, file) if runner.accepts else case.inputs)
+        with session_of(case.backend).to_measure(case, file, device, config, load) as session:
+            session.prepare(
+                shapes_of(session.accepts, case.batch, config.imgsz, file) if session.accepts else case.inputs
+            )
             busy = usage.now()
-            figures = measure(runner, config.warmup, config.duration)
+            figures = measure(session, config.warmup, config.duration)
             return Result(
                 model=str(case.runs),
                 backend=BACKENDS[case.backend].title,
-                types=runner.types,
+                types=session.types,
                 precision=case.precision,
                 batch=case.batch,
                 images_per_s=figures['qps'] * case.batch,
                 **figures,
-                size_bytes=runner.size,
-                parameters=runner.parameters or network.parameters,
-                layers=runner.layers or network.layers,
+                size_bytes=session.size,
+                parameters=session.parameters or network.parameters,
+                layers=session.layers or network.layers,
                 usage=usage.since(begun, busy),
             )
     except torch.cuda.OutOfMemoryError as e:

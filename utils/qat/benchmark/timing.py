@@ -1,4 +1,4 @@
-"""How long a network takes: a Runner in, a Result out.
+"""How long a network takes: a Session in, a Result out.
 
 Two questions are asked one after the other, each for its share of the time (trtexec asks both at once):
 - How long does one query take? Queries go one at a time: inputs to the device, compute, outputs back, wait. CUDA events
@@ -92,18 +92,18 @@ class DeviceClock:
         mark.synchronize()
 
 
-def one_at_a_time(runner, clock, seconds, least=LEAST):
+def one_at_a_time(session, clock, seconds, least=LEAST):
     """{'h2d', 'compute', 'd2h', 'enqueue': ms of each query}, and the seconds it took."""
     samples, start = {'h2d': [], 'compute': [], 'd2h': [], 'enqueue': []}, time.perf_counter()
     while len(samples['compute']) < least or time.perf_counter() - start < seconds:
         marks = [clock.mark()]
-        runner.upload()
+        session.upload()
         marks.append(clock.mark())
         ordering = time.perf_counter()
-        runner.compute()
+        session.compute()
         samples['enqueue'].append(1000 * (time.perf_counter() - ordering))
         marks.append(clock.mark())
-        runner.download()
+        session.download()
         marks.append(clock.mark())
         clock.wait(marks[-1])
         for name, first, second in zip(samples, marks, marks[1:]):
@@ -111,13 +111,13 @@ def one_at_a_time(runner, clock, seconds, least=LEAST):
     return samples, time.perf_counter() - start
 
 
-def in_line(runner, clock, seconds):
+def in_line(session, clock, seconds):
     """(queries, seconds they took, seconds of them in the model), without transfers."""
     waiting, times, ordered, start, more = deque(), [], 0, time.perf_counter(), True
     while more or waiting:
         if more:
             first = clock.mark()
-            runner.compute()
+            session.compute()
             waiting.append((first, clock.mark()))
             ordered += 1
             more = ordered < LEAST or time.perf_counter() - start < seconds
@@ -128,15 +128,15 @@ def in_line(runner, clock, seconds):
     return ordered, time.perf_counter() - start, sum(times) / 1000
 
 
-def measure(runner, warmup, duration):
-    """Figures of Result, the timed ones, of a Runner that is prepared. warmup: milliseconds. duration: seconds."""
-    gpu = runner.stream is not None
+def measure(session, warmup, duration):
+    """Figures of Result, the timed ones, of a Session that is prepared. warmup: milliseconds. duration: seconds."""
+    gpu = session.stream is not None
     clock = DeviceClock if gpu else HostClock
-    with torch.cuda.stream(runner.stream):
-        one_at_a_time(runner, clock, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(runner, clock, duration / 2 if gpu else duration)
+    with torch.cuda.stream(session.stream):
+        one_at_a_time(session, clock, warmup / 1000, least=1)
+        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu else duration)
         queries = len(samples['compute'])
-        served = in_line(runner, clock, duration / 2) if gpu else (queries, seconds, sum(samples['compute']) / 1000)
+        served = in_line(session, clock, duration / 2) if gpu else (queries, seconds, sum(samples['compute']) / 1000)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
     return {
         'queries': queries,

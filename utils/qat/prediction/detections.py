@@ -1,4 +1,6 @@
-"""A batch on its way to its score: what is in its images, and what a model finds in them."""
+"""A batch on its way to its score: the objects in its images, and the detections of a model."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 

@@ -1,12 +1,15 @@
-"""Things that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns predictions [B, 4 + nc, N], boxes as xywh in pixels.
+"""Models that predict: each takes images FP32 [B, 3, H, W] in 0..1 and returns predictions [B, 4 + nc, N], boxes as xywh in pixels.
 
 A segmentation model returns two: predictions [B, 4 + nc + nm, N], whose last nm rows are mask coefficients, and prototypes
 [B, nm, H / 4, W / 4]. Files with NMS inside return detections instead: a list of Detections, one for each image.
 """
 
+from __future__ import annotations
+
 import ast
 import math
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,13 +17,14 @@ from utils.qat.config.export import END2END, MASKS
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import BoxMasks
 from utils.qat.prediction.detections import Detections
+from utils.qat.prediction.session import Session
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
 
 
-def _read_metadata(path, metadata):
-    """(stride, class index → name or None) of the metadata of an export, which anybody may have edited."""
+def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int, str] | None]:
+    """Read the stride and the names of the classes, by index, from the metadata of an export, which anybody may have edited."""
     text = metadata.get('names', 'None')
     try:
         stride, names = (
@@ -37,17 +41,36 @@ def _read_metadata(path, metadata):
     return stride, None if names is None else class_names(names, f'--weights {path}')
 
 
-class FileModel(ABC):
-    """What an exported file is: `imgsz` (height, width), the batches it takes, stride and class names, and how its outputs are read.
+class FileModel:
+    """An exported file that predicts, whatever engine computes it.
 
     Predictions are one output, [B, 4 + nc, N], or two, [B, 4 + nc + nm, N] and prototypes [B, nm, H / 4, W / 4]. With NMS inside
     (end2end) they are `num_dets` [B, 1], `det_boxes` [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the
     first num_dets count, and for masks `det_masks` [B, K, R * R] in 0..1, each of the area of its box. A classifier has scores
     [B, nc]; compare_outputs.py takes it as well.
+
+    Attributes:
+        imgsz: height and width in pixels.
+        batch: smallest and largest batch; None = any.
+        stride: of the model that was exported, in pixels.
+        nc: number of classes; None if only the names would tell, and there are none.
+        names: class index → name.
+        end2end, classifies, segments: which of the layouts above it has.
+        kind: what says so, in words.
     """
 
-    def __init__(self, path, image, outputs, batch, metadata):
-        """image: shape of the one input. outputs: {name: shape}. batch: smallest and largest; None = any. metadata: of the export."""
+    def __init__(self, session: Session) -> None:
+        """Take a session of the file.
+
+        Raises:
+            QatError: the file has none of the layouts above, or its metadata cannot be read.
+        """
+        path, signature = session.file, session.signature()
+        inputs, outputs = signature.inputs, signature.outputs
+        if len(inputs) != 1:
+            raise QatError(f'--weights {path}: expected one input, the images, found {", ".join(inputs) or "none"}')
+        ((self.input_name, image),) = inputs.items()
+        self.session, self.path, self.device = session, path, session.device
         self.end2end = set(END2END) <= set(outputs)
         shapes = list(outputs.values())
         dimensions = [len(shape) for shape in shapes]
@@ -63,8 +86,9 @@ class FileModel(ABC):
                 f'output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {", ".join(END2END)}; found '
                 f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
             )
-        self.path, self.imgsz, self.batch = path, list(image[2:]), batch
-        self.stride, names = _read_metadata(path, metadata)
+        own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
+        self.imgsz, self.batch = list(image[2:]), signature.batch or own
+        self.stride, names = _read_metadata(path, signature.metadata)
         self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f'its outputs are {", ".join(outputs)}'
         if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
@@ -76,22 +100,22 @@ class FileModel(ABC):
             self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
             self.names = names or {i: str(i) for i in range(self.nc)}
 
-    def __call__(self, images):
-        """Images FP32 [B, 3, H, W] in 0..1 → predictions, see above; of a classifier scores [B, nc]."""
+    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...] | list[Detections]:
+        """Predict for images FP32 [B, 3, H, W] in 0..1: see above; a classifier returns scores [B, nc]."""
         smallest, largest = self.batch or (1, len(images))
         parts = []
         for part in images.split(largest):
             padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
-            # clone: a runner may reuse what it returns
-            parts.append({name: out[: len(part)].clone() for name, out in self.run(torch.cat((part, padding))).items()})
+            found = self.session.run({self.input_name: torch.cat((part, padding))})
+            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session may reuse its own
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
         outputs = tuple(out.float() for out in outputs.values())
         return outputs if self.segments else outputs[0]
 
-    def _detections(self, outputs, shape):
-        """The outputs of NMS → Detections of each image."""
+    def _detections(self, outputs: dict[str, torch.Tensor], shape: Sequence[int]) -> list[Detections]:
+        """Take the detections of each image from the outputs of NMS."""
         number, boxes, scores, classes = (outputs[name] for name in END2END)
         rows = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
         found = []
@@ -104,7 +128,3 @@ class FileModel(ABC):
                 )
             found.append(Detections(rows[i, :n], masks))
         return found
-
-    @abstractmethod
-    def run(self, images):
-        """A batch of a size that the file takes → {output name: tensor}."""

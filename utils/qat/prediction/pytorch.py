@@ -1,46 +1,59 @@
 """PyTorch: checkpoints, float or quantized."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import torch
+from torch import nn
 
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.runner import Runner
+from utils.qat.prediction.session import Load, Session
 
 
 class TorchModel:
-    """A PyTorch YOLOv9 model, float or with fake quantization, in eval mode. segments: whether it gives masks; kind: what says so."""
+    """A YOLOv9 model of PyTorch, float or with fake quantization, in eval mode.
 
-    def __init__(self, model):
+    Attributes:
+        names: class index → name.
+        stride: the largest of the head, in pixels.
+        nc: number of classes.
+        segments: whether it gives masks.
+        kind: what says so, in words.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self.model = model.eval()
         self.names, self.stride, self.nc = model.names, int(max(model.stride)), model.model[-1].nc
         self.segments, self.kind = hasattr(model.model[-1], 'nm'), f'its head is {type(model.model[-1]).__name__}'
         self.device = next(model.parameters()).device
 
-    def __call__(self, images):
+    def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Predict for images FP32 [B, 3, H, W] in 0..1: see file_model.py."""
         return self.predictions(self.model(images))
 
-    def predictions(self, output):
-        """What the model returns in eval mode, without what is only for its training."""
+    def predictions(self, output: tuple) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Take the predictions out of what the model returns in eval mode; the rest is for its training."""
         predictions, rest = output
         return (predictions, rest[-1]) if self.segments else predictions
 
 
-class TorchRunner(Runner):
+class PyTorch(Session):
     """A YOLOv9 checkpoint, eager. A quantized one computes in FP32 and rounds to what INT8 can hold: its time is not INT8's."""
 
-    def __init__(self, file, half, device, load):
-        """load: file, device → (model, whether it is quantized)."""
+    def __init__(self, file: Path, device: torch.device, half: bool, load: Load) -> None:
         self.model, quantized = load(file, device)
         if half:
             self.model.half()
-        super().__init__(file, 'INT8 simulated' if quantized else 'FP16' if half else 'FP32', device)
+        super().__init__(file, device, 'INT8 simulated' if quantized else 'FP16' if half else 'FP32')
         self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
         self.dtype = torch.float16 if half else torch.float32
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
 
     @classmethod
-    def of(cls, case, file, device, config, load):
-        return cls(file, case.precision == 'fp16', device, load)
+    def to_measure(cls, case, file, device, config, load):
+        return cls(file, device, case.precision == 'fp16', load)
 
     @staticmethod
     def precisions(network, device):
@@ -56,8 +69,8 @@ class TorchRunner(Runner):
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
     @torch.inference_mode()
-    def compute(self):
-        self.outputs = self.model(*self.inputs.values())[:1]  # the decoded predictions; the rest is for training
+    def run(self, tensors):
+        return {'output0': self.model(*tensors.values())[0]}  # the decoded predictions; the rest is for training
 
 
-MODEL, RUNNER = None, TorchRunner  # see registry.py; a TorchModel is made of a model, not of a file
+SESSION = PyTorch  # see registry.py; an evaluation makes a TorchModel of a model, not of a file

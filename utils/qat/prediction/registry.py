@@ -1,24 +1,36 @@
 """The code of each backend, loaded when it is asked for.
 
-config/backends.py has a line for each backend, and the file that the line names has
-
-    MODEL    class of a FileModel, made of (path, device, backend); what an evaluation asks for predictions. None if it has none
-    RUNNER   class of a Runner, which the benchmark measures
+config/backends.py has a line for each backend. The file that the line names has SESSION, a class of session.Session.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
+from pathlib import Path
+
+import torch
 
 from utils.qat.config.backends import BACKENDS
+from utils.qat.prediction.file_model import FileModel
+from utils.qat.prediction.session import Session
 
 
-def code_of(backend):
-    """The module of a backend, a key of BACKENDS."""
-    return import_module(f'{__package__}.{BACKENDS[backend].file}')
+def session_of(backend: str) -> type[Session]:
+    """Return the class of a backend's sessions. backend: a key of BACKENDS."""
+    return import_module(f'{__package__}.{BACKENDS[backend].file}').SESSION
 
 
-def open_file(path, device, backend='tensorrt'):
-    """The exported file `path` as a FileModel on a torch.device, computed by `backend`, or, if that does not take such files, by
-    the first that does. Raises QatError if the file is none, or cannot run here."""
+def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str = 'tensorrt') -> FileModel:
+    """Open an exported file for an evaluation.
+
+    Args:
+        path: the file.
+        device: where it is computed.
+        backend: what computes it; if this does not take such files, the first that does.
+
+    Raises:
+        QatError: the file is none, or cannot run here.
+    """
     able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
     chosen = backend if backend in able else able[0]
-    return code_of(chosen).MODEL(path, device, chosen)
+    return FileModel(session_of(chosen).to_evaluate(path, device, chosen))

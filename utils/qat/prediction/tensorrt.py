@@ -1,40 +1,36 @@
 """TensorRT and TensorRT-RTX: .engine files."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
 from utils.qat.config.backends import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
 from utils.qat.engine.runner import EngineRunner
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.runner import Runner
+from utils.qat.prediction.session import Session, Signature
 
 
-class EngineModel(FileModel):
-    """A TensorRT engine. It keeps GPU memory until it is closed."""
+class TensorRT(Session):
+    """An engine of TensorRT or TensorRT-RTX. It keeps GPU memory until it is closed."""
 
-    def __init__(self, path, device, backend='tensorrt'):
-        self.runner, self.device = EngineRunner(path, device, backend=backend), device
-        if len(self.runner.inputs) != 1:
-            raise QatError(f'--weights {path}: expected one input, the images, found {", ".join(self.runner.inputs)}')
-        ((self.input_name, (smallest, _, largest)),) = self.runner.inputs.items()
-        metadata = self.runner.sidecar['metadata'] if self.runner.sidecar else {}
-        super().__init__(path, largest, self.runner.outputs, (smallest[0], largest[0]), metadata)
-
-    def run(self, images):
-        return self.runner({self.input_name: images})
-
-
-class TensorRTRunner(Runner):
-    """An engine of TensorRT or TensorRT-RTX."""
-
-    def __init__(self, file, types, device, backend, cuda_graph):
-        super().__init__(file, types, device)
-        self.run = EngineRunner(file, device, cuda_graph, backend)
-        self.stream, self.layers = self.run.stream, self.run.engine.num_layers
-        self.types = (self.run.sidecar or {}).get('precision') or types or 'as built'
+    def __init__(
+        self, file: Path, device: torch.device, backend: str, types: str = '', cuda_graph: bool = False
+    ) -> None:
+        super().__init__(file, device)
+        self.engine = EngineRunner(file, device, cuda_graph, backend)
+        self.stream, self.layers = self.engine.stream, self.engine.engine.num_layers
+        self.types = (self.engine.sidecar or {}).get('precision') or types or 'as built'
 
     @classmethod
-    def of(cls, case, file, device, config, load):
-        return cls(file, case.network.types, device, case.backend, config.cuda_graph)
+    def to_evaluate(cls, file, device, backend):
+        return cls(file, device, backend)
+
+    @classmethod
+    def to_measure(cls, case, file, device, config, load):
+        return cls(file, device, case.backend, case.network.types, config.cuda_graph)
 
     @staticmethod
     def missing(backend, device):
@@ -54,22 +50,35 @@ class TensorRTRunner(Runner):
         return (network.precision,)
 
     def __exit__(self, *_):
-        self.run.__exit__()
+        self.engine.__exit__()
 
     @property
     def accepts(self):
         """{name: (torch.dtype, shape, None where the profile has a range)}, as Network.inputs."""
         return {
-            name: (self.run.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
-            for name, (smallest, _, largest) in self.run.inputs.items()
+            name: (self.engine.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
+            for name, (smallest, _, largest) in self.engine.inputs.items()
         }
 
+    def signature(self):
+        profiles, batch = self.engine.inputs, None
+        if len(profiles) == 1:
+            ((smallest, _, largest),) = profiles.values()
+            batch = smallest[0], largest[0]
+        metadata = self.engine.sidecar['metadata'] if self.engine.sidecar else {}
+        return Signature(
+            {name: largest for name, (*_, largest) in profiles.items()}, self.engine.outputs, metadata, batch
+        )
+
+    def run(self, tensors):
+        return self.engine(tensors)
+
     def bind(self, host):
-        self.outputs = list(self.run.prepare({name: tensor.shape for name, tensor in host.items()}).values())
-        return {name: self.run.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
+        self.outputs = list(self.engine.prepare({name: tensor.shape for name, tensor in host.items()}).values())
+        return {name: self.engine.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
 
     def compute(self):
-        self.run.enqueue()
+        self.engine.enqueue()
 
 
-MODEL, RUNNER = EngineModel, TensorRTRunner  # see registry.py
+SESSION = TensorRT  # see registry.py

@@ -16,7 +16,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
-from utils.qat.core.run_folder import run_folder
+from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
 
-    def load(file, device):
+    def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
         with quiet_upstream():
             model, quant = load_any(file, device)
         return model, quant is not None
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     LOGGER.info(f'{report["machine"]["device"]}: {len(cases)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
-    with run_folder(config) as folder:
+    with own_folder(config) as folder:
         try:
             with Usage(device, LOGGER.info) as usage:
                 report['usage'] = usage.samples

@@ -20,7 +20,7 @@ from utils.qat.core.command import explain_out_of_memory, require_file, run_comm
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.next_command import after_scoring
-from utils.qat.core.run_folder import run_folder
+from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def compare_detectors(
         settings = LoaderConfig(batch_size=config.batch_size, imgsz=size, workers=config.workers, device=config.device)
         stride, names = max(m.stride for m in models), data.names
         loader = val_loader(data, settings, stride, square=True, limit=config.images)
-    else:
+    elif config.random:
         loader, names = random_images(config.random, config.batch_size, size, config.seed), None
     found = compare(
         *models, loader, device, names, config.rtol, config.atol, config.top, lambda it: bar(it, 'comparing')
@@ -82,7 +82,7 @@ def compare_classifiers(
 
     if config.data:
         batches = class_images(config, size)
-    else:
+    elif config.random:
         batches = [
             (images.float() / 255, None)
             for images, *_ in random_images(config.random, config.batch_size, size, config.seed)
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     device = select_device(config.device)
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
-    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+    with own_folder(config) as folder, explain_out_of_memory(config.batch_size):
         models = [load_model(file, device, config.backend) for file in files]
         classify = [getattr(m, 'classifies', False) for m in models]
         if any(classify) != all(classify):

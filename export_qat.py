@@ -26,6 +26,7 @@ from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import after_scoring, command, data_yaml
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.data import DataLoader
 
     from models.deploy.onnx_export import Exported
@@ -45,8 +46,8 @@ class Job(NamedTuple):
     predict: TorchModel
     recipe: dict[str, Any] | None  # settings of its quantization; None for a float model
     files: dict[str, Path]  # name in INCLUDE → file to write
-    nms: Nms | None  # inside the end2end file, as `pooling`
-    pooling: Pooling | None
+    nms: Nms | None  # inside the end2end file; None without such a file
+    pooling: Pooling  # of the masks in the end2end file
     images: tuple[Data, DataLoader] | None  # of --verify
 
     @property
@@ -110,7 +111,7 @@ def load(config: ExportConfig) -> Job:
     predict = TorchModel(model)
     require_multiples(config.imgsz, predict.stride)
     files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
-    nms, pooling = config.end2end(predict.segments) if 'onnx_end2end' in files else (None, None)
+    nms, pooling = config.end2end(predict.segments) if 'onnx_end2end' in files else (None, Pooling())
     images = None
     if config.verify:
         data = load_data(config.verify, predict.nc, '--verify', predict.segments)
@@ -143,10 +144,11 @@ def export(job: Job) -> Exported:
         progress=lambda steps: bar(steps, 'exporting', unit='steps'),
         kept_float=(job.recipe or {}).get('kept_float', ()),
     )
-    plain, end2end = job.files.get('onnx'), job.files.get('onnx_end2end')
+    plain = job.files.get('onnx')
     if plain:
         done = write(plain)
-    if end2end:
+    if job.nms:
+        end2end = job.files['onnx_end2end']
         with atomic(end2end) as tmp:
             if not plain:
                 done = write(tmp)
@@ -212,9 +214,11 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     from utils.qat.evaluation.compare_report import comparison_tables
     from utils.qat.prediction.registry import open_file
 
-    def reference(images):
+    nms = job.nms if what == 'onnx_end2end' else None
+
+    def reference(images: torch.Tensor) -> Any:
         found = job.predict(images)
-        return found if what == 'onnx' else torch_detections(found, tuple(images.shape[2:]), job.nms, job.pooling)
+        return torch_detections(found, tuple(images.shape[2:]), nms, job.pooling) if nms else found
 
     config, path, device = job.config, job.files[what], job.predict.device
     limits = config.limits(job.int8)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None) -> QuantizeConfig | SensitiveConfig |
 def with_precision(config: QuantizeConfig, device: torch.device) -> QuantizeConfig:
     """Resolve the default of --amp. Raise QatError for --compile and FP16 without CUDA."""
     cuda = device.type == 'cuda'
-    config = replace(config, amp=config.amp or ('fp16' if cuda else 'off'))
+    config = replace(config, amp=config.precision(device.type))
     again = 'leave out' if not config.resume else 'start another run without'
     if not cuda and config.compile:
         raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; {again} --compile')
@@ -163,25 +163,26 @@ def calibrate_run(run: Run, config: QuantizeConfig, images: Images, choice: Choi
         run.report['origin'] = run.score_float()
     start = time.perf_counter()
 
-    least = choice
-
-    def attempt(choice):
-        model, found = calibrated(run.model, images, config, bar, choice.paths)
-        against = run.score_now(model, 'trial')['against_float']
-        chance = 100 * max(part['chance'] for part in parts(against))
-        if chance > config.max_drop and choice is least:
-            LOGGER.warning(
-                f'--max-drop {config.max_drop}: less than chance, which is {chance:.2f} points on these '
-                f'{run.report["images"][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep so '
-                'small a budget use more images (val in --data)'
-            )
-        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {config.max_drop} allowed')
-        return points_lost(against), (model, found)
-
-    if config.max_drop is None:
+    budget = config.max_drop
+    if budget is None:
         model, found = calibrated(run.model, images, config, bar, choice.paths)
     else:
-        choice, (model, found) = within_budget(choice, config.max_drop, attempt)
+        least = choice
+
+        def attempt(choice: Choice) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
+            model, found = calibrated(run.model, images, config, bar, choice.paths)
+            against = run.score_now(model, 'trial')['against_float']
+            chance = 100 * max(part['chance'] for part in parts(against))
+            if chance > budget and choice is least:
+                LOGGER.warning(
+                    f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
+                    f'{run.report["images"][run.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
+                    'so small a budget use more images (val in --data)'
+                )
+            LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+            return points_lost(against), (model, found)
+
+        choice, (model, found) = within_budget(choice, budget, attempt)
     run.report['calibration'], run.report['kept_float'] = found, choice.paths
     LOGGER.info(f'calibration took {run.timed("calibrate", start):.1f} s')
     run.calibrated(model, config.eval_ptq)
@@ -193,7 +194,7 @@ def finetune_run(run: Run, images: TrainingImages, config: QuantizeConfig) -> No
 
     from models.quantize.finetuning.loop import finetune
 
-    def progress(batches, epoch, steps):
+    def progress(batches: Iterable, epoch: int, steps: int) -> Iterable:
         return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
 
     with resumable(command('qat.py', 'quantize', '--resume', run.folder)):

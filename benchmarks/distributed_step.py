@@ -9,6 +9,7 @@ process has --batch-size random images, already on the device: loading is not me
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -74,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         step.check()
         return ms
 
-    rows = []
+    rows = []  # of the first process; the others do not have the times
     for amp in args.amp:
         for compile in (False, True) if device.type == 'cuda' else (False,):
             with distributed.first_goes_ahead():
-                alone = timed(AloneStep, amp, compile) if distributed.is_first() else None
-            slowest = max(distributed.merged([timed(TrainingStep, amp, compile)]), default=None)
+                alone = timed(AloneStep, amp, compile) if distributed.is_first() else math.nan
+            slowest = max(distributed.merged([timed(TrainingStep, amp, compile)]), default=math.nan)
             if distributed.is_first():
                 rows.append(
                     {

@@ -176,7 +176,7 @@ def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Seq
     nm = sum(p[1] for p in prototypes)
     generator = torch.Generator().manual_seed(0)
 
-    def rand(*shape):
+    def rand(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
     boxes = torch.cat((rand(batch, 2, number), 0.02 + 0.15 * rand(batch, 2, number)), 1)

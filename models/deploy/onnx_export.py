@@ -157,7 +157,7 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
     """
     generator = torch.Generator(images.device).manual_seed(seed)
 
-    def round_otherwise(module, inputs, result):
+    def round_otherwise(conv: nn.Module, inputs: tuple[torch.Tensor, ...], result: torch.Tensor) -> torch.Tensor:
         noise = 2 * torch.rand(result.shape, generator=generator, device=result.device) - 1
         return result + noise * last_bits * result.abs().max()
 
@@ -231,7 +231,7 @@ def export_onnx(
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
 
-        def trace(_):
+        def trace(_: None) -> onnx.ModelProto:
             _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
             return onnx.load(tmp)
 
@@ -258,7 +258,7 @@ def export_onnx(
         limit, noise = LIMITS['INT8' if quantizers else 'float', typing], 0.0
         errors = {name: figures[name] for name in RELATIVE if name in figures}
 
-        def agree():
+        def agree() -> bool:
             return all(error <= limit for error in errors.values())
 
         for seed in range(1, 1 + SAMPLES * bool(quantizers)):

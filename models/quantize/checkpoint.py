@@ -132,7 +132,8 @@ class CheckpointFile:
 
     def _load(self, device: torch.device | str) -> tuple[dict[str, Any], nn.Module]:
         """Build the checkpoint dict and the model: FP32, in eval mode, with EMA weights if the file has any."""
-        archive, self.archive = self.archive, None  # its bytes are freed when the model needs them no more
+        archive = self.archive
+        del self.archive  # its bytes are freed when the model needs them no more
         try:
             ckpt = build(archive)
         except Refused as e:

@@ -132,7 +132,7 @@ def quantize_model(model: nn.Module, add_policy: str = 'both', keep_float: Seque
         kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
     )
 
-    def visit(parent, prefix):
+    def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent.named_children()):
             path = f'{prefix}{name}'
             visit(child, f'{path}.')

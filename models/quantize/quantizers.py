@@ -82,7 +82,8 @@ class Quantizer(TensorQuantizer):
         fixed = self.__dict__.get('_fixed')
         return fixed(self, inputs) if fixed else self._fake_quantize(inputs, self.scale, self._zero_point)
 
-    def _fake_quantize(self, inputs, scale, zero_point):
+    def _fake_quantize(self, inputs: torch.Tensor, scale: Any, zero_point: Any) -> torch.Tensor:
+        """Quantize and dequantize; scale and zero point as the operators take them: tensors, or numbers per tensor."""
         if _without_gradient(inputs):
             return rounded(inputs, scale if self._axis is None else _along(self._axis, scale, inputs))
         if self._axis is None:
@@ -97,7 +98,7 @@ class Quantizer(TensorQuantizer):
             self._amax: torch.Tensor = amax.to(self._amax.device)
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Create the buffers of a calibrated state dict; the library would create them on the GPU."""
         if prefix + '_amax' in state_dict and not hasattr(self, '_amax'):
             self.set_amax(state_dict[prefix + '_amax'])

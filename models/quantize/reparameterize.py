@@ -77,7 +77,7 @@ def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], h
     rows = model.yaml['backbone'] + model.yaml['head']
     new_index = {-1: -1, **{old: new for new, old in enumerate(kept)}}
 
-    def renumber(old, reader):  # an index as the YAML has it: -1 is the layer before
+    def renumber(old: int, reader: int) -> int:  # an index as the YAML has it: -1 is the layer before
         new = new_index.get(old, -1)  # a dropped Silence is the image, which is "before" the first layer
         return -1 if new == reader - 1 else new
 

@@ -119,7 +119,7 @@ def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
     order: list[int] = []
     activations = {id(q): (name, q) for name, q in named_quantizers(model) if q._axis is None}
 
-    def met(quantizer, inputs):
+    def met(quantizer: Quantizer, inputs: tuple[torch.Tensor, ...]) -> None:
         order.append(id(quantizer))
         groups.join([quantizer, inputs[0]])
 

@@ -50,7 +50,7 @@ def parameter_shapes(content: dict[str, Any], source: str) -> dict[str, tuple[in
     require_network(content, source)
     count, values = 0, 0
 
-    def counted(*_):
+    def counted(*_: object) -> None:
         nonlocal count
         count += 1
         if count > LAYERS:

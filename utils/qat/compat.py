@@ -252,7 +252,7 @@ def numpy_trapz() -> bool:
         # NumPy 2.0 to 2.3 would warn for each class and threshold.
         warnings.filterwarnings('ignore', message='`trapz` is deprecated', category=DeprecationWarning)
         return False
-    np.trapz = np.trapezoid  # type: ignore[attr-defined]
+    np.trapz = np.trapezoid
     return True
 
 
@@ -265,7 +265,7 @@ def numpy_float() -> bool:
 
     if 'float' in vars(np):  # not hasattr, for which NumPy 1.20 to 1.23 warn
         return False
-    np.float = float  # type: ignore[attr-defined]
+    np.float = float
     return True
 
 
@@ -283,7 +283,7 @@ def pillow_getsize() -> bool:
 
     fonts = [font for font in (ImageFont.FreeTypeFont, ImageFont.ImageFont) if not hasattr(font, 'getsize')]
     for font in fonts:
-        font.getsize = getsize  # type: ignore[attr-defined, union-attr]
+        font.getsize = getsize
     return bool(fonts)
 
 

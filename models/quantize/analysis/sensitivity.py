@@ -18,7 +18,7 @@ import torch.nn as nn
 from models.quantize.analysis.partly_float import TwinForms, measure_units
 from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
-from models.quantize.quantizers import quantizers_off
+from models.quantize.quantizers import Quantizer, quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
@@ -73,15 +73,15 @@ class DivergenceEstimate:
     def _places(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
         """Let the backward pass add v · J δ of each twin's roundings to `found` ([B] by path), inside this context."""
 
-        def note(path, tensor, error):
-            def add(gradient):
+        def note(path: str, tensor: torch.Tensor, error: torch.Tensor) -> None:
+            def add(gradient: torch.Tensor) -> None:
                 found[path] += (gradient * error).flatten(1).sum(1, dtype=torch.float64)
 
             tensor.register_hook(add)
 
-        def of_conv(path):
+        def of_conv(path: str) -> Callable[..., None]:
             @torch.no_grad()
-            def hook(conv, inputs, output):
+            def hook(conv: QuantConv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
                 quantized = (
                     conv.input_quantizer._quant_forward(inputs[0]),
                     conv.weight_quantizer._quant_forward(conv.weight),
@@ -93,8 +93,8 @@ class DivergenceEstimate:
 
             return hook
 
-        def of_input(path):
-            def hook(quantizer, inputs, output):
+        def of_input(path: str) -> Callable[..., torch.Tensor]:
+            def hook(quantizer: Quantizer, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
                 with torch.no_grad():
                     error = quantizer._quant_forward(inputs[0]) - inputs[0]
                 output = output.view_as(output)  # a view: it is the input, and other layers read it too
@@ -140,7 +140,7 @@ def unit_costs(model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: int)
     """
     flops: dict[str, int] = {}
 
-    def note(path):
+    def note(path: str) -> Callable[..., None]:
         return lambda conv, inputs, output: flops.__setitem__(path, 2 * output[0].numel() * conv.weight[0].numel())
 
     convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
@@ -151,7 +151,7 @@ def unit_costs(model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: int)
     for hook in hooks:
         hook.remove()
 
-    def total(paths):
+    def total(paths: Iterable[str]) -> tuple[int, int]:
         return sum(flops[p] for p in paths), sum(x.numel() for p in paths for x in convs[p].parameters(recurse=False))
 
     return {'': total(convs), **{unit: total([p for p in twins if p in convs]) for unit, twins in units.items()}}

@@ -39,7 +39,7 @@ def energies(mine: Raw, wanted: Raw, classes: int) -> torch.Tensor:
         FP64 [parts, 2]; a detector has the first two of PARTS.
     """
 
-    def sums(s, t):
+    def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
 
     pairs = zip(_parts(mine, classes), _parts(wanted, classes))

@@ -8,7 +8,7 @@ Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the correc
 Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn as nn
@@ -35,8 +35,8 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
     convs = quantized_convs(model)
     errors: dict[str, list[torch.Tensor]] = {path: [] for path, _ in convs}
 
-    def note(path):
-        def hook(conv, inputs, output):
+    def note(path: str) -> Callable[..., None]:
+        def hook(conv: QuantConv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             errors[path].append((output - conv._conv_forward(inputs[0], conv.weight, conv.bias)).mean((2, 3)))
 
         return hook

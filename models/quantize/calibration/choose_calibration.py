@@ -29,6 +29,8 @@ PROMISING = 3  # methods with the least divergence; they are tried with correcte
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost; docs/calibration.md has the measurements
 
+Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
+
 
 def halves(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Split batches of one shape into two sets: every second image, and the other images. A single image is in both."""
@@ -78,14 +80,14 @@ def choose_calibration(
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
-    tried: dict[str, tuple[str, dict, dict]] = {}  # name → (method, ranges, shifts)
+    tried: dict[str, tuple[str, Tensors, Tensors]] = {}  # name → (method, ranges, shifts)
     found: dict[str, float] = {}  # name → divergence
 
-    def set_calibration(ranges, shifts):
+    def set_calibration(ranges: Tensors, shifts: Tensors) -> None:
         set_ranges(model, ranges)
         correct_biases(model, biases, shifts)
 
-    def try_calibration(name, method, ranges, shifts):
+    def try_calibration(name: str, method: str, ranges: Tensors, shifts: Tensors) -> None:
         tried[name] = method, ranges, shifts
         set_calibration(ranges, shifts)
         if known:

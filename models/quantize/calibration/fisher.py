@@ -15,7 +15,7 @@ import torch.nn as nn
 from models.quantize.calibration.calibrate import Histogram, histogram_amax
 from models.quantize.calibration.divergence import mask_logits, split_map, strongest_places
 from models.quantize.head_outputs import Raw
-from models.quantize.quantizers import named_quantizers, quantizers_off, rounded, usable_scale
+from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off, rounded, usable_scale
 from utils.qat.config.qat import CalibrationConfig
 
 TRIED = 10  # candidate ranges of each scale
@@ -89,7 +89,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
         The weight, see `probe`.
     """
 
-    def draw(shape):
+    def draw(shape: Sequence[int]) -> torch.Tensor:
         return torch.rand(shape, generator=generator).to(images)
 
     images, bins = images.detach().requires_grad_(), model.model[-1].reg_max
@@ -131,12 +131,12 @@ def fisher_amax(
     scales = dict(zip(histograms, usable_scale(tried).t()))
     errors = {path: torch.zeros(TRIED, dtype=torch.float64, device=ratio.device) for path in histograms}
 
-    def watch(path):
-        def hook(quantizer, inputs, output):
+    def watch(path: str) -> Callable[..., torch.Tensor]:
+        def hook(quantizer: Quantizer, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             # A view of the output, because other layers read the input too
             values, output = inputs[0].detach(), output.view_as(output)
 
-            def note(gradient):
+            def note(gradient: torch.Tensor) -> None:
                 errors[path] += torch.stack(
                     [((rounded(values, scale) - values) * gradient).square().sum() for scale in scales[path]]
                 )

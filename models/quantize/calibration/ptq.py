@@ -136,7 +136,7 @@ class Choice:
                 'must be quantized'
             )
         choice = cls(left_out(twins, config.exclude, config.only), summary)
-        return choice.adding(worst(summary)[: config.keep_float]) if config.keep_float else choice
+        return choice.adding(worst(summary)[: config.keep_float]) if summary and config.keep_float else choice
 
     def adding(self, units: Sequence[dict[str, Any]]) -> 'Choice':
         """Make a choice that has `units` of the summary too, and log it."""
@@ -169,7 +169,7 @@ def within_budget(choice: Choice, budget: float, attempt: Callable[[Choice], tup
     lost: dict[int, float] = {}  # number of units → points lost
     kept: dict[int, tuple[Choice, T]] = {}  # the smallest number that keeps the budget → (choice, result)
 
-    def keeps(n):
+    def keeps(n: int) -> bool:
         of_n = choice.adding(order[:n]) if n else choice
         lost[n], result = attempt(of_n)
         if lost[n] <= budget:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, FixedScales, named_quantizers
+from models.quantize.quantizers import MAX_AMAX, MIN_AMAX, QMAX, QMIN, FixedScales, Quantizer, named_quantizers
 
 # A rounding error is kept in parts of an INT8 step, -126..126. QMIN and QMAX mark a clipped value.
 PARTS = 252
@@ -73,7 +73,7 @@ class LearnedScales(FixedScales):
         self.learning = [q for _, q in named_quantizers(model) if q._axis is None]
         self.log2 = torch.nn.Parameter(torch.stack([q.scale for q in self.learning]).log2())
 
-    def _quantize(self, quantizer, inputs):
+    def _quantize(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
         if quantizer._axis is None:
             return _Quantize.apply(inputs, self.moving[quantizer])
         return super()._quantize(quantizer, inputs)

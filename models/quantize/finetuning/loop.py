@@ -97,7 +97,7 @@ def finetune(
         layers,
         relative_error,
         config.lr,
-        config.amp,
+        config.precision(next(student.parameters()).device.type),
         capturable=config.compile,
         label_loss=on_labels,
         learn_scales=config.learn_scales,

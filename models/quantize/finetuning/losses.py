@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -24,13 +25,13 @@ class _SquaredError(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student, teacher):
+    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         difference = student.float() - teacher.float()
         ctx.save_for_backward(difference.to(student.dtype))
         return _energy(difference)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (difference,) = ctx.saved_tensors
         gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
         return (difference.float() * gradient).to(difference.dtype), None

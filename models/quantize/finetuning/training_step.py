@@ -56,7 +56,7 @@ def _watched(
 ) -> Iterator[None]:
     """Call `see(layer, its outputs)` after each of these top-level layers, in this context; see `output_parts`."""
 
-    def hook(index):
+    def hook(index: int) -> Callable[..., None]:
         return lambda module, inputs, output: see(index, output_parts(output))
 
     hooks = [model.model[i].register_forward_hook(hook(i)) for i in layers]
@@ -207,7 +207,7 @@ class TrainingStep:
             return 'optimizer'
         return None
 
-    def _term(self, outputs, targets):
+    def _term(self, outputs: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> torch.Tensor:
         """Compute a layer's term of the loss; its parts have equal weights."""
         first, *others = (self.loss(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
@@ -220,7 +220,7 @@ class TrainingStep:
         with torch.inference_mode(), _watched(self.teacher, self.layers, targets.__setitem__):
             self.teacher(images.to(self.dtype))
 
-        def see(layer, outputs):
+        def see(layer: int, outputs: list[list[torch.Tensor]]) -> None:
             pairs[layer] = outputs, targets.pop(layer)
             # With AMP at once, so that no outputs are kept. Not in FP32: there gradients keep their order of summation
             if self.amp:
@@ -269,7 +269,7 @@ class TrainingStep:
         return loss
 
     @torch.no_grad()
-    def _average(self, loss, terms):
+    def _average(self, loss: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Average gradients (in place), loss and terms (returned) over the processes of a torchrun.
 
         One exchange carries all of them, so every process judges and learns the same. A value that is not finite on any
@@ -284,7 +284,7 @@ class TrainingStep:
         return loss[0].clone(), terms  # a view would keep all gradients in memory
 
     @torch.no_grad()
-    def _clip_and_judge(self, loss, terms):
+    def _clip_and_judge(self, loss: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
         """Unscale and clip the gradients and note a fault; return a flag on the device: skip this step."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
@@ -369,7 +369,7 @@ class GraphedStep:
         self.step.load_state_dict(state)
         self.warm, self.graph = 0, None
 
-    def _record(self):
+    def _record(self) -> None:
         self.step.optimizer.zero_grad(set_to_none=True)  # the graph has its own gradients
         graph = torch.cuda.CUDAGraph()
         # thread_local: meanwhile the loader's thread pins memory

@@ -202,6 +202,10 @@ class QuantizeConfig(CalibrationConfig):
         None, 'go on with the interrupted run in FOLDER, with its settings', metavar='FOLDER'
     )
 
+    def precision(self, device: str) -> str:
+        """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
+        return self.amp or ('fp16' if device == 'cuda' else 'off')
+
     def plain(self) -> dict[str, Any]:
         """Return the settings of the run as JSON has them."""
         return {name: value for name, value in super().plain().items() if name != 'resume'}

@@ -4,8 +4,8 @@ Annotations are read as types, so a file with settings has no `from __future__ i
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -123,7 +123,7 @@ class Settings:
         return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
 
-def _not_allowed(settings, field):
+def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, str]]:
     """Yield (is it wrong, the message) for one setting alone."""
     option, value, flag = option_of(type(settings), field.name), getattr(settings, field.name), flag_of(field.name)
     if option is None or value is None:
@@ -133,7 +133,9 @@ def _not_allowed(settings, field):
         yield len(value) != 2, f'{flag} {" ".join(map(str, value))}: one number, or height and width'
     if option.allowed is not None:
         bad = [v for v in (value if several else [value]) if v not in option.allowed]
-        must, empty = option.allowed, False
-        if isinstance(must, tuple):
-            must, empty = f'be {"of" if several else "one of"} {", ".join(map(str, must))}', several and not value
-        yield bad or empty, f'{flag} {" ".join(map(str, bad))}: must {must}'
+        wrong = f'{flag} {" ".join(map(str, bad))}: must'
+        if isinstance(option.allowed, tuple):
+            one = 'of' if several else 'one of'
+            yield bad or (several and not value), f'{wrong} be {one} {", ".join(map(str, option.allowed))}'
+        else:
+            yield bad, f'{wrong} {option.allowed}'

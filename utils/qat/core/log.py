@@ -125,11 +125,11 @@ def is_verbose() -> bool:
     return TERMINAL.level <= logging.DEBUG
 
 
-def bar(iterable: Iterable, text: str, total: int | None = None, unit: str = 'batches') -> tqdm:
+def bar(iterable: Iterable | None, text: str, total: int | None = None, unit: str = 'batches') -> tqdm:
     """Show a progress bar over an iterable; without a terminal, log one line before it begins.
 
     Args:
-        iterable: the steps.
+        iterable: the steps; None = the caller updates the bar.
         text: title of the bar.
         total: number of steps; None = len(iterable) if it has one.
         unit: the steps in words, plural.

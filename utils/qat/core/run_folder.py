@@ -23,6 +23,16 @@ OURS = 'weights', 'log.txt'  # a run opens these by name, and a link would lead 
 
 @contextlib.contextmanager
 def run_folder(config: Any) -> Iterator[Path | None]:
+    """Yield `own_folder` on the first process of a torchrun, and None on the others, see distributed.from_first."""
+    if is_first():
+        with own_folder(config) as folder:
+            yield folder
+    else:
+        yield None
+
+
+@contextlib.contextmanager
+def own_folder(config: Any) -> Iterator[Path]:
     """Yield the folder of a run: the folder of --resume, or a new one.
 
     A new folder is PROJECT/NAME; if it exists and --exist-ok is not given, a number is appended. No other process of
@@ -31,15 +41,9 @@ def run_folder(config: Any) -> Iterator[Path | None]:
     Args:
         config: settings with project, name and exist_ok, and perhaps resume.
 
-    Yields:
-        The folder on the first process of a torchrun, None on the others, see distributed.from_first.
-
     Raises:
         QatError: another process works there (at once), or a link leads out of the folder.
     """
-    if not is_first():
-        yield None
-        return
     resume = getattr(config, 'resume', None)
     made: list[Path] = []
     folder = resume or _make(config.project / config.name, config.exist_ok, made)

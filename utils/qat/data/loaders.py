@@ -226,7 +226,7 @@ class TrainingImages(Images):
     epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.loader.batch_sampler.epoch = self.epoch  # type: ignore[union-attr]  # of EpochBatches
+        self.loader.batch_sampler.epoch = self.epoch  # of EpochBatches
         self.epoch += 1
         return super().__iter__()
 

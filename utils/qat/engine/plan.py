@@ -49,7 +49,7 @@ class Source:
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
 
-    def _batch(self, own: int) -> tuple[int, int, int]:
+    def _batch(self, own: int) -> tuple[int, ...]:
         """Choose the smallest, best and largest batch; `own` is the batch of the file, -1 if it is open."""
         wanted = self.config.batch
         if own == -1:

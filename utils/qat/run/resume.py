@@ -244,11 +244,11 @@ def require_epoch(content: Any, folder: Path, report: dict[str, Any]) -> dict[st
     return content
 
 
-def unfit_state(folder: Path, wrong: str, file: str = STATE) -> QatError:
+def unfit_state(folder: Path | None, wrong: str, file: str = STATE) -> QatError:
     """Make the error for a resume.pt or a resampled.json that does not fit the run.
 
     Args:
-        folder: folder of the run.
+        folder: folder of the run, as QuantizeConfig.resume has it.
         wrong: the place in the file that is wrong.
         file: path of the file in the folder.
     """

@@ -188,7 +188,7 @@ def _wrong_layer(name: str) -> str | None:
     """Say in words why `name` is no layer of this tree; None if it is one."""
     import torch
 
-    from models import yolo  # type: ignore[attr-defined]  # upstream's
+    from models import yolo  # upstream's
 
     if not name.isidentifier():
         return f'{_shown(name)} is no name of a layer'

@@ -67,7 +67,7 @@ def require_names(model: nn.Module, source: str) -> None:
     Raises:
         QatError: a name is too long or not printable.
     """
-    model.names = class_names(model.names, source)  # type: ignore[assignment]  # upstream's attribute
+    model.names = class_names(model.names, source)  # upstream's attribute
     for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
         if not all(map(is_name, path.split('.'))):
             raise QatError(

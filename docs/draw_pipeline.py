@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/pipeline.svg, the picture of the README: files as boxes, the commands between them, and what the files are for.
+"""Draw docs/pipeline.svg, the picture of the README: files as boxes, the commands between them, and the use of each file.
 
     python docs/draw_pipeline.py [FILE.svg|FILE.png ...]
 
@@ -8,12 +8,15 @@ Needs pygraphviz (./install_dependencies.sh --trex), neither torch nor YOLOv9. W
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.engine.layer_graph import FILL, FONT, draw
 
-ROWS = [  # node → (type, what it is, the file or the commands); no type: something that is done with a file
+ROWS: list[
+    dict[str, tuple[str | None, str, str]]
+] = [  # node → (type, what it is, the file or the commands); no type: something that is done with a file
     {
         'dual': ('FP32', 'trained, two branches', 'yolov9-c.pt'),
         'single': ('FP32', 'trained, one branch', 'yolov9-c-converted.pt'),
@@ -52,10 +55,10 @@ CHECKS = [  # what looks at the files on the way
 ]
 
 
-def dot():
-    """The picture as DOT."""
+def dot() -> str:
+    """Write the picture as DOT."""
 
-    def node(name, kind, what, file):
+    def node(name: str, kind: str | None, what: str, file: str) -> str:
         style = f'style=filled, fillcolor="{FILL[kind]}"' if kind else 'style="rounded,dashed"'
         return f'{name} [shape=box, {style}, label="{what}' + f'\\n{file}' * bool(file) + '"];'
 
@@ -76,7 +79,8 @@ def dot():
     return '\n'.join(['digraph pipeline {', *lines, '}', ''])
 
 
-def main(paths):
+def main(paths: Sequence[Path]) -> None:
+    """Draw the picture into each of these files, as their endings say."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / 'pipeline.dot'
         file.write_text(dot(), encoding='utf-8')

@@ -29,6 +29,7 @@ class Which(Action):
         super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
 
     def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        """Print the version and end the process."""
         from utils.qat.engine.api import load_tensorrt
         from utils.qat.engine.trtexec import find_trtexec, version_of
 

@@ -40,6 +40,7 @@ class CompareConfig(FolderConfig):
     project: Path = Path('runs/compare')
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the source of the images and the normalisation; see Settings.problems."""
         yield (self.data is None) == (self.random is None), '--data, --random: give one of the two'
         yield (
             len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,

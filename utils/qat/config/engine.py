@@ -90,6 +90,7 @@ class BuildConfig(Settings):
         super().__post_init__()
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the name of the engine; see Settings.problems."""
         yield self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'
 
 

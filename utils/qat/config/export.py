@@ -90,6 +90,7 @@ class TargetConfig(Settings):
         return OPSETS[self.trt][2] if self.opset is None else self.opset
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the opset; see Settings.problems."""
         if self.opset is not None and self.trt in OPSETS:
             lowest, highest, _ = OPSETS[self.trt]
             yield (
@@ -166,6 +167,7 @@ class ExportConfig(TargetConfig):
     )
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the options that need or exclude each other; see Settings.problems."""
         idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
         yield idle and 'onnx_end2end' not in self.include, f'{idle}: only with --include onnx_end2end'
         yield (
@@ -253,6 +255,7 @@ class DeepStreamConfig(TargetConfig):
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the opset and the batch; see Settings.problems."""
         yield from super().problems()
         yield (
             self.dynamic and self.batch > 1,

@@ -211,6 +211,7 @@ class QuantizeConfig(CalibrationConfig):
         return {name: value for name, value in super().plain().items() if name != 'resume'}
 
     def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the options that need or exclude each other; see Settings.problems."""
         choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
         yield (
             self.task_loss and self.compile,

@@ -20,7 +20,7 @@ def is_printable(character: str) -> bool:
 
 
 def visible(text: object, keep: str = '') -> str:
-    """Replace each character that is not printable by an escape, such as \\x1b or \\u202e.
+    r"""Replace each character that is not printable by an escape, such as \x1b or \u202e.
 
     Args:
         text: anything; its str() is taken.

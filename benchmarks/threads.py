@@ -86,7 +86,7 @@ def make_work(args: argparse.Namespace, policy: str, folder: Path) -> dict[str, 
         with torch.inference_mode():
             model(one)
 
-    work = {'forward pass, INT8 simulated, PyTorch': forward, 'the same, ONNX Runtime': lambda: session.run(one)}
+    work = {'forward pass, INT8 simulated, PyTorch': forward, 'the same, ONNX Runtime': lambda: session(one)}
     step: TrainingStep | None = None
     student = deepcopy(model)
 

@@ -104,10 +104,12 @@ class OnnxRuntime(Session):
                 f'{self.file}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
                 '--include onnx_end2end --nms standard'
             )
-        if 'MLFloat16' in str(error):  # some versions find this out while they load a file, others while they run it
-            verb = 'run'
-        why = ' (a file with --fp32-scales is for TensorRT only)' if verb == 'run' else ''
-        return QatError(f'{self.file}: ONNX Runtime cannot {verb} it{why}: {" ".join(str(error).split())[:300]}')
+        said = ' '.join(str(error).split())[:300]
+        if verb == 'run' or 'MLFloat16' in said:  # some versions find this out while they load a file
+            return QatError(
+                f'{self.file}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): {said}'
+            )
+        return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')
 
     def signature(self):
         try:

@@ -36,9 +36,10 @@ def fresh(*words, code=0, env=None, first=''):
     """
     from conftest import TREE
 
+    env = {**(env or os.environ), 'OMP_NUM_THREADS': '1'}  # upstream's import sets another number; torchrun hands it on
     with tempfile.NamedTemporaryFile() as said:
         words = [str(word) for word in words]
-        process = START.Process(target=_run, args=(words, str(TREE), dict(env or os.environ), first, said.name))
+        process = START.Process(target=_run, args=(words, str(TREE), env, first, said.name))
         process.start()
         process.join()
         text = Path(said.name).read_text(errors='replace')

@@ -54,10 +54,10 @@ LIMITS = {  # bytes → the file that the line names, and whether --resume can g
 
 
 @pytest.mark.parametrize('limit', LIMITS)
-def test_quantize(small, whole, tmp_path, limit):
+def test_quantize(demo, whole, tmp_path, limit):
     name, resumes = LIMITS[limit]
     folder = tmp_path / 'exp'
-    code, line = in_child('qat.py', arguments(small, tmp_path), limit)
+    code, line = in_child('qat.py', arguments(demo, tmp_path), limit)
     assert code == 2 and re.search(
         rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line
     ), line
@@ -151,10 +151,10 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
     assert all(f.read_bytes() == content for f, content in before.items())
 
 
-def test_a_disk_of_six_megabytes(small, whole, small_disk):
+def test_a_disk_of_six_megabytes(demo, whole, small_disk):
     """The calibrated model fits, the files of the first epoch do not; with more room the run continues."""
     disk = small_disk(6)
-    code, line = in_child('qat.py', arguments(small, disk))
+    code, line = in_child('qat.py', arguments(demo, disk))
     folder = disk / 'exp'
     assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
     assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not list(folder.rglob('.*'))

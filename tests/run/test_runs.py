@@ -151,8 +151,8 @@ def test_a_folder_has_one_writer_until_its_process_ends(small, tmp_path, capfd):
 
 
 @pytest.mark.faults
-def test_a_killed_worker_costs_an_epoch(small, tmp_path):
-    process, folder = started(small, tmp_path, '--workers', 1)
+def test_a_killed_worker_costs_an_epoch(demo, tmp_path):
+    process, folder = started(demo, tmp_path, '--workers', 1)
     worker = subprocess.run(['pgrep', '-P', str(process.pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(worker), signal.SIGKILL)
     said = process.communicate(timeout=60)[1]

@@ -47,15 +47,15 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
 }
 
 
-def arguments(small, project):
+def arguments(demo, project):
     return [
         str(a)
         for a in (
             'quantize',
             '--weights',
-            small.single,
+            demo.single,
             '--data',
-            small.data,
+            demo.data,
             '--imgsz',
             64,
             '--batch-size',
@@ -81,10 +81,10 @@ def arguments(small, project):
 
 
 @pytest.fixture(scope='module')
-def whole(small, tmp_path_factory):
+def whole(demo, tmp_path_factory):
     """The content of a run that was not killed."""
     project = tmp_path_factory.mktemp('whole')
-    assert run_command(program('qat.py').main, arguments(small, project)) == 0
+    assert run_command(program('qat.py').main, arguments(demo, project)) == 0
     return content(project / 'exp')
 
 
@@ -164,16 +164,16 @@ def content(folder):
 
 
 @pytest.mark.parametrize('point', POINTS)
-def test_killed(small, whole, tmp_path, capsys, point):
+def test_killed(demo, whole, tmp_path, capsys, point):
     target, number, how, says = POINTS[point]
-    run_to_death(arguments(small, tmp_path), target, number, how, tmp_path / 'log')
+    run_to_death(arguments(demo, tmp_path), target, number, how, tmp_path / 'log')
     folder = tmp_path / 'exp'
     require_whole(folder)
     capsys.readouterr()
     code = run_command(program('qat.py').main, ['quantize', '--resume', str(folder)])
     if says:
         assert code == 2 and says in capsys.readouterr().err.strip().splitlines()[-1]
-        assert run_command(program('qat.py').main, [*arguments(small, tmp_path), '--exist-ok']) == 0
+        assert run_command(program('qat.py').main, [*arguments(demo, tmp_path), '--exist-ok']) == 0
     else:
         assert code == 0
     (*ours, models), (*theirs, others) = content(folder), whole

@@ -238,6 +238,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     run = Run(folder, config, job.model, job.sha256, data, loaders, LOGGER.info, bar)
     if ptq:
         calibrate_run(run, config, *ptq)
+        ptq = None  # ends the processes that load its images
     if training:
         finetune_run(run, training, config)
 

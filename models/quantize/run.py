@@ -242,11 +242,14 @@ class Run:
         """
         unscored = self.weights / UNSCORED
         recipe = {**self.report['settings'], 'kept_float': self.report['kept_float']}
-        on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
-        metrics = self.score(unscored, name) if evaluating else None
-        score = f'{metrics["ap"]:.4f}' if metrics else 'unknown'
-        final = self.weights / f'{stage}_ap_{score}_{self.source.stem}.pt'
-        on_first(os.replace)(unscored, final)
+        try:
+            on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
+            metrics = self.score(unscored, name) if evaluating else None
+            score = f'{metrics["ap"]:.4f}' if metrics else 'unknown'
+            final = self.weights / f'{stage}_ap_{score}_{self.source.stem}.pt'
+            on_first(os.replace)(unscored, final)
+        finally:
+            on_first(unscored.unlink)(missing_ok=True)
         return {**(metrics or {}), 'file': f'weights/{final.name}'}
 
     def calibrated(self, model: nn.Module, evaluating: bool) -> None:

@@ -5,6 +5,8 @@ Under torchrun each process has a share of the batches, (rank, world); each of t
 
 import os
 import random
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any
@@ -55,7 +57,22 @@ def _collate(samples: list[tuple]) -> tuple:
     return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
 
 
-def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> DataLoader:
+class Loader(DataLoader):
+    """A DataLoader that notices a killed worker when it next waits for a batch of it, within 5 s.
+
+    PyTorch raises an error at once, wherever the process is, by a handler of SIGCHLD. Some libraries take it for an error of
+    their own (matplotlib: "Invalid bounding box") or swallow it, so that handler is taken out.
+    """
+
+    def __iter__(self) -> Any:
+        before = signal.getsignal(signal.SIGCHLD)
+        batches = super().__iter__()
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers, PyTorch's included
+            signal.signal(signal.SIGCHLD, before)
+        return batches
+
+
+def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> Loader:
     """Make a loader.
 
     Args:
@@ -65,7 +82,7 @@ def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) ->
         world: number of processes that load at once.
     """
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
-    return DataLoader(
+    return Loader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
@@ -313,4 +330,4 @@ def class_images(config: CompareConfig, imgsz: int) -> Iterable:
             f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg'
         ) from e
     dataset = _spread(dataset, config.images) if config.images else dataset
-    return DataLoader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))
+    return Loader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime and PyTorch.
+"""Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO and PyTorch.
 
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
 """
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 EPILOG = (
     'PyTorch runs a YOLOv9 checkpoint: MODEL.pt, or the .pt of the same name and precision beside MODEL.onnx. It simulates INT8, '
     'and this time says nothing about INT8 speed. ONNX Runtime and engines compute in the precision of the file; TensorRT '
-    'before 11 builds FP32 and FP16 engines of a float file.'
+    'before 11 builds FP32 and FP16 engines of a float file, and OpenVINO computes one in FP32, and in BF16 and FP16 where the CPU '
+    'has instructions for them.'
 )
 
 
@@ -40,7 +41,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
     import torch
 
-    from utils.qat.core.device import describe
+    from utils.qat.core.device import describe, instruction_sets
 
     linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
     lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
@@ -48,7 +49,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     installed = {d.name: d.version for d in metadata.distributions()}
     versions = {
         p: installed[p]
-        for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'tensorrt', 'tensorrt_rtx')
+        for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
         if p in installed
     }
     gpu = device.type == 'cuda'
@@ -56,6 +57,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         'device': describe(device) if gpu else f'CPU {cpu}'.strip(),
         'gpu': gpu,
         'cpu': cpu,
+        'instructions': ', '.join(instruction_sets()),
         'threads': torch.get_num_threads(),
         'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})},
         'tf32': torch.backends.cudnn.allow_tf32,
@@ -66,13 +68,15 @@ def next_command(models: Sequence[Path]) -> str:
     """Return the command to type next: the audit of an ONNX file, the AP of an engine, or the export of a checkpoint."""
     from utils.qat.engine.sidecar import read_sidecar
 
-    onnx, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.engine'))
+    onnx, xml, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.engine'))
     if onnx:
         return command('scripts/audit_onnx.py', onnx[-1])
     if engines:
         built = read_sidecar(engines[-1])
         size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
         return command('val_trt.py', '--engine-file', engines[-1], '--data', DATA, *size)
+    if xml:
+        return command('val_trt.py', '--weights', xml[-1], '--data', DATA)
     return command('export_qat.py', '--weights', models[-1])
 
 

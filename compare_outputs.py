@@ -3,7 +3,8 @@
     python compare_outputs.py yolov9-c-converted.pt yolov9-c-qat.engine --data data/coco.yaml
     python compare_outputs.py resnet50.onnx resnet50-int8.onnx --random 100
 
-A model is a checkpoint (.pt), an ONNX file in ONNX Runtime, or an engine. The second is compared with the first.
+A model is a checkpoint (.pt), an ONNX file in ONNX Runtime or OpenVINO, an .xml of OpenVINO, or an engine. The second is compared with
+the first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from utils.qat.config.backends import CHECKPOINTS, EXPORTED
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = select_device(config.device)
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     with own_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        models = [load_model(file, device, config.backend) for file in files]
+        backends = backends_for(files, config.backend)
+        models = [load_model(file, device, backend) for file, backend in zip(files, backends)]
         classify = [getattr(m, 'classifies', False) for m in models]
         if any(classify) != all(classify):
             raise QatError(f'{config.reference}, {config.other}: one is a detector and the other a classifier')
@@ -116,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise QatError(f'{config.reference}, {config.other}: one gives masks and the other boxes only')
         size = image_size(config, models)
         found, tables = (compare_classifiers if all(classify) else compare_detectors)(config, models, device, size)
-        following = after_scoring(config.other, size, config.backend)
+        following = after_scoring(config.other, size, backends[1])
         write_comparison(folder, config, found, tables, size, following)
     LOGGER.log(
         RESULT,

@@ -3,7 +3,7 @@
     python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
 
 `onnx` writes MODEL.onnx, which returns predictions. `onnx_end2end` writes MODEL-end2end.onnx, which returns detections, and masks for a
-segmentation model (docs/end2end.md).
+segmentation model (docs/end2end.md). `openvino` and `openvino_end2end` write the same for OpenVINO: .xml and .bin (docs/openvino.md).
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.backends import BACKENDS, CHECKPOINTS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.export import INCLUDE, PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.config.options import read
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import after_scoring, command, data_yaml
 
@@ -46,8 +45,8 @@ class Job(NamedTuple):
     predict: TorchModel
     recipe: dict[str, Any] | None  # settings of its quantization; None for a float model
     files: dict[str, Path]  # name in INCLUDE → file to write
-    nms: Nms | None  # inside the end2end file; None without such a file
-    pooling: Pooling  # of the masks in the end2end file
+    nms: Nms | None  # inside the end2end files; None without such a file
+    pooling: Pooling  # of the masks in the end2end files
     images: tuple[Data, DataLoader] | None  # of --verify
 
     @property
@@ -61,18 +60,16 @@ class Job(NamedTuple):
         return self.config.half or (self.config.trt == 11 and self.int8)
 
     @property
-    def serving(self) -> Path:
-        """The configuration of a Triton server for the end2end file."""
-        return self.files['onnx_end2end'].with_suffix('.pbtxt')
+    def serving(self) -> Path | None:
+        """The configuration of a Triton server for the ONNX file with NMS; None without such a file."""
+        end2end = self.files.get('onnx_end2end')
+        return end2end and end2end.with_suffix('.pbtxt')
 
     @property
-    def in_onnxruntime(self) -> dict[str, Path]:
-        """The files that ONNX Runtime can run: those without the plugin."""
-        return {
-            what: path
-            for what, path in self.files.items()
-            if what == 'onnx' or (self.nms and self.nms.kind == 'standard')
-        }
+    def runnable(self) -> dict[str, Path]:
+        """The files that can be run here: the files without the plugin."""
+        plugin = self.nms and self.nms.kind == 'plugin'
+        return {what: path for what, path in self.files.items() if not (plugin and what == 'onnx_end2end')}
 
 
 def require_multiples(imgsz: Sequence[int], stride: int) -> None:
@@ -98,10 +95,13 @@ def load(config: ExportConfig) -> Job:
     from utils.qat.data.dataset import load_data
     from utils.qat.data.loaders import val_loader
     from utils.qat.graph.half import require_opset
+    from utils.qat.graph.openvino_model import load_openvino
     from utils.qat.prediction.pytorch import TorchModel
 
     if config.fp32_scales:
         require_opset()
+    if config.openvino:
+        load_openvino(f'--include {" ".join(config.openvino)}')
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     model, quant = load_any(config.weights, select_device(config.device))
     if config.fp32_scales and not quant:
@@ -111,7 +111,7 @@ def load(config: ExportConfig) -> Job:
     predict = TorchModel(model)
     require_multiples(config.imgsz, predict.stride)
     files = {what: config.weights.with_name(config.weights.stem + INCLUDE[what]) for what in config.include}
-    nms, pooling = config.end2end(predict.segments) if 'onnx_end2end' in files else (None, Pooling())
+    nms, pooling = config.end2end(predict.segments) if config.with_nms else (None, Pooling())
     images = None
     if config.verify:
         data = load_data(config.verify, predict.nc, '--verify', predict.segments)
@@ -120,41 +120,49 @@ def load(config: ExportConfig) -> Job:
     return Job(config, predict, quant['recipe'] if quant else None, files, nms, pooling, images)
 
 
-def export(job: Job) -> Exported:
-    """Write the files. Returns how far their predictions are from PyTorch."""
+def export(job: Job) -> tuple[Exported, dict[str, list[str]]]:
+    """Write the files.
+
+    Returns:
+        How far the ONNX graph is from PyTorch, and what OpenVINO made of its files: name in INCLUDE → lines.
+    """
     import onnx
 
     from models.deploy.end2end import export_end2end
     from models.deploy.onnx_export import export_onnx
+    from models.deploy.openvino_export import export_openvino, export_openvino_end2end
     from utils.qat.core.files import write_text
     from utils.qat.graph.triton_config import triton_config
 
-    config = job.config
-    write = partial(
-        export_onnx,
-        job.predict.model,
-        imgsz=config.imgsz,
-        batch=config.batch_size,
-        dynamic=config.dynamic,
-        simplify=config.simplify,
-        opset=config.onnx_opset,
-        inplace=config.inplace,
-        half=job.half,
-        fp32_scales=config.fp32_scales,
-        progress=lambda steps: bar(steps, 'exporting', unit='steps'),
-        kept_float=(job.recipe or {}).get('kept_float', ()),
-    )
-    plain = job.files.get('onnx')
-    if plain:
-        done = write(plain)
-    if job.nms:
-        end2end = job.files['onnx_end2end']
-        with atomic(end2end) as tmp:
-            if not plain:
-                done = write(tmp)
-            export_end2end(plain or tmp, tmp, job.nms, job.pooling, runnable=not config.fp32_scales)
-        write_text(job.serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
-    return done
+    config, files, made = job.config, job.files, {}
+    with TemporaryDirectory() as scratch:  # for graphs that are not written themselves, but others are made of
+        plain = files.get('onnx') or Path(scratch, 'plain.onnx')
+        end2end = files.get('onnx_end2end') or Path(scratch, 'end2end.onnx')
+        done = export_onnx(
+            job.predict.model,
+            plain,
+            imgsz=config.imgsz,
+            batch=config.batch_size,
+            dynamic=config.dynamic,
+            simplify=config.simplify,
+            opset=config.onnx_opset,
+            inplace=config.inplace,
+            half=job.half,
+            fp32_scales=config.fp32_scales,
+            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+            kept_float=(job.recipe or {}).get('kept_float', ()),
+        )
+        if job.nms:
+            export_end2end(plain, end2end, job.nms, job.pooling, runnable=not config.fp32_scales)
+        if job.serving:
+            write_text(job.serving, triton_config(onnx.load(end2end), end2end.stem, config.batch_size))
+        if 'openvino' in files:
+            made['openvino'] = export_openvino(plain, files['openvino'], done.limit)
+        if job.nms and 'openvino_end2end' in files:
+            made['openvino_end2end'] = export_openvino_end2end(
+                end2end, plain, files['openvino_end2end'], job.nms, job.pooling
+            )
+    return done, made
 
 
 def build_command(path: Path, job: Job) -> str:
@@ -165,8 +173,8 @@ def build_command(path: Path, job: Job) -> str:
     return f'trtexec --onnx={path} --fp16{" --int8" * int8}  (TensorRT {"8.6" if trt == 8 else 10})'
 
 
-def report(job: Job, done: Exported) -> None:
-    """Log what was written, and how far it is from PyTorch."""
+def report(job: Job, done: Exported, made: dict[str, list[str]]) -> None:
+    """Log what was written, and how far it is from PyTorch. done, made: see `export`."""
     import onnx
 
     config, (height, width) = job.config, job.config.imgsz
@@ -185,14 +193,20 @@ def report(job: Job, done: Exported) -> None:
         + f'; allowed {done.limit:.1%}'
     )
     for what, path in job.files.items():
+        if what in made:
+            weights = path.with_suffix('.bin')
+            size = path.stat().st_size + weights.stat().st_size
+            takes = 'any batch' if config.dynamic else f'batch {config.batch_size} only; any with --dynamic'
+            LOGGER.info('\n'.join((f'-> {path} and {weights.name}, {size / 1e6:.1f} MB, {takes}', *made[what])))
+            continue
         outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
         if job.nms and what == 'onnx_end2end':
-            ran = what in job.in_onnxruntime
+            ran = what in job.runnable
             checked = 'in ONNX Runtime as by torchvision' if ran else 'not run here, only TensorRT has it'
             outputs += f' of up to {job.nms.topk_all} detections; NMS {job.nms.kind}, {checked}'
         LOGGER.info(f'-> {path}, {path.stat().st_size / 1e6:.1f} MB: {outputs}\nengine: {build_command(path, job)}')
-    if job.nms:
-        name = job.files['onnx_end2end'].stem
+    if job.nms and job.serving:
+        name = job.serving.stem
         LOGGER.info(f'-> {job.serving}: copy it to MODELS/{name}/config.pbtxt of a Triton server, docs/deepstream.md')
         if job.nms.kind == 'plugin' and config.trt == 11:
             LOGGER.warning(
@@ -201,11 +215,18 @@ def report(job: Job, done: Exported) -> None:
 
 
 def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
-    """Compare a written file with PyTorch: log the tables, write `<stem>.verify.json`. Returns whether the limits are kept.
+    """Compare a written file with PyTorch: log the tables and write a .verify.json beside it.
 
-    what: the file, a name in INCLUDE. loader: images of `data`.
+    Args:
+        job: the export.
+        what: the file, a name in INCLUDE.
+        data: of --verify.
+        loader: images of `data`.
+
+    Returns:
+        Whether the limits are kept.
     """
-    import onnxruntime
+    from importlib import import_module
 
     from models.deploy.end2end import torch_detections
     from utils.qat.core.files import sha256, write_json
@@ -214,17 +235,18 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     from utils.qat.evaluation.compare_report import comparison_tables
     from utils.qat.prediction.registry import open_file
 
-    nms = job.nms if what == 'onnx_end2end' else None
+    nms = job.nms if 'end2end' in what else None
 
     def reference(images: torch.Tensor) -> Any:
         found = job.predict(images)
         return torch_detections(found, tuple(images.shape[2:]), nms, job.pooling) if nms else found
 
     config, path, device = job.config, job.files[what], job.predict.device
-    limits = config.limits(job.int8)
+    backend, limits = 'openvino' if 'openvino' in what else config.backend, config.limits(job.int8)
+    model = open_file(path, device, backend)
     result = compare(
         reference,
-        open_file(path, device),
+        model,
         loader,
         device,
         data.names,
@@ -232,12 +254,15 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
         config.atol,
         progress=lambda it: bar(it, 'verifying'),
     )
-    excess, file = result.excess(limits), path.with_suffix('.verify.json')
+    excess = result.excess(limits)
+    # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
+    file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
+    title, notes = BACKENDS[backend].title, ''.join(f'{line}\n' for line in model.notes)
     write_json(
         file,
         {
             'settings': {**config.plain(), 'opset': config.onnx_opset},
-            'versions': {**versions(), 'onnxruntime': onnxruntime.__version__},
+            'versions': {**versions(), backend: import_module(backend).__version__},
             'onnx': {'file': path, 'sha256': sha256(path)},
             'limits': asdict(limits),
             'above_limits': excess,
@@ -246,8 +271,8 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     )
     LOGGER.log(
         RESULT,
-        f'\nPyTorch and ONNX Runtime ({path.name}) on {result.images} images of {config.verify}\n\n'
-        f'{comparison_tables(result.plain(), ("PyTorch", "ONNX Runtime"))}\n'
+        f'\nPyTorch and {title} ({path.name}) on {result.images} images of {config.verify}\n\n'
+        f'{comparison_tables(result.plain(), ("PyTorch", title))}\n{notes}'
         f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}'
         f'{f", the IoU of their masks at least {limits.mask:g}" * (result.matched_mask is not None)}: '
         f'{"exceeded" if excess else "kept"}\nresults {file}\n',
@@ -263,11 +288,11 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
 def next_commands(job: Job) -> list[str]:
     """Return the commands to type next: an evaluation, or if that was done or cannot be, the next step to an engine."""
     config = job.config
-    if not config.verify and job.in_onnxruntime and not config.fp32_scales and len(set(config.imgsz)) == 1:
+    if not config.verify and job.runnable and not config.fp32_scales and len(set(config.imgsz)) == 1:
         data = data_yaml((job.recipe or {}).get('data'))  # images are scored as squares
         return [
             command('qat.py', 'eval', '--weights', path, '--data', data, '--imgsz', config.imgsz[0])
-            for path in job.in_onnxruntime.values()
+            for path in job.runnable.values()
         ]
     return [after_scoring(path, config.imgsz[0]) for path in job.files.values()]
 
@@ -278,10 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with explain_out_of_memory(config.batch_size):
         with quiet_upstream():
             job = load(config)
-            done = export(job)
-        report(job, done)
-        kept = [verify(job, what, *job.images) for what in job.in_onnxruntime] if job.images else []
-    written = {**job.files, **({'triton': job.serving} if job.nms else {})}
+            done, made = export(job)
+        report(job, done, made)
+        kept = [verify(job, what, *job.images) for what in job.runnable] if job.images else []
+    written = {**job.files, **({'triton': job.serving} if job.serving else {})}
     finish(*(next_commands(job) if all(kept) else ()), **written)
     return 0 if all(kept) else 1
 

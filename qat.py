@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import add_options
 from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.core.command import Parser, explain_out_of_memory, require_file, resumable, run_command
@@ -304,9 +304,14 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
 
 
 def eval_(config: EvalConfig, folder: Path | None) -> None:
-    """Evaluate a quantized checkpoint, or an ONNX file in ONNX Runtime."""
-    require_file(config.weights, '--weights', ('.pt', '.pth', '.onnx'))
+    """Evaluate a quantized checkpoint, or an exported file."""
+    require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
     require_file(config.data, '--data', ('.yaml', '.yml'))
+    exported = config.weights.suffix.lower() in EXPORTED
+    if config.backend and not exported:
+        raise QatError(
+            f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
+        )
 
     import torch
 
@@ -318,8 +323,8 @@ def eval_(config: EvalConfig, folder: Path | None) -> None:
     device = select_device(config.device)
     join(device)
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
-    if config.weights.suffix == '.onnx':
-        predict: Any = open_file(config.weights, device)
+    if exported:
+        predict: Any = open_file(config.weights, device, config.backend)
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])

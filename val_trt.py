@@ -1,7 +1,7 @@
-"""Evaluate a TensorRT engine, or an ONNX file in ONNX Runtime, on the val images of a data YAML.
+"""Evaluate a TensorRT engine, or an ONNX file in ONNX Runtime or OpenVINO, on the val images of a data YAML.
 
     python val_trt.py --engine-file yolov9-c-qat.engine --data data/coco.yaml --imgsz 640
-    python val_trt.py --weights yolov9-c-qat.onnx --data data/coco.yaml --imgsz 640 --device cpu
+    python val_trt.py --weights yolov9-c-qat.onnx --data data/coco.yaml --imgsz 640 --device cpu --backend openvino
 
 The evaluation is the same as in `qat.py eval`. Images are letterboxed to the size of the file. scripts/val_trt.sh exports, builds and
 evaluates with one command.

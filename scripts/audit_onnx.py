@@ -1,5 +1,7 @@
 """Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much; nothing is built.
 
+--openvino compiles the graph and says what OpenVINO runs in INT8 on this CPU.
+
 python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """
 
@@ -7,9 +9,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
 from utils.qat.core.next_command import command
 
@@ -21,8 +25,39 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0], verbose=f'whole lists, not the first {SHOWN} lines')
     parser.add_argument('model', type=Path, metavar='MODEL.onnx', help='exported graph')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write the whole audit to FILE')
+    parser.add_argument(
+        '--openvino',
+        action='store_true',
+        help='compile the file in OpenVINO as well: layers that run in INT8 here, layers that do not and why, and their time',
+    )
     parser.add_argument('--strict', action='store_true', help='exit with 1 if there is any finding')
     return parser.parse_args(argv)
+
+
+def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple[str, dict[str, Any]]:
+    """Compile and time a file in OpenVINO.
+
+    Args:
+        file: an .onnx file; an open batch takes one image.
+        reasons: name of a convolution → why it is in float in the file.
+        shown: lines of each list; None = all.
+
+    Returns:
+        The account to read, and as plain values.
+    """
+    import torch
+
+    from utils.qat.core.device import instruction_sets
+    from utils.qat.graph.openvino_layers import layers_text, plain_layers
+    from utils.qat.prediction.openvino import OpenVINO
+
+    session = OpenVINO(file, torch.device('cpu'))
+    shapes = {name: tuple(n or 1 for n in shape) for name, shape in session.signature().inputs.items()}
+    if any(None in shape[1:] for shape in session.signature().inputs.values()):
+        raise QatError(f'{file}: leaves the image size open; export with a fixed --imgsz for --openvino')
+    found = session.profile(shapes)
+    head = f'{session.notes[0]}; {", ".join(instruction_sets()) or "instruction sets unknown"}'
+    return f'{head}\n{layers_text(found, reasons, shown)}', {'made by': head, **plain_layers(found, reasons)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,10 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = audit.load(args.model)
     with audit.naming(args.model):
         found = audit.audit(model)
-    LOGGER.log(RESULT, f'{args.model}\n{audit.audit_text(found, None if is_verbose() else SHOWN)}\n')
+    shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
+    LOGGER.log(RESULT, f'{args.model}\n{audit.audit_text(found, shown)}\n')
+    if args.openvino:
+        said, written['openvino'] = in_openvino(args.model, {c.name: c.reason for c in found.convs if c.reason}, shown)
+        LOGGER.log(RESULT, f'{said}\n')
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.json, {'file': str(args.model), **audit.plain_audit(found)})
+        write_json(args.json, written)
     finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 

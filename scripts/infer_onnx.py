@@ -1,8 +1,9 @@
-"""Detect objects in images with an exported ONNX file, by ONNX Runtime: a reference client for you to copy.
+"""Detect objects in images with an exported file, by ONNX Runtime or OpenVINO: a reference client for you to copy.
 
-It needs ONNX Runtime, NumPy and OpenCV, and nothing of this toolkit.
+It needs ONNX Runtime or OpenVINO, NumPy and OpenCV, and nothing of this toolkit.
 
-    python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--save]
+    python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--backend onnxruntime|openvino] [--save]
+    python scripts/infer_onnx.py MODEL.xml IMAGE|FOLDER [--save]
 
     image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → the file → its outputs → detections [n, 6] → the image
 
@@ -325,6 +326,48 @@ class OnnxModel:
         return dict(zip(names, self.session.run(names, {self.input.name: np.repeat(image[None], self.shape[0], 0)})))
 
 
+class OpenVINOModel:
+    """An .onnx or .xml file in OpenVINO, with the attributes of OnnxModel."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        """Load a file. device: 'cpu'."""
+        if device != 'cpu':
+            fail(f'--device {device}: OpenVINO runs on the CPU here; leave it out')
+        sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # it would report to its maker over the network
+        try:
+            import openvino
+        except ImportError as e:
+            missing(e, 'OpenVINO: pip install openvino')
+        try:
+            core = openvino.Core()
+            model = core.read_model(path)
+            if path.suffix == '.onnx' and any(op.get_type_name() == 'FakeQuantize' for op in model.get_ops()):
+                fail(f'{path}: has Q/DQ, which OpenVINO misreads in .onnx files: export_qat.py --include openvino')
+            (given,) = model.inputs
+            sizes = [None if d.is_dynamic else d.get_length() for d in given.partial_shape]
+            self.shape = [1 if n is None and not i else n for i, n in enumerate(sizes)]  # an open batch takes one image
+            if None in sizes and None not in self.shape:
+                model.reshape(self.shape)
+            # FP32 for all that is not INT8: by default a CPU with BF16 computes in BF16
+            settings = {'PERFORMANCE_HINT': 'LATENCY', 'INFERENCE_PRECISION_HINT': 'f32'}
+            self.compiled = core.compile_model(model, 'CPU', settings)
+            self.outputs = [port.any_name for port in model.outputs]
+            info = ['framework', 'names']
+            self.names = ast.literal_eval(str(model.get_rt_info(info).value)) if model.has_rt_info(info) else {}
+            self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
+        # exceptions of OpenVINO share no base class; others: several inputs, names that are no names
+        except Exception as e:
+            fail(f'{path}: OpenVINO cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
+
+    def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        """Run the file on an image, as OnnxModel does."""
+        found = self.compiled(np.repeat(image[None], self.shape[0], 0))
+        return {name: found[port] for name, port in zip(self.outputs, self.compiled.outputs)}
+
+
+BACKENDS: dict[str, Callable[[Path, str], Any]] = {'onnxruntime': OnnxModel, 'openvino': OpenVINOModel}
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that answers a mistake with one line, without the usage."""
 
@@ -364,9 +407,17 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
         default='cpu' if suffix == '.onnx' else '0',
         help='number of a GPU' + ", or 'cpu'" * (suffix == '.onnx'),
     )
+    if suffix == '.onnx':
+        parser.add_argument(
+            '--backend', choices=BACKENDS, help='what runs the file; default: onnxruntime, for an .xml openvino'
+        )
     args = parser.parse_args(argv)
-    if not args.model.is_file() or args.model.suffix != suffix:
-        fail(f'{args.model}: expected a file ending in {suffix}')
+    takes = [suffix]
+    if suffix == '.onnx':
+        args.backend = args.backend or ('openvino' if args.model.suffix == '.xml' else 'onnxruntime')
+        takes += ['.xml'] * (args.backend == 'openvino')
+    if not args.model.is_file() or args.model.suffix not in takes:
+        fail(f'{args.model}: expected a file ending in {" or ".join(takes)}')
     for flag, value in (('--conf-thres', args.conf_thres), ('--iou-thres', args.iou_thres)):
         if not 0 <= value <= 1:
             fail(f'{flag} {value}: must lie in 0 to 1')
@@ -385,7 +436,7 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
 
 
 def main(
-    open_model: Callable[[Path, str], Any] = OnnxModel,
+    open_model: Callable[[Path, str], Any] | None = None,
     suffix: str = '.onnx',
     description: str = __doc__.splitlines()[0],
     argv: Sequence[str] | None = None,
@@ -393,7 +444,7 @@ def main(
     """Detect objects in all images, and print or draw them.
 
     Args:
-        open_model: file and device → the model, with the attributes and the call of OnnxModel.
+        open_model: file and device → the model, with the attributes and the call of OnnxModel; None = what --backend says.
         suffix: suffix of the model file.
         description: first line of the help.
         argv: the arguments; None = those of this process.
@@ -402,7 +453,7 @@ def main(
         The exit code: 1 if an image could not be read, else 0.
     """
     args = parse_args(description, suffix, argv)
-    model = open_model(args.model, args.device)
+    model = (open_model or BACKENDS[args.backend])(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
     unread = total = skipped = saved = 0

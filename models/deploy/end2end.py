@@ -139,24 +139,34 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
     )
     onnx.checker.check_model(model, full_check=True)
     if nms.kind == 'standard':
-        part = onnx.utils.Extractor(model).extract_model(
-            [o.name for o in outputs], [o.name for o in model.graph.output]
-        )
-        next(o for o in part.opset_import if not o.domain).version = min(onnx_graph.opset(part), RUNS)
-        batch, _, *imgsz = _shape(given)
-        made = made_predictions(nms, max(imgsz), *map(_shape, outputs))
-        _check(_run(part, dict(zip((o.name for o in outputs), made))), made, nms, pooling)
+        part = nms_part(model, [o.name for o in outputs])
+        batch, _, *imgsz = shape_of(given)
+        made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
+        found = _run(part, dict(zip((o.name for o in outputs), made)))
+        check_detections(found, made, nms, pooling, 'ONNX Runtime')
         if runnable:
             whole = onnx.ModelProto()
             whole.CopyFrom(model)
             whole.graph.output.extend(outputs)
             returned = _run(whole, {given.name: made_images(batch, imgsz)})
-            _check(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling)
+            check_detections(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling, 'ONNX Runtime')
     with atomic(path) as tmp:
         onnx.save(model, tmp)
 
 
-def _shape(value: onnx.ValueInfoProto) -> list[int]:
+def nms_part(model: onnx.ModelProto, predictions: Sequence[str]) -> onnx.ModelProto:
+    """Cut out the part of a graph behind the predictions, in an opset that ONNX Runtime knows wholly.
+
+    Args:
+        model: the graph with NMS inside.
+        predictions: names of the tensors that the part begins with.
+    """
+    part = onnx.utils.Extractor(model).extract_model(list(predictions), [o.name for o in model.graph.output])
+    next(o for o in part.opset_import if not o.domain).version = min(onnx_graph.opset(part), RUNS)
+    return part
+
+
+def shape_of(value: onnx.ValueInfoProto) -> list[int]:
     """Read the shape of a graph's input or output; 3 for an open batch axis."""
     return [d.dim_value or 3 for d in value.type.tensor_type.shape.dim]
 
@@ -196,7 +206,9 @@ def _run(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[tor
     ]
 
 
-def _check(outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling) -> None:
+def check_detections(
+    outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling, engine: str
+) -> None:
     """Compare a file's outputs with torchvision.
 
     Args:
@@ -204,6 +216,7 @@ def _check(outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: N
         made: outputs of the plain file, which `outputs` follow from.
         nms: settings.
         pooling: settings.
+        engine: name of the one that computed `outputs`, for the message.
 
     Raises:
         QatError: detections or masks differ from `torch_nms` and `torch_masks`.
@@ -214,12 +227,12 @@ def _check(outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: N
         found = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
         if not torch.equal(found[:number], wanted[:, :6]) or found[number:].any():
             raise QatError(
-                f'NMS in ONNX Runtime finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
+                f'NMS in {engine} finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
                 'please report this model. No file was written'
             )
     for p in prototypes:
         for number, found, wanted in zip(outputs[0], outputs[4], torch_masks(rows, p, pooling)):
             if not torch.allclose(found[:number], wanted, rtol=0, atol=MASK_TOLERANCE) or found[number:].any():
                 raise QatError(
-                    'masks in ONNX Runtime are not those of torchvision; please report this model. No file was written'
+                    f'masks in {engine} are not those of torchvision; please report this model. No file was written'
                 )

@@ -15,13 +15,13 @@ from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.prediction.registry import open_file
 
 
-def load_model(path: Path, device: torch.device, backend: str = 'tensorrt') -> TorchModel | FileModel:
-    """Load the model of a checkpoint (float or quantized), an ONNX file or an engine.
+def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
+    """Load the model of a checkpoint (float or quantized), an exported file, such as an engine.
 
     Args:
         path: ends in one of CHECKPOINTS or EXPORTED (config/backends.py).
         device: of the model and its inputs.
-        backend: a key of BACKENDS (config/backends.py), for an engine.
+        backend: a key of BACKENDS (config/backends.py), for an exported file; None = the first that takes it.
 
     Returns:
         A callable, images → predictions; see utils/qat/prediction/file_model.py.

@@ -26,7 +26,7 @@ from models.deploy.onnx_export import export_onnx
 from models.quantize.checkpoint import kind_of, load_any
 from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
-from utils.qat.benchmark.model_files import BATCHES, networks_of, shapes_of
+from utils.qat.benchmark.model_files import BATCHES, Network, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.timing import LEAST, HostClock, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
@@ -34,9 +34,11 @@ from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.onnxruntime import OnnxRuntime
+from utils.qat.prediction.openvino import OpenVINO
 from utils.qat.prediction.pytorch import PyTorch
 
 CPU = torch.device('cpu')
+FLOATS = OpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
 SIZE = 64  # pixels
 
 
@@ -160,6 +162,8 @@ def test_the_summary_is_laid_out_as_trtexecs(gpu):
             'h2d': moved,
             'd2h': moved,
             'enqueue': moved,
+            'streams': None,
+            'notes': [],
             'host_seconds': 3.0,
             'compute_seconds': 2.9,
         }
@@ -328,10 +332,18 @@ def cases(files, names, **options):
 
 def test_by_default_all_that_can_run_here_is_measured(files):
     found, out = cases(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
-    ours = [('demo.onnx', 'onnxruntime', 'fp32'), ('demo.pt', 'pytorch', 'fp32'), ('int8.onnx', 'onnxruntime', 'int8')]
+    ours = [
+        ('demo.onnx', 'onnxruntime', 'fp32'),
+        *[('demo.onnx', 'openvino', precision) for precision in FLOATS],
+        ('demo.pt', 'pytorch', 'fp32'),
+        ('int8.onnx', 'onnxruntime', 'int8'),
+        ('int8.onnx', 'openvino', 'int8'),
+    ]
+    assert FLOATS[0] == 'fp32' and set(FLOATS) <= {'fp32', 'bf16', 'fp16'}
     assert found == [
         *[(*case, batch) for case in ours for batch in BATCHES],
         ('half.onnx', 'onnxruntime', 'int8', 1),
+        ('half.onnx', 'openvino', 'int8', 1),
         *[('int8.pt', 'pytorch', 'int8', batch) for batch in BATCHES],
     ]
     assert [line.split(': ')[-1] for line in out] == [
@@ -345,7 +357,7 @@ def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_
     for name, source in (('a.onnx', 'demo.onnx'), ('a.pt', 'int8.pt')):
         (tmp_path / name).write_bytes((files / source).read_bytes())
     found, out = cases(tmp_path, ['a.onnx'], batch=(1,))
-    assert found == [('a.onnx', 'onnxruntime', 'fp32', 1)] and 'a.pt beside it is no float one' in out[-1]
+    assert {case[1] for case in found} == {'onnxruntime', 'openvino'} and 'a.pt beside it is no float one' in out[-1]
 
 
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
@@ -373,9 +385,12 @@ BAD = [
         'is FP32, and ONNX Runtime computes in the types of the file',
     ),
     (['{}/demo.pt', '--precision', 'fp16'], 'FP16 is for GPUs'),
-    (['{}/demo.onnx', '--precision', 'int4'], 'must be of fp32, fp16, int8'),
+    (['{}/demo.onnx', '--precision', 'int4'], 'must be of fp32, bf16, fp16, int8'),
     (['{}/demo.onnx', '--backend', 'tensorrt'], 'TensorRT: needs an NVIDIA GPU'),
-    (['{}/demo.onnx', '--backend', 'openvino'], 'must be of tensorrt, rtx, onnxruntime, pytorch'),
+    (['{}/demo.onnx', '--backend', 'opencv'], 'must be of tensorrt, rtx, onnxruntime, openvino, pytorch'),
+    (['{}/demo.onnx', '--backend', 'openvino', '--precision', 'int8'], 'has no Q/DQ, so nothing in it can be INT8'),
+    (['{}/int8.onnx', '--backend', 'openvino', '--precision', 'fp32'], 'give the float model for FP32'),
+    (['{}/half.onnx', '--backend', 'openvino', '--batch', '2'], 'fixed batch of 1'),
     (['{}/demo.pt', '--backend', 'onnxruntime'], 'ONNX Runtime does not run .pt'),
     (['{}/net.onnx', '--imgsz', '64', '--backend', 'pytorch'], 'there is no net.pt beside it'),
     (['{}/net.onnx'], '--imgsz: .*leaves the image size of image open'),
@@ -390,7 +405,7 @@ BAD = [
     (['{}/demo.onnx', '--warmup', '-1'], '--warmup'),
     (['{}/broken.onnx'], 'no valid ONNX file'),
     (['{}/broken.pt'], 'not a PyTorch checkpoint'),
-    (['{}/notes.txt'], r'expected a file ending in .onnx or .engine or .pt or .pth'),
+    (['{}/notes.txt'], r'expected a file ending in .onnx or .xml or .engine or .pt or .pth'),
 ]
 
 
@@ -429,6 +444,8 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
             '10ms',
             '--device',
             'cpu',
+            '--precision',
+            'fp32,int8',
             '--project',
             tmp_path,
             '--name',
@@ -449,16 +466,19 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     rows = [(Path(r['model']).name, r['backend'], r['types'], r['batch']) for r in report['results']]
     ran = [
         ('demo.onnx', 'ONNX Runtime', 'FP32'),
+        ('demo.onnx', 'OpenVINO', 'FP32'),
         ('demo.pt', 'PyTorch', 'FP32'),
         ('int8.onnx', 'ONNX Runtime', 'INT8 and FP32'),
+        ('int8.onnx', 'OpenVINO', 'INT8 and FP32'),
         ('int8.pt', 'PyTorch', 'INT8 simulated'),
         ('net.onnx', 'ONNX Runtime', 'FP32'),
+        ('net.onnx', 'OpenVINO', 'FP32'),
     ]
     assert rows == [(*series, batch) for series in ran for batch in (1, 2)]
     for r in report['results']:
         assert r['images_per_s'] == pytest.approx(r['batch'] * r['qps']) and r['parameters'] > 0 and r['layers'] > 0
         assert r['size_bytes'] == os.path.getsize(r['model']) and r['usage']['peak_mib'] > 0
-    assert len(report['left_out']) == 3 and all(f'left out: {line}' in out for line in report['left_out'])
+    assert len(report['left_out']) == 6 and all(f'left out: {line}' in out for line in report['left_out'])
     assert out.count('=== Performance summary ===') == len(rows) and 'there is no net.pt beside it' in out
     text = (folder / 'benchmark.md').read_text()
     assert text.count('=== Performance summary ===') == len(rows) and all(

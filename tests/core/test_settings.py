@@ -73,7 +73,7 @@ BAD = [
     (qat.QuantizeConfig, 'mask_ratio', '0'),
     (qat.SensitiveConfig, 'granularity', 'net'),
     (qat.EvalConfig, 'imgsz', '31'),
-    (qat.FileEvalConfig, 'backend', 'onnxruntime'),
+    (qat.FileEvalConfig, 'backend', 'pytorch'),
     (export.ExportConfig, 'include', 'engine'),
     (export.ExportConfig, 'imgsz', '16'),
     (export.ExportConfig, 'trt', '9'),

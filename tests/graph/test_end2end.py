@@ -11,7 +11,7 @@ from graphs import copy, dims, graph_of, node, run_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
 
-from models.deploy.end2end import _check, export_end2end, made_predictions, torch_nms
+from models.deploy.end2end import check_detections, export_end2end, made_predictions, torch_nms
 from models.deploy.onnx_export import export_onnx
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
@@ -486,7 +486,7 @@ def test_the_check_of_the_export_sees_what_differs(what):
     outputs = [torch.from_numpy(out) for out in run_onnx(bare(nms, 2, 3, 400), {'x': predictions.numpy()})]
     assert outputs[0].tolist() == [[10], [0]]
     if what is None:
-        return _check(outputs, [predictions], nms, None)
+        return check_detections(outputs, [predictions], nms, None, 'ONNX Runtime')
     CHANGES[what](*outputs)
     with pytest.raises(QatError, match='NMS in ONNX Runtime.*No file was written'):
-        _check(outputs, [predictions], nms, None)
+        check_detections(outputs, [predictions], nms, None, 'ONNX Runtime')

@@ -18,7 +18,7 @@ from zoo import program
 
 from models.deploy.end2end import (
     MASK_TOLERANCE,
-    _check,
+    check_detections,
     export_end2end,
     made_predictions,
     torch_detections,
@@ -487,10 +487,10 @@ def test_the_check_of_the_export_sees_what_differs(what):
     outputs = [torch.from_numpy(out) for out in run_bare(bare(nms, pooling, 2, number=400), *(m.numpy() for m in made))]
     assert outputs[0].tolist() == [[10], [0]] and (outputs[4][0] - 0.5).abs().mean() > 50 * MASK_TOLERANCE
     if what is None:
-        return _check(outputs, made, nms, pooling)
+        return check_detections(outputs, made, nms, pooling, 'ONNX Runtime')
     CHANGES[what](outputs[4])
     with pytest.raises(QatError, match='masks in ONNX Runtime.*No file was written'):
-        _check(outputs, made, nms, pooling)
+        check_detections(outputs, made, nms, pooling, 'ONNX Runtime')
 
 
 def settings_of(**changes):

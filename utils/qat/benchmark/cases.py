@@ -20,7 +20,7 @@ from utils.qat.prediction.registry import session_of
 class Case:
     network: Network
     backend: str  # one of BACKENDS
-    precision: str  # fp32, fp16 or int8; '' for an engine that does not tell
+    precision: str  # of MEASURED; '' for an engine that does not tell
     batch: int
     inputs: dict  # name → (torch.dtype, shape); empty for an engine, which says it when it is loaded
 
@@ -104,7 +104,11 @@ def not_possible(network, backend, impossible, device):
     if network.precision != 'int8' and 'int8' in impossible:
         return f'{network.file} has no Q/DQ, so nothing in it can be INT8; give the export of the quantized checkpoint (qat.py quantize)'
     if network.precision == 'int8':
-        return f'{network.file} is INT8; give the float model for FP32 and FP16'
+        return f'{network.file} is INT8; give the float model for {", ".join(p.upper() for p in impossible)}'
+    if backend == 'openvino':
+        return f'this CPU has no instructions for it; what it has: {", ".join(session_of(backend).precisions(network, device))}'
+    if 'bf16' in impossible:
+        return 'BF16 is measured in OpenVINO only; leave it out, or give --backend openvino'
     if backend == 'pytorch':
         return f'PyTorch is measured in FP32 on --device {device}: FP16 is for GPUs'
     return f'{network.file} is {network.types}, and {BACKENDS[backend].title} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
@@ -138,6 +142,8 @@ def run_case(case, config, device, load, usage, say):
                 size_bytes=session.size,
                 parameters=session.parameters or network.parameters,
                 layers=session.layers or network.layers,
+                streams=session.streams,
+                notes=list(session.notes),
                 usage=usage.since(begun, busy),
             )
     except torch.cuda.OutOfMemoryError as e:

@@ -1,6 +1,6 @@
 """What a file is before it runs: its inputs, its types, its size.
 
-in:  an .onnx of anybody's, an .engine, a YOLOv9 checkpoint
+in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a YOLOv9 checkpoint
 out: a Network, and the shapes that its inputs have for a batch
 """
 
@@ -15,6 +15,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
+from utils.qat.graph.openvino_layers import quantized_convs
+from utils.qat.graph.openvino_model import load_openvino, read_model
 
 DTYPES = {
     'FLOAT': torch.float32,
@@ -27,6 +29,17 @@ DTYPES = {
     'INT64': torch.int64,
     'BOOL': torch.bool,
 }  # ONNX → torch.dtype
+OPENVINO_DTYPES = {
+    'f32': torch.float32,
+    'f16': torch.float16,
+    'f64': torch.float64,
+    'i8': torch.int8,
+    'u8': torch.uint8,
+    'i16': torch.int16,
+    'i32': torch.int32,
+    'i64': torch.int64,
+    'boolean': torch.bool,
+}  # OpenVINO → torch.dtype
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
 IMGSZ = 640, 640  # of a checkpoint, which has none of its own
 
@@ -59,8 +72,9 @@ def networks_of(files, imgsz, kind_of):
     """
     found = []
     for file in dict.fromkeys(files):
-        require_file(file, 'MODEL', ('.onnx', '.engine', '.pt', '.pth'))
-        found.append({'.onnx': _onnx, '.engine': _engine}.get(file.suffix.lower(), _checkpoint)(file, imgsz, kind_of))
+        require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt', '.pth'))
+        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine}.get(file.suffix.lower(), _checkpoint)
+        found.append(read(file, imgsz, kind_of))
     for network in found:
         if network.file.suffix.lower() == '.onnx':
             _pair(network, network.file.with_suffix('.pt'), files, kind_of)
@@ -109,6 +123,21 @@ def _onnx(file, imgsz, kind_of):
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     own = fixed_batch(inputs)
     return Network(file, inputs, types, (own,) if own else BATCHES, parameters_of(graph), layers)
+
+
+def _xml(file, imgsz, kind_of):
+    model, inputs = read_model(load_openvino(str(file)).Core(), file), {}
+    for port in model.inputs:
+        kind = port.get_element_type().get_type_name()
+        if kind not in OPENVINO_DTYPES:
+            raise QatError(
+                f'{file}: input {port.any_name} is of type {kind}; the benchmark can feed {", ".join(OPENVINO_DTYPES)}'
+            )
+        shape = tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
+        inputs[port.any_name] = OPENVINO_DTYPES[kind], shape
+    types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
+    own = fixed_batch(inputs)
+    return Network(file, inputs, types, (own,) if own else BATCHES)
 
 
 def parameters_of(graph):

@@ -44,6 +44,8 @@ def summary(result):
             *[line(name, result[key]) for name, key in timed if result[key]],
             f'Total Host Walltime: {result["host_seconds"]:.6g} s',
             f'Total {what}: {result["compute_seconds"]:.6g} s',
+            *([f'Throughput in streams: {result["streams"]}'] if result['streams'] else []),
+            *result['notes'],
         ]
     )
 
@@ -65,6 +67,15 @@ def model_table(results):
     )
 
 
+def speed_up(result, results):
+    """How many times as fast as FP32 a result is, by the median of the model: in the same backend, at the same batch.
+
+    None where `results` have no FP32 there, or that of several models.
+    """
+    floats = [r for r in results if r['precision'] == 'fp32' and all(r[k] == result[k] for k in ('backend', 'batch'))]
+    return floats[0]['compute']['median'] / result['compute']['median'] if len(floats) == 1 else None
+
+
 def result_table(results):
     """Times, throughput, memory and utilisation: a row per measurement."""
     rows = []
@@ -76,6 +87,7 @@ def result_table(results):
                 *series(r),
                 r['batch'],
                 *model,
+                _number(speed_up(r, results), '.2f'),
                 _number(r['h2d'] and r['latency']['median']),
                 f'{r["qps"]:.1f}',
                 f'{r["images_per_s"]:.1f}',
@@ -92,6 +104,7 @@ def result_table(results):
             'batch',
             'model median (ms)',
             'p99',
+            'times FP32',
             'end to end (ms)',
             'qps',
             'images/s',
@@ -103,20 +116,27 @@ def result_table(results):
     )
 
 
+def notes(results):
+    """Lines about what engines made of their files, each once, as Markdown."""
+    return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
+
+
 def markdown(report):
     """benchmark.md."""
     machine = report['machine']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
+    able, made = machine['instructions'], notes(report['results'])
     parts = [
         '# Benchmark',
         escaped(
-            f'{machine["device"]}, {machine["threads"]} CPU threads; '
+            f'{machine["device"]}{able and f" ({able})"}, {machine["threads"]} CPU threads; '
             + ', '.join(f'{k} {v}' for k, v in machine['versions'].items())
             + '.'
         ),
         f'{report["settings"]["duration"]:g} s each, after {report["settings"]["warmup"]:g} ms to warm up. What the figures mean and which can be '
         'compared: docs/benchmark.md of yolov9-qat.',
         result_table(report['results']),
+        *(['\n'.join(f'- {line}' for line in made)] if made else []),
         model_table(report['results']),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '![latency](latency.png)',

@@ -4,12 +4,13 @@ Two questions are asked one after the other, each for its share of the time (trt
 - How long does one query take? Queries go one at a time: inputs to the device, compute, outputs back, wait. CUDA events
   between the parts on a GPU, the clock of the host on a CPU.
 - How many can be served? On a GPU queries wait in line, so that it never waits for the host; inputs and outputs stay on it, as
-  trtexec 11 has it by default. On a CPU there is nothing to put in line: the queries of the first question count.
+  trtexec 11 has it by default. On a CPU there is nothing to put in line: OpenVINO answers several in streams, and of the others the
+  queries of the first question count.
 """
 
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class Result:
     precision: str  # that was asked for: fp32, fp16 or int8; '' if nothing tells
     batch: int  # images per query
     queries: int  # one at a time
-    qps: float  # queries per second: on a GPU those in line
+    qps: float  # queries per second: on a GPU those in line, in OpenVINO those in streams
     images_per_s: float
     latency: dict  # end to end: h2d + compute + d2h of each query
     compute: dict  # of the model alone
@@ -50,10 +51,14 @@ class Result:
     d2h: dict
     enqueue: dict  # until the host is done with ordering a query; None on a CPU
     host_seconds: float  # that the throughput was measured for
-    compute_seconds: float  # of that, in the model
+    compute_seconds: float  # of that, in the model; of several streams their sum
     size_bytes: int  # of the file that ran
     parameters: int
     layers: int
+    streams: int = (
+        None  # that answered several queries at once, for the throughput; None where one was answered after the other
+    )
+    notes: list = field(default_factory=list)  # lines about what the engine made of the file
     usage: dict = None  # see Usage.since
 
     def plain(self):
@@ -134,9 +139,11 @@ def measure(session, warmup, duration):
     clock = DeviceClock if gpu else HostClock
     with torch.cuda.stream(session.stream):
         one_at_a_time(session, clock, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu else duration)
+        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu or session.serves else duration)
         queries = len(samples['compute'])
-        served = in_line(session, clock, duration / 2) if gpu else (queries, seconds, sum(samples['compute']) / 1000)
+        served = queries, seconds, sum(samples['compute']) / 1000
+        if gpu or session.serves:
+            served = in_line(session, clock, duration / 2) if gpu else session.serve(duration / 2, LEAST)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
     return {
         'queries': queries,

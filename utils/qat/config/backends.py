@@ -1,6 +1,12 @@
 """The table of backends, which run files. A line names the file in utils/qat/prediction/ with its code."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from utils.qat.core.errors import QatError
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,40 @@ BACKENDS = {  # --backend → Backend
         'TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')
     ),  # its wheels alone bring the second
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
+    'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
     'pytorch': Backend(
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
     ),  # of an .onnx the checkpoint that it was exported from
 }
 CHECKPOINTS = ('.pt', '.pth')
 EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))
+PREDICTING = tuple(name for name, backend in BACKENDS.items() if backend.predicts)
 ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)
+
+
+def backends_for(files: Sequence[Path], given: Sequence[str] | None) -> list[str | None]:
+    """Assign the backends of --backend to files.
+
+    Args:
+        files: of any kind.
+        given: None; one, for each file that it takes; or one for each file.
+
+    Returns:
+        A backend for each file, None = the first that takes it.
+
+    Raises:
+        QatError: none of the files is for the one backend, or there are too many of them.
+    """
+    if given is None:
+        return [None] * len(files)
+    if len(given) == len(files):
+        return list(given)
+    if len(given) > 1:
+        raise QatError(f'--backend {",".join(given)}: give one, or one for each of the {len(files)} models')
+    (name,) = given
+    takes = BACKENDS[name].predicts
+    if not any(file.suffix.lower() in takes for file in files):
+        raise QatError(
+            f'--backend {name}: {BACKENDS[name].title} runs {" and ".join(takes)} files, and neither {" nor ".join(map(str, files))} is one'
+        )
+    return [name if file.suffix.lower() in takes else None for file in files]

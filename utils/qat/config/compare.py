@@ -5,8 +5,9 @@ from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.backends import ENGINES
-from utils.qat.config.common import DEVICE, ENGINE_BACKEND, OR_ALL, SIZE, TOLERANCE, FolderConfig
+from utils.qat.config.backends import PREDICTING
+from utils.qat.config.common import DEVICE, OR_ALL, SIZE, TOLERANCE, FolderConfig
+from utils.qat.config.engine import words
 from utils.qat.config.settings import Range, option
 
 
@@ -14,8 +15,8 @@ from utils.qat.config.settings import Range, option
 class CompareConfig(FolderConfig):
     """Settings of `compare_outputs.py`."""
 
-    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx or .engine', metavar='A', positional=True)
-    other: Path = option(MISSING, 'checkpoint (.pt), .onnx or .engine', metavar='B', positional=True)
+    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='A', positional=True)
+    other: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='B', positional=True)
     data: Path | None = option(
         None, 'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class'
     )
@@ -35,7 +36,13 @@ class CompareConfig(FolderConfig):
         (0.0, 0.0, 0.0), "mean of a classifier's images, in 0..1, such as 0.485 0.456 0.406"
     )
     std: tuple[float, ...] = option((1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225')
-    backend: str = option(ENGINE_BACKEND, 'library for engines: TensorRT or TensorRT-RTX', allowed=ENGINES)
+    backend: tuple[str, ...] | None = option(
+        None,
+        f'what runs exported files, of {", ".join(PREDICTING)}: one, or one for each model, such as onnxruntime,openvino; '
+        'default: the first of them that takes the file',
+        parse=words,
+        allowed=PREDICTING,
+    )
     seed: int = option(57, 'seed of --random')
     project: Path = Path('runs/compare')
 

@@ -10,7 +10,8 @@ from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig
 from utils.qat.config.settings import Range, Settings, Sides, option
 from utils.qat.core.errors import QatError
 
-PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')
+PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
+MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
 MEMORY = Range(1, words='be 1 (MiB) or more')
 
@@ -99,7 +100,7 @@ class BenchmarkConfig(FolderConfig):
     """Settings of `benchmark_trt.py`."""
 
     models: tuple[Path, ...] = option(
-        MISSING, '.onnx (any network), .engine, or .pt (YOLOv9)', metavar='MODEL', positional=True
+        MISSING, '.onnx or .xml (any network), .engine, or .pt (YOLOv9)', metavar='MODEL', positional=True
     )
     batch: tuple[int, ...] | None = option(  # see model_files.Network
         None,
@@ -109,9 +110,9 @@ class BenchmarkConfig(FolderConfig):
     )
     precision: tuple[str, ...] | None = option(
         None,
-        f'one or more of {",".join(PRECISIONS[1:])}; default: all that the file and the backend have',
+        f'one or more of {",".join(MEASURED)}; default: all that the file and the backend have',
         parse=words,
-        allowed=PRECISIONS[1:],
+        allowed=MEASURED,
     )
     imgsz: Sides | None = option(
         None,

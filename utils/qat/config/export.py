@@ -18,7 +18,12 @@ END2END = (
 )  # outputs of a file with NMS inside, as the plugin has them
 MASKS = 'det_masks'  # the fifth output, of a segmentation model
 # --include → end of the file's name, behind the stem of the weights
-INCLUDE = {'onnx': '.onnx', 'onnx_end2end': '-end2end.onnx'}
+INCLUDE = {
+    'onnx': '.onnx',
+    'onnx_end2end': '-end2end.onnx',
+    'openvino': '.xml',
+    'openvino_end2end': '-end2end.xml',
+}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
 MASK_OPSET = 16  # the first with a RoiAlign that takes coordinates as they are: the centre of a pixel is at a half
@@ -99,8 +104,8 @@ class TargetConfig(Settings):
             )
 
 
-INSIDE = 'NMS inside the file (--include onnx_end2end)'
-MASKS_INSIDE = 'masks inside the file (--include onnx_end2end, segmentation models)'
+INSIDE = 'NMS inside the file (--include onnx_end2end or openvino_end2end)'
+MASKS_INSIDE = 'masks inside the file (--include onnx_end2end or openvino_end2end, segmentation models)'
 
 
 @dataclass(frozen=True)
@@ -122,12 +127,17 @@ class ExportConfig(TargetConfig):
     device: str = option('cpu', "device for tracing: 'cpu' or a GPU number")
     verify: Path | None = option(
         None,
-        'compare the file in ONNX Runtime with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
+        'compare the file with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
         'its limit',
         metavar='DATA.yaml',
     )
     verify_images: int = option(
         100, 'number of images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
+    )
+    backend: str = option(
+        'onnxruntime',
+        'what runs .onnx files for --verify; OpenVINO runs its own anyway',
+        allowed=('onnxruntime', 'openvino'),
     )
     rtol: float = option(1e-3, 'relative tolerance of --verify, as in numpy.isclose', allowed=TOLERANCE)
     atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
@@ -139,7 +149,7 @@ class ExportConfig(TargetConfig):
     nms: str | None = option(
         None,
         f'plugin: {PLUGIN}, only for TensorRT. standard: operators of ONNX, for ONNX Runtime too. '
-        'Default: plugin; with --trt 11 and for a segmentation model: standard',
+        'Default: plugin; with --trt 11, with openvino_end2end and for a segmentation model: standard',
         allowed=tuple(NMS_LIMITS),
         group=INSIDE,
     )
@@ -166,10 +176,28 @@ class ExportConfig(TargetConfig):
         group=MASKS_INSIDE,
     )
 
+    @property
+    def openvino(self) -> list[str]:
+        """The files of --include that are for OpenVINO."""
+        return [name for name in self.include if name.startswith('openvino')]
+
+    @property
+    def with_nms(self) -> list[str]:
+        """The files of --include with NMS inside."""
+        return [name for name in self.include if name.endswith('end2end')]
+
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""
         idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
-        yield idle and 'onnx_end2end' not in self.include, f'{idle}: only with --include onnx_end2end'
+        yield idle and not self.with_nms, f'{idle}: only with --include onnx_end2end or openvino_end2end'
+        yield (
+            'openvino_end2end' in self.include and self.nms == 'plugin',
+            f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard',
+        )
+        yield (
+            self.openvino and self.fp32_scales,
+            f'--fp32-scales: not with --include {" ".join(self.openvino)}; it is for TensorRT 11, leave it out',
+        )
         yield (
             self.half and self.trt != 11,
             f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
@@ -196,6 +224,10 @@ class ExportConfig(TargetConfig):
             f'--verify needs a square --imgsz (one number): images are letterboxed to squares, not to '
             f'{" x ".join(map(str, self.imgsz))}',
         )
+        yield (
+            self.backend != ExportConfig.backend and not self.verify,
+            f'--backend {self.backend}: only with --verify',
+        )
 
     def _given(self, names: Iterable[str]) -> str:
         """List the flags of the settings that are not at their defaults."""
@@ -206,7 +238,8 @@ class ExportConfig(TargetConfig):
 
         segments: whether the model gives masks.
         """
-        kind = self.nms or ('standard' if segments or self.trt == 11 else 'plugin')
+        openvino = 'openvino_end2end' in self.include
+        kind = self.nms or ('standard' if segments or self.trt == 11 or openvino else 'plugin')
         masks = self._given(f.name for f in fields(Pooling))
         check(
             [
@@ -229,7 +262,7 @@ class ExportConfig(TargetConfig):
                     f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
                 ),
                 (
-                    self.verify and kind == 'plugin' and 'onnx' not in self.include,
+                    self.verify and kind == 'plugin' and not {'onnx', 'openvino'} & set(self.include),
                     f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard',
                 ),
             ]

@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.backends import ENGINES
-from utils.qat.config.common import ENGINE_BACKEND, OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig
+from utils.qat.config.backends import PREDICTING
+from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig
 from utils.qat.config.settings import Range, option
 from utils.qat.core.errors import check
 
@@ -56,26 +56,30 @@ class ModelConfig(FolderConfig, LoaderConfig):
 class EvalConfig(ModelConfig):
     """Settings of `qat.py eval`."""
 
-    weights: Path = option(MISSING, 'checkpoint (.pt), or .onnx')
+    weights: Path = option(MISSING, 'checkpoint (.pt), .onnx or .xml')
     _: KW_ONLY
     project: Path = Path('runs/qat_eval')
     conf_thres: float = option(0.001, 'lowest score that counts', allowed=SHARE)
     iou_thres: float = option(0.7, 'IoU above which NMS drops a box', allowed=SHARE)
     square: bool = option(
         False,
-        'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx); default: rectangles, as val.py',
+        'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx and .xml); default: rectangles, as val.py',
     )
     save_json: bool = True  # write the detections, in COCO's result format
-    backend: str = ENGINE_BACKEND
+    backend: str | None = option(
+        None,
+        f'what runs an exported file; default: the first of {", ".join(PREDICTING)} that takes it',
+        allowed=PREDICTING,
+    )
 
 
 @dataclass(frozen=True)
 class FileEvalConfig(EvalConfig):
     """Settings of `val_trt.py`: an exported file, which sees square images."""
 
-    weights: Path = option(MISSING, 'MODEL.engine or MODEL.onnx', '--engine-file', metavar='FILE')
+    weights: Path = option(MISSING, 'MODEL.engine, MODEL.onnx or MODEL.xml', '--engine-file', metavar='FILE')
     _: KW_ONLY
-    device: str = option('', "GPU number, or 'cpu' for ONNX; default: the first GPU, else the CPU")
+    device: str = option('', "GPU number, or 'cpu' for .onnx and .xml; default: the first GPU, else the CPU")
     batch_size: int = option(10, 'images read at once; the file gets them in parts of its own batch', allowed=Range(1))
     imgsz: int = option(640, 'image size in pixels; it must be the size of the file', *SIZE, allowed=Range(32))
     project: Path = Path('runs/val_trt')
@@ -83,7 +87,6 @@ class FileEvalConfig(EvalConfig):
     iou_thres: float = option(0.7, 'IoU above which NMS drops a box; no effect with NMS inside the file', allowed=SHARE)
     square: bool = option(False, '')  # always
     save_json: bool = option(False, "write the detections to predictions.json, in COCO's result format")
-    backend: str = option(ENGINE_BACKEND, 'library for engines: TensorRT or TensorRT-RTX', allowed=ENGINES)
 
 
 @dataclass(frozen=True, kw_only=True)

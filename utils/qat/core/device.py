@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from utils.qat.core.distributed import rank, world_size
@@ -10,6 +11,19 @@ from utils.qat.core.errors import QatError
 
 if TYPE_CHECKING:
     import torch
+
+INSTRUCTIONS = {
+    'AVX2': 'avx2',
+    'AVX-VNNI': 'avx_vnni',
+    'AVX-512': 'avx512f',
+    'AVX512-VNNI': 'avx512_vnni',
+    'AVX512-BF16': 'avx512_bf16',
+    'AMX-INT8': 'amx_int8',
+    'AMX-BF16': 'amx_bf16',
+    'NEON-DOT': 'asimddp',
+    'I8MM': 'i8mm',
+    'SVE': 'sve',
+}  # name → flag of Linux
 
 
 def select_device(text: str) -> torch.device:
@@ -74,3 +88,13 @@ def describe(device: torch.device) -> str:
 
     name = f'{device} ({torch.cuda.get_device_name(device)})' if device.type == 'cuda' else str(device).upper()
     return name + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
+
+
+def instruction_sets() -> list[str]:
+    """Name the instructions of this CPU that decide how fast INT8 and BF16 are; empty where the system does not tell."""
+    try:
+        text = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
+    except OSError:
+        return []
+    flags = set(next((line for line in text.splitlines() if line.startswith(('flags', 'Features'))), '').split())
+    return [name for name, flag in INSTRUCTIONS.items() if flag in flags]

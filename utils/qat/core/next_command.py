@@ -33,16 +33,16 @@ def data_yaml(path: object) -> str:
     return path if isinstance(path, str) and os.path.isfile(path) else DATA
 
 
-def after_scoring(model: Path, imgsz: int, backend: str = 'tensorrt') -> str:
-    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine → benchmark.
+def after_scoring(model: Path, imgsz: int, backend: str | None = None) -> str:
+    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine or .xml → benchmark.
 
     Args:
         model: the file that was scored.
         imgsz: pixels.
-        backend: a key of BACKENDS.
+        backend: the key of BACKENDS that scored it; None = the default for such files. A file that OpenVINO ran needs no engine.
     """
-    by = [] if backend == 'tensorrt' else ['--backend', backend]
-    if model.suffix == '.engine':
+    by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
+    if model.suffix in ('.engine', '.xml') or backend == 'openvino':
         return command('benchmark_trt.py', model, *by)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py', model, *by)

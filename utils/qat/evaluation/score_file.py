@@ -66,6 +66,8 @@ def score_file(predict: Any, config: EvalConfig, device: torch.device, folder: P
     following = after_scoring(config.weights, config.imgsz, config.backend)
     on_first(write_scores)(folder, config, metrics, describe(device), following)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
+    for line in predict.notes if exported else ():
+        LOGGER.log(RESULT, line)
     LOGGER.log(RESULT, '\n' + '\n\n'.join(tables(metrics)) + '\n')
     finish(following, results=folder, report=folder / 'report.md')
     return metrics

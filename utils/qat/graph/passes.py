@@ -11,7 +11,19 @@ import onnx
 from onnx import ModelProto, NodeProto, numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, producers, readers
+from utils.qat.graph.onnx_graph import (
+    QDQ,
+    Graph,
+    attribute,
+    constants,
+    count_qdq,
+    is_half,
+    moved_inputs,
+    producers,
+    readers,
+)
+
+OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
 
 
 def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
@@ -165,6 +177,95 @@ def quantize_moves(model: ModelProto) -> ModelProto:
     del model.graph.node[:]
     model.graph.node.extend(graph)
     return model
+
+
+def drop_repeated_qdq(model: ModelProto) -> ModelProto:
+    """Drop each Q/DQ that repeats the scale which its values already have, in place; changes no value.
+
+    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT wants it there; OpenVINO makes a layer
+    of it that encodes i8 as u8 again.
+    """
+    graph, outputs = Graph(model), {o.name for o in model.graph.output}
+    renamed: dict[str, str] = {}
+
+    def grid(node: NodeProto) -> tuple:
+        return graph.scale(node), *(graph.values[name].tobytes() for name in node.input[2:3] if name in graph.values)
+
+    def repeats(q: NodeProto) -> bool:
+        origins = [graph.producer.get(name) for name in graph.origins(q.input[0])]
+        return all(o is not None and o.op_type == 'DequantizeLinear' and grid(o) == grid(q) for o in origins)
+
+    repeated = {
+        node.output[0]
+        for node in graph.nodes
+        if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed and repeats(node)
+    }
+    source = {node.output[0]: node.input[0] for node in graph.nodes if node.output[0] in repeated}
+
+    def keep(node: NodeProto) -> bool:
+        if node.op_type == 'DequantizeLinear' and node.input[0] in repeated and node.output[0] not in outputs:
+            renamed[node.output[0]] = renamed.get(source[node.input[0]], source[node.input[0]])
+            return False
+        return True
+
+    _keep(model, keep, renamed)
+    read = readers(model)
+    return _keep(model, lambda node: node.output[0] not in repeated or node.output[0] in read, {})
+
+
+def fake_quantize(model: ModelProto) -> ModelProto:
+    """Write each Q/DQ of an activation as one FakeQuantize, an operator of OpenVINO's, in place; changes no value.
+
+    OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some activations with a
+    scale of 1: docs/openvino.md. Its own tools write one operator, which is computed as it says.
+    """
+    values, made, half = constants(model), producers(model), is_half(model)
+    stored, nodes = set(values), []
+
+    def is_plain(node: NodeProto) -> bool:
+        """Whether a Q or DQ has one scale and one zero point, both constant."""
+        return len(node.input) == 3 and all(name in values and values[name].ndim == 0 for name in node.input[1:])
+
+    def limit(node: NodeProto, end: int) -> str:
+        """Name the value that the integer `end` stands for, by the scale and zero point of a Q or DQ."""
+        value = np.float32(end - int(values[node.input[2]])) * values[node.input[1]].astype(np.float32)
+        name = f'limit {value!r}'
+        if name not in stored:
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+            stored.add(name)
+        return name
+
+    for dq in model.graph.node:
+        q = made.get(dq.input[0]) if dq.op_type == 'DequantizeLinear' else None
+        if q is None or q.op_type != 'QuantizeLinear' or q.input[0] in values or not (is_plain(q) and is_plain(dq)):
+            nodes.append(dq)
+            continue
+        kept = np.iinfo(values[q.input[2]].dtype)
+        ends = [limit(node, end) for node in (q, dq) for end in (kept.min, kept.max)]  # of what comes in, and goes out
+        source, result = q.input[0], dq.output[0]
+        if half:  # of data in FP16 the limits would be FP16 as well, and inexact
+            nodes.append(
+                onnx.helper.make_node('Cast', [source], [f'{result} in'], f'{q.name} in', to=onnx.TensorProto.FLOAT)
+            )
+            source, result = f'{result} in', f'{result} out'
+        nodes.append(
+            onnx.helper.make_node(
+                'FakeQuantize',
+                [source, *ends],
+                [result],
+                q.name,
+                domain=OPENVINO,
+                levels=1 + kept.max - kept.min,
+            )
+        )
+        if half:
+            kind = attribute(dq, 'output_dtype') or onnx.helper.np_dtype_to_tensor_dtype(values[dq.input[1]].dtype)
+            nodes.append(onnx.helper.make_node('Cast', [result], [dq.output[0]], f'{q.name} out', to=kind))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.opset_import.append(onnx.helper.make_opsetid(OPENVINO, 1))
+    read = readers(model)
+    return _keep(model, lambda node: node.op_type != 'QuantizeLinear' or node.output[0] in read, {})
 
 
 def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:

@@ -100,6 +100,11 @@ class FileModel:
             self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
             self.names = names or {i: str(i) for i in range(self.nc)}
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines about what the engine made of the file, known after the first images."""
+        return self.session.notes
+
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...] | list[Detections]:
         """Predict for images FP32 [B, 3, H, W] in 0..1: see above; a classifier returns scores [B, nc]."""
         smallest, largest = self.batch or (1, len(images))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from utils.qat.config.backends import BACKENDS
+from utils.qat.core.errors import QatError
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.session import Session
 
@@ -20,17 +21,22 @@ def session_of(backend: str) -> type[Session]:
     return import_module(f'{__package__}.{BACKENDS[backend].file}').SESSION
 
 
-def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str = 'tensorrt') -> FileModel:
+def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str | None = None) -> FileModel:
     """Open an exported file for an evaluation.
 
     Args:
         path: the file.
         device: where it is computed.
-        backend: what computes it; if this does not take such files, the first that does.
+        backend: what computes it; None = the first that takes such files.
 
     Raises:
-        QatError: the file is none, or cannot run here.
+        QatError: the file is none, or cannot run here, or the backend does not take such files.
     """
     able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
-    chosen = backend if backend in able else able[0]
+    if backend not in (None, *able):
+        raise QatError(
+            f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '
+            f'{" or ".join(able)}'
+        )
+    chosen = backend or able[0]
     return FileModel(session_of(chosen).to_evaluate(path, device, chosen))

@@ -57,6 +57,9 @@ class Session(ABC):
         parameters: number of them; None if the engine does not tell.
         layers: number of them, likewise.
         accepts: inputs as in Network, of an engine, which knows them better than the file it was built of.
+        serves: whether it has a way of its own to answer many queries at once, see `serve`.
+        streams: how many it computes at once there, known after `serve`.
+        notes: lines about what the engine made of the file, known after the first run.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -65,6 +68,9 @@ class Session(ABC):
     parameters: int | None = None
     layers: int | None = None
     accepts: Inputs | None = None
+    serves: bool = False
+    streams: int | None = None
+    notes: Sequence[str] = ()
 
     def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
         self.file, self.device, self.types, self.size = file, device, types, file.stat().st_size
@@ -154,6 +160,14 @@ class Session(ABC):
     def compute(self) -> None:
         """Order one run on `inputs`; afterwards `outputs` are known."""
         self.outputs = list(self.run(self.inputs).values())
+
+    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
+        """Answer queries on `inputs` for so many seconds, at least so many of them, several at once.
+
+        Returns:
+            Number of queries, seconds they took, and seconds in the model, summed over the streams.
+        """
+        raise NotImplementedError(f'{type(self).__name__} answers one query at a time')
 
     def download(self) -> None:
         """Order the copies of the outputs from the GPU."""

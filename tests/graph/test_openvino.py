@@ -1,0 +1,323 @@
+"""The law of OpenVINO: all that is quantized in a file runs in integers there, and is computed as ONNX Runtime computes it.
+
+The judge is the compiled model, which says what each layer computes in (openvino_layers.py). Whether the values are right is asked of the
+demo's trained models: rounding moves the outputs of random weights too far.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import TREE
+from faults import sampled
+from graphs import copy, dq, graph_of, node, pair, q
+from zoo import DUAL, SEGMENT, SINGLE, command, full
+
+from models.deploy.end2end import export_end2end
+from models.deploy.onnx_export import RELATIVE, export_onnx, made_images, output_differences
+from test_placement import exported
+from utils.qat.config.export import Nms
+from utils.qat.core.errors import QatError
+from utils.qat.graph import passes
+from utils.qat.graph.audit import audit
+from utils.qat.graph.deepstream import deepstream_layout
+from utils.qat.graph.onnx_graph import count_qdq
+from utils.qat.graph.openvino_layers import INTEGERS
+from utils.qat.prediction.file_model import FileModel
+from utils.qat.prediction.onnxruntime import onnx_session
+from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.prediction.registry import open_file
+
+CPU = torch.device('cpu')
+SIDE = 64
+
+
+def compiled(file, batch=1, side=SIDE):
+    """The session of a file that has run once."""
+    session = OpenVINO(file, CPU)
+    (name,) = session.signature().inputs
+    session.run({name: made_images(batch, (side, side))})
+    return session
+
+
+def assert_integers(file, batch=1):
+    """The law. Returns the session."""
+    session = compiled(file, batch)
+    found, audited = session.int8, audit(onnx.load(file)).convs
+    assert not found.lost and not found.moves, (found.lost, found.moves)
+    assert len(found.convs) == len(audited) and len(found.by_design) == sum(not c.int8 for c in audited)
+    assert {layer.name for layer in found.by_design} == {c.name for c in audited if not c.int8}
+    assert all(layer.precision in INTEGERS for layer in found.convs if layer not in found.by_design)
+    repeated = [layer for layer in found.casts if layer.kind != 'Reorder']
+    assert not repeated, 'Q/DQ that repeat a scale are layers again'
+    assert len(found.casts) <= 4, [layer.name for layer in found.casts]
+    return session
+
+
+# ---- in integers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *full('yolov9', 'gelan'), *SEGMENT], 9))
+def test_all_that_is_quantized_runs_in_integers(name, tmp_path):
+    exported(name, tmp_path / 'model.onnx')
+    session = assert_integers(tmp_path / 'model.onnx')
+    int8 = len(session.int8.convs) - len(session.int8.by_design)
+    assert str(session.int8).startswith(f'INT8: {int8} of {len(session.int8.convs)} convolutions (')
+    assert 'float by design' in session.notes[1] and 'INT8 and FP32' in session.notes[0]
+
+
+KINDS = {
+    'plain': {},
+    'simplified': {'simplify': True},
+    'TensorRT 8': {'opset': 13},
+    'dynamic': {'dynamic': True},
+    'half': {'half': True, 'opset': 19},
+    'DeepStream': {'layout': deepstream_layout},
+}
+
+
+@pytest.mark.parametrize('kind', sampled([*KINDS, 'end2end'], 2))
+@pytest.mark.parametrize('task', ['demo', 'demo_seg'])
+def test_each_kind_of_export(task, kind, tmp_path, request):
+    if (task, kind) == ('demo_seg', 'DeepStream'):
+        pytest.skip('a layout of detectors')
+    demo, file = request.getfixturevalue(task), tmp_path / 'model.onnx'
+    export_onnx(demo.quantized_model(), file, (SIDE, SIDE), **KINDS.get(kind, {}))
+    if kind == 'end2end':
+        export_end2end(file, file, Nms('standard'))
+    assert_integers(file)
+    if kind == 'dynamic':
+        session = assert_integers(file, batch=3)
+        assert session.run({'images': made_images(2, (SIDE, SIDE))})['output0'].shape[0] == 2
+
+
+# ---- rightly --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('task', ['demo', 'demo_seg'])
+def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
+    """An .onnx file, its .xml, and the float model. Read as it is, the .onnx file is computed wrong on CPUs without AMX."""
+    demo, images = request.getfixturevalue(task), made_images(1, (128, 128))
+    for name, model, limit in (('float', demo.float_model(), 1e-4), ('int8', demo.quantized_model(), 0.1)):
+        file = tmp_path / f'{name}.onnx'
+        export_onnx(model, file, (128, 128))
+        session = compiled(file, side=128)
+        if session.saturates:
+            pytest.skip('no VNNI')
+        figures = output_differences(FileModel(session)(images), open_file(file)(images))
+        assert max(figures.get(part, 0) for part in RELATIVE) < limit, figures
+
+
+def test_batches_and_order_do_not_matter(demo, tmp_path):
+    export_onnx(demo.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE), dynamic=True)
+    model, images = open_file(tmp_path / 'model.onnx', CPU, 'openvino'), made_images(3, (SIDE, SIDE))
+    alone = torch.cat([model(image[None]) for image in images])
+    assert torch.equal(model(images), alone) and torch.equal(model(images), alone)
+
+
+def bits(model, **values):
+    return onnx_session(model.SerializeToString()).run(None, values or {'x': XS})[0].tobytes()
+
+
+XS = np.linspace(-15, 15, 64, dtype=np.float32).reshape(1, 4, 4, 4)
+by_hand = partial(graph_of, shape=(1, 4, 4, 4), returns=(1, 4, 4, 4))
+
+
+@pytest.mark.parametrize('scale, left', [('same scale', 1), ('other scale', 2)])
+def test_only_a_repeated_scale_is_dropped(scale, left):
+    pool = node('MaxPool', 'a', 'm', kernel_shape=[1, 1])
+    model = by_hand([*pair('x', 'a'), pool, *pair('m', 'b', scale=scale), node('Relu', 'b', 'y')])
+    before = bits(model)
+    assert count_qdq(passes.drop_repeated_qdq(model)) == (left, left) and bits(model) == before
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_a_scale_is_not_repeated_behind_arithmetic_or_in_part():
+    for nodes in (
+        [*pair('x', 'a'), node('Relu', 'a', 'm'), *pair('m', 'y')],
+        [*pair('x', 'a'), node('Concat', 'a', 'x', 'm', axis=0), *pair('m', 'y')],
+    ):
+        model = graph_of(nodes, shape=(1, 4), returns=None)
+        assert count_qdq(passes.drop_repeated_qdq(copy(model))) == (2, 2)
+
+
+def test_several_repeated_pairs_in_a_row():
+    nodes = [*pair('x', 'a'), *pair('a', 'b'), node('Flatten', 'b', 'f'), *pair('f', 'c'), node('Relu', 'c', 'y')]
+    model = graph_of(nodes)
+    before = bits(model, x=XS.ravel()[:6].reshape(2, 3))
+    assert count_qdq(passes.drop_repeated_qdq(model)) == (1, 1)
+    assert bits(model, x=XS.ravel()[:6].reshape(2, 3)) == before
+
+
+def test_fake_quantize_has_the_limits_of_the_pair(tmp_path):
+    """OpenVINO computes it bit for bit as ONNX Runtime computes Q and DQ, beyond both limits too."""
+    model = by_hand([*pair('x', 'a'), q('x', 'i'), dq('i', 'k', scale='other scale'), node('Add', 'a', 'k', 'y')])
+    onnx.save(model, tmp_path / 'model.onnx')
+    ops = [n.op_type for n in passes.fake_quantize(copy(model)).graph.node]
+    assert ops.count('FakeQuantize') == 2 and not {'QuantizeLinear', 'DequantizeLinear'} & set(ops)
+    (found,) = OpenVINO(tmp_path / 'model.onnx', CPU).run({'x': torch.from_numpy(XS)}).values()
+    assert found.numpy().tobytes() == bits(model)
+
+
+# ---- telemetry, threads, what is missing ----------------------------------------------------------------------------------
+
+WATCHED = """
+import socket, sys
+def refused(*_, **__):
+    raise SystemExit('it uses a socket')
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refused
+from pathlib import Path
+import torch
+from utils.qat.prediction.openvino import OpenVINO
+session = OpenVINO(Path(sys.argv[1]), torch.device('cpu'))
+session.run({'images': torch.zeros(1, 3, 64, 64)})
+print(sys.modules['openvino_telemetry'], session.settings['INFERENCE_NUM_THREADS'])
+print(session.compiled.get_property('INFERENCE_NUM_THREADS'), session.compiled.get_property('INFERENCE_PRECISION_HINT'))
+"""
+
+
+def test_it_tells_nobody(demo, tmp_path):
+    """No file under the home folder, no look-up, no telemetry; threads are as many as PyTorch's, and the precision is stated."""
+    export_onnx(demo.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
+    home = tmp_path / 'home'
+    home.mkdir()
+    kept = {k: v for k, v in os.environ.items() if k != 'CI'}
+    environment = {**kept, 'HOME': str(home), 'OMP_NUM_THREADS': '1', 'MPLCONFIGDIR': str(tmp_path / 'mpl')}
+    done = subprocess.run(
+        [sys.executable, '-c', WATCHED, tmp_path / 'model.onnx'],
+        cwd=TREE,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stdout + done.stderr[-2000:]
+    assert done.stdout.split('\n')[:2] == ['None 1', "1 <Type: 'float32'>"]
+    assert not list(home.rglob('*'))
+
+
+@pytest.fixture(scope='module')
+def whole(demo, tmp_path_factory):
+    """Folder of model.onnx and of model.xml with its model.bin."""
+    folder = tmp_path_factory.mktemp('openvino')
+    (folder / 'model.pt').write_bytes(demo.quantized.read_bytes())
+    arguments = ['--include', 'onnx', 'openvino', 'openvino_end2end', '--imgsz', SIDE, '--simplify']
+    said = command('export_qat.py', '--weights', folder / 'model.pt', *arguments)
+    assert said.count('INT8: 186 of 193 convolutions (7 float by design)') == 2 and 'batch 1 only' in said
+    return folder
+
+
+def test_files_of_openvino(whole, demo):
+    """Weights in INT8, the metadata of the export, the values of the .onnx file; and nothing else is left."""
+    assert {f.suffix for f in whole.iterdir()} == {'.pt', '.onnx', '.xml', '.bin'}
+    assert (whole / 'model.bin').stat().st_size < (whole / 'model.onnx').stat().st_size / 3
+    ours, theirs = (FileModel(compiled(whole / f'model.{suffix}')) for suffix in ('xml', 'onnx'))
+    images = made_images(1, (SIDE, SIDE))
+    assert ours.names == theirs.names == demo.quantized_model().names and ours.stride == theirs.stride == 32
+    assert torch.equal(ours(images), theirs(images))
+    assert str(ours.session.int8) == str(theirs.session.int8)
+    inside = open_file(whole / 'model-end2end.xml')
+    assert inside.end2end and len(inside(images)) == 1
+
+
+def test_one_score_from_each_engine(whole, demo, tmp_path):
+    """AP in ONNX Runtime and in OpenVINO, of the same file; a line tells how much runs in INT8."""
+    said = command(
+        'compare_outputs.py',
+        *[whole / 'model.onnx'] * 2,
+        *['--data', demo.data, '--device', 'cpu', '--workers', 0, '--project', tmp_path],
+        *['--backend', 'onnxruntime,openvino'],
+    )
+    assert 'within chance' in said
+    said = command(
+        'val_trt.py',
+        *['--weights', whole / 'model.xml', '--data', demo.data, '--imgsz', SIDE],
+        *['--device', 'cpu', '--workers', 0, '--project', tmp_path],
+    )
+    assert 'INT8: 186 of 193 convolutions (7 float by design)' in said
+
+
+def test_the_audit_names_what_is_in_float(whole, tmp_path):
+    said = command('scripts/audit_onnx.py', whole / 'model.onnx', '--openvino', '--json', tmp_path / 'audit.json')
+    assert 'In float, as the file has it: 7' in said and 'integral over the box distribution (DFL)' in said
+    assert 'In float, though quantized in the file: 0' in said and '| Convolution ' in said
+
+
+def test_lost_convolutions_are_named(whole):
+    """A convolution whose weight is quantized and whose data is not."""
+    model = onnx.load(whole / 'model.onnx')
+    conv = next(n for n in model.graph.node if n.name == '/model.1/conv/Conv')
+    made = {name: n for n in model.graph.node for name in n.output}
+    conv.input[0] = made[made[conv.input[0]].input[0]].input[0]
+    onnx.save(model, whole / 'model-lost.onnx')
+    try:
+        found = compiled(whole / 'model-lost.onnx').int8
+        assert [layer.name for layer in found.lost] == ['/model.1/conv/Conv']
+        assert str(found).endswith('(7 float by design; 1 that should not be float: /model.1/conv/Conv)')
+    finally:
+        (whole / 'model-lost.onnx').unlink()
+
+
+def wrong(folder, whole):
+    """{what is wrong: (file, what the line says)}."""
+    for file in whole.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / 'alone.xml').write_bytes((whole / 'model.xml').read_bytes())
+    (folder / 'page.xml').write_text('<html></html>')
+    (folder / 'page.bin').write_text('')
+    for name, suffix in (('cut', 'bin'), ('torn', 'xml')):
+        for each in ('xml', 'bin'):
+            content = (whole / f'model.{each}').read_bytes()
+            (folder / f'{name}.{each}').write_bytes(content[: len(content) // 2] if each == suffix else content)
+    return {
+        'alone.xml': 'alone.bin, which has its weights, is not beside it',
+        'page.xml': "no model of OpenVINO's",
+        'cut.xml': 'OpenVINO cannot read it',
+        'torn.xml': 'OpenVINO cannot read it',
+    }
+
+
+def test_bad_files_are_one_line(whole, demo, tmp_path):
+    for file, says in wrong(tmp_path, whole).items():
+        said = command('val_trt.py', '--weights', tmp_path / file, '--data', demo.data, '--device', 'cpu', code=2)
+        assert says in said and file in said and 'src/' not in said
+
+
+@pytest.mark.parametrize(
+    'arguments, says',
+    [
+        (['--include', 'openvino_end2end', '--nms', 'plugin'], 'OpenVINO takes --nms standard'),
+        (['--include', 'openvino', '--trt', '11', '--fp32-scales'], '--fp32-scales: not with --include openvino'),
+        (['--backend', 'openvino'], '--backend openvino: only with --verify'),
+    ],
+)
+def test_bad_options_are_one_line(whole, arguments, says):
+    assert says in command('export_qat.py', '--weights', whole / 'model.pt', *arguments, code=2)
+
+
+def test_the_plugin_is_refused_with_the_way_out(demo, tmp_path):
+    export_onnx(demo.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
+    export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))
+    with pytest.raises(QatError, match='which TensorRT alone has; for OpenVINO export it with --nms standard'):
+        OpenVINO(tmp_path / 'model.onnx', CPU)
+
+
+def test_without_openvino_it_is_one_line(whole, demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'openvino', None)
+    said = command('val_trt.py', '--weights', whole / 'model.xml', '--data', demo.data, '--device', 'cpu', code=2)
+    assert 'no package openvino that can be loaded here' in said and './install_dependencies.sh' in said
+
+
+@pytest.mark.parametrize(
+    'arguments, says',
+    [
+        (['--backend', 'tensorrt'], '--backend tensorrt: TensorRT does not run .onnx files'),
+        (['--backend', 'rtx'], 'give onnxruntime or openvino'),
+    ],
+)
+def test_a_backend_that_does_not_take_the_file(whole, demo, arguments, says):
+    assert says in command('val_trt.py', '--weights', whole / 'model.onnx', '--data', demo.data, *arguments, code=2)

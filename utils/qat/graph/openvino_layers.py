@@ -1,0 +1,219 @@
+"""What OpenVINO made of a model: its layers, and the type that each computes in, read from the compiled model and not believed.
+
+in:  a compiled model, and the model that it was compiled of
+out: layers; convolutions that are in integers and that are not; operators that only move values but run in float between INT8 layers;
+     and re-encodings, layers that do nothing but write the values of an INT8 layer in another type or order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from utils.qat.core.markdown import markdown_table
+
+if TYPE_CHECKING:
+    import openvino
+
+INTEGERS = {'i8', 'u8'}
+CONVS = {'Convolution', 'GroupConvolution', 'ConvolutionBackpropData', 'GroupConvolutionBackpropData'}  # of a model
+CONV_KINDS = {'Convolution', 'Deconvolution'}  # of layers, as all kinds below
+MOVES = {'Concatenation', 'Interpolate', 'Pooling', 'Reshape', 'Split', 'StridedSlice', 'Transpose'}
+CASTS = {'Convert', 'FakeQuantize', 'Reorder', 'Subgraph'}  # these compute as well, where one has more than Q inside
+NOT_RUN = {'Input', 'Output'}
+QUANTIZES = 'QuantizeLinear'  # in the name that the export gives to a Q
+
+
+@dataclass(eq=False)
+class Layer:
+    """A layer of a compiled model."""
+
+    id: str  # its name in the compiled model
+    kind: str  # OpenVINO's word, such as Convolution
+    precision: str  # that it computes in, such as i8
+    returns: str  # type of its first output
+    kernel: str  # such as brgconv_avx512_I8
+    operators: list[str]  # names in the file of all that it does
+    takes: list[Layer] = field(default_factory=list)  # layers that it reads
+    readers: list[Layer] = field(default_factory=list)  # layers that read it
+    ms: float | None = None  # of one run, if it was measured
+
+    @property
+    def name(self) -> str:
+        """Its name in the file, as far as it has one there."""
+        return self.id.removesuffix('/WithoutBiases')
+
+    @property
+    def integer(self) -> bool:
+        """Whether it computes in INT8."""
+        return self.precision in INTEGERS
+
+
+def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = None) -> list[Layer]:
+    """Return the layers of a compiled model that depend on its inputs, in the order in which they run. ms: name of a layer → its time."""
+    found: dict[str, Layer] = {}
+    for op in compiled.get_runtime_model().get_ordered_ops():
+        info = op.get_rt_info()
+        text = {
+            key: info[key].astype(str)
+            for key in ('layerType', 'runtimePrecision', 'outputPrecisions', 'primitiveType', 'originalLayersNames')
+        }
+        name = op.get_friendly_name()
+        sources = dict.fromkeys(value.get_node().get_friendly_name() for value in op.input_values())
+        if text['layerType'] != 'Input' and not found.keys() & sources:
+            continue  # a constant, or made of constants
+        layer = found[name] = Layer(
+            name,
+            text['layerType'],
+            text['runtimePrecision'],
+            text['outputPrecisions'].split(',')[0],
+            text['primitiveType'],
+            [part for part in text['originalLayersNames'].split(',') if part],
+            ms=(ms or {}).get(name),
+        )
+        layer.takes = [found[source] for source in sources if source in found]
+        for source in layer.takes:
+            source.readers.append(layer)
+    return list(found.values())
+
+
+def quantized_convs(model: openvino.Model) -> dict[str, bool]:
+    """Tell of each convolution of a model, by name, whether its weight is quantized."""
+
+    def quantized(node: openvino.Node) -> bool:
+        while node.get_input_size():
+            if node.get_type_name() == 'FakeQuantize':
+                return True
+            node = node.input_value(0).get_node()
+        return node.get_element_type().get_type_name() in INTEGERS
+
+    return {
+        op.get_friendly_name(): quantized(op.input_value(1).get_node())
+        for op in model.get_ordered_ops()
+        if op.get_type_name() in CONVS
+    }
+
+
+@dataclass
+class Int8Layers:
+    """How much of a quantized model a compiled model computes in INT8."""
+
+    layers: list[Layer]
+    convs: list[Layer]
+    by_design: list[Layer]  # of these, in float because their weights are float in the file
+    lost: list[Layer]  # of these, in float although their weights are quantized
+    moves: list[Layer]  # operators that only move values, in float before a layer that quantizes them
+    casts: list[Layer]  # re-encodings of what an INT8 layer returned
+
+    def __str__(self) -> str:
+        if len(self.by_design) == len(self.convs):
+            return f'INT8: none of {len(self.convs)} convolutions, for no weight is quantized in the file'
+        int8 = len(self.convs) - len(self.by_design) - len(self.lost)
+        parts = [f'{len(self.by_design)} float by design'] * bool(self.by_design)
+        if self.lost:
+            shown = ', '.join(layer.name for layer in self.lost[:3]) + ', ...' * (len(self.lost) > 3)
+            parts.append(f'{len(self.lost)} that should not be float: {shown}')
+        return f'INT8: {int8} of {len(self.convs)} convolutions' + (f' ({"; ".join(parts)})' if parts else '')
+
+
+def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
+    """Sort the layers of a compiled model.
+
+    Args:
+        layers: see `layers_of`.
+        quantized: see `quantized_convs`, of the model that was compiled.
+    """
+    convs = [layer for layer in layers if layer.kind in CONV_KINDS]
+    floats = [layer for layer in convs if not layer.integer]
+    lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
+    return Int8Layers(
+        layers,
+        convs,
+        [layer for layer in floats if layer not in lost],
+        lost,
+        [layer for layer in layers if layer.kind in MOVES and not layer.integer and _is_quantized(layer)],
+        [layer for layer in layers if _only_casts(layer) and any(_integers(source) for source in layer.takes)],
+    )
+
+
+def _is_quantized(layer: Layer) -> bool:
+    """Whether a layer, seen through those that only move values, is read by one that turns float into integers."""
+    return any(
+        _is_quantized(reader) if reader.kind in MOVES and not reader.integer else reader.returns in INTEGERS
+        for reader in layer.readers
+    )
+
+
+def _only_casts(layer: Layer) -> bool:
+    """Whether a layer does nothing but write values in another type or order."""
+    return layer.kind in CASTS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
+
+
+def _integers(layer: Layer) -> bool:
+    """Whether a layer computes in INT8 or returns it."""
+    return layer.integer or layer.returns in INTEGERS
+
+
+def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
+    """Return an Int8Layers as dicts and lists. reasons: name of a convolution → why it is in float in the file."""
+
+    def described(layer: Layer) -> dict:
+        return {
+            'name': layer.name,
+            'operator': layer.kind,
+            'computes in': layer.precision,
+            'takes': [source.returns for source in layer.takes],
+            'returns': layer.returns,
+            'ms': layer.ms,
+        }
+
+    return {
+        'convolutions': {'int8': len(found.convs) - len(found.by_design) - len(found.lost), 'all': len(found.convs)},
+        'float by design': {layer.name: _why(layer, reasons) for layer in found.by_design},
+        'float, should be INT8': [described(layer) for layer in (*found.lost, *found.moves)],
+        're-encoded': [described(layer) for layer in found.casts],
+        'layers': [described(layer) for layer in run_layers(found.layers)],
+    }
+
+
+def _why(layer: Layer, reasons: dict[str, str]) -> str:
+    """Why a convolution is in float in the file."""
+    return next((reasons[name] for name in (layer.name, *layer.operators) if name in reasons), 'its weight is float')
+
+
+def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = None) -> str:
+    """Lay out an Int8Layers to read: a table of the time, then each list with its first `limit` places (None = all)."""
+    ran = list(run_layers(found.layers))
+    whole = sum(layer.ms or 0 for layer in ran) or 1
+    groups: dict[tuple[str, str], list[Layer]] = {}
+    for layer in ran:
+        groups.setdefault((layer.kind, layer.precision), []).append(layer)
+    times = {key: sum(layer.ms or 0 for layer in group) for key, group in groups.items()}
+    rows = [
+        (*key, len(groups[key]), f'{ms:.3f}', f'{ms / whole:.1%}')
+        for key, ms in sorted(times.items(), key=lambda item: -item[1])
+    ]
+
+    def changed(layer: Layer) -> str:
+        return f'{layer.name}: {layer.kind} of {", ".join(source.returns for source in layer.takes)} to {layer.returns}, {layer.ms or 0:.3f} ms'
+
+    lists = {
+        'In float, as the file has it': [f'{layer.name}: {_why(layer, reasons)}' for layer in found.by_design],
+        'In float, though quantized in the file': [
+            f'{layer.name}: {layer.kind} in {layer.precision} by {layer.kernel}, {layer.ms or 0:.3f} ms'
+            for layer in (*found.lost, *found.moves)
+        ],
+        'Re-encoded between INT8 layers': [changed(layer) for layer in found.casts],
+    }
+    lines = [str(found), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
+    for title, places in lists.items():
+        rest = len(places) - len(places[:limit])
+        lines += ['', f'{title}: {len(places)}', *(f'  {place}' for place in places[:limit])]
+        lines += [f'  ... and {rest} more'] * bool(rest)
+    return '\n'.join(lines)
+
+
+def run_layers(layers: list[Layer]) -> Iterator[Layer]:
+    """Yield the layers that take time."""
+    return (layer for layer in layers if layer.kind not in NOT_RUN)

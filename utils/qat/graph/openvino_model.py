@@ -1,0 +1,126 @@
+"""OpenVINO's model of a file: the library without its telemetry, .onnx and .xml files read, .xml files written.
+
+The Q/DQ of an .onnx file are rewritten on the way, see `for_openvino`. Settings, threads and results are not here: see
+utils/qat/prediction/openvino.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import onnx
+
+from utils.qat.config.export import PLUGIN
+from utils.qat.core.errors import QatError
+from utils.qat.graph import passes
+from utils.qat.graph.audit import load, naming
+from utils.qat.graph.onnx_graph import count_qdq
+
+if TYPE_CHECKING:
+    import openvino
+
+METADATA = 'framework'  # where OpenVINO keeps the metadata of an .onnx file, and an .xml file made of it
+ROOT = re.compile(rb'\s*(<\?xml[^>]*\?>)?\s*<net\s')  # an .xml file begins so
+HEAD = 4096  # bytes in which it does
+
+
+def load_openvino(who: str = 'OpenVINO') -> ModuleType:
+    """Import OpenVINO, without the package that would write an id under the home folder and tell its maker of each import.
+
+    Args:
+        who: the file or the flag that needs it, for the message.
+
+    Raises:
+        QatError: it is not installed, or cannot be loaded.
+    """
+    sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # OpenVINO takes it as not installed
+    try:
+        import openvino
+    except ImportError as e:
+        raise QatError(f'{who}: no package openvino that can be loaded here ({e}); ./install_dependencies.sh') from e
+    return openvino
+
+
+def reason(error: Exception) -> str:
+    """Return an error of OpenVINO as one line, without the places in its source."""
+    text = re.sub(r"(Exception from|Check '.*' failed at) src/\S+:\d+:?", '', str(error))
+    return ' '.join(text.split())[:300] or type(error).__name__
+
+
+def read_model(core: openvino.Core, file: Path) -> openvino.Model:
+    """Read an .onnx or .xml file.
+
+    Raises:
+        QatError: the file is not whole, is another kind of file, or has operators that OpenVINO lacks.
+    """
+    if file.suffix.lower() == '.onnx':
+        return _from_onnx(core, load(file), file)
+    try:
+        model = core.read_model(_whole(file))
+    except RuntimeError as e:
+        raise QatError(
+            f'{file}: OpenVINO cannot read it: {reason(e)}; write it again with export_qat.py --include openvino'
+        ) from e
+    for kind, ports in (('input', model.inputs), ('output', model.outputs)):
+        for number, port in enumerate(ports):
+            if not port.get_names():
+                port.get_tensor().set_names({f'{kind}{number}'})
+    return model
+
+
+def _from_onnx(core: openvino.Core, model: onnx.ModelProto, file: Path) -> openvino.Model:
+    """OpenVINO's model of a graph in the form of `for_openvino`. file: what messages name."""
+    if any(node.op_type == PLUGIN for node in model.graph.node):
+        raise QatError(
+            f'{file}: its NMS is {PLUGIN}, which TensorRT alone has; for OpenVINO export it with --nms standard'
+        )
+    with naming(file):
+        source = for_openvino(model).SerializeToString()
+    try:
+        found = core.read_model(source)
+    except RuntimeError as e:
+        raise QatError(f'{file}: OpenVINO cannot read it: {reason(e)}; export it with export_qat.py') from e
+    for port, output in zip(found.outputs, model.graph.output):
+        port.get_tensor().set_names({output.name})  # the only one: a tensor may have others, of nodes
+    return found
+
+
+def _whole(file: Path) -> Path:
+    """`file`, an .xml, if it is OpenVINO's, and the file of its weights is beside it."""
+    with file.open('rb') as content:
+        if not ROOT.match(content.read(HEAD)):
+            raise QatError(
+                f"{file}: no model of OpenVINO's (it does not begin with <net>); write one with export_qat.py --include openvino"
+            )
+    weights = file.with_suffix('.bin')
+    if not weights.is_file():
+        raise QatError(
+            f'{file}: {weights.name}, which has its weights, is not beside it; put both files into one folder'
+        )
+    return file
+
+
+def for_openvino(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Rewrite a graph with Q/DQ into the form that OpenVINO computes best, and rightly, in place; changes no value."""
+    return passes.fake_quantize(passes.drop_repeated_qdq(model)) if any(count_qdq(model)) else model
+
+
+def metadata(model: openvino.Model) -> dict[str, str]:
+    """Return the metadata that the export wrote."""
+    written = model.rt_info[METADATA] if model.has_rt_info([METADATA]) else {}
+    return {key: str(text.value) for key, text in written.items()} if isinstance(written, dict) else {}
+
+
+def write_ir(model: onnx.ModelProto, file: Path) -> None:
+    """Write an ONNX graph in OpenVINO's own form: `file`, an .xml, and a .bin beside it, with weights in INT8 where they are quantized.
+
+    Raises:
+        QatError: OpenVINO is missing, or cannot read the graph.
+    """
+    openvino = load_openvino(str(file))
+    model = passes.store_int8_weights(model) if any(count_qdq(model)) else model
+    openvino.serialize(_from_onnx(openvino.Core(), model, file), str(file), str(file.with_suffix('.bin')))

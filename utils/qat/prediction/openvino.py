@@ -1,0 +1,203 @@
+"""OpenVINO: .onnx files and its own .xml files, on the CPU. Precision and threads are stated, never left to its choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from utils.qat.core.errors import QatError
+from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs, run_layers
+from utils.qat.graph.openvino_model import load_openvino, metadata, read_model, reason
+from utils.qat.prediction.session import Session, Signature
+
+if TYPE_CHECKING:
+    import openvino
+
+# --precision → INFERENCE_PRECISION_HINT, the type of float layers, and both in words. A layer with Q/DQ is in INT8 anyway. Without
+# the hint OpenVINO takes BF16 where the CPU has it.
+HINTS = {
+    'fp32': ('f32', 'FP32'),
+    'bf16': ('bf16', 'BF16'),
+    'fp16': ('f16', 'FP16'),
+    'int8': ('f32', 'INT8 and FP32'),
+}
+OVERFLOW = 'this CPU has no VNNI: in OpenVINO sums of two INT8 products overflow 16 bits here, which costs AP; use a float file, or ONNX Runtime'
+ON_CPU = torch.device('cpu')
+
+
+@cache
+def _float_precisions() -> tuple[str, ...]:
+    """The keys of HINTS that this CPU has instructions for, INT8 aside."""
+    able = load_openvino().Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
+    return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
+
+
+class OpenVINO(Session):
+    """An .onnx or .xml file in OpenVINO, compiled for each shape of the inputs that comes.
+
+    Attributes:
+        int8: how much of a quantized model runs in INT8, known after the first run; None of a float model.
+    """
+
+    int8: Int8Layers | None = None
+    serves = True
+
+    def __init__(self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict | None = None) -> None:
+        """Read the file.
+
+        Args:
+            file: an .onnx file, or an .xml with its .bin beside it.
+            device: where outputs go; what computes is the CPU.
+            precision: a key of HINTS.
+            settings: of OpenVINO, besides those for precision and threads.
+
+        Raises:
+            QatError: no OpenVINO, or it cannot read the file.
+        """
+        super().__init__(file, device)
+        self.library = load_openvino(str(file))
+        self.core = self.library.Core()
+        self.model = read_model(self.core, file)
+        self.quantized = quantized_convs(self.model)
+        if file.suffix.lower() == '.xml':
+            self.size += file.with_suffix('.bin').stat().st_size
+        hint, self.types = HINTS['int8' if any(self.quantized.values()) else precision]
+        self.settings = {
+            'INFERENCE_PRECISION_HINT': hint,
+            'INFERENCE_NUM_THREADS': torch.get_num_threads(),  # as many as PyTorch has
+            **(settings or {}),
+        }
+        self.shapes: dict[str, tuple] = {}
+
+    @classmethod
+    def to_evaluate(cls, file, device, backend):
+        # Pinned threads of two processes share cores while others are idle: 1.4 times slower, docs/openvino.md.
+        return cls(file, device, settings={'ENABLE_CPU_PINNING': False})
+
+    @classmethod
+    def to_measure(cls, case, file, device, config, load):
+        return cls(file, device, case.precision)
+
+    @staticmethod
+    def missing(backend, device):
+        if device.type != 'cpu':
+            return f'OpenVINO: computes on the CPU, and this is --device {device}; --device cpu measures it'
+        try:
+            load_openvino()
+        except QatError as e:
+            return str(e)
+        return ''
+
+    @staticmethod
+    def precisions(network, device):
+        return ('int8',) if network.precision == 'int8' else _float_precisions()
+
+    @property
+    def notes(self):
+        """Version, precision and threads, and how much runs in INT8."""
+        version = self.library.get_version().split('-')[0]
+        threads = self.settings['INFERENCE_NUM_THREADS']
+        said = f'OpenVINO {version}, {self.types}, {threads} thread{"s" * (threads > 1)}'
+        return [said, *[str(self.int8)] * (self.int8 is not None), *[OVERFLOW] * self.saturates]
+
+    @property
+    def saturates(self) -> bool:
+        """Whether sums of INT8 products overflow here: on x86 without VNNI or AMX. Known after the first run."""
+        if self.int8 is None:
+            return False
+        made = self.compiled.get_property('RUNTIME_REQUIREMENTS')
+        return 'isa=Intel' in made and 'DL Boost' not in made  # oneDNN's word for VNNI; what AMX is on has it too
+
+    def signature(self):
+        def shapes(ports: Sequence[openvino.Output]) -> dict[str, list[int | None]]:
+            return {
+                port.any_name: [None if d.is_dynamic else d.get_length() for d in port.partial_shape] for port in ports
+            }
+
+        return Signature(shapes(self.model.inputs), shapes(self.model.outputs), metadata(self.model))
+
+    def run(self, tensors):
+        arrays = {name: tensor.to(ON_CPU).contiguous().numpy() for name, tensor in tensors.items()}
+        self._compile_for({name: array.shape for name, array in arrays.items()})
+        self._infer(arrays)
+        return {  # names of the compiled model are others where operators were fused
+            named.any_name: torch.from_numpy(self.request.get_tensor(port).data).to(self.device)
+            for named, port in zip(self.model.outputs, self.compiled.outputs)
+        }
+
+    def bind(self, host):
+        self._compile_for({name: tuple(tensor.shape) for name, tensor in host.items()})
+        self.layers = sum(1 for _ in run_layers(layers_of(self.compiled)))
+        self.outputs = [torch.from_numpy(self.request.get_tensor(port).data) for port in self.compiled.outputs]
+        return host
+
+    def compute(self):
+        self._infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
+
+    def serve(self, seconds, least):
+        compiled = self._compile('THROUGHPUT')
+        self.streams = compiled.get_property('NUM_STREAMS')
+        queue = self.library.AsyncInferQueue(compiled, compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS'))
+        arrays, busy = {name: tensor.numpy() for name, tensor in self.inputs.items()}, []
+        for _ in queue:  # the first run of a request sets things up
+            queue.start_async(arrays, share_inputs=True)
+        queue.wait_all()
+        queue.set_callback(lambda request, _: busy.append(request.latency))
+        start, ordered = time.perf_counter(), 0
+        while ordered < least or time.perf_counter() - start < seconds:
+            queue.start_async(arrays, share_inputs=True)  # waits for a request that is free
+            ordered += 1
+        queue.wait_all()
+        return ordered, time.perf_counter() - start, sum(busy) / 1000
+
+    def profile(self, shapes: dict[str, tuple], runs: int = 20) -> Int8Layers:
+        """Time each layer of a quantized model. shapes: of the inputs. runs: whose mean the times are."""
+        self.settings['PERF_COUNT'] = True
+        self._compile_for(shapes)
+        arrays = {name: torch.rand(shape).numpy() for name, shape in shapes.items()}
+        ms: dict[str, float] = {}
+        for run in range(runs + 1):
+            self._infer(arrays)
+            for layer in self.request.profiling_info if run else ():  # the first run sets things up
+                ms[layer.node_name] = ms.get(layer.node_name, 0) + layer.real_time.total_seconds() * 1000 / runs
+        return int8_layers(layers_of(self.compiled, ms), self.quantized)
+
+    def _compile_for(self, shapes: dict[str, tuple]) -> None:
+        """Compile the model for inputs of these shapes, unless it is."""
+        if shapes == self.shapes:
+            return
+        self.shapes = shapes
+        self.compiled = self._compile('LATENCY')
+        self.request = self.compiled.create_infer_request()
+        if any(self.quantized.values()):
+            self.int8 = int8_layers(layers_of(self.compiled), self.quantized)
+
+    def _compile(self, purpose: str) -> openvino.CompiledModel:
+        """The model compiled for self.shapes. purpose: LATENCY, one query at a time, or THROUGHPUT, several in streams."""
+        model = self.model
+        try:
+            if model.is_dynamic():
+                model = model.clone()
+                model.reshape(dict(self.shapes))
+            return self.core.compile_model(model, 'CPU', {'PERFORMANCE_HINT': purpose, **self.settings})
+        except RuntimeError as e:
+            raise QatError(
+                f'{self.file}: OpenVINO cannot compile it for {", ".join(f"{n} {list(s)}" for n, s in self.shapes.items())}: '
+                f'{reason(e)}; export it with export_qat.py'
+            ) from e
+
+    def _infer(self, arrays: dict) -> None:
+        """Run once, on arrays of the shapes that the model is compiled for."""
+        try:
+            self.request.start_async(arrays, share_inputs=True)
+            self.request.wait()
+        except RuntimeError as e:
+            raise QatError(f'{self.file}: OpenVINO cannot run it: {reason(e)}') from e
+
+
+SESSION = OpenVINO  # see registry.py

@@ -57,7 +57,8 @@ def export_openvino_end2end(source: Path, plain: Path, path: Path, nms: Nms, poo
     Raises:
         QatError: as export_openvino.
     """
-    return list(_written(source, path, lambda session: _compare_nms(session, source, plain, nms, pooling)).notes)
+    session = _written(source, path, lambda session: _compare_nms(session, source, plain, nms, pooling))
+    return list(session.notes)
 
 
 def _written(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> OpenVINO:

@@ -38,7 +38,9 @@ from utils.qat.prediction.openvino import OpenVINO
 from utils.qat.prediction.pytorch import PyTorch
 
 CPU = torch.device('cpu')
-FLOATS = OpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
+NO_OPENVINO = OpenVINO.missing('openvino', CPU)
+FLOATS = () if NO_OPENVINO else OpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
+needs_openvino = pytest.mark.skipif(bool(NO_OPENVINO), reason=NO_OPENVINO)
 SIZE = 64  # pixels
 
 
@@ -330,6 +332,7 @@ def cases(files, names, **options):
     return [(c.runs.name, c.backend, c.precision, c.batch) for c in found], out
 
 
+@needs_openvino
 def test_by_default_all_that_can_run_here_is_measured(files):
     found, out = cases(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
     ours = [
@@ -353,6 +356,7 @@ def test_by_default_all_that_can_run_here_is_measured(files):
     ]
 
 
+@needs_openvino
 def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_path):
     for name, source in (('a.onnx', 'demo.onnx'), ('a.pt', 'int8.pt')):
         (tmp_path / name).write_bytes((files / source).read_bytes())
@@ -414,6 +418,8 @@ def test_bad_input_is_one_line_and_exit_code_2(files, tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     for name in ('broken.onnx', 'broken.pt', 'notes.txt'):
         (files / name).write_bytes(b'not what its name says')
+    if NO_OPENVINO and arguments[1:3] == ['--backend', 'openvino']:
+        says = 'no package openvino that can be loaded here'
     assert command(*[a.format(files) for a in arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and re.search(says, lines[0]), lines
@@ -428,6 +434,7 @@ def test_warmup_takes_a_unit(text, ms):
 # ---- the command ------------------------------------------------------------------------------------------------------------
 
 
+@needs_openvino
 def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     assert (
         command(

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import TREE
 from fresh import fresh
+from zoo import command
 
 from models.deploy.onnx_export import export_onnx
 from utils.qat.config.qat import EvalConfig
@@ -224,6 +226,25 @@ def test_without_labels_there_is_nothing_to_score(demo, tmp_path):
     unlabelled = [(images, targets[:0], paths, shapes) for images, targets, paths, shapes in loader]
     with pytest.raises(QatError, match='no labels.*val: in --data'):
         metrics_of(demo, Oracle(loader), unlabelled)
+
+
+@pytest.mark.parametrize(
+    'file, arguments',
+    [
+        ('val_trt.py', ['--weights', 'model.xml']),
+        ('val_trt.py', ['--weights', 'model.onnx', '--backend', 'openvino']),
+        ('export_qat.py', ['--weights', 'model.pt', '--include', 'openvino']),
+    ],
+)
+def test_without_openvino_it_is_one_line(demo, tmp_path, monkeypatch, file, arguments):
+    """The package is asked for before anything is read or written."""
+    monkeypatch.setitem(sys.modules, 'openvino', None)
+    flag, model, *rest = arguments
+    (tmp_path / model).write_bytes(b'not read')
+    data = ['--data', demo.data, '--device', 'cpu', '--project', tmp_path / 'runs'] * (file == 'val_trt.py')
+    said = command(file, flag, tmp_path / model, *rest, *data, code=2)
+    assert 'no package openvino that can be loaded here' in said and './install_dependencies.sh' in said
+    assert [f.name for f in tmp_path.rglob('*')] == [model]
 
 
 def test_upstream_is_asked_in_the_patched_tree():

@@ -34,6 +34,8 @@ from utils.qat.prediction.openvino import OpenVINO
 from utils.qat.prediction.registry import open_file
 
 CPU = torch.device('cpu')
+NO_OPENVINO = OpenVINO.missing('openvino', CPU)
+pytestmark = pytest.mark.skipif(bool(NO_OPENVINO), reason=NO_OPENVINO)
 SIDE = 64
 
 
@@ -309,12 +311,6 @@ def test_the_plugin_is_refused_with_the_way_out(demo, tmp_path):
     export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))
     with pytest.raises(QatError, match='which TensorRT alone has; for OpenVINO export it with --nms standard'):
         OpenVINO(tmp_path / 'model.onnx', CPU)
-
-
-def test_without_openvino_it_is_one_line(whole, demo, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'openvino', None)
-    said = command('val_trt.py', '--weights', whole / 'model.xml', '--data', demo.data, '--device', 'cpu', code=2)
-    assert 'no package openvino that can be loaded here' in said and './install_dependencies.sh' in said
 
 
 @pytest.mark.parametrize(

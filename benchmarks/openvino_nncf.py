@@ -1,0 +1,226 @@
+"""Compare our INT8 with NNCF's quantization of the same float model, both in OpenVINO, on the same images.
+
+Run it in a patched tree, with the package nncf installed, on a float checkpoint of one branch (.pt) and a data YAML:
+
+    cd yolov9
+    python ../yolov9-qat/benchmarks/openvino_nncf.py --weights yolov9-c-converted.pt --data data/coco.yaml
+
+NNCF quantizes twice: by its usual recipe for YOLO (preset MIXED, the arithmetic behind the head's convolutions ignored), and with its preset
+PERFORMANCE. It gets the model converted from PyTorch, in which SiLU is one operator. All files run in this process, in turns.
+Quantizing is counted from the float model in memory to the quantized model in memory. --qat adds fine-tuned checkpoints.
+Prints a Markdown table; --json FILE writes the same figures.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
+import torch
+
+from models.deploy.onnx_export import export_onnx, traceable_copy
+from models.quantize import checkpoint
+from models.quantize.calibration.ptq import calibrated
+from utils.qat.config.qat import QuantizeConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import write_json
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.markdown import markdown_table
+from utils.qat.data.dataset import Data, load_data
+from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.graph.openvino_model import load_openvino
+from utils.qat.prediction.file_model import FileModel
+from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.prediction.pytorch import TorchModel
+
+CPU = torch.device('cpu')
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt) of one branch')
+    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--qat', type=Path, nargs='*', default=[], help='fine-tuned checkpoints of qat.py quantize')
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--calib-images', type=int, default=100, help='training images to calibrate on')
+    p.add_argument('--images', type=int, default=10**9, help='images of val to score, at most; 0 = none')
+    p.add_argument('--threads', type=int, default=1)
+    p.add_argument('--rounds', type=int, default=30, help='turns of each file')
+    p.add_argument('--json', type=Path, help='write the figures there')
+    return p.parse_args(argv)
+
+
+@contextmanager
+def stopwatch(times: dict[str, float]) -> Iterator[None]:
+    """Put the seconds and the CPU seconds of the block into `times`."""
+    start, cpu = time.perf_counter(), time.process_time()
+    yield
+    times.update(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu)
+
+
+def recipes(nncf: Any, head: str) -> dict[str, dict[str, Any]]:
+    """Return NNCF's two ways as arguments of nncf.quantize. head: path of the head in the model, such as model.22."""
+    arithmetic = nncf.IgnoredScope(
+        patterns=[rf'.*{head}.*/aten::{kind}.*' for kind in ('add', 'sub', 'mul', 'div')] + [rf'.*{head}\.dfl.*'],
+        types=['Sigmoid'],
+        validate=False,
+    )
+    return {
+        'NNCF, usual recipe': {'preset': nncf.QuantizationPreset.MIXED, 'ignored_scope': arithmetic},
+        'NNCF, PERFORMANCE': {'preset': nncf.QuantizationPreset.PERFORMANCE},
+    }
+
+
+def quantized_by_nncf(
+    model: torch.nn.Module, images: Sequence[torch.Tensor], folder: Path, times: dict[str, dict[str, float]]
+) -> dict[str, Path]:
+    """Quantize by NNCF, both ways.
+
+    Args:
+        model: the float model.
+        images: FP32 [1, 3, H, W], to calibrate on.
+        folder: where the files are written.
+        times: name of a way → see `stopwatch`; filled here.
+
+    Returns:
+        Name → .xml file, with the metadata of our exports.
+    """
+    try:
+        import nncf
+    except ImportError as e:
+        raise QatError(f'no package nncf that can be loaded here ({e}); pip install nncf') from e
+    openvino = load_openvino()
+    files: dict[str, Path] = {}
+    traced = torch.jit.trace(traceable_copy(model).requires_grad_(False), images[0], check_trace=False, strict=False)
+    converted = openvino.convert_model(traced, example_input=images[0], input=[tuple(images[0].shape)])
+    for value, name in zip((*converted.inputs, *converted.outputs), ('images', 'output0', 'output1')):
+        value.get_tensor().set_names({name})
+    for key, text in {'stride': int(max(model.stride)), 'names': model.names}.items():
+        converted.set_rt_info(str(text), ['framework', key])
+    for name, options in recipes(nncf, f'model.{len(model.model) - 1}').items():
+        times[name] = {}
+        with stopwatch(times[name]):
+            found = nncf.quantize(
+                converted.clone(),
+                nncf.Dataset([image.numpy() for image in images]),
+                subset_size=len(images),
+                **options,
+            )
+        files[name] = folder / f'{len(files)}.xml'
+        openvino.save_model(found, files[name], compress_to_fp16=False)
+    return files
+
+
+def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
+    """Run all files in turns on one image; returns name → median ms and CPU ms of a run."""
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
+    for i in range(rounds + 3):
+        for name, session in sessions.items():
+            times: dict[str, float] = {}
+            with stopwatch(times):
+                session.run({next(iter(session.signature().inputs)): image})
+            if i >= 3:  # the first runs compile and warm up
+                measured[name].append((times['seconds'], times['cpu_seconds']))
+    return {
+        name: {'ms': 1e3 * statistics.median(s for s, _ in rows), 'cpu_ms': 1e3 * statistics.median(c for _, c in rows)}
+        for name, rows in measured.items()
+    }
+
+
+def ours(
+    teacher: torch.nn.Module, config: QuantizeConfig, data: Data, times: dict[str, dict[str, float]]
+) -> torch.nn.Module:
+    """Calibrate by this toolkit's default. times: see `quantized_by_nncf`."""
+    times['ours, PTQ'] = {}
+    images = calibration_images(data, config, int(max(teacher.stride)), CPU)
+    with stopwatch(times['ours, PTQ']):
+        return calibrated(teacher, images, config, lambda it, *_, **__: it)[0]
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Quantize, export, time and score. Returns a row of figures for each model."""
+    config = QuantizeConfig(
+        args.weights, args.data, imgsz=args.imgsz, calib_images=args.calib_images, device='cpu', workers=0, batch_size=1
+    )
+    times: dict[str, dict[str, float]] = {}
+
+    def write(model: torch.nn.Module, name: str) -> None:
+        export_onnx(model, folder / name, (args.imgsz, args.imgsz))
+
+    with quiet_upstream():
+        teacher = TorchModel(checkpoint.load_float(args.weights, CPU))
+        data = load_data(args.data, teacher.nc)
+        batches = calibration_images(data, config, teacher.stride, CPU).loader
+        images = [batch[0].float() / 255 for batch in batches]
+        files = {'float': folder / 'float.onnx', 'ours, PTQ': folder / 'ptq.onnx'}
+        write(teacher.model, 'float.onnx')
+        write(ours(teacher.model, config, data, times), 'ptq.onnx')
+        for i, path in enumerate(args.qat):
+            files[f'ours, {path.name}'] = folder / f'qat{i}.onnx'
+            write(checkpoint.load_quantized(path, CPU)[0], f'qat{i}.onnx')
+    files |= quantized_by_nncf(teacher.model, images, folder, times)
+    sessions = {name: OpenVINO(file, CPU) for name, file in files.items()}
+    if 'bf16' in OpenVINO.precisions(argparse.Namespace(precision='fp32'), CPU):
+        sessions['float, BF16'] = OpenVINO(files['float'], CPU, 'bf16')
+    timed = time_in_turns(sessions, images[0], args.rounds)
+    scored = list(val_loader(data, config, teacher.stride, square=True, limit=args.images)) if args.images else []
+    fastest = min(row['ms'] for name, row in timed.items() if name.startswith('NNCF'))
+    return [
+        {
+            'model': name,
+            **timed[name],
+            'against_nncf': timed[name]['ms'] / fastest,
+            'ap': evaluate(FileModel(session), scored, data.names, CPU).ap if scored else None,
+            'quantize': times.get(name),
+            'int8': str(session.int8 or ''),
+        }
+        for name, session in sessions.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print the table."""
+    args = parse_args(argv)
+    for path in (args.weights, *args.qat):
+        require_file(path, '--weights', ('.pt', '.pth'))
+    require_file(args.data, '--data', ('.yaml', '.yml'))
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(args, Path(folder))
+    print(f'{args.weights.name}, {args.imgsz} px, {args.threads} threads, {args.calib_images} calibration images\n')
+    print(
+        markdown_table(
+            ('model', 'ms', 'CPU ms', 'x faster NNCF', 'AP', 'quantize: s', 'CPU s', 'in INT8'),
+            [
+                (
+                    r['model'],
+                    f'{r["ms"]:.1f}',
+                    f'{r["cpu_ms"]:.1f}',
+                    f'{r["against_nncf"]:.2f}',
+                    f'{r["ap"]:.4f}' if r['ap'] is not None else '',
+                    *((f'{v:.1f}' for v in r['quantize'].values()) if r['quantize'] else ('', '')),
+                    r['int8'],
+                )
+                for r in rows
+            ],
+        )
+    )
+    if args.json:
+        write_json(args.json, {'threads': args.threads, 'imgsz': args.imgsz, 'rows': rows})
+
+
+if __name__ == '__main__':
+    raise SystemExit(run_command(main))

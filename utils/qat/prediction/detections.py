@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from utils.general import non_max_suppression
 
 from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
+# Of an image, as upstream gives it: (height, width) of the original, ((scale of height, of width), padding (x, y))
+Placement = tuple[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]]
+
 
 @dataclass
 class Truth:
-    """What is known of the images of a batch."""
+    """The objects in the images of a batch."""
 
     targets: torch.Tensor  # [n, 6]: image, class, box as centre, width and height in pixels of the model's input
-    shape: tuple  # of the model's input: height, width
-    paths: list  # of the images' files
-    shapes: list  # of each image: (height, width) of the original, and how it was scaled and padded; upstream's
-    masks: list = None  # of each image, as upstream's dataset gives them, see masks.true_masks; None = boxes only
+    shape: tuple[int, int]  # of the model's input: height, width
+    paths: Sequence[str]  # of the images' files
+    shapes: Sequence[Placement]  # of each image
+    masks: Sequence[torch.Tensor] = ()  # of each image, see masks.true_masks; empty = boxes only
 
-    def labels(self, image):
-        """[m, 5]: class and box of the objects of an image."""
+    def labels(self, image: int) -> torch.Tensor:
+        """Return class and box of the objects of an image: [m, 5]."""
         return self.targets[self.targets[:, 0] == image, 1:]
 
-    def masks_of(self, image):
-        """FP32 [m, H, W]: masks of the objects of an image."""
+    def masks_of(self, image: int) -> torch.Tensor:
+        """Return the masks of the objects of an image: FP32 [m, H, W]."""
         return true_masks(self.masks[image].to(self.targets.device), len(self.labels(image)))
 
 
 @dataclass
 class Detections:
-    """What was found in an image, highest score first."""
+    """The objects that a model found in an image, highest score first."""
 
     rows: torch.Tensor  # [n, 6]: box, xyxy in pixels of the model's input, score, class
-    masks: Masks = None  # of a segmentation model
+    masks: Masks | None = None  # of a segmentation model
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.rows)
 
 
-def prepared(batch, device):
-    """A loader's batch as models take it: (images FP32 [B, 3, H, W] in 0..1, Truth)."""
+def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Truth]:
+    """Prepare a batch for a model and for its score.
+
+    Args:
+        batch: of a loader, see loaders.val_loader.
+        device: where the model takes images.
+
+    Returns:
+        Images, FP32 [B, 3, H, W] in 0..1, and the objects in them.
+    """
     images, targets, paths, shapes, *masks = batch
     images = images.to(device, non_blocking=True).float() / 255
     height, width = images.shape[2:]
@@ -49,22 +62,32 @@ def prepared(batch, device):
     return images, Truth(targets, (height, width), paths, shapes, *masks)
 
 
-def detect(outputs, shape, conf_thres=0.001, iou_thres=0.7, max_det=300):
-    """What a model finds in each image, by upstream's NMS: a list of Detections.
+def detect(
+    outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[Detections],
+    shape: tuple[int, ...],
+    conf_thres: float = 0.001,
+    iou_thres: float = 0.7,
+    max_det: int = 300,
+) -> list[Detections]:
+    """Turn the outputs of a model into the detections of each image, by upstream's NMS.
 
-    outputs: see file_model.py; what comes from NMS inside the model is taken as it is. shape: height and width of the images.
+    Args:
+        outputs: see file_model.py; detections of NMS inside the model are returned as they are.
+        shape: height and width of the images, in pixels.
+        conf_thres: lowest score of a detection.
+        iou_thres: IoU above which NMS drops the box with the lower score.
+        max_det: most detections of an image.
     """
     if isinstance(outputs, list):
         return outputs
     predictions, prototypes = outputs if isinstance(outputs, tuple) else (outputs, None)
     coefficients = 0 if prototypes is None else prototypes.shape[1]
     found = []
-    for i, p in enumerate(
-        predictions
-    ):  # image by image: upstream's NMS gives up on the rest of a batch when a time limit is over
-        rows = non_max_suppression(p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients)[
-            0
-        ]
+    # Image by image: upstream's NMS gives up on the rest of a batch when a time limit is over.
+    for i, p in enumerate(predictions):
+        (rows,) = non_max_suppression(
+            p[None], conf_thres, iou_thres, multi_label=True, max_det=max_det, nm=coefficients
+        )
         masks = PrototypeMasks(rows[:, 6:], prototypes[i], rows[:, :4], shape) if coefficients else None
         found.append(Detections(rows[:, :6], masks))
     return found

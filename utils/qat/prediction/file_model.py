@@ -102,7 +102,7 @@ class FileModel:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Lines about what the engine made of the file, known after the first images."""
+        """Return lines about what the engine made of the file, known after the first images."""
         return self.session.notes
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...] | list[Detections]:
@@ -116,8 +116,8 @@ class FileModel:
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
-        outputs = tuple(out.float() for out in outputs.values())
-        return outputs if self.segments else outputs[0]
+        floats = tuple(out.float() for out in outputs.values())
+        return floats if self.segments else floats[0]
 
     def _detections(self, outputs: dict[str, torch.Tensor], shape: Sequence[int]) -> list[Detections]:
         """Take the detections of each image from the outputs of NMS."""

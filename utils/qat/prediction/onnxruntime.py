@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import (
+    override,
+)  # torch requires this package, so it is installed; typing has it from Python 3.12
 
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
 from utils.qat.graph.ort_rounding import rounding
-from utils.qat.prediction.session import Session, Signature
+from utils.qat.prediction.session import Load, MeasuredCase, Session, Signature
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -43,6 +47,9 @@ def onnx_session(
         entries: of the session's configuration. Unless told otherwise, Q and DQ are computed as they are written.
         threads: on a CPU; None = ONNX Runtime's choice.
         settings: of its CUDA provider.
+
+    Raises:
+        Exception: ONNX Runtime cannot load the model; its exceptions share no public base class.
     """
     import onnxruntime as ort
 
@@ -67,7 +74,7 @@ class OnnxRuntime(Session):
         if not fused:
             self.session = self._load(AS_WRITTEN)
             return
-        options = {'threads': torch.get_num_threads()}  # as many as PyTorch has
+        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
         if device.type == 'cuda':
             self.stream = torch.cuda.Stream(device)
             options['user_compute_stream'] = str(self.stream.cuda_stream)
@@ -80,11 +87,15 @@ class OnnxRuntime(Session):
             self.types = f'{types}, Q/DQ not fused'
 
     @classmethod
-    def to_measure(cls, case, file, device, config, load):
+    @override
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> OnnxRuntime:
         return cls(file, device, case.network.types, fused=True)
 
     @staticmethod
-    def missing(backend, device):
+    @override
+    def missing(backend: str, device: torch.device) -> str:
         if device.type == 'cuda' and _cuda_missing():
             return (
                 'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
@@ -98,7 +109,7 @@ class OnnxRuntime(Session):
             raise self._refused(e, 'load') from e
 
     def _refused(self, error: Exception, verb: str) -> QatError:
-        """The QatError for a file that ONNX Runtime did not load, or not run."""
+        """Make the QatError for a file that ONNX Runtime did not load, or not run. verb: 'load' or 'run'."""
         if PLUGIN in str(error):
             return QatError(
                 f'{self.file}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
@@ -111,7 +122,8 @@ class OnnxRuntime(Session):
             )
         return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')
 
-    def signature(self):
+    @override
+    def signature(self) -> Signature:
         try:
             inputs, outputs = (
                 {v.name: v.shape for v in values} for values in (self.session.get_inputs(), self.session.get_outputs())
@@ -122,14 +134,16 @@ class OnnxRuntime(Session):
                 f'{self.file}: its metadata, or names of its inputs and outputs, are not UTF-8 ({e}); export it with export_qat.py'
             ) from e
 
-    def run(self, tensors):
+    @override
+    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
             outputs = self.session.run(None, {name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
             raise self._refused(e, 'run') from e
         return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
 
-    def bind(self, host):
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         where, index = self.device.type, self.device.index or 0
         bound, self.binding = super().bind(host), self.session.io_binding()
         for name, tensor in bound.items():
@@ -139,13 +153,15 @@ class OnnxRuntime(Session):
             self.binding.bind_output(output.name, where, index)
         return bound
 
-    def compute(self):
+    @override
+    def compute(self) -> None:
         try:
             self.session.run_with_iobinding(self.binding)
         except Exception as e:  # as above
             raise self._refused(e, 'run') from e
 
-    def download(self):
+    @override
+    def download(self) -> None:
         if self.stream:
             self.binding.copy_outputs_to_cpu()
 

@@ -6,16 +6,19 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
 from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs, run_layers
 from utils.qat.graph.openvino_model import load_openvino, metadata, read_model, reason
-from utils.qat.prediction.session import Session, Signature
+from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, Session, Signature
 
 if TYPE_CHECKING:
+    import numpy as np
     import openvino
 
 # --precision → INFERENCE_PRECISION_HINT, the type of float layers, and both in words. A layer with Q/DQ is in INT8 anyway. Without
@@ -32,7 +35,7 @@ ON_CPU = torch.device('cpu')
 
 @cache
 def _float_precisions() -> tuple[str, ...]:
-    """The keys of HINTS that this CPU has instructions for, INT8 aside."""
+    """Return the keys of HINTS that this CPU has instructions for, INT8 aside."""
     able = load_openvino().Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
     return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
 
@@ -47,7 +50,9 @@ class OpenVINO(Session):
     int8: Int8Layers | None = None
     serves = True
 
-    def __init__(self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict | None = None) -> None:
+    def __init__(
+        self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict[str, Any] | None = None
+    ) -> None:
         """Read the file.
 
         Args:
@@ -67,24 +72,29 @@ class OpenVINO(Session):
         if file.suffix.lower() == '.xml':
             self.size += file.with_suffix('.bin').stat().st_size
         hint, self.types = HINTS['int8' if any(self.quantized.values()) else precision]
-        self.settings = {
+        self.settings: dict[str, Any] = {
             'INFERENCE_PRECISION_HINT': hint,
             'INFERENCE_NUM_THREADS': torch.get_num_threads(),  # as many as PyTorch has
             **(settings or {}),
         }
-        self.shapes: dict[str, tuple] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     @classmethod
-    def to_evaluate(cls, file, device, backend):
+    @override
+    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> OpenVINO:
         # Pinned threads of two processes share cores while others are idle: 1.4 times slower, docs/openvino.md.
         return cls(file, device, settings={'ENABLE_CPU_PINNING': False})
 
     @classmethod
-    def to_measure(cls, case, file, device, config, load):
+    @override
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> OpenVINO:
         return cls(file, device, case.precision)
 
     @staticmethod
-    def missing(backend, device):
+    @override
+    def missing(backend: str, device: torch.device) -> str:
         if device.type != 'cpu':
             return f'OpenVINO: computes on the CPU, and this is --device {device}; --device cpu measures it'
         try:
@@ -94,12 +104,14 @@ class OpenVINO(Session):
         return ''
 
     @staticmethod
-    def precisions(network, device):
+    @override
+    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
         return ('int8',) if network.precision == 'int8' else _float_precisions()
 
     @property
-    def notes(self):
-        """Version, precision and threads, and how much runs in INT8."""
+    @override
+    def notes(self) -> Sequence[str]:
+        """Return version, precision and threads, and how much runs in INT8."""
         version = self.library.get_version().split('-')[0]
         threads = self.settings['INFERENCE_NUM_THREADS']
         said = f'OpenVINO {version}, {self.types}, {threads} thread{"s" * (threads > 1)}'
@@ -107,13 +119,14 @@ class OpenVINO(Session):
 
     @property
     def saturates(self) -> bool:
-        """Whether sums of INT8 products overflow here: on x86 without VNNI or AMX. Known after the first run."""
+        """Tell whether sums of INT8 products overflow here: on x86 without VNNI or AMX. Known after the first run."""
         if self.int8 is None:
             return False
         made = self.compiled.get_property('RUNTIME_REQUIREMENTS')
         return 'isa=Intel' in made and 'DL Boost' not in made  # oneDNN's word for VNNI; what AMX is on has it too
 
-    def signature(self):
+    @override
+    def signature(self) -> Signature:
         def shapes(ports: Sequence[openvino.Output]) -> dict[str, list[int | None]]:
             return {
                 port.any_name: [None if d.is_dynamic else d.get_length() for d in port.partial_shape] for port in ports
@@ -121,7 +134,8 @@ class OpenVINO(Session):
 
         return Signature(shapes(self.model.inputs), shapes(self.model.outputs), metadata(self.model))
 
-    def run(self, tensors):
+    @override
+    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.to(ON_CPU).contiguous().numpy() for name, tensor in tensors.items()}
         self._compile_for({name: array.shape for name, array in arrays.items()})
         self._infer(arrays)
@@ -130,20 +144,24 @@ class OpenVINO(Session):
             for named, port in zip(self.model.outputs, self.compiled.outputs)
         }
 
-    def bind(self, host):
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._compile_for({name: tuple(tensor.shape) for name, tensor in host.items()})
         self.layers = sum(1 for _ in run_layers(layers_of(self.compiled)))
         self.outputs = [torch.from_numpy(self.request.get_tensor(port).data) for port in self.compiled.outputs]
         return host
 
-    def compute(self):
+    @override
+    def compute(self) -> None:
         self._infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
 
-    def serve(self, seconds, least):
+    @override
+    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
         compiled = self._compile('THROUGHPUT')
         self.streams = compiled.get_property('NUM_STREAMS')
         queue = self.library.AsyncInferQueue(compiled, compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS'))
-        arrays, busy = {name: tensor.numpy() for name, tensor in self.inputs.items()}, []
+        arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}
+        busy: list[float] = []  # ms of each query
         for _ in queue:  # the first run of a request sets things up
             queue.start_async(arrays, share_inputs=True)
         queue.wait_all()
@@ -155,8 +173,13 @@ class OpenVINO(Session):
         queue.wait_all()
         return ordered, time.perf_counter() - start, sum(busy) / 1000
 
-    def profile(self, shapes: dict[str, tuple], runs: int = 20) -> Int8Layers:
-        """Time each layer of a quantized model. shapes: of the inputs. runs: whose mean the times are."""
+    def profile(self, shapes: dict[str, tuple[int, ...]], runs: int = 20) -> Int8Layers:
+        """Time each layer of a quantized model.
+
+        Args:
+            shapes: input name → shape.
+            runs: number of runs; the time of a layer is the mean over them, in ms.
+        """
         self.settings['PERF_COUNT'] = True
         self._compile_for(shapes)
         arrays = {name: torch.rand(shape).numpy() for name, shape in shapes.items()}
@@ -167,7 +190,7 @@ class OpenVINO(Session):
                 ms[layer.node_name] = ms.get(layer.node_name, 0) + layer.real_time.total_seconds() * 1000 / runs
         return int8_layers(layers_of(self.compiled, ms), self.quantized)
 
-    def _compile_for(self, shapes: dict[str, tuple]) -> None:
+    def _compile_for(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Compile the model for inputs of these shapes, unless it is."""
         if shapes == self.shapes:
             return
@@ -178,7 +201,7 @@ class OpenVINO(Session):
             self.int8 = int8_layers(layers_of(self.compiled), self.quantized)
 
     def _compile(self, purpose: str) -> openvino.CompiledModel:
-        """The model compiled for self.shapes. purpose: LATENCY, one query at a time, or THROUGHPUT, several in streams."""
+        """Compile the model for self.shapes. purpose: LATENCY, a query at a time, or THROUGHPUT, several in streams."""
         model = self.model
         try:
             if model.is_dynamic():
@@ -191,7 +214,7 @@ class OpenVINO(Session):
                 f'{reason(e)}; export it with export_qat.py'
             ) from e
 
-    def _infer(self, arrays: dict) -> None:
+    def _infer(self, arrays: dict[str, np.ndarray]) -> None:
         """Run once, on arrays of the shapes that the model is compiled for."""
         try:
             self.request.start_async(arrays, share_inputs=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.session import Load, Session
+from utils.qat.prediction.session import Inputs, Load, MeasuredCase, MeasuredFile, Session
 
 
 class TorchModel:
@@ -52,24 +54,30 @@ class PyTorch(Session):
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
 
     @classmethod
-    def to_measure(cls, case, file, device, config, load):
+    @override
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> PyTorch:
         return cls(file, device, case.precision == 'fp16', load)
 
     @staticmethod
-    def precisions(network, device):
+    @override
+    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
         if network.precision == 'int8':
             return (network.precision,)
         return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
 
-    def prepare(self, inputs):
+    @override
+    def prepare(self, inputs: Inputs) -> None:
         stride = int(max(self.model.stride))
         for _, shape in inputs.values():
             if any(n % stride for n in shape[2:]):
                 raise QatError(f'--imgsz {" ".join(map(str, shape[2:]))}: {self.file} takes multiples of {stride}')
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
+    @override
     @torch.inference_mode()
-    def run(self, tensors):
+    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {'output0': self.model(*tensors.values())[0]}  # the decoded predictions; the rest is for training
 
 

@@ -33,7 +33,7 @@ def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: s
         QatError: the file is none, or cannot run here, or the backend does not take such files.
     """
     able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
-    if backend not in (None, *able):
+    if backend is not None and backend not in able:
         raise QatError(
             f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '
             f'{" or ".join(able)}'

@@ -8,17 +8,19 @@ Runtime waits by itself). On a CPU nothing is transferred: the inputs are where 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from utils.qat.config.engine import BenchmarkConfig
 
-Inputs = dict[str, tuple[torch.dtype, tuple]]  # name → type and shape
-Load = Callable[[Path, torch.device], tuple[Any, bool]]  # of a checkpoint: the model, and whether it is quantized
+Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
+OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
+# Of a checkpoint: the model, and whether it is quantized
+Load = Callable[[Path, torch.device], tuple[torch.nn.Module, bool]]
 
 
 def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -28,19 +30,41 @@ def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
+class MeasuredFile(Protocol):
+    """The attributes of a benchmark.model_files.Network that a session reads."""
+
+    file: Path
+    types: str
+
+    @property
+    def precision(self) -> str:
+        """Return fp32, fp16, int8, or '' if nothing tells."""
+
+
+class MeasuredCase(Protocol):
+    """The attributes of a benchmark.cases.Case that a session reads."""
+
+    backend: str
+    precision: str
+
+    @property
+    def network(self) -> MeasuredFile:
+        """Return the file that the case measures."""
+
+
 @dataclass
 class Signature:
     """Inputs, outputs and metadata of an exported file.
 
     Attributes:
-        inputs: name → shape; an axis that is no number is open.
+        inputs: name → shape; an axis that is no number is open, and has what the engine gives for it: a name or None.
         outputs: name → shape, likewise.
         metadata: text that the export wrote, by key; anybody may have edited it.
         batch: smallest and largest; None = what the shape of the input says.
     """
 
-    inputs: dict[str, Sequence]
-    outputs: dict[str, Sequence]
+    inputs: Mapping[str, Sequence[Any]]
+    outputs: Mapping[str, Sequence[Any]]
     metadata: dict[str, str]
     batch: tuple[int, int] | None = None
 
@@ -56,10 +80,8 @@ class Session(ABC):
         stream: CUDA stream of the work; None on a CPU.
         parameters: number of them; None if the engine does not tell.
         layers: number of them, likewise.
-        accepts: inputs as in Network, of an engine, which knows them better than the file it was built of.
         serves: whether it has a way of its own to answer many queries at once, see `serve`.
         streams: how many it computes at once there, known after `serve`.
-        notes: lines about what the engine made of the file, known after the first run.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -67,10 +89,8 @@ class Session(ABC):
     stream: torch.cuda.Stream | None = None
     parameters: int | None = None
     layers: int | None = None
-    accepts: Inputs | None = None
     serves: bool = False
     streams: int | None = None
-    notes: Sequence[str] = ()
 
     def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
         self.file, self.device, self.types, self.size = file, device, types, file.stat().st_size
@@ -85,12 +105,14 @@ class Session(ABC):
         return cls(file, device)
 
     @classmethod
-    def to_measure(cls, case: Any, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Session:
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> Session:
         """Load the file of a benchmark's case, with all that makes the engine fast.
 
         Args:
-            case: what is measured, a benchmark.cases.Case.
-            file: what is run, which for an engine is built of the case's file.
+            case: gives types, precision and backend.
+            file: the file to run, which for an engine is built of the case's file.
             device: where it runs.
             config: settings of the benchmark.
             load: for checkpoints.
@@ -106,9 +128,19 @@ class Session(ABC):
         return ''
 
     @staticmethod
-    def precisions(network: Any, device: torch.device) -> tuple[str, ...]:
-        """Return the precisions, of PRECISIONS, in which a benchmark.model_files.Network can run."""
+    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
+        """Return the precisions, of MEASURED, in which a file can run; '' where nothing tells."""
         return (network.precision,)
+
+    @property
+    def accepts(self) -> OpenInputs | None:
+        """Return the inputs of an engine, which knows them better than the file it was built of; None of any other."""
+        return None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return lines about what the engine made of the file, known after the first run."""
+        return ()
 
     def __enter__(self) -> Session:
         return self
@@ -134,7 +166,7 @@ class Session(ABC):
 
     def prepare(self, inputs: Inputs) -> None:
         """Make data for the inputs and run once, after which the sizes of all outputs are known."""
-        self.host = {name: example(*what) for name, what in inputs.items()}
+        self.host = {name: example(dtype, shape) for name, (dtype, shape) in inputs.items()}
         if self.stream:
             self.host = {
                 name: tensor.pin_memory() for name, tensor in self.host.items()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from utils.qat.config.backends import BACKENDS
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
 from utils.qat.engine.runner import EngineRunner
-from utils.qat.prediction.session import Session, Signature
+from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, OpenInputs, Session, Signature
 
 
 class TensorRT(Session):
@@ -25,15 +27,20 @@ class TensorRT(Session):
         self.types = (self.engine.sidecar or {}).get('precision') or types or 'as built'
 
     @classmethod
-    def to_evaluate(cls, file, device, backend):
+    @override
+    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> TensorRT:
         return cls(file, device, backend)
 
     @classmethod
-    def to_measure(cls, case, file, device, config, load):
+    @override
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> TensorRT:
         return cls(file, device, case.backend, case.network.types, config.cuda_graph)
 
     @staticmethod
-    def missing(backend, device):
+    @override
+    def missing(backend: str, device: torch.device) -> str:
         title = BACKENDS[backend].title
         if device.type != 'cuda':
             return f'{title}: needs an NVIDIA GPU, and this is --device {device}'
@@ -44,23 +51,27 @@ class TensorRT(Session):
         return ''
 
     @staticmethod
-    def precisions(network, device):
+    @override
+    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
         if network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
             return 'fp32', 'fp16'  # chosen when the engine is built
         return (network.precision,)
 
-    def __exit__(self, *_):
+    @override
+    def __exit__(self, *_: object) -> None:
         self.engine.__exit__()
 
     @property
-    def accepts(self):
-        """{name: (torch.dtype, shape, None where the profile has a range)}, as Network.inputs."""
+    @override
+    def accepts(self) -> OpenInputs:
+        """Return the inputs of the engine; an axis is open where the profile has a range."""
         return {
             name: (self.engine.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
             for name, (smallest, _, largest) in self.engine.inputs.items()
         }
 
-    def signature(self):
+    @override
+    def signature(self) -> Signature:
         profiles, batch = self.engine.inputs, None
         if len(profiles) == 1:
             ((smallest, _, largest),) = profiles.values()
@@ -70,14 +81,17 @@ class TensorRT(Session):
             {name: largest for name, (*_, largest) in profiles.items()}, self.engine.outputs, metadata, batch
         )
 
-    def run(self, tensors):
+    @override
+    def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.engine(tensors)
 
-    def bind(self, host):
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.outputs = list(self.engine.prepare({name: tensor.shape for name, tensor in host.items()}).values())
         return {name: self.engine.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
 
-    def compute(self):
+    @override
+    def compute(self) -> None:
         self.engine.enqueue()
 
 

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = select_device(config.device)
     cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
-    report = {
+    report: dict[str, Any] = {
         'settings': asdict(config),
         'machine': describe_machine(device),
         'left_out': left_out,

@@ -28,7 +28,7 @@ from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import BATCHES, Network, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
-from utils.qat.benchmark.timing import LEAST, HostClock, in_line, measure, statistics
+from utils.qat.benchmark.timing import LEAST_QUERIES, HostClock, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
@@ -129,7 +129,7 @@ def test_figures_of_a_measurement_belong_together(files):
     with OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True) as runner:
         runner.prepare(shapes_of(network(files / 'demo.onnx').inputs, 2, None, files / 'demo.onnx'))
         found = measure(runner, warmup=0, duration=0.001)
-    assert found['queries'] >= LEAST and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
+    assert found['queries'] >= LEAST_QUERIES and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
     assert 0 < found['compute_seconds'] <= found['host_seconds']
     assert found['compute']['mean'] * found['queries'] == pytest.approx(1000 * found['compute_seconds'])
     assert found['latency'] == found['compute'] and found['h2d'] is found['d2h'] is found['enqueue'] is None
@@ -146,7 +146,7 @@ def test_every_query_in_line_is_waited_for(files):
         wait = staticmethod(waited.append)
 
     queries, seconds, computing = in_line(runner, Clock, 0.001)
-    assert queries == len(waited) >= LEAST and waited == sorted(waited) and 0 < computing <= seconds
+    assert queries == len(waited) >= LEAST_QUERIES and waited == sorted(waited) and 0 < computing <= seconds
 
 
 TIMES = {'min': 1, 'max': 9, 'mean': 3, 'median': 2.5, 'p90': 7, 'p95': 8, 'p99': 8.5}
@@ -329,7 +329,7 @@ def test_memory_and_load_of_a_process_are_sampled():
 def cases(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
     found, out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, CPU)
-    return [(c.runs.name, c.backend, c.precision, c.batch) for c in found], out
+    return [(c.file.name, c.backend, c.precision, c.batch) for c in found], out
 
 
 @needs_openvino

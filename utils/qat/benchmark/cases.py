@@ -4,35 +4,44 @@ A combination that cannot be is left out with the reason; it is the user's mista
 """
 
 import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import Network, shapes_of
 from utils.qat.benchmark.timing import Result, measure
+from utils.qat.benchmark.usage import Usage
 from utils.qat.config.backends import BACKENDS, ENGINES
+from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.registry import session_of
+from utils.qat.prediction.session import Inputs, Load
 
 
 @dataclass
 class Case:
+    """A measurement to make."""
+
     network: Network
     backend: str  # one of BACKENDS
     precision: str  # of MEASURED; '' for an engine that does not tell
-    batch: int
-    inputs: dict  # name → (torch.dtype, shape); empty for an engine, which says it when it is loaded
+    batch: int  # images per query
+    inputs: Inputs  # empty for an engine, which says it when it is loaded
 
     @property
-    def runs(self):
-        """The user's file that is run, or that an engine is built of."""
-        return self.network.checkpoint if self.backend == 'pytorch' else self.network.file
+    def file(self) -> Path:
+        """Return the user's file that is run, or that an engine is built of."""
+        checkpoint = self.network.checkpoint if self.backend == 'pytorch' else None
+        return checkpoint or self.network.file
 
-    def __str__(self):
+    def __str__(self) -> str:
         return ', '.join(
             (
-                str(self.runs),
+                str(self.file),
                 BACKENDS[self.backend].title,
                 *[self.precision.upper()] * bool(self.precision),
                 f'batch {self.batch}',
@@ -40,9 +49,25 @@ class Case:
         )
 
 
-def cases_of(networks, config, device):
-    """([Case], [why something is left out]) of a BenchmarkConfig. Raises QatError if no case is left."""
-    cases, absent, refused = [], {}, {}  # dicts keep the order, and a reason once
+def cases_of(
+    networks: Sequence[Network], config: BenchmarkConfig, device: torch.device
+) -> tuple[list[Case], list[str]]:
+    """List the cases of a sweep.
+
+    Args:
+        networks: the files, see model_files.networks_of.
+        config: gives backend, precision, batch and imgsz.
+        device: where they run.
+
+    Returns:
+        The cases, and the reasons why others are left out.
+
+    Raises:
+        QatError: no case is left.
+    """
+    cases: list[Case] = []
+    absent: dict[str, bool] = {}  # dicts keep the order, and a reason once
+    refused: dict[str, bool] = {}
     for network in networks:
         suffix = network.file.suffix.lower()
         able = (
@@ -55,7 +80,7 @@ def cases_of(networks, config, device):
                 refused[
                     f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'
                 ] = True
-            elif why := session_of(backend).missing(backend, device) or without_checkpoint(network, backend):
+            elif why := session_of(backend).missing(backend, device) or _without_checkpoint(network, backend):
                 (refused if config.backend else absent)[why] = True
             else:
                 cases += _cases(network, backend, config, device, refused)
@@ -64,12 +89,14 @@ def cases_of(networks, config, device):
     return cases, [*absent, *refused]
 
 
-def _cases(network, backend, config, device, refused):
-    """Yield those of one file and backend; adds to `refused`."""
+def _cases(
+    network: Network, backend: str, config: BenchmarkConfig, device: torch.device, refused: dict[str, bool]
+) -> Iterator[Case]:
+    """Yield the cases of one file and backend; add the reasons why others are left out to `refused`."""
     possible = session_of(backend).precisions(network, device)
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
-        refused[f'--precision {",".join(impossible)}: {not_possible(network, backend, impossible, device)}'] = True
+        refused[f'--precision {",".join(impossible)}: {_not_possible(network, backend, impossible, device)}'] = True
     for precision in [p for p in asked if p in possible]:
         for batch in config.batch or network.batches:
             try:
@@ -80,23 +107,33 @@ def _cases(network, backend, config, device, refused):
                 yield Case(network, backend, precision, batch, inputs)
 
 
-def inputs_of(network, backend, batch, imgsz):
-    """Case.inputs. Raises QatError if the file does not take them; a checkpoint takes any batch."""
+def inputs_of(network: Network, backend: str, batch: int, imgsz: Sides | None) -> Inputs:
+    """Return the inputs of a case; a checkpoint takes any batch.
+
+    Args:
+        network: the file.
+        backend: a key of BACKENDS.
+        batch: images per query.
+        imgsz: height and width in pixels; None = those of the file.
+
+    Raises:
+        QatError: the file does not take such inputs.
+    """
     inputs = network.inputs
     if backend == 'pytorch':
         inputs = {name: (dtype, (None, *shape[1:])) for name, (dtype, shape) in inputs.items()}
     return shapes_of(inputs, batch, imgsz, network.file)
 
 
-def without_checkpoint(network, backend):
-    """Why PyTorch has nothing to run for `network`; '' if it has."""
+def _without_checkpoint(network: Network, backend: str) -> str:
+    """Say why PyTorch has nothing to run for `network`; '' if it has, and for other backends."""
     if backend != 'pytorch' or network.checkpoint:
         return ''
     return f'{network.file}: PyTorch runs the checkpoint that a file was exported from, and {network.unpaired}'
 
 
-def not_possible(network, backend, impossible, device):
-    """Why some precisions are not among those of its Session."""
+def _not_possible(network: Network, backend: str, impossible: Sequence[str], device: torch.device) -> str:
+    """Say why the backend cannot run a file in the precisions `impossible`."""
     if not network.precision:
         return f'{network.file} does not tell its own, for lack of {network.file.name}.json; leave the flag out'
     if network.file.suffix.lower() == '.engine':
@@ -114,13 +151,28 @@ def not_possible(network, backend, impossible, device):
     return f'{network.file} is {network.types}, and {BACKENDS[backend].title} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
 
 
-def run_case(case, config, device, load, usage, say):
-    """Result of a case, from nothing: it is loaded, measured, and given back.
+def run_case(
+    case: Case,
+    config: BenchmarkConfig,
+    device: torch.device,
+    load: Load,
+    usage: Usage,
+    say: Callable[[str], object],
+) -> Result:
+    """Measure a case from nothing: load it, measure it, and give back what it had on the device.
 
-    load: file, device → (model, whether it is quantized), for PyTorch. usage: a Usage that samples. say: takes a line about a
-    build. Raises QatError where the file does not run so.
+    Args:
+        case: the case.
+        config: gives warmup, duration and imgsz, and the settings of a build.
+        device: where it runs.
+        load: loads a checkpoint, for PyTorch.
+        usage: takes samples meanwhile.
+        say: takes a line about a build.
+
+    Raises:
+        QatError: the file does not run so.
     """
-    network, file = case.network, case.runs
+    network, file = case.network, case.file
     if case.backend in ENGINES and file.suffix.lower() == '.onnx':
         file = engine_for(network, case.backend, case.precision, case.batch, config, device, say)
     begun = usage.begin()
@@ -132,7 +184,7 @@ def run_case(case, config, device, load, usage, say):
             busy = usage.now()
             figures = measure(session, config.warmup, config.duration)
             return Result(
-                model=str(case.runs),
+                model=str(case.file),
                 backend=BACKENDS[case.backend].title,
                 types=session.types,
                 precision=case.precision,

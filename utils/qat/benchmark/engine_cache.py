@@ -4,8 +4,13 @@ One engine per batch, as sweeps with trtexec have it: the builder chooses kernel
 would be measured at 11 shapes that it was not made for.
 """
 
-from utils.qat.benchmark.model_files import fixed_batch
-from utils.qat.config.engine import BuildConfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from utils.qat.benchmark.model_files import Network, fixed_batch
+from utils.qat.config.engine import BenchmarkConfig, BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import load_tensorrt, product
@@ -13,10 +18,31 @@ from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
 
-def engine_for(network, backend, precision, batch, config, device, say):
-    """Path of an engine of network.file (.onnx), in PROJECT/engines. config: BenchmarkConfig. say: takes a line about the build.
+def engine_for(
+    network: Network,
+    backend: str,
+    precision: str,
+    batch: int,
+    config: BenchmarkConfig,
+    device: torch.device,
+    say: Callable[[str], object],
+) -> Path:
+    """Build the engine of an .onnx file, unless it is there already.
 
-    Raises QatError where the file cannot be built so.
+    Args:
+        network: the .onnx file.
+        backend: a key of BACKENDS that builds engines.
+        precision: of the engine.
+        batch: images per query.
+        config: gives imgsz, workspace and project.
+        device: the GPU that an engine which is there must fit.
+        say: takes a line about the build.
+
+    Returns:
+        The engine, in PROJECT/engines.
+
+    Raises:
+        QatError: the file cannot be built so.
     """
     size = ''.join(f'-{n}' for n in config.imgsz or ())
     name = f'{network.file.stem}-{sha256(network.file)[:12]}-{backend}-{precision}-b{batch}{size}'
@@ -39,8 +65,8 @@ def engine_for(network, backend, precision, batch, config, device, say):
     return file
 
 
-def _fits(file, backend, workspace, device):
-    """Whether `file` is there, and made by this TensorRT for this GPU, with that workspace."""
+def _fits(file: Path, backend: str, workspace: int, device: torch.device) -> bool:
+    """Tell whether `file` is there, and made by this TensorRT for this GPU, with that workspace (MiB)."""
     try:
         sidecar = read_sidecar(file)
         if not file.exists() or sidecar is None:

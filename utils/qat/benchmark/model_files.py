@@ -4,12 +4,15 @@ in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a YOLOv9 checkpoint
 out: a Network, and the shapes that its inputs have for a batch
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from onnx import TensorProto
 
+from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
@@ -17,6 +20,7 @@ from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 from utils.qat.graph.openvino_layers import quantized_convs
 from utils.qat.graph.openvino_model import load_openvino, read_model
+from utils.qat.prediction.session import Inputs, OpenInputs
 
 DTYPES = {
     'FLOAT': torch.float32,
@@ -46,29 +50,37 @@ IMGSZ = 640, 640  # of a checkpoint, which has none of its own
 
 @dataclass
 class Network:
-    """A file to measure. parameters and layers are None where only a backend knows them."""
+    """A file to measure."""
 
     file: Path
-    inputs: dict  # name → (torch.dtype, shape with None where it is open); empty for an engine, which says it when it is loaded
+    inputs: OpenInputs  # empty for an engine, which says it when it is loaded
     types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if nothing tells
-    batches: tuple  # to measure unless told otherwise
-    parameters: int = None
-    layers: int = None
-    checkpoint: Path = None  # what PyTorch runs
-    unpaired: str = ''  # why it has none
-    backend: str = None  # what an engine is for
+    batches: tuple[int, ...]  # to measure unless told otherwise
+    parameters: int | None = None  # number of them; None where only a backend knows it
+    layers: int | None = None  # likewise
+    checkpoint: Path | None = None  # that PyTorch runs
+    unpaired: str = ''  # why it has no checkpoint
+    backend: str | None = None  # of an engine; None = all that take such files
 
     @property
-    def precision(self):
-        """fp32, fp16, int8, or '' if nothing tells."""
+    def precision(self) -> str:
+        """Return fp32, fp16, int8, or '' if nothing tells."""
         return self.types.split(' ')[0].lower()
 
 
-def networks_of(files, imgsz, kind_of):
-    """A Network for each of `files`. kind_of: see models.quantize.checkpoint. Raises QatError if one cannot be read.
+def networks_of(files: Sequence[Path], imgsz: Sides | None, kind_of: Callable[[Path], str]) -> list[Network]:
+    """Read the files to measure.
 
     PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that is among
     `files` itself.
+
+    Args:
+        files: .onnx, .xml, .engine or checkpoints; a repeated one counts once.
+        imgsz: height and width of the inputs of a checkpoint, in pixels; None = IMGSZ.
+        kind_of: tells the kind of a checkpoint, see models.quantize.checkpoint.
+
+    Raises:
+        QatError: a file cannot be read.
     """
     found = []
     for file in dict.fromkeys(files):
@@ -81,7 +93,8 @@ def networks_of(files, imgsz, kind_of):
     return found
 
 
-def _pair(network, checkpoint, files, kind_of):
+def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
+    """Give an .onnx file the checkpoint that it was exported from, or the reason why it has none."""
     kind = 'quantized' if network.precision == 'int8' else 'float'
     if not checkpoint.is_file():
         network.unpaired = f'there is no {checkpoint.name} beside it'
@@ -93,12 +106,14 @@ def _pair(network, checkpoint, files, kind_of):
         network.checkpoint = checkpoint
 
 
-def _checkpoint(file, imgsz, kind_of):
+def _checkpoint(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+    """Describe a checkpoint."""
     types = 'INT8 and FP32' if kind_of(file) == 'quantized' else 'FP32'
     return Network(file, {'images': (torch.float32, (None, 3, *(imgsz or IMGSZ)))}, types, BATCHES, checkpoint=file)
 
 
-def _engine(file, imgsz, kind_of):
+def _engine(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+    """Describe an .engine file, by its sidecar."""
     sidecar = read_sidecar(file) or {}
     batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
     return Network(
@@ -110,10 +125,12 @@ def _engine(file, imgsz, kind_of):
     )
 
 
-def _onnx(file, imgsz, kind_of):
+def _onnx(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+    """Describe an .onnx file."""
     model = load(file)
+    inputs: OpenInputs = {}
     with naming(file):
-        graph, inputs = Graph(model), {}
+        graph = Graph(model)
     for value in given(model):
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
         if kind not in DTYPES:
@@ -125,8 +142,10 @@ def _onnx(file, imgsz, kind_of):
     return Network(file, inputs, types, (own,) if own else BATCHES, parameters_of(graph), layers)
 
 
-def _xml(file, imgsz, kind_of):
-    model, inputs = read_model(load_openvino(str(file)).Core(), file), {}
+def _xml(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+    """Describe an .xml file of OpenVINO."""
+    model = read_model(load_openvino(str(file)).Core(), file)
+    inputs: OpenInputs = {}
     for port in model.inputs:
         kind = port.get_element_type().get_type_name()
         if kind not in OPENVINO_DTYPES:
@@ -140,36 +159,48 @@ def _xml(file, imgsz, kind_of):
     return Network(file, inputs, types, (own,) if own else BATCHES)
 
 
-def parameters_of(graph):
-    """Number of values in the constants of an onnx_graph.Graph, INT8 weights included; scales, zero points, single numbers and
-    integers such as shapes do not count. Constants that an exporter computed (a head's anchors) do."""
+def parameters_of(graph: Graph) -> int:
+    """Count the values in the constants of a graph.
 
-    def counts(name, value):
+    INT8 weights count, and so do constants that an exporter computed, such as a head's anchors. Scales, zero points,
+    single numbers, and integers such as shapes do not.
+    """
+
+    def counts(name: str, value: np.ndarray) -> bool:
         readers = [(node.op_type, i) for node, i in graph.readers.get(name, ())]
         stored = ('DequantizeLinear', 0) in readers
         settings = all(op in QDQ | {'Resize'} and i for op, i in readers)
-        return value.ndim and (stored or (value.dtype.kind not in 'iubOSU' and not settings))
+        return value.ndim > 0 and (stored or (value.dtype.kind not in 'iubOSU' and not settings))
 
     return sum(value.size for name, value in graph.values.items() if counts(name, value))
 
 
-def fixed_batch(inputs):
-    """The batch that the inputs of a Network are bound to; None if the first axis of one is open."""
+def fixed_batch(inputs: OpenInputs) -> int | None:
+    """Return the batch that inputs are bound to; None if the first axis of one is open."""
     batched = [shape for _, shape in inputs.values() if shape]
     return batched[0][0] if batched and all(shape[0] for shape in batched) else None
 
 
-def shapes_of(inputs, batch, imgsz, file):
-    """{name: (torch.dtype, shape)} for `batch` images. Raises QatError if the file does not take them.
+def shapes_of(inputs: OpenInputs, batch: int, imgsz: Sides | None, file: Path) -> Inputs:
+    """Fill in the open axes of inputs.
 
     An open first axis is the batch; open axes 2 and 3 of an image [B, C, H, W] are imgsz; nothing else may be open.
+
+    Args:
+        inputs: of the file.
+        batch: images per query.
+        imgsz: height and width in pixels; None = those of the file.
+        file: for the message.
+
+    Raises:
+        QatError: the file does not take such a batch or size.
     """
     own = fixed_batch(inputs)
     if own and batch not in {shape[0] for _, shape in inputs.values() if shape}:
         raise QatError(
             f'--batch {batch}: {file} has a fixed batch of {own}; leave the flag out, or export with --dynamic'
         )
-    found = {}
+    found: Inputs = {}
     for name, (dtype, shape) in inputs.items():
         rest = shape[1:]
         if imgsz and len(shape) == 4 and any(a and a != b for a, b in zip(rest[1:], imgsz)):
@@ -179,11 +210,11 @@ def shapes_of(inputs, batch, imgsz, file):
         if None in rest and len(shape) == 4 and not imgsz:
             raise QatError(f'--imgsz: {file} leaves the image size of {name} open; say which to measure')
         wanted = (None, None, *(imgsz or (None, None)))[1:] if len(shape) == 4 else rest
-        rest = tuple(a or b for a, b in zip(rest, wanted))
-        if None in rest:
+        sizes = tuple(n for a, b in zip(rest, wanted) if (n := a or b) is not None)
+        if len(sizes) < len(rest):
             raise QatError(
                 f'{file}: input {name} {list(shape)} has an open axis that is neither batch nor image size; export it with '
                 'that size fixed'
             )
-        found[name] = dtype, (*((shape[0] or batch,) if shape else ()), *rest)
+        found[name] = dtype, (*((shape[0] or batch,) if shape else ()), *sizes)
     return found

@@ -3,6 +3,10 @@
 in: plain Results, see timing.Result. A series (model, backend, precision) has one colour in all three.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -12,20 +16,28 @@ from utils.qat.core.picture import literal, save
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
 
-def label(result):
+def label(result: dict[str, Any]) -> str:
+    """Name the series of a result, for Matplotlib."""
     return literal(f'{result["model"]}, {result["backend"]}, {result["types"]}')
 
 
-def colours(results):
-    """{label: colour}, in the order of the results."""
+def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Give each series a colour: label → RGB in 0..1, in the order of the results."""
     labels = list(dict.fromkeys(map(label, results)))
     names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
     return {text: names[i % len(names)] for i, text in enumerate(labels)}
 
 
-def plot_latency(path, results):
-    """A panel per batch, a bar per series: median of the model, transfers behind it in a lighter tone; a line from the least to
-    the 99th percentile, end to end."""
+def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Draw the latency: a panel for each batch, a bar for each series.
+
+    A bar is the median of the model, with the transfers behind it in a lighter tone. A line goes from the least to the
+    99th percentile, end to end.
+
+    Args:
+        path: the picture to write.
+        results: plain Results.
+    """
     colour, batches = colours(results), sorted({r['batch'] for r in results})
     panels = [[r for r in results if r['batch'] == batch] for batch in batches]
     figure = Figure(figsize=(10, 1.2 + sum(0.5 + 0.32 * len(p) for p in panels)), layout='constrained')
@@ -57,8 +69,13 @@ def plot_latency(path, results):
     save(figure, path)
 
 
-def plot_throughput(path, results):
-    """Images per second against the batch, a line per series."""
+def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Draw the images per second against the batch, a line for each series.
+
+    Args:
+        path: the picture to write.
+        results: plain Results.
+    """
     colour = colours(results)
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(colour)), layout='constrained')
     axes = figure.subplots()
@@ -77,8 +94,15 @@ def plot_throughput(path, results):
     save(figure, path)
 
 
-def plot_usage(path, report):
-    """Memory and utilisation over time, what was measured when as colour behind them and the batch written above."""
+def plot_usage(path: Path, report: dict[str, Any]) -> None:
+    """Draw memory and utilisation over time.
+
+    The colour behind them tells the series that was measured, the number above its batch.
+
+    Args:
+        path: the picture to write.
+        report: the content of benchmark.json, with samples.
+    """
     results, samples, device = report['results'], report['usage'], report['machine']['device']
     gpu, colour = report['machine']['gpu'], colours(results)
     figure = Figure(figsize=(11, 5 + 0.22 * len(colour)), layout='constrained')

@@ -1,14 +1,16 @@
 """Results of a benchmark → the summary of each in trtexec's layout, and benchmark.json, benchmark.md and pictures of all."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
 from utils.qat.core.files import write_json, write_text
-from utils.qat.core.markdown import code, escaped, markdown_table
+from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
 
 
-def with_short_names(results):
-    """Plain Results whose model is the file's name, or its path where two files share a name."""
+def with_short_names(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return plain Results whose model is the file's name, or its path where two files share a name."""
     files = {r['model'] for r in results}
     names = [Path(f).name for f in files]
     return [
@@ -17,15 +19,15 @@ def with_short_names(results):
     ]
 
 
-def series(result):
-    """What is measured at several batches: (model, backend, types)."""
+def series(result: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the series of a plain Result, which is measured at several batches: (model, backend, types)."""
     return result['model'], result['backend'], result['types']
 
 
-def summary(result):
-    """A plain Result as trtexec prints it."""
+def summary(result: dict[str, Any]) -> str:
+    """Lay out a plain Result as trtexec prints it."""
 
-    def line(name, times):
+    def line(name: str, times: dict[str, float]) -> str:
         parts = [f'{key} = {times[key]:.5g} ms' for key in ('min', 'max', 'mean', 'median')]
         return f'{name}: {", ".join(parts + [f"percentile({p}%) = {times[key]:.5g} ms" for p, key in ((90, "p90"), (95, "p95"), (99, "p99"))])}'
 
@@ -50,13 +52,23 @@ def summary(result):
     )
 
 
-def _number(value, form='.4g'):
+def _number(value: float | None, form: str = '.4g') -> str:
+    """Format a number; '-' for None."""
     return '-' if value is None else format(value, form)
 
 
-def model_table(results):
-    """Size, parameters and layers of what ran: a row per model, backend and types, and per engine where each batch has one."""
-    rows = {}
+def model_table(results: Sequence[dict[str, Any]]) -> str:
+    """Make the table of the files that ran: size, parameters and layers.
+
+    A row is a series, or an engine where each batch has one.
+
+    Args:
+        results: plain Results.
+
+    Returns:
+        Markdown.
+    """
+    rows: dict[tuple[str, ...], list[int]] = {}
     for r in results:
         parameters = None if r['parameters'] is None else r['parameters'] / 1e6
         row = *series(r), f'{r["size_bytes"] / 1e6:.2f}', _number(parameters, '.3f'), _number(r['layers'], 'd')
@@ -67,17 +79,31 @@ def model_table(results):
     )
 
 
-def speed_up(result, results):
-    """How many times as fast as FP32 a result is, by the median of the model: in the same backend, at the same batch.
+def speed_up(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> float | None:
+    """Compute how many times as fast as FP32 a result is, in the same backend and at the same batch.
 
-    None where `results` have no FP32 there, or that of several models.
+    The time is the median of the model.
+
+    Args:
+        result: a plain Result.
+        results: plain Results, with the FP32 among them.
+
+    Returns:
+        FP32 by `result`; None where `results` have no FP32 there, or the FP32 of several models.
     """
     floats = [r for r in results if r['precision'] == 'fp32' and all(r[k] == result[k] for k in ('backend', 'batch'))]
     return floats[0]['compute']['median'] / result['compute']['median'] if len(floats) == 1 else None
 
 
-def result_table(results):
-    """Times, throughput, memory and utilisation: a row per measurement."""
+def result_table(results: Sequence[dict[str, Any]]) -> str:
+    """Make the table of times, throughput, memory and utilisation: a row for each measurement.
+
+    Args:
+        results: plain Results.
+
+    Returns:
+        Markdown.
+    """
     rows = []
     for r in results:
         usage = r['usage'] or {}
@@ -116,13 +142,13 @@ def result_table(results):
     )
 
 
-def notes(results):
-    """Lines about what engines made of their files, each once, as Markdown."""
+def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
+    """Return lines about what engines made of their files, each once."""
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
 
 
-def markdown(report):
-    """benchmark.md."""
+def markdown(report: dict[str, Any]) -> str:
+    """Make the content of benchmark.md. report: content of benchmark.json, with short names."""
     machine = report['machine']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
     able, made = machine['instructions'], notes(report['results'])
@@ -151,8 +177,13 @@ def markdown(report):
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder, report):
-    """benchmark.json, benchmark.md, latency.png, throughput.png and, where something was sampled, usage.png."""
+def write_benchmark(folder: Path, report: dict[str, Any]) -> None:
+    """Write benchmark.json, benchmark.md, latency.png, throughput.png and, where something was sampled, usage.png.
+
+    Args:
+        folder: where to write.
+        report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
+    """
     write_json(folder / 'benchmark.json', report)
     report = {**report, 'results': with_short_names(report['results'])}
     write_text(folder / 'benchmark.md', markdown(report))

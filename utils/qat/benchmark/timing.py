@@ -9,18 +9,33 @@ Two questions are asked one after the other, each for its share of the time (trt
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-LEAST = 10  # queries of a measurement, however long they take; trtexec's --iterations
-IN_LINE = 2  # queries ordered ahead
+from utils.qat.prediction.session import Session
+
+LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
+QUERIES_AHEAD = 2  # ordered before the first of them is done
+Mark = TypeVar('Mark')  # a point in time, as a clock takes it
 
 
-def statistics(samples):
-    """min, max, mean, median and the percentiles 90, 95 and 99 (interpolated, as numpy does) of some times."""
+def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Summarize times.
+
+    Args:
+        samples: one or more, in any unit.
+
+    Returns:
+        'min', 'max', 'mean', 'median', and the percentiles 'p90', 'p95', 'p99' (interpolated, as numpy does), in
+        that unit.
+    """
     p90, p95, p99 = np.percentile(samples, (90, 95, 99)).tolist()
     return {
         'min': float(np.min(samples)),
@@ -40,66 +55,103 @@ class Result:
     model: str
     backend: str
     types: str  # that it computed in, in words
-    precision: str  # that was asked for: fp32, fp16 or int8; '' if nothing tells
+    precision: str  # that was asked for, of MEASURED; '' if nothing tells
     batch: int  # images per query
     queries: int  # one at a time
     qps: float  # queries per second: on a GPU those in line, in OpenVINO those in streams
     images_per_s: float
-    latency: dict  # end to end: h2d + compute + d2h of each query
-    compute: dict  # of the model alone
-    h2d: dict  # inputs to the GPU; None on a CPU
-    d2h: dict
-    enqueue: dict  # until the host is done with ordering a query; None on a CPU
+    latency: dict[str, float]  # end to end: h2d + compute + d2h of each query
+    compute: dict[str, float]  # of the model alone
+    h2d: dict[str, float] | None  # inputs to the GPU; None on a CPU
+    d2h: dict[str, float] | None  # outputs from the GPU, likewise
+    enqueue: dict[str, float] | None  # until the host is done with ordering a query; None on a CPU
     host_seconds: float  # that the throughput was measured for
     compute_seconds: float  # of that, in the model; of several streams their sum
     size_bytes: int  # of the file that ran
-    parameters: int
-    layers: int
-    streams: int = (
-        None  # that answered several queries at once, for the throughput; None where one was answered after the other
-    )
-    notes: list = field(default_factory=list)  # lines about what the engine made of the file
-    usage: dict = None  # see Usage.since
+    parameters: int | None  # number of them; None if nothing tells
+    layers: int | None  # likewise
+    # that answered several queries at once, for the throughput; None where one was answered after the other
+    streams: int | None = None
+    notes: list[str] = field(default_factory=list)  # lines about what the engine made of the file
+    usage: dict[str, float] | None = None  # see Usage.since
 
-    def plain(self):
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values."""
         return asdict(self)
 
 
-class HostClock:
-    """Marks in time that the host takes; work is done when it returns."""
+class Clock(ABC, Generic[Mark]):
+    """A clock of the work that is ordered one after the other. It is used as a class, without an instance."""
+
+    @staticmethod
+    @abstractmethod
+    def mark() -> Mark:
+        """Take a mark behind the work that is ordered so far."""
+
+    @staticmethod
+    @abstractmethod
+    def ms(first: Mark, second: Mark) -> float:
+        """Return the milliseconds between two marks, both of them reached."""
+
+    @staticmethod
+    @abstractmethod
+    def wait(mark: Mark) -> None:
+        """Wait until the work ordered before `mark` is done."""
+
+
+class HostClock(Clock[float]):
+    """Marks in time that the host takes, in seconds; work is done when it returns."""
 
     mark = staticmethod(time.perf_counter)
 
     @staticmethod
-    def ms(first, second):
+    @override
+    def ms(first: float, second: float) -> float:
         return 1000 * (second - first)
 
     @staticmethod
-    def wait(mark):
-        """Until what was ordered before `mark` is done."""
+    @override
+    def wait(mark: float) -> None:
+        pass
 
 
-class DeviceClock:
+class DeviceClock(Clock[torch.cuda.Event]):
     """Marks that the GPU takes when it comes to them, on the current stream."""
 
     @staticmethod
-    def mark():
+    @override
+    def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     @staticmethod
-    def ms(first, second):
+    @override
+    def ms(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         return first.elapsed_time(second)
 
     @staticmethod
-    def wait(mark):
+    @override
+    def wait(mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
 
-def one_at_a_time(session, clock, seconds, least=LEAST):
-    """{'h2d', 'compute', 'd2h', 'enqueue': ms of each query}, and the seconds it took."""
-    samples, start = {'h2d': [], 'compute': [], 'd2h': [], 'enqueue': []}, time.perf_counter()
+def one_at_a_time(
+    session: Session, clock: type[Clock[Mark]], seconds: float, least: int = LEAST_QUERIES
+) -> tuple[dict[str, list[float]], float]:
+    """Send queries one at a time, with their transfers.
+
+    Args:
+        session: prepared.
+        clock: of its device.
+        seconds: how long.
+        least: fewest queries, however long they take.
+
+    Returns:
+        'h2d', 'compute', 'd2h' and 'enqueue' → ms of each query; and the seconds of all.
+    """
+    samples: dict[str, list[float]] = {'h2d': [], 'compute': [], 'd2h': [], 'enqueue': []}
+    start = time.perf_counter()
     while len(samples['compute']) < least or time.perf_counter() - start < seconds:
         marks = [clock.mark()]
         session.upload()
@@ -116,34 +168,54 @@ def one_at_a_time(session, clock, seconds, least=LEAST):
     return samples, time.perf_counter() - start
 
 
-def in_line(session, clock, seconds):
-    """(queries, seconds they took, seconds of them in the model), without transfers."""
-    waiting, times, ordered, start, more = deque(), [], 0, time.perf_counter(), True
+def in_line(session: Session, clock: type[Clock[Mark]], seconds: float) -> tuple[int, float, float]:
+    """Send queries that wait in line, without transfers.
+
+    Args:
+        session: prepared.
+        clock: of its device.
+        seconds: how long; at least LEAST_QUERIES are sent.
+
+    Returns:
+        Number of queries, seconds they took, and seconds of these in the model.
+    """
+    waiting: deque[tuple[Mark, Mark]] = deque()
+    times: list[float] = []
+    ordered, start, more = 0, time.perf_counter(), True
     while more or waiting:
         if more:
             first = clock.mark()
             session.compute()
             waiting.append((first, clock.mark()))
             ordered += 1
-            more = ordered < LEAST or time.perf_counter() - start < seconds
-        if len(waiting) == IN_LINE or not more:
+            more = ordered < LEAST_QUERIES or time.perf_counter() - start < seconds
+        if len(waiting) == QUERIES_AHEAD or not more:
             first, second = waiting.popleft()
             clock.wait(second)
             times.append(clock.ms(first, second))
     return ordered, time.perf_counter() - start, sum(times) / 1000
 
 
-def measure(session, warmup, duration):
-    """Figures of Result, the timed ones, of a Session that is prepared. warmup: milliseconds. duration: seconds."""
+def measure(session: Session, warmup: float, duration: float) -> dict[str, Any]:
+    """Measure a session.
+
+    Args:
+        session: prepared.
+        warmup: milliseconds of queries before.
+        duration: seconds.
+
+    Returns:
+        The timed figures of Result, by name, but images_per_s.
+    """
     gpu = session.stream is not None
-    clock = DeviceClock if gpu else HostClock
+    clock: type[Clock[Any]] = DeviceClock if gpu else HostClock
     with torch.cuda.stream(session.stream):
         one_at_a_time(session, clock, warmup / 1000, least=1)
         samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu or session.serves else duration)
         queries = len(samples['compute'])
         served = queries, seconds, sum(samples['compute']) / 1000
         if gpu or session.serves:
-            served = in_line(session, clock, duration / 2) if gpu else session.serve(duration / 2, LEAST)
+            served = in_line(session, clock, duration / 2) if gpu else session.serve(duration / 2, LEAST_QUERIES)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
     return {
         'queries': queries,

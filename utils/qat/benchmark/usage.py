@@ -7,10 +7,13 @@ A GPU's figures are of the whole device, other processes included, and NVML's ut
 period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process and its share of all cores.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,10 +21,18 @@ from utils.qat.core.errors import QatError
 
 PERIOD = 0.1  # seconds between samples
 MIB = 1 << 20
+Probe = Callable[[], float]
 
 
-def gpu_probe(device):
-    """Functions () → MiB and () → % of a CUDA device. Raises QatError without NVML."""
+def gpu_probe(device: torch.device) -> tuple[Probe, Probe]:
+    """Make the probes of a CUDA device.
+
+    Returns:
+        Functions that read the memory in use (MiB) and the utilisation (%).
+
+    Raises:
+        QatError: NVML is missing, or does not know the device.
+    """
     try:
         nvml = importlib.import_module('pynvml')
     except ImportError as e:
@@ -39,8 +50,15 @@ def gpu_probe(device):
     )
 
 
-def cpu_probe():
-    """Functions () → MiB and () → % of this process; the % since the last call. Raises QatError without psutil."""
+def cpu_probe() -> tuple[Probe, Probe]:
+    """Make the probes of this process.
+
+    Returns:
+        Functions that read its resident memory (MiB), and its share of all cores since the last call (%).
+
+    Raises:
+        QatError: psutil is missing.
+    """
     try:
         psutil = importlib.import_module('psutil')
     except ImportError as e:
@@ -52,47 +70,66 @@ def cpu_probe():
 
 
 class Usage:
-    """Context: samples in a thread. `samples` is [(seconds, MiB, %), ...]; empty where nothing can be sampled."""
+    """A context in which a thread takes samples.
 
-    def __init__(self, device, say):
-        """say: takes the line that tells why there are no samples."""
-        self.samples, self.start, self.over = [], time.perf_counter(), threading.Event()
+    Attributes:
+        samples: (seconds since the start, MiB in use, utilisation in %) of each; empty where nothing can be sampled.
+    """
+
+    def __init__(self, device: torch.device, say: Callable[[str], object]) -> None:
+        """Find the probes.
+
+        Args:
+            device: the device to look at.
+            say: takes the line that tells why there are no samples.
+        """
+        self.samples: list[tuple[float, float, float]] = []
+        self.start, self.over = time.perf_counter(), threading.Event()
+        self.memory: Probe | None = None
         try:
             self.memory, self.percent = gpu_probe(device) if device.type == 'cuda' else cpu_probe()
         except QatError as e:
-            self.memory = None
             say(f'left out: memory and utilisation: {e}')
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self):
+    def __enter__(self) -> Usage:
         if self.memory:
             self.thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.over.set()
         if self.memory:
             self.thread.join()
 
-    def _sample(self):
-        while not self.over.wait(PERIOD):
+    def _sample(self) -> None:
+        """Take samples until the context is over."""
+        while self.memory and not self.over.wait(PERIOD):
             self.samples.append((self.now(), self.memory(), self.percent()))
 
-    def now(self):
-        """Seconds since the start."""
+    def now(self) -> float:
+        """Return the seconds since the start."""
         return time.perf_counter() - self.start
 
-    def begin(self):
-        """What `since` counts from: (seconds, MiB); MiB is None where nothing can be sampled."""
+    def begin(self) -> tuple[float, float | None]:
+        """Return the point from which `since` counts: (seconds, MiB); MiB is None where nothing can be sampled."""
         return self.now(), self.memory() if self.memory else None
 
-    def since(self, begun, busy):
-        """Of the time from `begun` (see `begin`) on: {'start', 'end': seconds, 'peak_mib', 'added_mib': the peak and how much of it
-        was not there before, 'percent': mean from the second `busy` on}. None where nothing was sampled."""
+    def since(self, begun: tuple[float, float | None], busy: float) -> dict[str, float] | None:
+        """Summarize the samples from a point on.
+
+        Args:
+            begun: the point, see `begin`.
+            busy: seconds since the start, from which the device works.
+
+        Returns:
+            'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (how much of the peak was not there
+            before), and 'percent' (mean utilisation from `busy` on). None where nothing was sampled.
+        """
         start, before = begun
         samples = [s for s in self.samples if s[0] >= start]
         working = [percent for at, _, percent in samples if at >= busy]
-        if not working:
+        if not working or before is None:
             return None
         peak = max(memory for _, memory, _ in samples)
         return {

@@ -39,7 +39,9 @@ def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) 
     """Find the side, in pixels, of the square images that both models take. Raises QatError if there is none."""
     from utils.qat.prediction.file_model import FileModel
 
-    sizes = {tuple(m.imgsz) for m in models if isinstance(m, FileModel)} or {(config.imgsz or 640,) * 2}
+    given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
+    # a file whose image size is open takes any, as a checkpoint does
+    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {(config.imgsz or 640,) * 2}
     if len(sizes) > 1 or len(set(*sizes)) > 1:
         raise QatError(
             f'{config.reference}, {config.other}: they take images of {" and ".join(f"{h} x {w}" for h, w in sizes)}; one square '

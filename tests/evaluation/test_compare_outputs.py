@@ -47,11 +47,11 @@ def test_top_accuracy_and_ranks_by_hand():
 def folder(tmp_path_factory):
     """Two classifiers of mean colours, which differ in the third class; images of red and green in a folder each."""
     folder = tmp_path_factory.mktemp('classes')
-    for name, last in (('a', 1), ('b', 2)):
+    for name, last, side in (('a', 1, SIZE), ('b', 2, SIZE), ('open', 1, 'side')):
         pooled = [node('GlobalAveragePool', 'x', 'p'), node('Flatten', 'p', 'f'), node('Mul', 'f', 'factor', 'y')]
         onnx.save(
             graph_of(
-                pooled, shape=('n', 3, SIZE, SIZE), returns=('n', 3), initializers={'factor': np.float32([1, 1, last])}
+                pooled, shape=('n', 3, side, side), returns=('n', 3), initializers={'factor': np.float32([1, 1, last])}
             ),
             folder / f'{name}.onnx',
         )
@@ -97,6 +97,12 @@ def test_classifiers_on_a_folder_of_classes(folder):
         str(folder / 'a.onnx'),
         str(folder / 'b.onnx'),
     }
+
+
+@pytest.mark.parametrize('file, size', [('a', ()), ('open', ('--imgsz', SIZE))])
+def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, size):
+    run(*command(folder, folder / f'{file}.onnx', folder / 'open.onnx', '--random', 2, *size))
+    assert results_of(folder)['scores']['max'] == 0 and results_of(folder)['settings']['imgsz'] == (SIZE if size else None)
 
 
 def test_classifiers_on_noise(folder):

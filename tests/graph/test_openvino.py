@@ -64,7 +64,8 @@ def assert_integers(file, batch=1):
 # ---- in integers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *full('yolov9', 'gelan'), *SEGMENT], 9))
+@pytest.mark.faults
+@pytest.mark.parametrize('name', [*DUAL, *SINGLE, *full('yolov9', 'gelan'), *SEGMENT])
 def test_all_that_is_quantized_runs_in_integers(name, tmp_path):
     exported(name, tmp_path / 'model.onnx')
     session = assert_integers(tmp_path / 'model.onnx')
@@ -83,13 +84,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize('kind', sampled([*KINDS, 'end2end'], 2))
-@pytest.mark.parametrize('task', ['demo', 'demo_seg'])
+@pytest.mark.parametrize('kind', sampled([*KINDS, 'end2end'], 3))
+@pytest.mark.parametrize('task', ['small', 'demo_seg'])
 def test_each_kind_of_export(task, kind, tmp_path, request):
     if (task, kind) == ('demo_seg', 'DeepStream'):
         pytest.skip('a layout of detectors')
-    demo, file = request.getfixturevalue(task), tmp_path / 'model.onnx'
-    export_onnx(demo.quantized_model(), file, (SIDE, SIDE), **KINDS.get(kind, {}))
+    files, file = request.getfixturevalue(task), tmp_path / 'model.onnx'
+    export_onnx(files.quantized_model(), file, (SIDE, SIDE), **KINDS.get(kind, {}))
     if kind == 'end2end':
         export_end2end(file, file, Nms('standard'))
     assert_integers(file)
@@ -115,8 +116,8 @@ def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
         assert max(figures.get(part, 0) for part in RELATIVE) < limit, figures
 
 
-def test_batches_and_order_do_not_matter(demo, tmp_path):
-    export_onnx(demo.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE), dynamic=True)
+def test_batches_and_order_do_not_matter(small, tmp_path):
+    export_onnx(small.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE), dynamic=True)
     model, images = open_file(tmp_path / 'model.onnx', CPU, 'openvino'), made_images(3, (SIDE, SIDE))
     alone = torch.cat([model(image[None]) for image in images])
     assert torch.equal(model(images), alone) and torch.equal(model(images), alone)
@@ -188,9 +189,9 @@ print(session.compiled.get_property('INFERENCE_NUM_THREADS'), session.compiled.g
 """
 
 
-def test_it_tells_nobody(demo, tmp_path):
+def test_it_tells_nobody(small, tmp_path):
     """No file under the home folder, no look-up, no telemetry; threads are as many as PyTorch's, and the precision is stated."""
-    export_onnx(demo.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
+    export_onnx(small.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
     home = tmp_path / 'home'
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if k != 'CI'}
@@ -207,45 +208,48 @@ def test_it_tells_nobody(demo, tmp_path):
     assert not list(home.rglob('*'))
 
 
+ALL_INT8 = 'INT8: 36 of 43 convolutions (7 float by design)'  # of the small model
+
+
 @pytest.fixture(scope='module')
-def whole(demo, tmp_path_factory):
+def whole(small, tmp_path_factory):
     """Folder of model.onnx and of model.xml with its model.bin."""
     folder = tmp_path_factory.mktemp('openvino')
-    (folder / 'model.pt').write_bytes(demo.quantized.read_bytes())
+    (folder / 'model.pt').write_bytes(small.quantized.read_bytes())
     arguments = ['--include', 'onnx', 'openvino', 'openvino_end2end', '--imgsz', SIDE, '--simplify']
     said = command('export_qat.py', '--weights', folder / 'model.pt', *arguments)
-    assert said.count('INT8: 186 of 193 convolutions (7 float by design)') == 2 and 'batch 1 only' in said
+    assert said.count(ALL_INT8) == 2 and 'batch 1 only' in said
     return folder
 
 
-def test_files_of_openvino(whole, demo):
+def test_files_of_openvino(whole, small):
     """Weights in INT8, the metadata of the export, the values of the .onnx file; and nothing else is left."""
     assert {f.suffix for f in whole.iterdir()} == {'.pt', '.onnx', '.xml', '.bin'}
     assert (whole / 'model.bin').stat().st_size < (whole / 'model.onnx').stat().st_size / 3
     ours, theirs = (FileModel(compiled(whole / f'model.{suffix}')) for suffix in ('xml', 'onnx'))
     images = made_images(1, (SIDE, SIDE))
-    assert ours.names == theirs.names == demo.quantized_model().names and ours.stride == theirs.stride == 32
+    assert ours.names == theirs.names == small.quantized_model().names and ours.stride == theirs.stride == 32
     assert torch.equal(ours(images), theirs(images))
     assert str(ours.session.int8) == str(theirs.session.int8)
     inside = open_file(whole / 'model-end2end.xml')
     assert inside.end2end and len(inside(images)) == 1
 
 
-def test_one_score_from_each_engine(whole, demo, tmp_path):
+def test_one_score_from_each_engine(whole, small, tmp_path):
     """AP in ONNX Runtime and in OpenVINO, of the same file; a line tells how much runs in INT8."""
     said = command(
         'compare_outputs.py',
         *[whole / 'model.onnx'] * 2,
-        *['--data', demo.data, '--device', 'cpu', '--workers', 0, '--project', tmp_path],
+        *['--data', small.data, '--device', 'cpu', '--workers', 0, '--project', tmp_path],
         *['--backend', 'onnxruntime,openvino'],
     )
     assert 'within chance' in said
     said = command(
         'val_trt.py',
-        *['--weights', whole / 'model.xml', '--data', demo.data, '--imgsz', SIDE],
+        *['--weights', whole / 'model.xml', '--data', small.data, '--imgsz', SIDE],
         *['--device', 'cpu', '--workers', 0, '--project', tmp_path],
     )
-    assert 'INT8: 186 of 193 convolutions (7 float by design)' in said
+    assert ALL_INT8 in said
 
 
 def test_the_audit_names_what_is_in_float(whole, tmp_path):
@@ -288,9 +292,9 @@ def wrong(folder, whole):
     }
 
 
-def test_bad_files_are_one_line(whole, demo, tmp_path):
+def test_bad_files_are_one_line(whole, small, tmp_path):
     for file, says in wrong(tmp_path, whole).items():
-        said = command('val_trt.py', '--weights', tmp_path / file, '--data', demo.data, '--device', 'cpu', code=2)
+        said = command('val_trt.py', '--weights', tmp_path / file, '--data', small.data, '--device', 'cpu', code=2)
         assert says in said and file in said and 'src/' not in said
 
 
@@ -306,8 +310,8 @@ def test_bad_options_are_one_line(whole, arguments, says):
     assert says in command('export_qat.py', '--weights', whole / 'model.pt', *arguments, code=2)
 
 
-def test_the_plugin_is_refused_with_the_way_out(demo, tmp_path):
-    export_onnx(demo.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
+def test_the_plugin_is_refused_with_the_way_out(small, tmp_path):
+    export_onnx(small.quantized_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
     export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))
     with pytest.raises(QatError, match='which TensorRT alone has; for OpenVINO export it with --nms standard'):
         OpenVINO(tmp_path / 'model.onnx', CPU)
@@ -320,5 +324,5 @@ def test_the_plugin_is_refused_with_the_way_out(demo, tmp_path):
         (['--backend', 'rtx'], 'give onnxruntime or openvino'),
     ],
 )
-def test_a_backend_that_does_not_take_the_file(whole, demo, arguments, says):
-    assert says in command('val_trt.py', '--weights', whole / 'model.onnx', '--data', demo.data, *arguments, code=2)
+def test_a_backend_that_does_not_take_the_file(whole, small, arguments, says):
+    assert says in command('val_trt.py', '--weights', whole / 'model.onnx', '--data', small.data, *arguments, code=2)

@@ -110,10 +110,15 @@ step "Export the float model too, to compare with" $MODEL.onnx \
     python export_qat.py --weights $MODEL.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Score the quantized checkpoint on square images, as a deployed model sees them" $OUT/eval_qat_square \
     python qat.py eval --weights $BEST.pt "${DATA[@]}" --square --project $OUT --name eval_qat_square
-step "Score the float ONNX file in ONNX Runtime" $OUT/eval_onnx_float \
-    python qat.py eval --weights $MODEL.onnx "${DATA[@]}" --project $OUT --name eval_onnx_float
 step "Score the INT8 ONNX file in ONNX Runtime" $OUT/eval_onnx_int8 \
     python qat.py eval --weights $BEST.onnx "${DATA[@]}" --project $OUT --name eval_onnx_int8
+step "Score the INT8 ONNX file in OpenVINO, which computes in integers" $OUT/eval_openvino_int8 \
+    python qat.py eval --weights $BEST.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino_int8
+step "Score the float ONNX file in OpenVINO" $OUT/eval_openvino_float \
+    python qat.py eval --weights $MODEL.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino_float
+step "Measure the speed of both in OpenVINO" $OUT/speed \
+    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 4 \
+    --project $OUT --name speed
 
 say "Result (this run of the job took $((SECONDS - START)) s)"
 python ../../demo/summary.py $OUT

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the final table of the quickstart: the float model and its INT8 forms, each scored from its file.
+"""Print the final tables of the quickstart: AP of the float model and its INT8 forms, each from its file, and their speed.
 
 python demo/summary.py .work/demo    (or .work/demo-seg)
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.benchmark.report import speed_up
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
@@ -18,14 +19,15 @@ from utils.qat.evaluation.figures import columns, figures
 
 NOTES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
-model. Compare only rows with the same images. ms/image: inference only, on this machine; - is not measured. PyTorch
-only simulates INT8. ONNX Runtime on a CPU shows that the INT8 file is right, not that it is fast."""
+model. Compare only rows with the same images. PyTorch and ONNX Runtime on a CPU simulate INT8 in float: they show that
+the file is right. OpenVINO computes it in integers."""
+FAST = 'AVX512-VNNI', 'AVX-VNNI', 'AMX-INT8', 'NEON-DOT', 'I8MM'  # instructions that make INT8 fast
 
 
 def rows(folder: Path) -> Iterator[list[Any]]:
     """Yield a row for each scored file of the quickstart's `folder`.
 
-    A row is: name of the model, runtime, images, plain metrics, MB on disk, ms per image.
+    A row is: name of the model, runtime, images, plain metrics, MB on disk.
     """
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / report['best']['file']
@@ -35,15 +37,46 @@ def rows(folder: Path) -> Iterator[list[Any]]:
         ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
         (trained, report['best'], best),
     ):
-        yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file), '-']
+        yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file)]
     for name, runtime, scored, file in (
         (trained, 'PyTorch', 'eval_qat_square', best),
-        ('float', 'ONNX Runtime', 'eval_onnx_float', single.with_suffix('.onnx')),
-        ('INT8', 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx')),
+        (trained, 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx')),
+        (trained, 'OpenVINO', 'eval_openvino_int8', best.with_suffix('.onnx')),
+        ('float', 'OpenVINO', 'eval_openvino_float', single.with_suffix('.onnx')),
     ):
         metrics = json.loads((folder / scored / 'metrics.json').read_text())
-        size, ms = metrics['settings']['imgsz'], metrics['times']['ms_per_image']['inference']
-        yield [name, runtime, f'{size} x {size}', metrics, megabytes(file), f'{ms:.1f}']
+        size = metrics['settings']['imgsz']
+        yield [name, runtime, f'{size} x {size}', metrics, megabytes(file)]
+
+
+def speeds(report: dict[str, Any]) -> str:
+    """Lay out a benchmark in OpenVINO: a table, and what it says about INT8 on this CPU.
+
+    Args:
+        report: benchmark.json of benchmark_trt.py, of the float file and the INT8 file at one batch.
+    """
+    results, machine = report['results'], report['machine']
+    ms = {r['precision']: r['compute']['median'] for r in results}
+    table = markdown_table(
+        ('in OpenVINO', 'ms/image', 'times FP32', 'images/s in streams'),
+        [
+            [r['types'], f'{r["compute"]["median"]:.2f}', f'{speed_up(r, results):.2f}', f'{r["images_per_s"]:.0f}']
+            for r in results
+        ],
+    )
+    best = min(ms.keys() - {'int8'}, key=ms.__getitem__)
+    ratio = ms[best] / ms['int8']
+    verdict = f'INT8 is {ratio:.2f} times as fast as {best.upper()}, the fastest float precision here.'
+    if ratio < 1.05:
+        slow = 'a model of 1 M parameters on small images is mostly overhead'
+        cause = (
+            slow if set(machine['instructions'].split(', ')) & {*FAST} else f'this CPU has none of {", ".join(FAST)}'
+        )
+        verdict = f'INT8 is not faster than {best.upper()} here ({ratio:.2f} times as fast): {cause}.'
+    notes = [line for r in results if r['precision'] == 'int8' for line in r['notes']]
+    return '\n'.join(
+        [table, '', verdict, f'{machine["device"]}, {machine["threads"]} threads: {machine["instructions"]}', *notes]
+    )
 
 
 def megabytes(file: Path) -> str:
@@ -52,21 +85,21 @@ def megabytes(file: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of the folder on the command line."""
+    """Print the tables of the folder on the command line."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('folder', type=Path, help='folder that quickstart.sh filled: .work/demo or .work/demo-seg')
     folder = parser.parse_args(argv).folder
     if not (folder / 'qat' / 'report.json').is_file():
         raise QatError(f'{folder}: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
     found = list(rows(folder))
-    titles, masks = columns(*(metrics for *_, metrics, _, _ in found))
+    titles, masks = columns(*(metrics for *_, metrics, _ in found))
     print(
         markdown_table(
-            ('model', 'run by', 'images', *titles, 'MB', 'ms/image'),
-            [[*what, *figures(metrics, masks), size, ms] for *what, metrics, size, ms in found],
+            ('model', 'run by', 'images', *titles, 'MB'),
+            [[*what, *figures(metrics, masks), size] for *what, metrics, size in found],
         )
     )
-    print(NOTES)
+    print(NOTES, speeds(json.loads((folder / 'speed' / 'benchmark.json').read_text())), sep='\n\n')
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.graph.openvino_model import write_ir
+from utils.qat.graph.openvino_model import one_core, write_ir
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.openvino import OVERFLOW, OpenVINO
 from utils.qat.prediction.registry import open_file
@@ -92,7 +92,7 @@ def _compare_nms(session: OpenVINO, source: Path, plain: Path, nms: Nms, pooling
     FileModel(session)(made_images(batch, imgsz))
     made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
     names = [o.name for o in outputs]
-    part = session.core.read_model(nms_part(model, names).SerializeToString())
-    compiled = session.core.compile_model(part, 'CPU', session.settings)
+    part = one_core().read_model(nms_part(model, names).SerializeToString())
+    compiled = one_core().compile_model(part, 'CPU', session.settings)
     found = compiled(dict(zip(names, (t.numpy() for t in made))))
     check_detections([torch.from_numpy(found[port]) for port in compiled.outputs], made, nms, pooling, 'OpenVINO')

@@ -102,7 +102,9 @@ def test_classifiers_on_a_folder_of_classes(folder):
 @pytest.mark.parametrize('file, size', [('a', ()), ('open', ('--imgsz', SIZE))])
 def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, size):
     run(*command(folder, folder / f'{file}.onnx', folder / 'open.onnx', '--random', 2, *size))
-    assert results_of(folder)['scores']['max'] == 0 and results_of(folder)['settings']['imgsz'] == (SIZE if size else None)
+    assert results_of(folder)['scores']['max'] == 0 and results_of(folder)['settings']['imgsz'] == (
+        SIZE if size else None
+    )
 
 
 def test_classifiers_on_noise(folder):

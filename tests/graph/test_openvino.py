@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import TREE
 from faults import sampled
+from fresh import fresh
 from graphs import copy, dq, graph_of, node, pair, q
 from zoo import DUAL, SEGMENT, SINGLE, command, full
 
@@ -206,6 +207,27 @@ def test_it_tells_nobody(small, tmp_path):
     assert not done.returncode, done.stdout + done.stderr[-2000:]
     assert done.stdout.split('\n')[:2] == ['None 1', "1 <Type: 'float32'>"]
     assert not list(home.rglob('*'))
+
+
+FORGOTTEN = """
+import signal, sys, threading
+from pathlib import Path
+import torch
+from utils.qat.prediction.openvino import OpenVINO
+sessions = [OpenVINO(Path(sys.argv[1]), torch.device('cpu'))]
+sessions[0].run({'images': torch.zeros(1, 3, 64, 64)})
+thread = threading.Thread(target=sessions.clear)
+thread.start()
+thread.join()
+signal.signal(signal.SIGUSR1, lambda *_: print('alive'))
+signal.raise_signal(signal.SIGUSR1)
+"""
+
+
+def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(small, tmp_path):
+    """OpenVINO alone crashes here, see one_core."""
+    export_onnx(small.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
+    assert fresh('-c', FORGOTTEN, tmp_path / 'model.onnx').strip() == 'alive'
 
 
 ALL_INT8 = 'INT8: 36 of 43 convolutions (7 float by design)'  # of the small model

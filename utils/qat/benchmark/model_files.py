@@ -19,7 +19,7 @@ from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
 from utils.qat.graph.openvino_layers import quantized_convs
-from utils.qat.graph.openvino_model import load_openvino, read_model
+from utils.qat.graph.openvino_model import read_model
 from utils.qat.prediction.session import Inputs, OpenInputs
 
 DTYPES = {
@@ -144,7 +144,7 @@ def _onnx(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Ne
 
 def _xml(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
     """Describe an .xml file of OpenVINO."""
-    model = read_model(load_openvino(str(file)).Core(), file)
+    model = read_model(file)
     inputs: OpenInputs = {}
     for port in model.inputs:
         kind = port.get_element_type().get_type_name()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -45,22 +46,36 @@ def load_openvino(who: str = 'OpenVINO') -> ModuleType:
     return openvino
 
 
+@cache
+def one_core() -> openvino.Core:
+    """Make OpenVINO's core, the only one of this process.
+
+    The last core takes the CPU plugin along. The plugin frees a signal stack then, which stays in use where another thread loaded
+    the plugin: the next signal ends the process (OpenVINO 2026.4.1).
+
+    Raises:
+        QatError: see `load_openvino`.
+    """
+    return load_openvino().Core()
+
+
 def reason(error: Exception) -> str:
     """Return an error of OpenVINO as one line, without the places in its source."""
     text = re.sub(r"(Exception from|Check '.*' failed at) src/\S+:\d+:?", '', str(error))
     return ' '.join(text.split())[:300] or type(error).__name__
 
 
-def read_model(core: openvino.Core, file: Path) -> openvino.Model:
+def read_model(file: Path) -> openvino.Model:
     """Read an .onnx or .xml file.
 
     Raises:
-        QatError: the file is not whole, is another kind of file, or has operators that OpenVINO lacks.
+        QatError: no OpenVINO, or the file is not whole, is another kind of file, or has operators that OpenVINO lacks.
     """
+    load_openvino(str(file))
     if file.suffix.lower() == '.onnx':
-        return _from_onnx(core, load(file), file)
+        return _from_onnx(load(file), file)
     try:
-        model = core.read_model(_whole(file))
+        model = one_core().read_model(_whole(file))
     except RuntimeError as e:
         raise QatError(
             f'{file}: OpenVINO cannot read it: {reason(e)}; write it again with export_qat.py --include openvino'
@@ -72,7 +87,7 @@ def read_model(core: openvino.Core, file: Path) -> openvino.Model:
     return model
 
 
-def _from_onnx(core: openvino.Core, model: onnx.ModelProto, file: Path) -> openvino.Model:
+def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
     """OpenVINO's model of a graph in the form of `for_openvino`. file: what messages name."""
     if any(node.op_type == PLUGIN for node in model.graph.node):
         raise QatError(
@@ -81,7 +96,7 @@ def _from_onnx(core: openvino.Core, model: onnx.ModelProto, file: Path) -> openv
     with naming(file):
         source = for_openvino(model).SerializeToString()
     try:
-        found = core.read_model(source)
+        found = one_core().read_model(source)
     except RuntimeError as e:
         raise QatError(f'{file}: OpenVINO cannot read it: {reason(e)}; export it with export_qat.py') from e
     for port, output in zip(found.outputs, model.graph.output):
@@ -123,4 +138,4 @@ def write_ir(model: onnx.ModelProto, file: Path) -> None:
     """
     openvino = load_openvino(str(file))
     model = passes.store_int8_weights(model) if any(count_qdq(model)) else model
-    openvino.serialize(_from_onnx(openvino.Core(), model, file), str(file), str(file.with_suffix('.bin')))
+    openvino.serialize(_from_onnx(model, file), str(file), str(file.with_suffix('.bin')))

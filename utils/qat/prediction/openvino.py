@@ -14,7 +14,7 @@ from typing_extensions import override
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
 from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs, run_layers
-from utils.qat.graph.openvino_model import load_openvino, metadata, read_model, reason
+from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason
 from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, Session, Signature
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ON_CPU = torch.device('cpu')
 @cache
 def _float_precisions() -> tuple[str, ...]:
     """Return the keys of HINTS that this CPU has instructions for, INT8 aside."""
-    able = load_openvino().Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
+    able = one_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
     return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
 
 
@@ -66,8 +66,7 @@ class OpenVINO(Session):
         """
         super().__init__(file, device)
         self.library = load_openvino(str(file))
-        self.core = self.library.Core()
-        self.model = read_model(self.core, file)
+        self.model = read_model(file)
         self.quantized = quantized_convs(self.model)
         if file.suffix.lower() == '.xml':
             self.size += file.with_suffix('.bin').stat().st_size
@@ -207,7 +206,7 @@ class OpenVINO(Session):
             if model.is_dynamic():
                 model = model.clone()
                 model.reshape(dict(self.shapes))
-            return self.core.compile_model(model, 'CPU', {'PERFORMANCE_HINT': purpose, **self.settings})
+            return one_core().compile_model(model, 'CPU', {'PERFORMANCE_HINT': purpose, **self.settings})
         except RuntimeError as e:
             raise QatError(
                 f'{self.file}: OpenVINO cannot compile it for {", ".join(f"{n} {list(s)}" for n, s in self.shapes.items())}: '

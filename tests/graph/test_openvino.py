@@ -4,7 +4,9 @@ The judge is the compiled model, which says what each layer computes in (openvin
 demo's trained models: rounding moves the outputs of random weights too far.
 """
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,7 +19,7 @@ from conftest import TREE
 from faults import sampled
 from fresh import fresh
 from graphs import copy, dq, graph_of, node, pair, q
-from zoo import DUAL, SEGMENT, SINGLE, command, full
+from zoo import DUAL, SEGMENT, SINGLE, command, full, program
 
 from models.deploy.end2end import export_end2end
 from models.deploy.onnx_export import RELATIVE, export_onnx, made_images, output_differences
@@ -272,6 +274,29 @@ def test_one_score_from_each_engine(whole, small, tmp_path):
         *['--device', 'cpu', '--workers', 0, '--project', tmp_path],
     )
     assert ALL_INT8 in said
+
+
+def test_files_are_verified_in_openvino(small, tmp_path):
+    """A float model: INT8 rounds otherwise in each engine, and this one's scores are too low to be compared then."""
+    shutil.copy(small.single, tmp_path / 'model.pt')
+    included = ['--include', 'openvino', 'openvino_end2end', '--imgsz', SIDE, '--verify', small.data]
+    said = command('export_qat.py', '--weights', tmp_path / 'model.pt', *included)
+    assert 'PyTorch and OpenVINO (model.xml) on 12 images' in said and 'OpenVINO 20' in said
+    for name in ('model', 'model-end2end'):
+        found = json.loads((tmp_path / f'{name}.xml.verify.json').read_text())
+        assert found['images'] == 12 and not found['above_limits'] and 'openvino' in found['versions']
+
+
+def test_the_client_gets_the_same_predictions(whole, capsys):
+    client, pixels = program('scripts/infer_onnx.py'), made_images(1, (SIDE, SIDE))
+    found = client.OpenVINOModel(whole / 'model.xml', 'cpu')
+    torch.testing.assert_close(
+        torch.from_numpy(found(pixels[0].numpy())['output0']), open_file(whole / 'model.xml')(pixels)
+    )
+    assert found.names == open_file(whole / 'model.xml').names
+    with pytest.raises(SystemExit):
+        client.OpenVINOModel(whole / 'model.onnx', 'cpu')
+    assert 'export_qat.py --include openvino' in capsys.readouterr().err
 
 
 def test_the_audit_names_what_is_in_float(whole, tmp_path):

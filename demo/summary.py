@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.benchmark.report import speed_up
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
@@ -55,6 +54,8 @@ def speeds(report: dict[str, Any]) -> str:
     Args:
         report: benchmark.json of benchmark_trt.py, of the float file and the INT8 file at one batch.
     """
+    from utils.qat.benchmark.report import speed_up  # here, because --help works without packages
+
     results, machine = report['results'], report['machine']
     ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(

@@ -524,20 +524,20 @@ def test_operators_of_others_are_float():
 IMGSZ = (96, 96)
 
 
-def free_scales(demo):
-    model = demo.float_model()
+def free_scales(small):
+    model = small.float_model()
     quantize_model(model)
     calibrate(model, [image(batch=4)], settings())
     return model
 
 
 @pytest.fixture(scope='module')
-def exports(demo, tmp_path_factory):
-    """{name: file} of the demo: float; INT8 with free scales; INT8 with tied scales, as traced and in FP16."""
+def exports(small, tmp_path_factory):
+    """{name: file} of the small model: float; INT8 with free scales; INT8 with tied scales, as traced and in FP16."""
     folder = tmp_path_factory.mktemp('exports')
-    free, tied = free_scales(demo), demo.quantized_model()
+    free, tied = free_scales(small), small.quantized_model()
     for name, model, options in (
-        ('float', demo.float_model(), {}),
+        ('float', small.float_model(), {}),
         ('free', free, {}),
         ('tied', tied, {}),
         ('half', tied, {'half': True, 'opset': 19}),
@@ -551,16 +551,16 @@ def audits(exports):
     return {name: audit.audit(audit.load(file)) for name, file in exports.items()}
 
 
-def test_coverage_is_what_was_quantized(demo, audits):
+def test_coverage_is_what_was_quantized(small, audits):
     found = audits['free']
     share = audit.coverage(found)
-    assert share['convs']['int8'] == sum(isinstance(m, QuantConv2d) for m in demo.quantized_model().modules())
+    assert share['convs']['int8'] == sum(isinstance(m, QuantConv2d) for m in small.quantized_model().modules())
     assert [c.reason for c in found.convs if not c.int8] == [HEAD] * 6 + [DFL]
     assert 0.9 < share['flops']['ratio'] < 1
 
 
-def test_flops_and_parameters_are_those_of_the_model(demo, audits):
-    model = demo.float_model()
+def test_flops_and_parameters_are_those_of_the_model(small, audits):
+    model = small.float_model()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, 3, *IMGSZ))
     for found in audits.values():
@@ -570,7 +570,7 @@ def test_flops_and_parameters_are_those_of_the_model(demo, audits):
 
 def test_free_scales_conflict_and_tied_do_not(audits):
     free, tied = (audit.finding_counts(audits[name]) for name in ('free', 'tied'))
-    assert free['two scales'] > 20
+    assert free['two scales'] > 5
     assert set(tied.values()) == set(audit.finding_counts(audits['half']).values()) == {0}
     assert audits['tied'].cost['as typed'].kernels < audits['free'].cost['as typed'].kernels
 
@@ -578,21 +578,21 @@ def test_free_scales_conflict_and_tied_do_not(audits):
 def test_typing_is_what_is_in_the_file(audits):
     """FP16 and FP32 files need the same kernels, except for Casts. At 96 pixels they move more bytes than FP16 saves."""
     typed, half = audits['tied'], audits['half']
-    assert set(typed.typing) - {'other'} == {'FP32'} and half.typing['FP16'] > 500 > half.typing['FP32'] > 0
+    assert set(typed.typing) - {'other'} == {'FP32'} and half.typing['FP16'] > 100 > half.typing['FP32'] > 0
     assert abs(half.cost['as typed'].kernels - typed.cost['as typed'].kernels) <= 7, (
         'Casts: the image, two of each stride'
     )
     assert (
         typed.cost['float parts in FP16'].bytes
         < half.cost['as typed'].bytes
-        < 1.2 * typed.cost['float parts in FP16'].bytes
+        < 1.25 * typed.cost['float parts in FP16'].bytes
     )
 
 
 @pytest.mark.faults
-def test_simplified_or_not_open_batch_or_not_the_same_audit(demo, audits, tmp_path):
+def test_simplified_or_not_open_batch_or_not_the_same_audit(small, audits, tmp_path):
     """Except for names, for nodes that slice, and for a few nodes of the box decoding."""
-    export_onnx(free_scales(demo), tmp_path / 'simplified.onnx', IMGSZ, dynamic=True, simplify=True)
+    export_onnx(free_scales(small), tmp_path / 'simplified.onnx', IMGSZ, dynamic=True, simplify=True)
     free, simplified = audits['free'], audit.audit(audit.load(tmp_path / 'simplified.onnx'))
     assert sorted(free.convs, key=str) == sorted(simplified.convs, key=str)
     for ours, theirs in zip(free.cost.values(), simplified.cost.values(), strict=True):
@@ -626,7 +626,7 @@ def test_shapes_are_those_that_onnx_infers(exports):
             and v.type.tensor_type.HasField('shape')
         }
         ours = tensor_types(model)
-        assert len(theirs) > 500 and {k: ours[k][1] for k in theirs} == theirs
+        assert len(theirs) > 100 and {k: ours[k][1] for k in theirs} == theirs
         assert {n for node in model.graph.node for n in node.output} <= ours.keys()
 
 

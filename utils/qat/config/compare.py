@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.backends import PREDICTING
-from utils.qat.config.common import DEVICE, OR_ALL, SIZE, TOLERANCE, FolderConfig
+from utils.qat.config.common import DEVICE, OR_ALL, SEED, SIZE, TOLERANCE, FolderConfig
 from utils.qat.config.engine import words
 from utils.qat.config.settings import Range, option
 
@@ -43,7 +43,7 @@ class CompareConfig(FolderConfig):
         parse=words,
         allowed=PREDICTING,
     )
-    seed: int = option(57, 'seed of --random')
+    seed: int = option(57, 'seed of --random', allowed=SEED)
     project: Path = Path('runs/compare')
 
     def problems(self) -> Iterable[tuple[Any, str]]:

@@ -45,10 +45,10 @@ class Histogram:
 
     def collect(self, x: torch.Tensor) -> None:
         """Count the values of `x`, a float tensor of any shape."""
-        x = x.detach().abs().float().flatten()  # a copy
-        self.largest = torch.maximum(self.largest, x.max())
+        x = in_memory_order(x.detach()).float()
+        self.largest = torch.maximum(self.largest, torch.stack(x.aminmax()).abs().max())
         self.grow(exponent_above(self.largest))
-        self.counts += count_per_bin(x.div_(bin_width(self.exponent)))
+        self.counts += count_per_bin(x, bin_width(self.exponent))
 
     def grow(self, exponent: torch.Tensor) -> None:
         """Raise the limit to 2 ** `exponent`, INT32 [], which is not below the present exponent."""
@@ -93,19 +93,34 @@ def bin_width(exponent: torch.Tensor) -> torch.Tensor:
     return torch.exp2((exponent - BITS).double()).float()
 
 
-def count_per_bin(x: torch.Tensor) -> torch.Tensor:
+def in_memory_order(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the values of `x` as a vector, in the order in which `like` (default: `x`) lies in the memory.
+
+    A tensor that is dense in this order is not copied.
+    """
+    return x.permute(sorted(range(x.dim()), key=(x if like is None else like).stride, reverse=True)).flatten()
+
+
+def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     """Count the values in each bin.
 
     Args:
-        x: FP32 [n], |x| in units of a bin; its content is lost.
+        x: FP32 [n]; the bins are of |x|.
+        width: of a bin, FP32 [].
 
     Returns:
         FP64 [BINS]. A value that is not finite is counted in the first bin or in none.
     """
+    x = x / width
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
-        return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.split(HISTC_CHUNK))
+        return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.abs_().split(HISTC_CHUNK))
     # torch.histc takes five times as long on a CPU
-    return torch.bincount(x.nan_to_num_(0, 0).short(), minlength=BINS).double()
+    return torch.bincount(bin_index(x), minlength=BINS).double()
+
+
+def bin_index(x: torch.Tensor) -> torch.Tensor:
+    """Find the bin of each value, INT16. x: FP32, in units of a bin; its content is lost."""
+    return x.nan_to_num_(0, 0, 0).short().abs_()  # .short() rounds towards zero, and INT16 is half as much memory
 
 
 def weight_amax(weight: torch.Tensor, method: str) -> torch.Tensor:

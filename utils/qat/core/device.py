@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ INSTRUCTIONS = {
     'I8MM': 'i8mm',
     'SVE': 'sve',
 }  # name → flag of Linux
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def select_device(text: str) -> torch.device:
@@ -64,6 +67,7 @@ def _one_device(text: str) -> torch.device:
 
     text = str(text).strip().lower().replace('cuda:', '')
     if text in ('cpu', '') and (text == 'cpu' or not torch.cuda.is_available()):
+        _keep_freed_memory()
         return torch.device('cpu')
     if text == 'mps':
         if not torch.backends.mps.is_available():
@@ -80,6 +84,18 @@ def _one_device(text: str) -> torch.device:
             f'use --device cpu{others}'
         )
     return torch.device('cuda', int(index))
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of a freed tensor for the next one; other C libraries stay as they are.
+
+    Otherwise it gives every large tensor back to the system, and the system clears each page of the next one: a fifth of
+    the time of a forward pass of 10 images at 640 px.
+    """
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
+    if mallopt:
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_MMAP_THRESHOLD, 2**31 - 1)
 
 
 def describe(device: torch.device) -> str:

@@ -33,6 +33,7 @@ from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import quiet_upstream
@@ -201,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_file(path, '--weights', ('.pt', '.pth'))
     require_file(args.data, '--data', ('.yaml', '.yml'))
     torch.set_num_threads(args.threads)
+    select_device('cpu')  # freed memory stays with the process, as in our commands
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder))
     print(f'{args.weights.name}, {args.imgsz} px, {args.threads} threads, {args.calib_images} calibration images\n')

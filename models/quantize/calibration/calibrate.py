@@ -115,12 +115,8 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
         return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.abs_().split(HISTC_CHUNK))
     # torch.histc takes five times as long on a CPU
-    return torch.bincount(bin_index(x), minlength=BINS).double()
-
-
-def bin_index(x: torch.Tensor) -> torch.Tensor:
-    """Find the bin of each value, INT16. x: FP32, in units of a bin; its content is lost."""
-    return x.nan_to_num_(0, 0, 0).short().abs_()  # .short() rounds towards zero, and INT16 is half as much memory
+    bins = x.nan_to_num_(0, 0, 0).short().abs_()  # .short() rounds towards zero, and INT16 is half as much memory
+    return torch.bincount(bins, minlength=BINS).double()
 
 
 def weight_amax(weight: torch.Tensor, method: str) -> torch.Tensor:

@@ -19,8 +19,7 @@ from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_o
 from utils.qat.config.qat import CalibrationConfig
 
 TRIED = 10  # candidate ranges of each scale
-ROUNDED_ON_CPU = 1 << 13  # values that all candidates round at once: the results stay in the cache of a core
-ROUNDED_ON_GPU = 1 << 22  # few kernels; each step needs 160 MB
+ON_CPU = 1 << 16  # values that all candidates round one after the other: they stay in the cache of a core
 AT_ONCE = 4  # images in a backward pass: it keeps all activations in FP32
 
 Draw = Callable[[Sequence[int]], torch.Tensor]  # shape → FP32 of that shape, uniform in 0..1
@@ -130,8 +129,7 @@ def fisher_amax(
     least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
     ratio = histogram_amax(histograms, 'max', config) / least
     tried = least * ratio ** torch.linspace(0, 1, TRIED, device=ratio.device)[:, None]  # [TRIED, Q]
-    scales = dict(zip(histograms, usable_scale(tried).t()[..., None]))  # [TRIED, 1]
-    at_once = ROUNDED_ON_CPU if ratio.device.type == 'cpu' else ROUNDED_ON_GPU
+    scales = dict(zip(histograms, usable_scale(tried).t()))
     errors = {path: torch.zeros(TRIED, dtype=torch.float64, device=ratio.device) for path in histograms}
 
     def watch(path: str) -> Callable[..., torch.Tensor]:
@@ -140,9 +138,12 @@ def fisher_amax(
             values, output = inputs[0].detach(), output.view_as(output)
 
             def note(gradient: torch.Tensor) -> None:
+                at_once = ON_CPU if values.device.type == 'cpu' else values.numel()
                 parts = (in_memory_order(x, values).split(at_once) for x in (values, gradient))
                 for part, slope in zip(*parts):
-                    errors[path] += (rounded(part, scales[path]) - part).mul_(slope).square_().sum(1)
+                    errors[path] += torch.stack(
+                        [(rounded(part, scale) - part).mul_(slope).square_().sum() for scale in scales[path]]
+                    )
 
             output.register_hook(note)
             return output

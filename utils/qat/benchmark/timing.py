@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from utils.qat.prediction.session import Session
+from utils.qat.prediction.session import Session, StreamingSession
 
 LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
 QUERIES_AHEAD = 2  # ordered before the first of them is done
@@ -207,15 +207,17 @@ def measure(session: Session, warmup: float, duration: float) -> dict[str, Any]:
     Returns:
         The timed figures of Result, by name, but images_per_s.
     """
-    gpu = session.stream is not None
+    gpu, streaming = session.stream is not None, session if isinstance(session, StreamingSession) else None
     clock: type[Clock[Any]] = DeviceClock if gpu else HostClock
     with torch.cuda.stream(session.stream):
         one_at_a_time(session, clock, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu or session.serves else duration)
+        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu or streaming else duration)
         queries = len(samples['compute'])
         served = queries, seconds, sum(samples['compute']) / 1000
-        if gpu or session.serves:
-            served = in_line(session, clock, duration / 2) if gpu else session.serve(duration / 2, LEAST_QUERIES)
+        if gpu:
+            served = in_line(session, clock, duration / 2)
+        elif streaming:
+            served = streaming.serve(duration / 2, LEAST_QUERIES)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
     return {
         'queries': queries,

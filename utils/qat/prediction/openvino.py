@@ -15,7 +15,7 @@ from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
 from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs, run_layers
 from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason
-from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, Session, Signature
+from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, Signature, StreamingSession
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ def _float_precisions() -> tuple[str, ...]:
     return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
 
 
-class OpenVINO(Session):
+class OpenVINO(StreamingSession):
     """An .onnx or .xml file in OpenVINO, compiled for each shape of the inputs that comes.
 
     Attributes:
@@ -48,7 +48,6 @@ class OpenVINO(Session):
     """
 
     int8: Int8Layers | None = None
-    serves = True
 
     def __init__(
         self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict[str, Any] | None = None

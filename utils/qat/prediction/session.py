@@ -19,7 +19,7 @@ from utils.qat.config.engine import BenchmarkConfig
 
 Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
 OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
-# Of a checkpoint: the model, and whether it is quantized
+# A function that loads a checkpoint: the model, and whether it is quantized
 Load = Callable[[Path, torch.device], tuple[torch.nn.Module, bool]]
 
 
@@ -80,8 +80,7 @@ class Session(ABC):
         stream: CUDA stream of the work; None on a CPU.
         parameters: number of them; None if the engine does not tell.
         layers: number of them, likewise.
-        serves: whether it has a way of its own to answer many queries at once, see `serve`.
-        streams: how many it computes at once there, known after `serve`.
+        streams: how many queries it computes at once, known after `serve` of a StreamingSession.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -89,7 +88,6 @@ class Session(ABC):
     stream: torch.cuda.Stream | None = None
     parameters: int | None = None
     layers: int | None = None
-    serves: bool = False
     streams: int | None = None
 
     def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
@@ -193,16 +191,20 @@ class Session(ABC):
         """Order one run on `inputs`; afterwards `outputs` are known."""
         self.outputs = list(self.run(self.inputs).values())
 
+    def download(self) -> None:
+        """Order the copies of the outputs from the GPU."""
+        if self.stream:
+            for result, output in zip(self.results, self.outputs):
+                result.copy_(output, non_blocking=True)
+
+
+class StreamingSession(Session):
+    """A session of an engine that can answer several queries at once, in streams."""
+
+    @abstractmethod
     def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
         """Answer queries on `inputs` for so many seconds, at least so many of them, several at once.
 
         Returns:
             Number of queries, seconds they took, and seconds in the model, summed over the streams.
         """
-        raise NotImplementedError(f'{type(self).__name__} answers one query at a time')
-
-    def download(self) -> None:
-        """Order the copies of the outputs from the GPU."""
-        if self.stream:
-            for result, output in zip(self.results, self.outputs):
-                result.copy_(output, non_blocking=True)

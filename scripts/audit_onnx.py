@@ -52,10 +52,10 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
     from utils.qat.prediction.openvino import OpenVINO
 
     session = OpenVINO(file, torch.device('cpu'))
-    shapes = {name: tuple(n or 1 for n in shape) for name, shape in session.signature().inputs.items()}
-    if any(None in shape[1:] for shape in session.signature().inputs.values()):
+    inputs = session.signature().inputs
+    if any(None in shape[1:] for shape in inputs.values()):
         raise QatError(f'{file}: leaves the image size open; export with a fixed --imgsz for --openvino')
-    found = session.profile(shapes)
+    found = session.profile({name: tuple(n or 1 for n in shape) for name, shape in inputs.items()})
     head = f'{session.notes[0]}; {", ".join(instruction_sets()) or "instruction sets unknown"}'
     return f'{head}\n{layers_text(found, reasons, shown)}', {'made by': head, **plain_layers(found, reasons)}
 

@@ -16,7 +16,7 @@ from utils.qat.prediction.registry import open_file
 
 
 def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
-    """Load the model of a checkpoint (float or quantized), an exported file, such as an engine.
+    """Load the model of a checkpoint (float or quantized) or of an exported file, such as an engine.
 
     Args:
         path: ends in one of CHECKPOINTS or EXPORTED (config/backends.py).

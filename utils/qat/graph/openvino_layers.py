@@ -1,4 +1,4 @@
-"""What OpenVINO made of a model: its layers, and the type that each computes in, read from the compiled model and not believed.
+"""OpenVINO compiles a model into layers. This file reads from the compiled model which type each layer computes in.
 
 in:  a compiled model, and the model that it was compiled of
 out: layers; convolutions that are in integers and that are not; operators that only move values but run in float between INT8 layers;

@@ -88,7 +88,7 @@ def read_model(file: Path) -> openvino.Model:
 
 
 def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
-    """OpenVINO's model of a graph in the form of `for_openvino`. file: what messages name."""
+    """Read a graph in the form of `for_openvino`. file: the file that messages name."""
     if any(node.op_type == PLUGIN for node in model.graph.node):
         raise QatError(
             f'{file}: its NMS is {PLUGIN}, which TensorRT alone has; for OpenVINO export it with --nms standard'
@@ -105,7 +105,7 @@ def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
 
 
 def _whole(file: Path) -> Path:
-    """`file`, an .xml, if it is OpenVINO's, and the file of its weights is beside it."""
+    """Return `file`, an .xml; raise QatError unless it is OpenVINO's and the file of its weights is beside it."""
     with file.open('rb') as content:
         if not ROOT.match(content.read(HEAD)):
             raise QatError(

@@ -11,7 +11,7 @@ from utils.general import non_max_suppression
 
 from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
-# Of an image, as upstream gives it: (height, width) of the original, ((scale of height, of width), padding (x, y))
+# Upstream tells where an image lies in the input: (height, width) of the original, ((scale of height, of width), padding (x, y))
 Placement = tuple[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]]
 
 

@@ -15,7 +15,7 @@ from fresh import fresh
 from torchvision.ops import roi_align
 from zoo import build, fuse, image, program, settings
 
-from models.quantize.calibration.divergence import divergence, mask_logits, strongest_places
+from models.quantize.calibration.divergence import mask_logits, strongest_places, typical_divergence
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
@@ -299,10 +299,10 @@ def test_divergence_of_masks_by_hand(model):
         ]
         assert weight.sum().item() == pytest.approx(scores[place].item() * bool(inside), rel=1e-4)
         total += scores[place].item() * sum(inside) / max(len(inside), 1)
-    assert total > 0 and divergence(Fixed(model.model[-1], changed), [images], [raw]) == pytest.approx(
+    assert total > 0 and typical_divergence(Fixed(model.model[-1], changed), [images], [raw]) == pytest.approx(
         total / scores.sum().item(), rel=1e-3
     )
-    assert divergence(model, [images], [Raw.of(model(images))]) == pytest.approx(0, abs=1e-9)
+    assert typical_divergence(model, [images], [Raw.of(model(images))]) == pytest.approx(0, abs=1e-9)
 
 
 @torch.no_grad()
@@ -311,7 +311,7 @@ def test_probes_of_masks_measure_the_divergence(model):
     images, generator = image(64, 1, 3), torch.Generator().manual_seed(0)
     raw = tame(Raw.of(deepcopy(model).double()(images.double())))
     changed = moved(raw, 1e-4)
-    wanted = divergence(Fixed(model.model[-1], changed), [images], [raw])
+    wanted = typical_divergence(Fixed(model.model[-1], changed), [images], [raw])
     places, _ = strongest_places(raw, 16)
     change, squares = mask_logits(changed, places) - mask_logits(raw, places), []
     weight = sum(m[:, 64:].sigmoid().amax(1).sum() for m in raw.maps)

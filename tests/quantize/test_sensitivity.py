@@ -19,7 +19,7 @@ from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms,
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.calibration.divergence import divergence
+from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.calibration.ptq import Choice, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.head_outputs import Raw
@@ -107,6 +107,11 @@ def test_costs_are_counted_once(demo):
 
 
 # ---- what is measured ---------------------------------------------------------------------------------------------------
+
+
+def divergence(model, batches, wanted):
+    totals, weights = zip(*(divergence_sums(Raw.of(model(x)), raw, 16) for x, raw in zip(batches, wanted)))
+    return (torch.cat(totals).sum() / torch.cat(weights).sum()).item()
 
 
 def test_measured_is_what_the_whole_model_does(demo, loader):

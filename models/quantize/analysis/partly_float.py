@@ -128,7 +128,7 @@ class Tally:
         """
         raw, head = Raw.of(output), self.predict.model.model[-1]
         self.sums += torch.stack(
-            (*divergence_sums(raw, wanted, head.reg_max), *energies(raw, wanted, head.nc).flatten())
+            (*map(torch.sum, divergence_sums(raw, wanted, head.reg_max)), *energies(raw, wanted, head.nc).flatten())
         )
         if self.scorer:
             self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)

@@ -2,7 +2,8 @@
 
 No criterion for the range of a single tensor is best for all models. Clipping of large values helps one model and harms
 the next. The same is true of bias correction. Only the effect on the detections counts, and it can be measured on a few
-images without labels. Nothing is fitted to the images of this measurement.
+images without labels. Nothing is fitted to the images of this measurement. docs/calibration.md has the measurements
+behind the numbers below.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,23 +20,24 @@ from models.quantize.calibration.calibrate import (
     require_values,
     set_ranges,
 )
-from models.quantize.calibration.divergence import divergence
+from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.head_outputs import Raw, has_known_head, require_known_head
 from utils.qat.config.qat import CANDIDATES, CalibrationConfig
 from utils.qat.core.distributed import from_first
 
-PROMISING = 3  # methods with the least divergence; they are tried with corrected biases too
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
-UNUSABLE = 0.5  # at this divergence and above detections are lost; docs/calibration.md has the measurements
+UNUSABLE = 0.5  # at this divergence and above detections are lost
+FITTED = 3  # every third image: 'fisher' and the corrections are fitted to it. The others compare
 
 Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
 
 
-def halves(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Split batches of one shape into two sets: every second image, and the other images. A single image is in both."""
+def fitted_and_compared(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Split batches of one shape into two sets: every third image, and the other images. A single image is in both."""
     images, size = torch.cat(batches), len(batches[0])
-    return images[::2].split(size), (images[1::2] if len(images) > 1 else images).split(size)
+    others = torch.tensor([i for i in range(len(images)) if i % FITTED or len(images) == 1])
+    return images[::FITTED].split(size), images[others].split(size)
 
 
 def choose_calibration(
@@ -48,17 +50,16 @@ def choose_calibration(
 ) -> tuple[dict[str, float], str, bool, dict[str, int]]:
     """Calibrate `model` in place, in each way that `config` allows, and keep the way with the least divergence.
 
-    The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction the PROMISING
-    best ones are tried with corrected biases too. Without a known head (see head_outputs.py) nothing can be compared:
-    then 'auto' is the first of CANDIDATES, and config.bias_correction alone decides about the biases. Every process of
-    a torchrun calls this function with the same images.
+    The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
+    with corrected biases too. Without a known head (see head_outputs.py) nothing can be compared: then 'auto' is the
+    first of CANDIDATES, and config.bias_correction alone decides about the biases. Every process of a torchrun calls
+    this function with the same images.
 
     Args:
         model: quantized.
         reference: the float model that `model` was made from.
         histograms: see calibrate.collect_histograms.
-        images: batches of one shape, FP32 [B, 3, H, W] in 0..1. Corrections and 'fisher' are fitted to one half of the
-            images, and the divergence is measured on the other half.
+        images: batches of one shape, FP32 [B, 3, H, W] in 0..1, see `fitted_and_compared`.
         config: calib_method, percentile, weight_calib, bias_correction and seed are read.
         progress: wraps the methods, such as tqdm.
 
@@ -73,7 +74,7 @@ def choose_calibration(
     known, auto = has_known_head(model), config.calib_method == 'auto'
     if config.calib_method == 'fisher':
         require_known_head(model, '--calib-method fisher', 'use another, such as mse')
-    fitting, others = halves(images)
+    fitting, others = fitted_and_compared(images)
     with torch.no_grad():
         wanted = [Raw.of(reference.eval()(batch)) for batch in others] if known else []
     calibrate_weights(model, config.weight_calib)
@@ -87,29 +88,23 @@ def choose_calibration(
         set_ranges(model, ranges)
         correct_biases(model, biases, shifts)
 
-    def try_calibration(name: str, method: str, ranges: Tensors, shifts: Tensors) -> None:
+    def try_calibration(name: str, ranges: Tensors, shifts: Tensors) -> None:
         tried[name] = method, ranges, shifts
         set_calibration(ranges, shifts)
         if known:
-            found[name] = divergence(model, others, wanted)
+            found[name] = typical_divergence(model, others, wanted)
 
     for method in progress(methods):
+        correct_biases(model, biases, {})  # the method before may have corrected them
         ranges = (
             fisher_amax(model, histograms, fitting, config)
             if method == 'fisher'
             else dict(zip(histograms, histogram_amax(histograms, method, config)))
         )
-        try_calibration(method, method, ranges, {})
-    promising = from_first(sorted(found, key=found.__getitem__)[:PROMISING]) if known else methods
-    for method in progress(promising) if config.bias_correction else ():
-        _, ranges, as_they_are = tried[method]
-        set_calibration(ranges, as_they_are)
-        try_calibration(
-            method + CORRECTED,
-            method,
-            ranges,
-            {path: shrunk_mean(errors) for path, errors in own_errors(model, fitting).items()},
-        )
+        try_calibration(method, ranges, {})
+        if config.bias_correction:
+            errors = own_errors(model, fitting)
+            try_calibration(method + CORRECTED, ranges, {path: shrunk_mean(e) for path, e in errors.items()})
     best = from_first(min(found, key=found.__getitem__)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
     set_calibration(ranges, shifts)

@@ -10,8 +10,8 @@ from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, Loa
 from utils.qat.config.settings import Range, option
 from utils.qat.core.errors import check
 
-CANDIDATES = ('mse', 'l1.5', 'l2.4', 'l3', 'fisher')  # --calib-method auto takes the best of them
-CALIB_METHODS = ('auto', *CANDIDATES, 'entropy', 'percentile', 'max')
+CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
+CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'l1.5', 'l3', 'entropy', 'percentile', 'max')
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
 ADD_POLICIES = ('both', 'residual')
@@ -102,7 +102,7 @@ class CalibrationConfig(ModelConfig):
     calib_method: str = option(
         'auto',
         'how the range of an activation is chosen. mse, l1.5, l2.4, l3: least rounding error, to the power 2, 1.5, 2.4 or 3. '
-        'fisher: least change of the detections. auto: the one of these five that changes the detections least',
+        'fisher: least change of the detections. auto: l2.4 or fisher, the one that changes the detections less',
         allowed=CALIB_METHODS,
     )
     percentile: float = option(

@@ -18,7 +18,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.data.loaders import Images, few
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 
-COMPARED = 48  # calibration images by which a calibration is chosen: a third is fitted to, the others compare
+COMPARED = 36  # calibration images by which a calibration is chosen: a third is fitted to, the others compare
 
 T = TypeVar('T')
 

@@ -1,0 +1,140 @@
+"""Score ways to calibrate on images that no way has seen: every method of ranges, with and without corrected biases.
+
+Run it in a patched tree, on a float checkpoint of one branch (.pt) and a data YAML:
+
+    cd yolov9
+    python ../yolov9-qat/benchmarks/calibration_ways.py --weights yolov9-c-converted.pt --data data/coco.yaml --device 0
+
+The ways are fitted to the training images as `qat.py quantize` fits them. The divergence and AP are those of val. Prints a Markdown
+table; --json FILE writes the same figures.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
+import torch
+
+from models.quantize import checkpoint
+from models.quantize.calibration.bias_correction import correct_biases, own_errors, quantized_convs, shrunk_mean
+from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, histogram_amax, set_ranges
+from models.quantize.calibration.choose_calibration import CORRECTED, fitted_and_compared
+from models.quantize.calibration.divergence import typical_divergence
+from models.quantize.calibration.fisher import fisher_amax
+from models.quantize.calibration.ptq import COMPARED, prepare
+from models.quantize.head_outputs import Raw
+from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.files import write_json
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.markdown import markdown_table
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, few, val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.prediction.pytorch import TorchModel
+
+METHODS = [method for method in CALIB_METHODS if method != 'auto']
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt) of one branch')
+    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--device', default='', help="GPU number, or 'cpu'; default: the first GPU, else the CPU")
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--calib-images', type=int, default=512, help='training images to calibrate on, at most')
+    p.add_argument('--methods', nargs='+', choices=METHODS, default=METHODS)
+    p.add_argument('--json', type=Path, help='write the figures there')
+    return p.parse_args(argv)
+
+
+@torch.no_grad()
+def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the float model, then of each way: name, divergence (None for float), AP, mask AP or None."""
+    device = select_device(args.device)
+    config = QuantizeConfig(
+        require_file(args.weights, '--weights', ('.pt', '.pth')),
+        require_file(args.data, '--data', ('.yaml', '.yml')),
+        imgsz=args.imgsz,
+        calib_images=args.calib_images,
+        device=args.device,
+        workers=0,
+    )
+    with quiet_upstream():
+        reference = checkpoint.load_float(config.weights, device)
+    predict = TorchModel(reference)
+    data = load_data(config.data, predict.nc, segments=predict.segments)
+    val = list(val_loader(data, config, predict.stride))
+    shown = [batch[0].to(device).float() / 255 for batch in val]
+    wanted = [Raw.of(reference.eval()(images)) for images in shown]
+
+    def figures(name: str, model: torch.nn.Module) -> dict[str, Any]:
+        metrics = evaluate(TorchModel(model), val, data.names, device)
+        found = None if model is reference else typical_divergence(model, shown, wanted)
+        return {'way': name, 'divergence': found, 'ap': metrics.ap, 'mask_ap': (metrics.mask or {}).get('ap')}
+
+    yield figures('float', reference)
+    model = deepcopy(reference)
+    prepare(model, config)
+    images = calibration_images(data, config, predict.stride, device)
+    histograms = collect_histograms(model, images)
+    fitted, _ = fitted_and_compared(list(few(images, COMPARED, config)))
+    calibrate_weights(model, config.weight_calib)
+    biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
+    for method in args.methods:
+        correct_biases(model, biases, {})
+        of_method = replace(config, calib_method=method)
+        set_ranges(
+            model,
+            fisher_amax(model, histograms, fitted, of_method)
+            if method == 'fisher'
+            else dict(zip(histograms, histogram_amax(histograms, method, of_method))),
+        )
+        yield figures(method, model)
+        correct_biases(model, biases, {path: shrunk_mean(errors) for path, errors in own_errors(model, fitted).items()})
+        yield figures(method + CORRECTED, model)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    args = parse_args(argv)
+    rows = []
+    for row in ways(args):
+        rows.append(row)
+        print(row['way'], 'done', file=sys.stderr)
+    masks = rows[0]['mask_ap'] is not None
+
+    def points(row: dict[str, Any], key: str) -> str:
+        return f'{100 * (row[key] - rows[0][key]):+.2f}'
+
+    print(f'{args.weights.name}, {args.imgsz} px, {describe(select_device(args.device))}, torch {torch.__version__}\n')
+    print(
+        markdown_table(
+            ('calibration', 'divergence', 'AP', 'points', *['mask AP', 'points'] * masks),
+            [
+                [
+                    row['way'],
+                    '' if row['divergence'] is None else f'{row["divergence"]:.4f}',
+                    *(cell for key in ('ap', 'mask_ap')[: 1 + masks] for cell in (f'{row[key]:.4f}', points(row, key))),
+                ]
+                for row in rows
+            ],
+        )
+    )
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

@@ -287,7 +287,7 @@ ROWS = (
     Row('timing cache', 'the second build of a file uses the timings of the first', timing_cache),
     *(
         Row(f'trtexec {name}', f'{KINDS[name].title}: built by trtexec', partial(trtexec, name=name))
-        for name in ('plain', 'dynamic', 'typed', 'end2end', 'plugin')
+        for name in ('plain', 'dynamic', 'typed')
     ),
     *(
         Row(

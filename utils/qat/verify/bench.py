@@ -21,7 +21,6 @@ from utils.qat.config.verify import VerifyConfig
 
 ROOT = Path(__file__).absolute().parents[3]  # of the patched tree, also where this file is a link to the toolkit's
 ERROR = re.compile(r'error: (.*)')
-LONGEST = 200  # characters of a reason
 
 
 class Failed(Exception):
@@ -146,4 +145,4 @@ def reason(file: str, ended: int, code: int, said: str) -> str:
         return f'{file} was ended by {signal.Signals(-ended).name}'
     lines = [' '.join(line.split()) for line in said.splitlines() if line.strip()]
     last = (ERROR.findall('\n'.join(lines)) or lines or ['no output'])[-1]
-    return f'{file}: exit code {ended}, not {code}: {last[:LONGEST]}{"..." * (len(last) > LONGEST)}'
+    return f'{file}: exit code {ended}, not {code}: {last}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from utils.qat.core.markdown import code, document, markdown_table
 from utils.qat.verify.bench import Machine
 
 PASSED, FAILED, SKIPPED = 'pass', 'fail', 'skip'
+LONGEST = 200  # characters of a reason in the table of verify.md; verify.json has all of it
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ def write_report(folder: Path, config: VerifyConfig, machine: Machine, outcomes:
     write_json(folder / 'verify.json', report)
     failed = [outcome for outcome in outcomes if outcome.status == FAILED]
     columns = ('row', 'result', 'what', 'found, or the reason', 's')
-    rows = [(o.name, o.status, o.title, o.found, f'{o.seconds:.0f}') for o in outcomes]
+    rows = [
+        (o.name, o.status, o.title, textwrap.shorten(o.found, LONGEST, placeholder=' ...'), f'{o.seconds:.0f}')
+        for o in outcomes
+    ]
     document(
         folder / 'verify.md',
         'scripts/verify_tensorrt.py',

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in scripts/
 from utils.qat.config.options import read
@@ -72,19 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise QatError(f'--only {", ".join(unknown)}: allowed are {", ".join(names)}')
     rows = [row for row in ROWS if row.name in (config.only or names)]
-    with own_folder(config) as folder:
-        begin = time.monotonic()
-        bench = Bench(config, Machine('', 0, None, None, {}), folder, begin + STARTING)
+    begin = time.monotonic()
+    with TemporaryDirectory() as scratch:
+        bench = Bench(config, Machine('', 0, None, None, {}), Path(scratch), begin + STARTING)
         try:
             bench.run('-m utils.qat.verify.machine', config.backend, 'machine.json')
         except Failed as e:
-            raise QatError(f'{str(e).partition(": exit code 2, not 0: ")[2] or e}') from e
-        bench.machine = Machine(**bench.json('machine.json'))
-        bench.deadline = begin + 60 * config.minutes
+            raise QatError(str(e).partition(': exit code 2, not 0: ')[2] or str(e)) from e
+        machine = Machine(**bench.json('machine.json'))
+    with own_folder(config) as folder:
+        bench = Bench(config, machine, folder, begin + 60 * config.minutes)
         for source, name in ((config.data, 'detect.yaml'), (config.segment_data, 'segment.yaml')):
             if source:
                 write_subset(source, folder / name, config.images)
-        LOGGER.info(f'{bench.machine.product}, {bench.machine.gpu or "no GPU"}: {len(rows)} rows, in {folder}')
+        LOGGER.info(f'{machine.product}, {machine.gpu or "no GPU"}: {len(rows)} rows, in {folder}')
         outcomes: list[Outcome] = []
         for number, row in enumerate(rows, 1):
             bench.commands, start = [], time.monotonic()
@@ -95,14 +97,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bench.done.add(row.name)
             except Skipped as e:
                 found, status = str(e), SKIPPED
-            except (Failed, OSError, LookupError, ValueError) as e:  # of a file that a command should have written
+            except (
+                Failed,
+                OSError,
+                LookupError,
+                ValueError,
+                TypeError,
+                ArithmeticError,
+            ) as e:  # of what a command wrote
                 found, status = str(e) if isinstance(e, Failed) else f'{type(e).__name__}: {e}', FAILED
             outcomes.append(
                 Outcome(row.name, row.title, status, found, time.monotonic() - start, tuple(bench.commands))
             )
             LOGGER.info(f'{number} of {len(rows)}  {status}  {row.name}: {found}')
-            write_report(folder, config, bench.machine, outcomes)
-        LOGGER.log(RESULT, f'\n{table(outcomes)}\n\n{verdict(bench.machine, outcomes)}')
+            write_report(folder, config, machine, outcomes)
+        LOGGER.log(RESULT, f'\n{table(outcomes)}\n\n{verdict(machine, outcomes)}')
         LOGGER.log(RESULT, f'report: {folder / "verify.md"}\ndetails: {folder / "verify.json"}, {folder / "log.txt"}')
     return int(any(outcome.status == FAILED for outcome in outcomes))
 

@@ -4,6 +4,7 @@ TensorRT itself is not here. TensorRT-RTX builds the engines of the slow test. I
 interface: stand_in/tensorrt.py.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -96,10 +97,13 @@ def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
     assert {status for name, (status, _) in found.items() if not name.startswith(('build', 'timing'))} == {'skip'}
 
 
-def test_time_that_is_over_and_names_that_are_none(small, tmp_path):
+def test_bad_input_is_one_line_and_leaves_nothing(small, tmp_path):
     files = '--weights', small.quantized, '--float', small.single, '--data', small.data, '--project', tmp_path
     assert 'allowed are build plain, ' in command('scripts/verify_tensorrt.py', *files, '--only', 'build', code=2)
     assert 'give both or none' in command('scripts/verify_tensorrt.py', *files, '--segment', small.quantized, code=2)
+    if importlib.util.find_spec('tensorrt') is None:
+        assert 'no TensorRT here' in command('scripts/verify_tensorrt.py', *files, code=2)
+    assert not list(tmp_path.iterdir())
     done = subprocess.run([REPO / 'scripts/verify_tensorrt.sh', '-h'], capture_output=True, text=True)
     assert done.returncode == 0 and '--backend rtx' in done.stdout
 

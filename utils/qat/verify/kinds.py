@@ -66,8 +66,8 @@ def engine_of(name: str) -> str:
     return f'{name}.engine'
 
 
-def data_of(bench: Bench, name: str) -> str:
-    """Return the data YAML of a kind, see command.py of scripts/verify_tensorrt.py."""
+def data_of(name: str) -> str:
+    """Return the data YAML of a kind, which scripts/verify_tensorrt.py has written to the folder."""
     return 'segment.yaml' if KINDS[name].weights == 'segment' else 'detect.yaml'
 
 
@@ -130,7 +130,7 @@ def compare_with_onnx(bench: Bench, name: str) -> str:
     bench.need(f'build {name}', *[f'build {reference}'] * (reference != name))
     bench.need_gpu()
     # the reference on the CPU: ONNX Runtime falls back to it where it has no CUDA
-    words = ('--data', data_of(bench, name), '--images', bench.config.images, '--batch-size', 8)
+    words = ('--data', data_of(name), '--images', bench.config.images, '--batch-size', 8)
     backend = ('--backend', f'onnxruntime,{bench.config.backend}')
     folder = ('--project', 'compared', '--name', name, '--exist-ok')
     bench.run('compare_outputs.py', onnx_of(reference), engine_of(name), *words, *backend, *folder)

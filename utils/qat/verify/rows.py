@@ -75,7 +75,7 @@ def trtexec_outputs(bench: Bench) -> str:
     bench.need_gpu()
     if bench.machine.trtexec != bench.machine.product:
         raise Skipped(f'trtexec is of {bench.machine.trtexec}, the Python package is {bench.machine.product}')
-    words = ('--data', 'detect.yaml', '--images', bench.config.images, '--batch-size', 8)
+    words = ('--data', data_of('plain'), '--images', bench.config.images, '--batch-size', 8)
     folder = ('--project', 'compared', '--name', 'trtexec', '--exist-ok')
     bench.run('compare_outputs.py', onnx_of('plain'), 'plain-trtexec.engine', *words, *folder)
     return within_limits(bench.json('compared/trtexec/compare.json'))
@@ -107,7 +107,7 @@ def raw_outputs(bench: Bench, a: str, b: str) -> dict[str, Any]:
     """Run two files on the same images, see raw_outputs.py."""
     bench.need_gpu()
     config = bench.config
-    bench.run('-m utils.qat.verify.raw_outputs', a, b, 'detect.yaml', config.imgsz, config.backend, 'outputs.json')
+    bench.run('-m utils.qat.verify.raw_outputs', a, b, data_of('plain'), config.imgsz, config.backend, 'outputs.json')
     return bench.json('outputs.json')
 
 
@@ -120,7 +120,7 @@ def val_trt(bench: Bench) -> str:
         ('engine', engine_of('dynamic'), ('--backend', bench.config.backend)),
         ('onnx', onnx_of('dynamic'), ('--device', 'cpu')),
     ):
-        words = ('--data', data_of(bench, 'dynamic'), '--imgsz', bench.config.imgsz, '--batch-size', 10)
+        words = ('--data', data_of('dynamic'), '--imgsz', bench.config.imgsz, '--batch-size', 10)
         bench.run(
             'val_trt.py', '--weights', file, *words, '--project', 'scored', '--name', name, '--exist-ok', *options
         )
@@ -148,7 +148,7 @@ def refused(bench: Bench, name: str, engine: bytes, sidecar: dict[str, Any] | No
     file.write_bytes(engine)
     if sidecar:
         (bench.folder / f'{name}.engine.json').write_text(json.dumps(sidecar), encoding='utf-8')
-    words = ('--data', data_of(bench, 'plain'), '--imgsz', bench.config.imgsz, '--backend', bench.config.backend)
+    words = ('--data', data_of('plain'), '--imgsz', bench.config.imgsz, '--backend', bench.config.backend)
     said = bench.run('val_trt.py', '--weights', file.name, *words, code=2)
     (line,) = [line for line in said.splitlines() if 'error: ' in line] or ['no line with an error']
     if message not in line:
@@ -217,9 +217,9 @@ def layers(bench: Bench) -> str:
 
 def speed(bench: Bench) -> str:
     """Measure INT8 against FP16 and FP32, with the samples of NVML beside them."""
-    bench.need('build plain', 'build float')
-    bench.need_gpu()
     typed = bench.machine.major >= 11
+    bench.need('build plain', 'build float', *['build half'] * typed)
+    bench.need_gpu()
     files = [onnx_of('plain'), onnx_of('float'), *[onnx_of('half')] * typed]
     found = []
     for batch in SPEED_BATCHES:

@@ -236,7 +236,8 @@ def speed(bench: Bench) -> str:
             + ', '.join(f'{p.upper()} {ms[p]:.3f} ms' for p in PRECISIONS)
             + f', INT8 {ms["fp16"] / ms["int8"]:.2f} times as fast as FP16'
         )
-    return '; '.join(found)
+    busy = [percent for *_, percent in bench.json(f'measured/speed-{batch}/benchmark.json')['usage']]
+    return '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
 
 
 def _at_batch(bench: Bench, onnx: str, batch: int) -> str:

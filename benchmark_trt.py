@@ -1,6 +1,7 @@
 """Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO and PyTorch.
 
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
+python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.yaml --baseline pytorch    # AP beside speed
 """
 
 from __future__ import annotations
@@ -34,36 +35,6 @@ def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
     return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, on which the figures depend: hardware, threads, versions."""
-    import platform
-    from importlib import metadata
-
-    import torch
-
-    from utils.qat.core.device import describe, instruction_sets
-
-    linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
-    lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
-    cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
-    installed = {d.name: d.version for d in metadata.distributions()}
-    versions = {
-        p: installed[p]
-        for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
-        if p in installed
-    }
-    gpu = device.type == 'cuda'
-    return {
-        'device': describe(device) if gpu else f'CPU {cpu}'.strip(),
-        'gpu': gpu,
-        'cpu': cpu,
-        'instructions': ', '.join(instruction_sets()),
-        'threads': torch.get_num_threads(),
-        'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})},
-        'tf32': torch.backends.cudnn.allow_tf32,
-    }
-
-
 def next_command(models: Sequence[Path]) -> str:
     """Return the command to type next: the audit of an ONNX file, the AP of an engine, or the export of a checkpoint."""
     from utils.qat.engine.sidecar import read_sidecar
@@ -89,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     from models.quantize.checkpoint import kind_of, load_any
+    from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import networks_of
-    from utils.qat.benchmark.report import result_table, summary, with_short_names, write_benchmark
+    from utils.qat.benchmark.report import result_tables, summary, write_benchmark
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
+    from utils.qat.core.machine import machine
 
     def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
         with quiet_upstream():
@@ -101,15 +74,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return model, quant is not None
 
     device = select_device(config.device)
-    cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
+    cases, left_out = cases_of(networks_of(config.files, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
     report: dict[str, Any] = {
         'settings': asdict(config),
-        'machine': describe_machine(device),
+        'machine': machine(device),
         'left_out': left_out,
         'results': [],
         'usage': [],
     }
+
+    def leave_out(line: str) -> None:
+        left_out.append(line)
+        LOGGER.warning(f'left out: {line}')
+
+    accuracy = Accuracy(config, device, load, leave_out) if config.data else None
     LOGGER.info(f'{report["machine"]["device"]}: {len(cases)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
@@ -120,18 +99,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for number, case in enumerate(bar(cases, 'measuring', unit='measurements'), 1):
                     LOGGER.info(f'\n{number} of {len(cases)}: {case}')
                     try:
-                        result = run_case(case, config, device, load, usage, LOGGER.info).plain()
+                        result = run_case(case, config, device, load, usage, LOGGER.info, accuracy).plain()
                     except QatError as e:
-                        left_out.append(str(e))
-                        LOGGER.warning(f'left out: {e}')
+                        leave_out(str(e))
                     else:
                         report['results'].append(result)
                         LOGGER.info(summary(result))
         finally:  # what was measured stays, whatever ended it
             if report['results']:
-                write_benchmark(folder, report)
-                LOGGER.log(RESULT, f'\n{result_table(with_short_names(report["results"]))}\n')
-                finish(next_command(config.models), results=folder, report=folder / 'benchmark.md')
+                write_benchmark(folder, report, config.formats)
+                tables = result_tables(report['results'], config.baseline)
+                LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')
+                written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
+                finish(next_command(config.models), results=folder, **written)
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

@@ -79,12 +79,13 @@ def compare_classifiers(
     config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
 ) -> tuple[dict[str, Any], str]:
     """Compare two classifiers. Returns the plain compare_classes.ClassComparison and its tables in Markdown."""
-    from utils.qat.data.loaders import class_images, random_images
+    from utils.qat.data.class_folders import class_images
+    from utils.qat.data.loaders import random_images
     from utils.qat.evaluation.compare_classes import compare_classes
     from utils.qat.evaluation.compare_report import class_comparison_tables
 
     if config.data:
-        batches = class_images(config, size)
+        batches = class_images(config, size, models[0])
     elif config.random:
         batches = [
             (images.float() / 255, None)

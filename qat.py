@@ -259,7 +259,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
     from utils.qat.core.files import write_json
-    from utils.qat.core.versions import versions
+    from utils.qat.core.machine import versions
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words
     from utils.qat.run.plots import plot_sensitivity

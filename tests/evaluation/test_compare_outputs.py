@@ -13,6 +13,8 @@ from zoo import program
 
 from models.deploy.onnx_export import export_onnx
 from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
+from utils.qat.data.class_folders import outputs_of
 from utils.qat.evaluation.compare_classes import compare_classes
 
 SIZE = 64
@@ -43,6 +45,37 @@ def test_top_accuracy_and_ranks_by_hand():
     )
 
 
+NAMES = {0: 'tench', 1: 'crane', 2: 'hot_dog', 3: 'crane'}
+
+
+@pytest.mark.parametrize(
+    'folders, outputs',
+    [
+        (['0', '10', '3'], [0, 10, 3]),  # by index, not in the order of their names
+        (['Hot_Dog', 'tench'], [2, 0]),
+        ([f'n{i:02}' for i in range(12)], list(range(12))),
+        (['n01', 'n07'], None),
+        (['crane', 'tench'], None),  # two outputs have that name
+        (['12', '3'], None),  # beyond the last
+    ],
+)
+def test_which_output_a_folder_of_images_is(tmp_path, folders, outputs):
+    def found(listed=None):
+        return outputs_of(folders, 12, NAMES, listed, 'data')
+
+    if outputs:
+        assert found() == outputs
+    else:
+        with pytest.raises(QatError, match='12 outputs; name each folder by the index'):
+            found()
+    listed = tmp_path / 'synsets.txt'
+    listed.write_text('\n'.join(f'{name} a, b' for name in [*folders, *map(str, range(100, 112 - len(folders)))]))
+    assert found(listed) == list(range(len(folders)))
+    listed.write_text('n01\n')
+    with pytest.raises(QatError, match='has 1 lines; expected 12'):
+        found(listed)
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """Two classifiers of mean colours, which differ in the third class; images of red and green in a folder each."""
@@ -56,12 +89,14 @@ def folder(tmp_path_factory):
             folder / f'{name}.onnx',
         )
     for label, colours in (
-        ('0 red', [(250, 0, 0), (200, 10, 150)]),
-        ('1 green', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
+        ('0', [(250, 0, 0), (200, 10, 150)]),
+        ('1', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
     ):
         (folder / 'data' / label).mkdir(parents=True)
         for i, colour in enumerate(colours):
             Image.new('RGB', (90, 70), colour).save(folder / 'data' / label / f'{i}.png')
+    (folder / 'some/n01').mkdir(parents=True)
+    Image.new('RGB', (90, 70)).save(folder / 'some/n01/0.png')
     return folder
 
 
@@ -151,6 +186,7 @@ def test_a_checkpoint_and_its_export(small, tmp_path):
         ('{f}/a.onnx {f}/data --random 1', ['B', 'not a file']),
         ('{f}/a.onnx {f}/b.onnx --random 1 --imgsz 32', ['--imgsz 32', '64']),
         ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
+        ('{f}/a.onnx {f}/b.onnx --data {f}/some', ['--data', '1 folders (n01, ...)', '3 outputs', '--classes']),
         ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
         ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
     ],

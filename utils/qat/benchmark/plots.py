@@ -1,6 +1,6 @@
 """Pictures of a benchmark: latency as bars, throughput against batch, memory and utilisation over time.
 
-in: plain Results, see timing.Result. A series (model, backend, precision) has one colour in all three.
+in: plain Results, see timing.Result. A series (model, backend, precision, image size) has one colour in all three.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from utils.qat.benchmark.tables import series
 from utils.qat.core.picture import literal, save
 
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
@@ -18,7 +19,7 @@ WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
 def label(result: dict[str, Any]) -> str:
     """Name the series of a result, for Matplotlib."""
-    return literal(f'{result["model"]}, {result["backend"]}, {result["types"]}')
+    return literal(', '.join(filter(None, series(result))))
 
 
 def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
@@ -107,7 +108,7 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     gpu, colour = report['machine']['gpu'], colours(results)
     figure = Figure(figsize=(11, 5 + 0.22 * len(colour)), layout='constrained')
     upper, lower = figure.subplots(2, 1, sharex=True)
-    seconds, memory, percent = zip(*samples)
+    seconds, memory, percent, _ = zip(*samples)
     upper.plot(seconds, memory, color='0.15', linewidth=1)
     lower.plot(seconds, percent, color='0.15', linewidth=1)
     shown = [r for r in results if r['usage']]

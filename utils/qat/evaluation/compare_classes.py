@@ -59,6 +59,29 @@ class Accuracy:
 
 
 @torch.inference_mode()
+def accuracy_of(
+    predict: Callable[[torch.Tensor], torch.Tensor],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Score one classifier.
+
+    Args:
+        predict: images FP32 [B, 3, H, W] on `device` → scores [B, C].
+        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch.
+        device: where the images are given to the classifier.
+
+    Returns:
+        'top1' and 'top5' in 0..1, and 'images', the number of them.
+    """
+    found = Accuracy()
+    for images, labels in batches:
+        scores = predict(images.to(device)).cpu()
+        found.update(scores.topk(min(5, scores.shape[1]), 1).indices, labels)
+    return {'images': found.images, **(found.figures() or {})}
+
+
+@torch.inference_mode()
 def compare_classes(
     reference: Callable[[torch.Tensor], torch.Tensor],
     other: Callable[[torch.Tensor], torch.Tensor],

@@ -8,8 +8,8 @@ from typing import Any
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
 from utils.qat.core.files import sha256, write_json
+from utils.qat.core.machine import versions
 from utils.qat.core.markdown import document, image, markdown_table
-from utils.qat.core.versions import versions
 from utils.qat.evaluation.chance import RESAMPLES, in_words
 from utils.qat.evaluation.figures import columns, figures
 from utils.qat.evaluation.plots import plot_ranks

@@ -7,8 +7,8 @@ from typing import Any
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
-from utils.qat.core.versions import versions
 from utils.qat.evaluation.evaluate import Metrics
 from utils.qat.evaluation.figures import class_table
 from utils.qat.evaluation.plots import plot_classes

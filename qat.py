@@ -307,6 +307,8 @@ def eval_(config: EvalConfig, folder: Path | None) -> None:
     """Evaluate a quantized checkpoint, or an exported file."""
     require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
     require_file(config.data, '--data', ('.yaml', '.yml'))
+    if config.baseline:
+        require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
     exported = config.weights.suffix.lower() in EXPORTED
     if config.backend and not exported:
         raise QatError(
@@ -315,6 +317,7 @@ def eval_(config: EvalConfig, folder: Path | None) -> None:
 
     import torch
 
+    from models.deploy.load import load_model
     from models.quantize import checkpoint
     from utils.qat.evaluation.score_file import score_file
     from utils.qat.prediction.pytorch import TorchModel
@@ -328,7 +331,8 @@ def eval_(config: EvalConfig, folder: Path | None) -> None:
     else:
         with quiet_upstream():
             predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
-    score_file(predict, config, device, folder)
+    baseline = load_model(config.baseline, device) if config.baseline else None
+    score_file(predict, config, device, folder, baseline)
 
 
 VERBS: dict[str, tuple[type, Callable, str]] = {

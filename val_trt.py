@@ -10,7 +10,7 @@ evaluates with one command.
 import sys
 from collections.abc import Sequence
 
-from utils.qat.config.backends import EXPORTED
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import read
 from utils.qat.config.qat import FileEvalConfig
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
@@ -27,14 +27,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(argv)
     require_file(config.weights, '--weights', EXPORTED)
     require_file(config.data, '--data', ('.yaml', '.yml'))
+    if config.baseline:
+        require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
 
+    from models.deploy.load import load_model
     from utils.qat.core.device import select_device
     from utils.qat.evaluation.score_file import score_file
     from utils.qat.prediction.registry import open_file
 
     device = select_device(config.device)
     with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        score_file(open_file(config.weights, device, config.backend), config, device, folder)
+        model = open_file(config.weights, device, config.backend)
+        baseline = load_model(config.baseline, device) if config.baseline else None
+        score_file(model, config, device, folder, baseline)
 
 
 if __name__ == '__main__':

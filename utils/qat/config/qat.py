@@ -66,6 +66,10 @@ class EvalConfig(ModelConfig):
         'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx and .xml); default: rectangles, as val.py',
     )
     save_json: bool = True  # write the detections, in COCO's result format
+    baseline: Path | None = option(
+        None,
+        'a model of any kind, such as the float one: scored on the same images, and the differences go into the report',
+    )
     backend: str | None = option(
         None,
         f'what runs an exported file; default: the first of {", ".join(PREDICTING)} that takes it',

@@ -9,8 +9,8 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command
-from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
-from utils.qat.evaluation.figures import columns, figures
+from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus, points, within_chance
+from utils.qat.evaluation.figures import columns, differences, figures
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
 from utils.qat.run.resampled import LAST
@@ -70,6 +70,17 @@ def run_table(report: dict[str, Any]) -> str:
     if report['best']:
         which = f'epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
+    empty = ['-'] * (1 + masks + len(parts))
+    for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
+        if report['origin'] and metrics and 'ap' in metrics:
+            rows.append(
+                [
+                    f'{name} - float, points',
+                    '',
+                    *differences(metrics, report['origin'], masks, plus_minus(metrics.get('against_float'))),
+                    *empty,
+                ]
+            )
     titles = (
         *titles,
         *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
@@ -82,6 +93,15 @@ def run_table(report: dict[str, Any]) -> str:
         row(what, (report['val'] or {}).get(key))
         for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))
     ]
+    val = report['val'] or {}
+    if val.get('best') and val.get('origin'):
+        on_val.append(
+            [
+                'best - float, points',
+                *differences(val['best'], val['origin'], masks, plus_minus(val['best'].get('against_float'))),
+                *empty,
+            ]
+        )
     return (
         f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
         f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
@@ -106,11 +126,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
             f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images '
             f'({report["chosen_on"]}), so it is higher there than on others.'
         )
-    return (
-        [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)']
-        if against or gain
-        else said
-    )
+    return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
 def delivered(folder: Path, report: dict[str, Any]) -> Path:

@@ -16,7 +16,9 @@ class CompareConfig(LabelledConfig, FolderConfig):
     """Settings of `compare_outputs.py`."""
 
     reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='A', positional=True)
-    other: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='B', positional=True)
+    others: tuple[Path, ...] = option(
+        MISSING, 'one or more like it; each is compared with A', metavar='B', positional=True
+    )
     random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
     _: KW_ONLY
     images: int = 100
@@ -27,6 +29,11 @@ class CompareConfig(LabelledConfig, FolderConfig):
     rtol: float = option(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
     atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
     top: int = option(10, 'ranks to compare', allowed=Range(1))
+    show: int = option(
+        3,
+        'images of the data, evenly spread, whose best detections or classes stand side by side in the report; 0 = none',
+        allowed=Range(0),
+    )
     backend: tuple[str, ...] | None = option(
         None,
         f'what runs exported files, of {", ".join(PREDICTING)}: one, or one for each model, such as onnxruntime,openvino; '
@@ -36,6 +43,11 @@ class CompareConfig(LabelledConfig, FolderConfig):
     )
     seed: int = option(57, 'seed of --random', allowed=SEED)
     project: Path = Path('runs/compare')
+
+    @property
+    def models(self) -> tuple[Path, ...]:
+        """Return A and all B."""
+        return self.reference, *self.others
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the source of the images; see Settings.problems."""

@@ -1,9 +1,11 @@
 """Images of a classifier: a folder for each class, and which output of the classifier is which folder."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import DataLoader, Subset
 
 from utils.qat.config.common import LabelledConfig
 from utils.qat.core.errors import QatError
@@ -73,7 +75,14 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
     return {part: i for i, line in enumerate(lines) for part in (line.strip(), line.split()[0].rstrip(','))}
 
 
-def class_images(config: LabelledConfig, imgsz: int, model: Any) -> Iterable:
+def paths_of(dataset: Any) -> list[str]:
+    """Return the path of each image of a dataset that `class_images` reads, in its order."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset.samples[i][0] for i in dataset.indices]
+    return [path for path, _ in dataset.samples]
+
+
+def class_images(config: LabelledConfig, imgsz: int, model: Any) -> DataLoader:
     """Make batches of a folder that has a folder of images for each class.
 
     The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.

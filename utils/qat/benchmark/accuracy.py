@@ -1,17 +1,17 @@
 """Accuracy of what a benchmark measures: AP of a detector, top-1 and top-5 of a classifier, by the session that is timed."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from utils.qat.benchmark.case import Case
+from utils.qat.benchmark.cases import file_of
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import bar
+from utils.qat.core.log import LOGGER, bar
 from utils.qat.data.class_folders import class_images
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
@@ -52,12 +52,11 @@ class Accuracy:
         self.config, self.device, self.load, self.left_out = config, device, load, left_out
         self.known: dict[tuple[Any, ...], dict[str, Any] | None] = {}
 
-    def of(self, case: Case, file: Path, imgsz: tuple[int, ...] | None) -> dict[str, Any] | None:
+    def of(self, case: Case, imgsz: tuple[int, ...] | None) -> dict[str, Any] | None:
         """Score the model of a case.
 
         Args:
-            case: the case.
-            file: the file to run, which for an engine is built of the case's file.
+            case: the case, which was measured before: its engine is there.
             imgsz: height and width in pixels.
 
         Returns:
@@ -67,16 +66,17 @@ class Accuracy:
         key = case.file, case.backend, case.precision, imgsz
         if key not in self.known:
             try:
-                self.known[key] = self._score(case, file, imgsz)
+                self.known[key] = self._score(case, imgsz)
             except QatError as e:
                 self.left_out(f'accuracy of {case.file}: {e}')
                 self.known[key] = None
         return self.known[key]
 
-    def _score(self, case: Case, file: Path, imgsz: tuple[int, ...] | None) -> dict[str, Any]:
+    def _score(self, case: Case, imgsz: tuple[int, ...] | None) -> dict[str, Any]:
         """Open the file of a case as it is measured, and score it."""
         if not imgsz or len(set(imgsz)) > 1:
             raise QatError('it is scored on square images only')
+        file = file_of(case, self.config, self.device, LOGGER.info)
         if case.backend == 'pytorch':
             model = self.load(file, self.device)[0]
             return self._detector(HalfModel(model) if case.precision == 'fp16' else TorchModel(model), imgsz[0])

@@ -6,10 +6,10 @@ A combination that cannot be is left out with the reason; it is the user's mista
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from pathlib import Path
 
 import torch
 
-from utils.qat.benchmark.accuracy import Accuracy
 from utils.qat.benchmark.case import Case
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.model_files import Network, fixed_batch, shapes_of
@@ -125,6 +125,23 @@ def _not_possible(network: Network, backend: str, impossible: Sequence[str], dev
     return f'{network.file} is {network.types}, and {BACKENDS[backend].title} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
 
 
+def file_of(case: Case, config: BenchmarkConfig, device: torch.device, say: Callable[[str], object]) -> Path:
+    """Return the file that runs: the case's own, or an engine of it, which is built unless it is there.
+
+    Args:
+        case: the case.
+        config: has the settings of a build.
+        device: where it runs.
+        say: takes a line about a build.
+
+    Raises:
+        QatError: the engine cannot be built.
+    """
+    if case.backend not in ENGINES or case.file.suffix.lower() != '.onnx':
+        return case.file
+    return engine_for(case.network, case.backend, case.precision, case.batch, case.imgsz, config, device, say)
+
+
 def run_case(
     case: Case,
     config: BenchmarkConfig,
@@ -132,7 +149,6 @@ def run_case(
     load: Load,
     usage: Usage,
     say: Callable[[str], object],
-    accuracy: Accuracy | None = None,
 ) -> Result:
     """Measure a case from nothing: load it, measure it, and give back what it had on the device.
 
@@ -143,14 +159,11 @@ def run_case(
         load: loads a checkpoint, for PyTorch.
         usage: takes samples meanwhile.
         say: takes a line about a build.
-        accuracy: scores the model as well.
 
     Raises:
         QatError: the file does not run so.
     """
-    network, file = case.network, case.file
-    if case.backend in ENGINES and file.suffix.lower() == '.onnx':
-        file = engine_for(network, case.backend, case.precision, case.batch, case.imgsz, config, device, say)
+    network, file = case.network, file_of(case, config, device, say)
     begun = usage.begin()
     try:
         with session_of(case.backend).to_measure(case, file, device, config, load) as session:
@@ -158,7 +171,7 @@ def run_case(
             session.prepare(inputs)
             busy = usage.now()
             figures = measure(session, config.warmup, config.duration)
-            result = Result(
+            return Result(
                 model=str(case.file),
                 given=str(network.file),
                 backend=BACKENDS[case.backend].title,
@@ -176,9 +189,6 @@ def run_case(
                 notes=list(session.notes),
                 usage=usage.since(begun, busy),
             )
-        if accuracy:
-            result.accuracy = accuracy.of(case, file, result.imgsz)
-        return result
     except torch.cuda.OutOfMemoryError as e:
         raise QatError(f'{case}: out of GPU memory; give a smaller --batch or --imgsz') from e
     finally:

@@ -77,7 +77,7 @@ class Result:
     streams: int | None = None
     notes: list[str] = field(default_factory=list)  # lines about what the engine made of the file
     usage: dict[str, float] | None = None  # see Usage.since
-    accuracy: dict[str, Any] | None = None  # see accuracy.Accuracy.of
+    accuracy: dict[str, Any] | None = None  # see accuracy.Accuracy.of; filled in when all is measured
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain values."""

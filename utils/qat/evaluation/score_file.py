@@ -82,7 +82,7 @@ def score_file(
             resample=True,
         )
     following = after_scoring(config.weights, config.imgsz, config.backend)
-    on_first(write_scores)(folder, config, metrics, describe(device), following, before)
+    on_first(write_scores)(folder, config, metrics, device, following, before)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     for line in predict.notes if exported else ():
         LOGGER.log(RESULT, line)

@@ -4,10 +4,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
+from utils.qat.core.device import describe
 from utils.qat.core.files import write_json
-from utils.qat.core.machine import versions
+from utils.qat.core.machine import machine, machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.evaluate import Metrics
@@ -54,7 +57,7 @@ def write_scores(
     folder: Path,
     config: EvalConfig,
     metrics: Metrics,
-    device: str,
+    device: torch.device,
     following: str,
     baseline: Metrics | None = None,
 ) -> None:
@@ -64,16 +67,18 @@ def write_scores(
         folder: existing folder for the files.
         config: settings of the command.
         metrics: metrics of the model.
-        device: the device in words.
+        device: where the model ran.
         following: the next command for the user.
         baseline: see `tables`.
     """
+    found = machine(device)
     write_json(
         folder / 'metrics.json',
         {
             'settings': asdict(config),
             'versions': versions(),
-            'device': device,
+            'device': describe(device),
+            'machine': found,
             **metrics.plain(),
             **(
                 {'baseline': baseline.plain(), 'against_baseline': against_baseline(metrics, baseline)}
@@ -93,11 +98,13 @@ def write_scores(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [
-            escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.'),
+            escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {describe(device)}.'),
             *tables(config, metrics, baseline),
             *pictures,
             '## Times',
             markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
+            '## Machine',
+            machine_table(found),
             *closing(asdict(config), type(config), versions(), following),
         ],
     )

@@ -7,9 +7,10 @@ from typing import Any
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command
-from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus, points, within_chance
+from utils.qat.evaluation.chance import EXPLAINED, in_words, points, within_chance
 from utils.qat.evaluation.figures import columns, differences, figures
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
@@ -70,17 +71,14 @@ def run_table(report: dict[str, Any]) -> str:
     if report['best']:
         which = f'epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
-    empty = ['-'] * (1 + masks + len(parts))
+
+    def difference(what: str, metrics: dict[str, Any], origin: dict[str, Any], *loss: str) -> list[str]:
+        cells = differences(metrics, origin, masks)
+        return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(parts)]
+
     for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
         if report['origin'] and metrics and 'ap' in metrics:
-            rows.append(
-                [
-                    f'{name} - float, points',
-                    '',
-                    *differences(metrics, report['origin'], masks, plus_minus(metrics.get('against_float'))),
-                    *empty,
-                ]
-            )
+            rows.append(difference(name, metrics, report['origin'], ''))
     titles = (
         *titles,
         *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
@@ -95,13 +93,7 @@ def run_table(report: dict[str, Any]) -> str:
     ]
     val = report['val'] or {}
     if val.get('best') and val.get('origin'):
-        on_val.append(
-            [
-                'best - float, points',
-                *differences(val['best'], val['origin'], masks, plus_minus(val['best'].get('against_float'))),
-                *empty,
-            ]
-        )
+        on_val.append(difference('best', val['best'], val['origin']))
     return (
         f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
         f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
@@ -193,6 +185,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
             *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
             '## Times',
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
+            *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
             *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),

@@ -49,6 +49,7 @@ REPORT = {  # report.json; its settings are checked later. For the form see json
     'settings': {str: anything},
     'versions': dict.fromkeys(('python', *PACKAGES), str),
     'device': str,
+    'machine?': {str: anything},
     'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT},
     'chosen_on': str,

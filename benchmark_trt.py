@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.options import read
-from utils.qat.core.command import run_command
+from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
@@ -51,6 +51,14 @@ def next_command(models: Sequence[Path]) -> str:
     return command('export_qat.py', '--weights', models[-1])
 
 
+def require_data(data: Path) -> None:
+    """Check --data before anything is measured: a data YAML, or a folder. Raises QatError if it is none."""
+    from utils.qat.data.dataset import load_data
+
+    if not data.is_dir():
+        load_data(data)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
@@ -73,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             model, quant = load_any(file, device)
         return model, quant is not None
 
+    if config.files != config.models:
+        require_file(config.files[0], '--baseline')
+    if config.data:
+        require_data(config.data)
     device = select_device(config.device)
     cases, left_out = cases_of(networks_of(config.files, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it

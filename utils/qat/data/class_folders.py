@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Subset
 
 from utils.qat.config.common import LabelledConfig
+from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
 from utils.qat.data.loaders import batches_of, spread
@@ -64,11 +65,8 @@ def _plain(name: str) -> str:
 
 def _listed(file: Path, nc: int) -> dict[str, int]:
     """Read the file of --classes: name of a folder → output."""
-    try:
-        with open(file, 'rb') as f:
-            text = f.read(LARGEST_LIST + 1)
-    except OSError as e:
-        raise QatError(f'--classes {file}: cannot be read ({e.strerror})') from e
+    with open(require_file(file, '--classes'), 'rb') as f:
+        text = f.read(LARGEST_LIST + 1)
     lines = text.decode(errors='replace').splitlines()
     if len(text) > LARGEST_LIST or len(lines) != nc or not all(line.split() for line in lines):
         raise QatError(f'--classes {file}: has {len(lines)} lines; expected {nc}, one for each output of the model')

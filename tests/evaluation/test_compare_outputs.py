@@ -141,6 +141,15 @@ def test_classifiers_on_a_folder_of_classes(folder):
     )
 
 
+def test_the_benchmark_scores_classifiers_alike(folder):
+    short = '--duration', 0.01, '--warmup', 0, '--batch', 1, '--backend', 'onnxruntime', '--formats', 'json'
+    given = folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data', '--baseline', 'a.onnx', *short
+    run('benchmark_trt.py', *given, '--device', 'cpu', '--workers', 0, '--project', folder, '--name', 'benchmark')
+    a, b = json.loads((folder / 'benchmark/benchmark.json').read_text())['results']
+    assert a['accuracy'] == {'images': 5, 'top1': 4 / 5, 'top5': 1} and b['accuracy']['top1'] == 2 / 5
+    assert b['against']['points'] == {'top1': pytest.approx(-40), 'top5': 0} and a['open_batch']
+
+
 @pytest.mark.parametrize('file, size', [('a', ()), ('open', ('--imgsz', SIZE))])
 def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, size):
     run(*command(folder, folder / f'{file}.onnx', folder / 'open.onnx', '--random', 2, *size))

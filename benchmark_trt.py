@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import networks_of
-    from utils.qat.benchmark.report import result_tables, summary, write_benchmark
+    from utils.qat.benchmark.report import disturbance, result_tables, summary, write_benchmark
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
     from utils.qat.core.machine import machine
@@ -127,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 write_benchmark(folder, report, config.formats)
                 tables = result_tables(report['results'], config.baseline)
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')
+                if said := disturbance(report['results']):
+                    LOGGER.warning(said)
                 written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
                 finish(next_command(config.models), results=folder, **written)
     if not report['results']:

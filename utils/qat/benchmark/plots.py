@@ -119,7 +119,7 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     gpu, colour = report['machine']['gpu'], colours(results)
     figure = Figure(figsize=(11, 5 + 0.22 * len(colour)), layout='constrained')
     upper, lower = figure.subplots(2, 1, sharex=True)
-    seconds, memory, percent, _ = zip(*samples)
+    seconds, memory, percent, *_ = zip(*samples)
     upper.plot(seconds, memory, color='0.15', linewidth=1)
     lower.plot(seconds, percent, color='0.15', linewidth=1)
     shown = [r for r in results if r['usage']]

@@ -12,6 +12,7 @@ from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import Markdown, code, escaped
 
+DISTURBED = 25  # per cent of the CPU that other processes take, from which times are not to be trusted
 PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}
 
 
@@ -62,6 +63,17 @@ def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
 
 
+def disturbance(results: Sequence[dict[str, Any]]) -> str:
+    """Say how much of the CPU other processes took while measuring; '' if it was less than DISTURBED, or nothing tells."""
+    found = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
+    if max(found, default=0) < DISTURBED:
+        return ''
+    return (
+        f'other processes took {min(found):.0f} to {max(found):.0f} % of the CPU while measuring: times are too long and uneven; '
+        'measure on an idle machine'
+    )
+
+
 def with_clock(report: dict[str, Any]) -> dict[str, Any]:
     """Return the machine of a report, with the clock while measuring where it was sampled: 'least to highest mean'."""
     clocks = [r['usage']['clock_mhz'] for r in report['results'] if 'clock_mhz' in (r['usage'] or {})]
@@ -87,6 +99,7 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
         *result_tables(report['results'], settings['baseline']),
+        *[escaped(f'Disturbed: {line}.') for line in [disturbance(results)] if line],
         *[f'Accuracy: {", ".join(map(str, scored))} square images of {escaped(settings["data"])}.'] * bool(scored),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),

@@ -1,7 +1,7 @@
 """Memory, utilisation and clock while something runs: NVML for a GPU, psutil for this process on a CPU.
 
 in:  a device
-out: samples (seconds since the start, MiB in use, utilisation in %, clock in MHz), taken by a thread beside the work
+out: samples (seconds since the start, MiB in use, utilisation in %, clock in MHz, utilisation by others in %), taken by a thread beside the work
 
 A GPU's figures are of the whole device, other processes included, and NVML's utilisation is the share of its last sample
 period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process, its share of all cores, and
@@ -33,6 +33,7 @@ class Probes:
     memory: Probe  # MiB in use
     percent: Probe  # utilisation since the last call, or as NVML has it
     clock: Probe | None = None  # MHz; None where the system does not tell
+    everybody: Probe | None = None  # as `percent`, of all processes together; None where they may use other cores too
 
 
 def gpu_probes(device: torch.device) -> Probes:
@@ -79,6 +80,7 @@ def cpu_probes() -> Probes:
         lambda: process.memory_info().rss / MIB,
         lambda: process.cpu_percent() / cores,
         (lambda: psutil.cpu_freq().current) if clock_scales() else None,
+        psutil.cpu_percent if cores == psutil.cpu_count() else None,
     )
 
 
@@ -86,7 +88,7 @@ class Usage:
     """A context in which a thread takes samples.
 
     Attributes:
-        samples: (seconds since the start, MiB in use, utilisation in %, MHz or None) of each; empty where nothing can be
+        samples: (seconds since the start, MiB in use, utilisation in %, MHz or None, utilisation by others or None) of each; empty where nothing can be
             sampled.
     """
 
@@ -97,7 +99,7 @@ class Usage:
             device: the device to look at.
             say: takes the line that tells why there are no samples.
         """
-        self.samples: list[tuple[float, float, float, float | None]] = []
+        self.samples: list[tuple[float, float, float, float | None, float | None]] = []
         self.start, self.over = time.perf_counter(), threading.Event()
         self.probes: Probes | None = None
         try:
@@ -119,8 +121,10 @@ class Usage:
     def _sample(self) -> None:
         """Take samples until the context is over."""
         while self.probes and not self.over.wait(PERIOD):
+            memory, percent = self.probes.memory(), self.probes.percent()
             clock = self.probes.clock() if self.probes.clock else None
-            self.samples.append((self.now(), self.probes.memory(), self.probes.percent(), clock))
+            others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
+            self.samples.append((self.now(), memory, percent, clock, others))
 
     def now(self) -> float:
         """Return the seconds since the start."""
@@ -139,16 +143,16 @@ class Usage:
 
         Returns:
             'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (how much of the peak was not there
-            before), 'percent' (mean utilisation from `busy` on) and, where the system tells it, 'clock_mhz' (mean clock from
-            `busy` on). None where nothing was sampled.
+            before), 'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
+            'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on). None where nothing was sampled.
         """
         start, before = begun
         samples = [s for s in self.samples if s[0] >= start]
-        working = [(percent, clock) for at, _, percent, clock in samples if at >= busy]
+        working = [figures for at, _, *figures in samples if at >= busy]
         if not working or before is None:
             return None
         peak = max(memory for _, memory, *_ in samples)
-        percents, clocks = zip(*working)
+        percents, clocks, others = zip(*working)
         return {
             'start': start,
             'end': self.now(),
@@ -156,4 +160,5 @@ class Usage:
             'added_mib': max(0.0, peak - before),
             'percent': sum(percents) / len(percents),
             **({'clock_mhz': sum(clocks) / len(clocks)} if None not in clocks else {}),
+            **({'others_percent': sum(others) / len(others)} if None not in others else {}),
         }

@@ -165,7 +165,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def machine_table(found: dict[str, Any]) -> str:
     """Write a `machine` as a Markdown table, a row for each fact; 'clock_mhz' in it counts too."""
-    facts = {title: found[key] for key, title in ROWS.items() if found.get(key)}
+    twice = set() if found.get('gpu') else {'cpu'}  # the device is the CPU
+    facts = {title: found[key] for key, title in ROWS.items() if found.get(key) and key not in twice}
     return markdown_table(
         ('machine', ''),
         [

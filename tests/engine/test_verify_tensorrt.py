@@ -67,7 +67,7 @@ def test_it_goes_on_after_a_crash(small, tmp_path):
     assert report['verdict'].startswith(
         'TensorRT 10.13.3+stand-in on a machine without a GPU: 3 passed, 1 failed, 2 skipped'
     )
-    assert report['machine']['table']['trtexec'] == 'TensorRT 10.13.3'
+    assert report['machine']['described']['versions']['trtexec'] == 'TensorRT 10.13.3'
     asked = set((tmp_path / 'record').read_text().split())
     assert {'Builder.build_serialized_network', 'IBuilderConfig.set_timing_cache', 'IBuilderConfig.set_flag'} <= asked
     assert not [name for name in asked if name.split('.')[1] not in NAMES[name.split('.')[0]]]

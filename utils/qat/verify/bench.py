@@ -39,7 +39,7 @@ class Machine:
     major: int  # of TensorRT, whose files are exported; TensorRT-RTX takes the files of 11
     gpu: str | None  # name of the GPU; None if PyTorch sees none
     trtexec: str | None  # its TensorRT, such as 'TensorRT 10.13.3'; None if it is not installed
-    table: dict[str, str]  # for the report
+    described: dict[str, Any]  # see core.machine.machine; for the report
 
 
 @dataclass

@@ -134,11 +134,11 @@ def compare_with_onnx(bench: Bench, name: str) -> str:
     backend = ('--backend', f'onnxruntime,{bench.config.backend}')
     folder = ('--project', 'compared', '--name', name, '--exist-ok')
     bench.run('compare_outputs.py', onnx_of(reference), engine_of(name), *words, *backend, *folder)
-    return within_limits(bench.json(f'compared/{name}/compare.json'))
+    return within_limits(bench.json(f'compared/{name}/compare.json')['comparisons'][0])
 
 
 def within_limits(found: dict[str, Any]) -> str:
-    """Put compare.json of compare_outputs.py into words.
+    """Put a comparison of compare_outputs.py into words.
 
     Raises:
         Failed: a difference is beyond INT8_LIMITS.

@@ -5,64 +5,14 @@ TensorRT may crash when it is loaded, and the process that checks the rows must 
 
 from __future__ import annotations
 
-import platform
 import sys
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from utils.qat.core.command import run_command
-from utils.qat.core.device import instruction_sets
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import machine
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.trtexec import find_trtexec, version_of
-
-MIB = 1 << 20
-
-
-def gpu_table() -> dict[str, str]:
-    """Describe the first GPU; empty if PyTorch sees none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    properties = torch.cuda.get_device_properties(0)
-    table = {
-        'GPU': properties.name,
-        'compute capability': f'{properties.major}.{properties.minor}',
-        'multiprocessors': str(properties.multi_processor_count),
-        'memory': f'{properties.total_memory // MIB} MiB',
-        'CUDA of PyTorch': str(torch.version.cuda),
-    }
-    try:
-        import pynvml
-    except ImportError:
-        return table
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f'GPU-{properties.uuid}'.encode())
-    clocks = {'SM': pynvml.NVML_CLOCK_SM, 'memory': pynvml.NVML_CLOCK_MEM}
-    return {
-        **table,
-        'driver': str(pynvml.nvmlSystemGetDriverVersion()),
-        'highest clocks': ', '.join(
-            f'{name} {pynvml.nvmlDeviceGetMaxClockInfo(handle, which)} MHz' for name, which in clocks.items()
-        ),
-    }
-
-
-def cpu_table() -> dict[str, str]:
-    """Describe the CPU and the versions of the packages."""
-    linux = Path('/proc/cpuinfo')
-    lines = linux.read_text(encoding='utf-8', errors='replace').splitlines() if linux.exists() else []
-    name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.machine())
-    installed = {d.name: d.version for d in metadata.distributions()}
-    versions = (f'{p} {installed[p]}' for p in ('torch', 'onnx', 'onnxruntime', 'onnxruntime-gpu') if p in installed)
-    return {
-        'CPU': name,
-        'its instructions': ', '.join(instruction_sets()),
-        'system': platform.platform(),
-        'packages': ', '.join((f'Python {platform.python_version()}', *versions)),
-    }
 
 
 def facts(backend: str) -> dict[str, Any]:
@@ -71,16 +21,19 @@ def facts(backend: str) -> dict[str, Any]:
     Raises:
         QatError: no TensorRT of the backend is installed.
     """
+    import torch
+
     trt = load_tensorrt(backend, f'--backend {backend}')
     trtexec = find_trtexec() if backend == 'tensorrt' else None
     found = f'TensorRT {".".join(map(str, version_of(trtexec)))}' if trtexec else None
-    gpu = gpu_table()
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    described = machine(device)
     return {
         'product': product(trt),
         'major': int(trt.__version__.split('.')[0]) if backend == 'tensorrt' else 11,
-        'gpu': gpu.get('GPU'),
+        'gpu': torch.cuda.get_device_name(device) if described['gpu'] else None,
         'trtexec': found,
-        'table': {'TensorRT': product(trt), 'trtexec': found or 'none', **(gpu or {'GPU': 'none'}), **cpu_table()},
+        'described': {**described, 'versions': {**described['versions'], 'trtexec': found or 'none'}},
     }
 
 

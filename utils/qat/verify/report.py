@@ -10,6 +10,7 @@ from pathlib import Path
 
 from utils.qat.config.verify import VerifyConfig
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, markdown_table
 from utils.qat.verify.bench import Machine
 
@@ -74,7 +75,7 @@ def write_report(folder: Path, config: VerifyConfig, machine: Machine, outcomes:
         [
             said,
             markdown_table(columns, rows, right=False),
-            markdown_table(('machine', ''), machine.table.items(), right=False),
+            machine_table(machine.described),
             *(part for o in failed for part in (f'## {o.name}: failed', o.found, code(*o.commands))),
             'All output is in log.txt.',
         ],

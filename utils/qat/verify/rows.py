@@ -78,7 +78,7 @@ def trtexec_outputs(bench: Bench) -> str:
     words = ('--data', data_of('plain'), '--images', bench.config.images, '--batch-size', 8)
     folder = ('--project', 'compared', '--name', 'trtexec', '--exist-ok')
     bench.run('compare_outputs.py', onnx_of('plain'), 'plain-trtexec.engine', *words, *folder)
-    return within_limits(bench.json('compared/trtexec/compare.json'))
+    return within_limits(bench.json('compared/trtexec/compare.json')['comparisons'][0])
 
 
 def deepstream_outputs(bench: Bench) -> str:

@@ -17,10 +17,11 @@ from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
+from utils.qat.config.settings import Sides, require_multiples
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
-from utils.qat.core.next_command import after_scoring
+from utils.qat.core.next_command import after_scoring, typed_sides
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -35,26 +36,31 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
     return read(CompareConfig, argv, __doc__.splitlines()[0])
 
 
-def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> int:
-    """Find the side, in pixels, of the square images that both models take. Raises QatError if there is none."""
+def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
+    """Find the height and width, in pixels, of the images that both models take. Raises QatError if they differ."""
     from utils.qat.prediction.file_model import FileModel
 
     given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
     # a file whose image size is open takes any, as a checkpoint does
-    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {(config.imgsz or 640,) * 2}
-    if len(sizes) > 1 or len(set(*sizes)) > 1:
+    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {config.imgsz or (640, 640)}
+    if len(sizes) > 1:
         raise QatError(
-            f'{config.reference}, {config.other}: they take images of {" and ".join(f"{h} x {w}" for h, w in sizes)}; one square '
+            f'{config.reference}, {config.other}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(sizes))}; one '
             'size is needed, export with the same --imgsz'
         )
-    size = next(iter(sizes))[0]
+    (size,) = sizes
     if config.imgsz not in (None, size):
-        raise QatError(f'--imgsz {config.imgsz}: the files take {size}; leave the flag out, or export again')
+        raise QatError(
+            f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {size[0]} x {size[1]}; leave the flag out, or '
+            'export again'
+        )
+    for model in models:
+        require_multiples(size, getattr(model, 'stride', 1))
     return size
 
 
 def compare_detectors(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
 ) -> tuple[dict[str, Any], str]:
     """Compare two detectors. Returns the plain compare.Comparison and its tables in Markdown."""
     from utils.qat.data.dataset import load_data
@@ -76,7 +82,7 @@ def compare_detectors(
 
 
 def compare_classifiers(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
 ) -> tuple[dict[str, Any], str]:
     """Compare two classifiers. Returns the plain compare_classes.ClassComparison and its tables in Markdown."""
     from utils.qat.data.loaders import class_images, random_images
@@ -124,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_comparison(folder, config, found, tables, size, following)
     LOGGER.log(
         RESULT,
-        f'{config.other} compared with {config.reference}, {found["images"]} images of {size} x {size}\n\n{tables}\n',
+        f'{config.other} compared with {config.reference}, {found["images"]} images of {size[0]} x {size[1]}\n\n{tables}\n',
     )
     finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 

@@ -8,7 +8,7 @@ from typing import Any
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import DEVICE, OR_ALL, SEED, SIZE, TOLERANCE, FolderConfig
 from utils.qat.config.engine import words
-from utils.qat.config.settings import Range, option
+from utils.qat.config.settings import Range, Sides, option
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,11 @@ class CompareConfig(FolderConfig):
     random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
     _: KW_ONLY
     images: int = option(100, 'number of images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
-    imgsz: int | None = option(
-        None, 'image size in pixels; default: the size of the files, or 640', *SIZE, allowed=Range(32)
+    imgsz: Sides | None = option(
+        None,
+        'image size in pixels: one number, or height and width; default: the size of the files, or 640',
+        *SIZE,
+        allowed=Range(32),
     )
     batch_size: int = option(10, 'images at once', allowed=Range(1))
     device: str = option('', DEVICE)

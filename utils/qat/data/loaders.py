@@ -19,6 +19,7 @@ from utils.dataloaders import LoadImagesAndLabels
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset
 from utils.qat.data.masks import COARSE
@@ -114,8 +115,8 @@ def val_loader(
         data: the data YAML.
         config: gives imgsz, batch_size, workers and device, and for masks mask_ratio and overlap.
         stride: of the model, in pixels.
-        square: letterbox to imgsz x imgsz, as a deployed model with a fixed input sees the images; False = padded
-            rectangles.
+        square: letterbox to imgsz, as a deployed model with a fixed input sees the images; False = padded rectangles, unless the
+            height and the width of imgsz differ.
         limit: most images, evenly spread over the set; None = all. Only with `square`: a rectangle is padded for the
             batch that it has in the whole set.
         split: see dataset.open_dataset.
@@ -126,7 +127,8 @@ def val_loader(
         detections.Truth.
     """
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
-    dataset = open_dataset(data, split, config, stride, masks, rect=not square, pad=0.5)
+    rect = not square and len(set(config.imgsz)) == 1
+    dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
     dataset = _spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
@@ -276,39 +278,37 @@ def training_images(
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
 
 
-def random_images(number: int, batch_size: int, imgsz: int, seed: int) -> Iterator[tuple]:
+def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iterator[tuple]:
     """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes.
 
     Args:
         number: images.
         batch_size: images of a batch.
-        imgsz: pixels, of both sides.
+        imgsz: height and width, in pixels.
         seed: of the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
         yield (
-            torch.randint(
-                256, (min(batch_size, number - start), 3, imgsz, imgsz), dtype=torch.uint8, generator=generator
-            ),
+            torch.randint(256, (min(batch_size, number - start), 3, *imgsz), dtype=torch.uint8, generator=generator),
             torch.zeros(0, 6),
             [],
             [],
         )
 
 
-def class_images(config: CompareConfig, imgsz: int) -> Iterable:
+def class_images(config: CompareConfig, imgsz: Sides) -> Iterable:
     """Make batches of a folder that has a folder of images for each class, in the order of their names.
 
-    The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
+    The shorter side of an image becomes that of imgsz / 0.875 (the longer, if they differ), as classifiers are evaluated, and its centre is cut out.
 
     Args:
         config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
             batch_size and workers.
-        imgsz: pixels, of both sides.
+        imgsz: height and width, in pixels.
 
     Returns:
-        Batches (images FP32 [B, 3, imgsz, imgsz], classes [B]).
+        Batches (images FP32 [B, 3, height, width], classes [B]).
 
     Raises:
         QatError: there is no such folder.
@@ -317,7 +317,7 @@ def class_images(config: CompareConfig, imgsz: int) -> Iterable:
 
     steps = transforms.Compose(
         [
-            transforms.Resize(round(imgsz / 0.875)),
+            transforms.Resize(round(max(imgsz) / 0.875)),
             transforms.CenterCrop(imgsz),
             transforms.ToTensor(),
             transforms.Normalize(config.mean, config.std),

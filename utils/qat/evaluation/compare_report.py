@@ -7,6 +7,7 @@ from typing import Any
 
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
+from utils.qat.config.settings import Sides
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.markdown import document, image, markdown_table
 from utils.qat.core.versions import versions
@@ -104,7 +105,7 @@ def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str]) ->
 
 
 def write_comparison(
-    folder: Path, config: CompareConfig, comparison: dict[str, Any], tables: str, size: int, following: str
+    folder: Path, config: CompareConfig, comparison: dict[str, Any], tables: str, size: Sides, following: str
 ) -> None:
     """Write compare.json, report.md and ranks.png.
 
@@ -128,7 +129,7 @@ def write_comparison(
         folder / 'report.md',
         f'{config.other.name} compared with {config.reference.name}',
         [
-            f'{comparison["images"]} images of {size} x {size} pixels.',
+            f'{comparison["images"]} images of {size[0]} x {size[1]} pixels.',
             tables,
             *pictures,
             '## Files',

@@ -1,17 +1,46 @@
 """Metrics of one model → metrics.json, report.md and its picture."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.versions import versions
+from utils.qat.evaluation.chance import difference, parts, points
 from utils.qat.evaluation.evaluate import Metrics
-from utils.qat.evaluation.figures import class_table
+from utils.qat.evaluation.figures import class_table, columns, figures
 from utils.qat.evaluation.plots import plot_classes
+
+
+class Score(NamedTuple):
+    """A file and its metrics."""
+
+    file: Path
+    seen: str  # how it saw the images, in words
+    metrics: Metrics
+
+
+def several_table(scores: Sequence[Score]) -> str:
+    """Write the metrics of several files on the same images as a Markdown table, with differences to the first."""
+    first = scores[0].metrics
+    titles, masks = columns(*(score.metrics.plain() for score in scores))
+
+    def less_first(score: Score) -> list[str]:
+        if score.metrics is first:
+            return ['-'] * (1 + masks)
+        found = parts(difference(first.resampled, score.metrics.resampled))
+        return [points(part) for part in found]
+
+    rows = [
+        (score.file.name, score.seen.removeprefix('as '), *figures(score.metrics.plain(), masks), *less_first(score))
+        for score in scores
+    ]
+    differences = ('AP - first, points', 'mask AP - first, points')[: 1 + masks]
+    return markdown_table(('file', 'images', *titles, *differences), rows)
 
 
 def coco_table(metrics: Metrics) -> str:
@@ -28,7 +57,7 @@ def tables(metrics: Metrics) -> list[str]:
     return [class_table(metrics.plain()), *([coco_table(metrics)] if metrics.coco else [])]
 
 
-def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str, following: str) -> None:
+def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str, seen: str, following: str) -> None:
     """Write metrics.json, report.md and classes.png.
 
     Args:
@@ -36,6 +65,7 @@ def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str
         config: settings of the command.
         metrics: metrics of the model.
         device: the device in words.
+        seen: how the model saw the images, in words.
         following: the next command for the user.
     """
     write_json(
@@ -44,6 +74,7 @@ def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str
             'settings': asdict(config),
             'versions': versions(),
             'device': device,
+            'seen': seen,
             **metrics.plain(),
             'times': {'ms_per_image': metrics.ms_per_image},
         },
@@ -56,7 +87,7 @@ def write_scores(folder: Path, config: EvalConfig, metrics: Metrics, device: str
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [
-            escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {device}.'),
+            escaped(f'{metrics.images} images {seen}, with {metrics.instances} objects. Computed on {device}.'),
             *tables(metrics),
             *pictures,
             '## Times',

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
-from utils.qat.core.next_command import command
+from utils.qat.core.next_command import command, typed_sides
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
 from utils.qat.evaluation.figures import columns, figures
 from utils.qat.evaluation.plots import plot_classes
@@ -127,7 +128,7 @@ def export_command(folder: Path, report: dict[str, Any]) -> str:
         '--include',
         'onnx',
         '--imgsz',
-        report['settings']['imgsz'],
+        *typed_sides(report['settings']['imgsz']),
     )
 
 
@@ -169,7 +170,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
-            escaped(f'Images: {images}. Computed on {report["device"]}.'),
+            escaped(f'Images: {images}; scored {seen_as(settings["imgsz"], False)}. Computed on {report["device"]}.'),
             *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
             *_pictures(folder, report),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),

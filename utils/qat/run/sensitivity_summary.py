@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
@@ -179,7 +180,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
     """
     lines = [
         f'{len(summary["units"])} units ({summary["settings"]["granularity"]}), '
-        f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
+        f"{summary['images']} images {seen_as(summary['settings']['imgsz'], True)}. Divergence of the detections from the float model's with all in INT8: "
         f'{summary["int8"]["divergence"]:.5f}.'
     ]
     if 'ap' in summary['int8']:

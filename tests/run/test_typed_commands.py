@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -90,6 +91,24 @@ def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, 
         capture_output=True,
     )
     assert done.returncode == 2 and says in done.stderr and done.stderr.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        ('qat.py', 'eval', '--weights', '{single}', '--data', '{data}'),
+        ('export_yoloV9.py', '-w', '{single}'),
+        ('compare_outputs.py', '{single}', '{single}', '--random', '1'),
+    ],
+    ids=lambda words: words[0],
+)
+def test_in_the_folder_of_the_toolkit_itself_one_line_says_where_commands_run(small, words):
+    words = [word.format(single=small.single, data=small.data) for word in words]
+    before = set(REPO.iterdir())
+    done = subprocess.run([sys.executable, '-B', *words], cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
+    assert 'no patched YOLOv9' in done.stderr and './patch_yolov9.sh ../yolov9' in done.stderr
+    assert {path.name for path in set(REPO.iterdir()) - before} <= {'__pycache__'}
 
 
 # ---- eval of anything ----------------------------------------------------------------------------------------------------

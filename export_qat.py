@@ -277,11 +277,15 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
 
 
 def next_commands(job: Job) -> list[str]:
-    """Return the commands to type next: an evaluation, or if that was done or cannot be, the next step to an engine."""
+    """Return the commands to type next: a fair evaluation, or if that was done or cannot be, the next step to an engine.
+
+    The AP of a file whose own NMS drops low scores compares with no other: score_file.warn_of_threshold.
+    """
     config = job.config
-    if not config.verify and job.runnable and not config.fp32_scales:
+    fair = [path for what, path in job.runnable.items() if 'end2end' not in what or config.conf_thres <= 0.001]
+    if not config.verify and fair and not config.fp32_scales:
         data = data_yaml((job.recipe or {}).get('data'))
-        return [command('qat.py', 'eval', '--weights', path, '--data', data) for path in job.runnable.values()]
+        return [command('qat.py', 'eval', '--weights', path, '--data', data) for path in fair]
     return [after_scoring(path, config.imgsz) for path in job.files.values()]
 
 

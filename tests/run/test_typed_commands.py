@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,26 @@ def test_several_files_are_scored_and_compared_with_the_first(small, exported, t
     assert all(str(file) in log for file, log in zip(files, logs)) and str(files[2]) not in logs[0]
     out = command('val_trt.py', '--weights', files[1], *common, '--name', 'trt')
     assert content(tmp_path / 'trt', 'metrics.json')['ap'] == scores[1]['ap'] and f'of {HEIGHT} x {WIDTH}' in out
+
+
+def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
+    """An end2end file leaves out scores up to 0.25; --conf-thres 0.25 does so too. `next:` leads to a fair figure."""
+    shutil.copy(small.single, tmp_path / 'm.pt')
+    common = '--data', small.data, *QUICK, '--project', tmp_path
+    inside = 'onnx_end2end', '--nms', 'standard'
+    out = command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', 'onnx', *inside)
+    assert [line for line in out.splitlines() if line.startswith('next:')] == [
+        f'next: python qat.py eval --weights {tmp_path}/m.onnx --data DATA.yaml'
+    ]
+    warning = 'warning: .*m{}.onnx: scores up to 0.25 are left out .{}., and AP .* too high.* {}'
+    said = command('qat.py', 'eval', '--weights', tmp_path / 'm-end2end.onnx', *common)
+    assert re.search(warning.format('-end2end', 'inside the file', 'export it with --conf-thres 0.001'), said)
+    said = command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common, '--conf-thres', 0.25)
+    assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
+    assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)
+    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', *inside,
+            '--conf-thres', 0.001, '--iou-thres', 0.7, '--topk-all', 84)  # fmt: skip
+    assert 'warning' not in command('val_trt.py', '--weights', tmp_path / 'm-end2end.onnx', *common)
 
 
 # ---- rectangles ----------------------------------------------------------------------------------------------------------

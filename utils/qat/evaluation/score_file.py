@@ -25,6 +25,7 @@ from utils.qat.evaluation.score_report import Score, several_table, tables, writ
 from utils.qat.prediction.file_model import FileModel
 
 USUAL = (640, 640)
+FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
 LARGEST = 8192  # pixels that are believed of a file
 
 
@@ -77,6 +78,28 @@ def image_size(predict: Any, config: EvalConfig) -> Sides:
     return imgsz
 
 
+def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
+    """Warn if detections of low scores are left out.
+
+    The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and precision 0, and
+    what is missing counts as if it were there.
+    """
+    inside = getattr(predict, 'conf_thres', None)
+    if getattr(predict, 'end2end', False):
+        conf, whose, fair = (
+            inside,
+            'inside the file',
+            'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300',
+        )
+    else:
+        conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
+    if conf is not None and conf > FAIR_CONF:
+        LOGGER.warning(
+            f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
+            f'comes out too high. For a figure that compares with others {fair}'
+        )
+
+
 def _quantized_for(recipe: dict[str, Any] | None) -> Sides | None:
     """Read the image size in the recipe of a checkpoint, which anybody may have edited; None if there is none.
 
@@ -119,6 +142,7 @@ def score_file(
     on_first(log_to)(folder / 'log.txt')
     seen = seen_as(config.imgsz, square)
     LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
+    warn_of_threshold(predict, config)
     metrics = evaluate(
         predict,
         loader,

@@ -25,7 +25,7 @@ from utils.qat.core.device import describe, select_device
 from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
-from utils.qat.core.next_command import command, typed_sides
+from utils.qat.core.next_command import DATA, command, typed_sides
 from utils.qat.core.run_folder import run_folder
 from utils.qat.run.resume import resumed
 
@@ -90,9 +90,14 @@ def dry_run(config: QuantizeConfig) -> None:
     config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
     conversion, groups = prepare(model, config, Choice.of(model, config, file.sha256).paths)
-    LOGGER.log(
-        RESULT, f'\n{dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written'
-    )
+    tables, scales = dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)
+    LOGGER.log(RESULT, f'\n{tables}')
+    LOGGER.debug(scales)
+    LOGGER.log(RESULT, 'nothing was written')
+    if not config.data.is_file():
+        if config.data != QuantizeConfig.data:
+            LOGGER.warning(f'--data {config.data}: no such file; the run will need it')
+        config = replace(config, data=Path(DATA))
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 
@@ -231,7 +236,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     data = replace(job.data, val_split=config.val_split)
     of_data = data, config, job.stride
     hyp = load_hyp(config.hyp) if config.hyp else None
-    loaders = {'val': val_loader(*of_data, shard=job.shard)}
+    scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
+    loaders = {'val': val_loader(*of_data, shard=job.shard, scored=scored)}
     if config.val_split:
         loaders['held out'] = val_loader(*of_data, split='held out', shard=job.shard)
     # a resumed run was calibrated before
@@ -274,7 +280,15 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
 
     require_known_head(job.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
     images = calibration_images(job.data, config, job.stride, job.device, job.shard)
-    loader = val_loader(job.data, config, job.stride, square=True, limit=config.num_image or None, shard=job.shard)
+    loader = val_loader(
+        job.data,
+        config,
+        job.stride,
+        square=True,
+        limit=config.num_image or None,
+        shard=job.shard,
+        scored=config.metric != 'distortion',
+    )
 
     folder = open_folder(job, folder)
     model, calibration = calibrated(job.model, images, config, bar)

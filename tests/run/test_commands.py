@@ -483,6 +483,7 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
         'qat.py',
         'quantize',
         '--dry-run',
+        '--verbose',
         '--weights',
         job / 'single.pt',
         '--data',
@@ -500,7 +501,10 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     )
     assert out.count('output of the head') == 6 and not list(tmp_path.iterdir())
     free = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
-    assert '  none' in free and '  scale ' not in free
+    assert '0 quantizers share 0 scales' in free and '  scale ' not in free
+    brief = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml')
+    assert '  scale ' not in brief and f'share {len(shared)} scales' in brief
+    assert 'warning: --data none.yaml: no such file' in brief and '--data DATA.yaml' in brief.splitlines()[-1]
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------

@@ -112,6 +112,111 @@ def test_in_the_folder_of_the_toolkit_itself_one_line_says_where_commands_run(sm
     assert {path.name for path in set(REPO.iterdir()) - before} <= {'__pycache__'}
 
 
+# ---- labels in a COCO JSON -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coco(small, tmp_path):
+    """A data set whose labels are annotations.json; category ids are 1, 11, 21, ... and the boxes of digit n have 10 n + 1."""
+    shutil.copytree(small.data.parent / 'images', tmp_path / 'images')
+    images, boxes = [], []
+    for file in sorted((tmp_path / 'images').rglob('*.jpg')):
+        height, width = cv2.imread(str(file)).shape[:2]
+        images.append({'id': len(images), 'file_name': file.name, 'width': width, 'height': height})
+        label = small.data.parent / 'labels' / file.parent.name / f'{file.stem}.txt'
+        for row in label.read_text().splitlines():
+            c, x, y, w, h = map(float, row.split())
+            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
+            boxes.append(
+                {
+                    'id': len(boxes),
+                    'image_id': len(images) - 1,
+                    'category_id': 10 * int(c) + 1,
+                    'bbox': box,
+                    'iscrowd': 0,
+                }
+            )
+    images.append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
+    categories = [{'id': 10 * c + 1, 'name': str(c)} for c in range(10)]
+    (tmp_path / 'annotations').mkdir()
+    (tmp_path / 'annotations/all.json').write_text(
+        json.dumps({'images': images, 'annotations': boxes, 'categories': categories[::-1]})
+    )
+    (tmp_path / 'outside.jpg').touch()
+    (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
+    return tmp_path
+
+
+def test_images_without_labels_lead_to_the_converter_before_anything_is_computed(small, coco):
+    """The line names where the label was looked for, and its command makes the labels that the JSON was made of."""
+    ours = '--data', coco / 'data.yaml', '--workers', 0, '--device', 'cpu', '--project', coco / 'runs'
+    said = command('qat.py', 'eval', '--weights', small.single, *ours, code=2)
+    assert 'evaluating' not in said and not (coco / 'runs').exists()
+    assert 'val: none of its 12 images has a label' in said and f'{coco}/labels/val/' in said
+    assert (
+        'converted by: python scripts/coco_to_yolo.py' in said
+        and f'{coco}/annotations/all.json {coco}/images/val' in said
+    )
+    command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, code=2)
+    # labels are needed for a score only
+    command(
+        'qat.py',
+        'quantize',
+        '--weights',
+        small.single,
+        *ours,
+        *CALIBRATION,
+        '--epochs',
+        0,
+        '--no-eval-origin',
+        '--no-eval-ptq',
+    )
+
+    out = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val')
+    assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '13 of 25 images are not in' in out
+    made, true = (
+        {f.name: f.read_text() for f in (folder / 'labels/val').iterdir()} for folder in (coco, small.data.parent)
+    )
+    assert made.keys() == true.keys() and not (coco / 'outside.txt').exists()
+    for name, text in made.items():
+        assert np.allclose(*([list(map(float, t.split())) for t in (text, true[name])]), atol=1e-4)
+    scores = []
+    for data in (coco / 'data.yaml', small.data):
+        command(
+            'qat.py',
+            'eval',
+            '--weights',
+            small.single,
+            '--data',
+            data,
+            '--imgsz',
+            64,
+            *QUICK,
+            '--project',
+            coco / 'runs',
+        )
+        scores.append(content(coco / 'runs/exp', 'metrics.json')['ap'])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    said = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val', code=2)
+    assert 'there already' in said and '--exist-ok' in said
+
+
+@pytest.mark.parametrize(
+    'text, says',
+    [
+        ('[]', 'no COCO JSON'),
+        ('{', 'no COCO JSON'),
+        ('{"images": [], "categories": []}', 'annotations missing'),
+        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', 'lacks a value'),
+        ('{"images": [{"id": 1, "file_name": "x.jpg"}], "annotations": [], "categories": []}', 'none of the 1 images'),
+    ],
+)
+def test_a_json_that_is_no_coco_is_one_line(tmp_path, text, says):
+    (tmp_path / 'a.json').write_text(text)
+    said = command('scripts/coco_to_yolo.py', tmp_path / 'a.json', tmp_path, code=2)
+    assert said.count('error: ') == 1 and 'Traceback' not in said and f'{tmp_path}/a.json' in said and says in said
+
+
 # ---- eval of anything ----------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset
+from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
 
 
@@ -108,6 +109,7 @@ def val_loader(
     limit: int | None = None,
     split: str = 'val',
     shard: tuple[int, int] = (0, 1),
+    scored: bool = True,
 ) -> DataLoader:
     """Make the batches of an evaluation as upstream's val.py does, for a model with masks as segment/val.py.
 
@@ -121,6 +123,7 @@ def val_loader(
             batch that it has in the whole set.
         split: see dataset.open_dataset.
         shard: (rank, world).
+        scored: refuse images without any label.
 
     Returns:
         Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth item, see
@@ -129,6 +132,8 @@ def val_loader(
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
     rect = not square and len(set(config.imgsz)) == 1
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
+    if scored:
+        require_labels(dataset, 'val' if split == 'val' else 'train', data)
     dataset = _spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 

@@ -190,14 +190,17 @@ def dry_run_tables(
     swapped: Mapping[str, str],
     kept_float: Mapping[str, str],
     groups: Sequence[Sequence[str]],
-) -> str:
-    """Describe a quantization as `quantize --dry-run` prints it: all layers, the float convolutions, the shared scales.
+) -> tuple[str, str]:
+    """Describe a quantization as `quantize --dry-run` prints it.
 
     Args:
         layers: (index, class) of each layer of the network.
         swapped: path → kind, of each quantized block.
         kept_float: path → reason, of each convolution that stays float.
         groups: groups of quantizers with one scale, as lists of paths.
+
+    Returns:
+        All layers, the float convolutions and the number of shared scales; and for --verbose who shares each of them.
     """
 
     def inside(index: int, paths: Iterable[str]) -> list[str]:
@@ -210,12 +213,11 @@ def dry_run_tables(
         [f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-']
         for i, name in layers
     ]
-    shared = [[number, len(group), '  '.join(group)] for number, group in enumerate(groups, 1) if len(group) > 1]
-    return '\n\n'.join(
-        (
-            markdown_table(('layer', 'INT8', 'float convolutions'), rows),
-            markdown_table(('stays float', 'reason'), kept_float.items()),
-            f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
-            + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none'),
-        )
+    shared = [(number, len(group), '  '.join(group)) for number, group in enumerate(groups, 1) if len(group) > 1]
+    tables = (
+        markdown_table(('layer', 'INT8', 'float convolutions'), rows),
+        markdown_table(('stays float', 'reason'), kept_float.items()),
+        f'{sum(size for _, size, _ in shared)} quantizers share {len(shared)} scales, {len(groups) - len(shared)} have one of their own '
+        '(--verbose lists them)',
     )
+    return '\n\n'.join(tables), '\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared)

@@ -466,6 +466,8 @@ def test_reports_show_their_pictures(chain, others):
 def test_the_report_of_quantize(chain):
     folder = chain['folder'] / 'runs/exp'
     text = (folder / 'report.md').read_text()
+    first = text.splitlines()[2]
+    assert first.startswith('**INT8 ') and first.endswith(' is the model to export.**') and first.count('weights/') == 1
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
     config, again = (parse_args(['quantize', *map(str, words)]) for words in (chain['quantize'][0][1:], made_by))

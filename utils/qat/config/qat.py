@@ -81,7 +81,7 @@ class EvalConfig(ModelConfig):
     square: bool = option(
         False,
         'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx and .xml, and where height and width '
-        'differ); default: padded rectangles, as val.py',
+        'differ); default: padded rectangles, as val.py, whose padding, and with it AP, depends a little on --batch-size',
     )
     save_json: bool = True  # write the detections, in COCO's result format
     backend: str | None = option(

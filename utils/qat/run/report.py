@@ -10,7 +10,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command, typed_sides
-from utils.qat.evaluation.chance import RESAMPLES, in_words, points, within_chance
+from utils.qat.evaluation.chance import RESAMPLES, in_words, parts, points, points_lost, within_chance
 from utils.qat.evaluation.figures import columns, figures
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
@@ -52,7 +52,7 @@ def run_table(report: dict[str, Any]) -> str:
     """
     stages = [report['origin'], report['ptq'], *report['epochs']]
     titles, masks = columns(*stages)
-    parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+    outputs = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
         return [
@@ -60,7 +60,7 @@ def run_table(report: dict[str, Any]) -> str:
             *loss,
             *figures(metrics, masks),
             *against_float_cells(metrics, masks),
-            *sqnr_cells(metrics, parts),
+            *sqnr_cells(metrics, outputs),
         ]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
@@ -74,7 +74,7 @@ def run_table(report: dict[str, Any]) -> str:
     titles = (
         *titles,
         *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
-        *(f'{part} dB' for part in parts),
+        *(f'{part} dB' for part in outputs),
     )
     table = markdown_table(('model', 'loss', *titles), rows)
     if report['chosen_on'] == 'val':
@@ -87,6 +87,31 @@ def run_table(report: dict[str, Any]) -> str:
         f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
         f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
     )
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Say in one sentence what INT8 costs and which file is delivered."""
+    if not report['ptq']:
+        return 'The run is not over: no model is calibrated yet.'
+    on_val = (report['val'] or {}).get('best')
+    chosen = report['best'] or report['ptq']
+    metrics, images = (on_val, 'val') if on_val else (chosen, report['chosen_on'])
+    file = f'{chosen["file"]} is the model to export'
+    if 'ap' not in metrics:
+        return f'The INT8 model was not scored; {file}.'
+    ap = f'AP {metrics["ap"]:.4f}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
+    if 'against_float' not in metrics:
+        return (
+            f'The INT8 model has {ap} on {report["images"][images]} images, and the float model was not scored; {file}.'
+        )
+    against = metrics['against_float']
+    if all(map(within_chance, parts(against))):
+        cost = 'INT8 costs nothing that these images show'
+    elif points_lost(against) > 0:
+        cost = f'INT8 costs {points_lost(against):.2f} points of AP beyond chance'
+    else:
+        cost = 'INT8 scores higher than float'
+    return f'{cost}: {ap}, {in_words(against)}, on {report["images"][images]} images; {file}.'
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
@@ -152,7 +177,8 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     if report['epochs']:
         plot_ap(folder / 'ap.png', report)
         shown.append(image('AP of every epoch', 'ap.png'))
-    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': report['best']}
+    best = report['best'] if report['best'] and report['best']['epoch'] else None  # else it is PTQ
+    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': best}
     models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
     if models:
         plot_classes(folder / 'classes.png', models)
@@ -170,6 +196,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
+            f'**{escaped(verdict(report))}**',
             escaped(f'Images: {images}; scored {seen_as(settings["imgsz"], False)}. Computed on {report["device"]}.'),
             *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
             *_pictures(folder, report),

@@ -1,6 +1,7 @@
 """Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO and PyTorch.
 
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
+python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.yaml --baseline pytorch    # AP beside speed
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.options import read
-from utils.qat.core.command import run_command
+from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
 from utils.qat.core.next_command import DATA, command
@@ -34,36 +35,6 @@ def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
     return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, on which the figures depend: hardware, threads, versions."""
-    import platform
-    from importlib import metadata
-
-    import torch
-
-    from utils.qat.core.device import describe, instruction_sets
-
-    linux = Path('/proc/cpuinfo')  # where platform.processor() knows nothing
-    lines = linux.read_text(encoding='utf-8').splitlines() if linux.exists() else []
-    cpu = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
-    installed = {d.name: d.version for d in metadata.distributions()}
-    versions = {
-        p: installed[p]
-        for p in ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
-        if p in installed
-    }
-    gpu = device.type == 'cuda'
-    return {
-        'device': describe(device) if gpu else f'CPU {cpu}'.strip(),
-        'gpu': gpu,
-        'cpu': cpu,
-        'instructions': ', '.join(instruction_sets()),
-        'threads': torch.get_num_threads(),
-        'versions': {**versions, **({'CUDA': torch.version.cuda} if gpu else {})},
-        'tf32': torch.backends.cudnn.allow_tf32,
-    }
-
-
 def next_command(models: Sequence[Path]) -> str:
     """Return the command to type next: the audit of an ONNX file, the AP of an engine, or the export of a checkpoint."""
     from utils.qat.engine.sidecar import read_sidecar
@@ -80,6 +51,14 @@ def next_command(models: Sequence[Path]) -> str:
     return command('export_qat.py', '--weights', models[-1])
 
 
+def require_data(data: Path) -> None:
+    """Check --data before anything is measured: a data YAML, or a folder. Raises QatError if it is none."""
+    from utils.qat.data.dataset import load_data
+
+    if not data.is_dir():
+        load_data(data)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     config = parse_args(argv)
@@ -89,30 +68,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     from models.quantize.checkpoint import kind_of, load_any
+    from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import networks_of
-    from utils.qat.benchmark.report import result_table, summary, with_short_names, write_benchmark
+    from utils.qat.benchmark.report import disturbance, result_tables, summary, write_benchmark
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
+    from utils.qat.core.machine import machine
 
     def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
         with quiet_upstream():
             model, quant = load_any(file, device)
         return model, quant is not None
 
+    if config.files != config.models:
+        require_file(config.files[0], '--baseline')
+    if config.data:
+        require_data(config.data)
     device = select_device(config.device)
-    cases, left_out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, device)
+    cases, left_out = cases_of(networks_of(config.files, kind_of), config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
     report: dict[str, Any] = {
         'settings': asdict(config),
-        'machine': describe_machine(device),
+        'machine': machine(device),
         'left_out': left_out,
         'results': [],
         'usage': [],
     }
+
+    def leave_out(line: str) -> None:
+        left_out.append(line)
+        LOGGER.warning(f'left out: {line}')
+
+    accuracy = Accuracy(config, device, load, leave_out) if config.data else None
     LOGGER.info(f'{report["machine"]["device"]}: {len(cases)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
+    measured = []
     with own_folder(config) as folder:
         try:
             with Usage(device, LOGGER.info) as usage:
@@ -122,16 +114,23 @@ def main(argv: Sequence[str] | None = None) -> None:
                     try:
                         result = run_case(case, config, device, load, usage, LOGGER.info).plain()
                     except QatError as e:
-                        left_out.append(str(e))
-                        LOGGER.warning(f'left out: {e}')
+                        leave_out(str(e))
                     else:
                         report['results'].append(result)
+                        measured.append((case, result))
                         LOGGER.info(summary(result))
+            if accuracy:  # afterwards: it leaves memory behind, which would count as that of the next measurement
+                for case, result in measured:
+                    result['accuracy'] = accuracy.of(case, result['imgsz'])
         finally:  # what was measured stays, whatever ended it
             if report['results']:
-                write_benchmark(folder, report)
-                LOGGER.log(RESULT, f'\n{result_table(with_short_names(report["results"]))}\n')
-                finish(next_command(config.models), results=folder, report=folder / 'benchmark.md')
+                write_benchmark(folder, report, config.formats)
+                tables = result_tables(report['results'], config.baseline)
+                LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')
+                if said := disturbance(report['results']):
+                    LOGGER.warning(said)
+                written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
+                finish(next_command(config.models), results=folder, **written)
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

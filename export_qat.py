@@ -221,7 +221,7 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
 
     from models.deploy.end2end import torch_detections
     from utils.qat.core.files import sha256, write_json
-    from utils.qat.core.versions import versions
+    from utils.qat.core.machine import versions
     from utils.qat.evaluation.compare import compare
     from utils.qat.evaluation.compare_report import comparison_tables
     from utils.qat.prediction.registry import open_file

@@ -272,7 +272,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
     from utils.qat.core.files import write_json
-    from utils.qat.core.versions import versions
+    from utils.qat.core.machine import versions
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words
     from utils.qat.run.plots import plot_sensitivity
@@ -330,6 +330,8 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     for config in configs:
         require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
         require_file(config.data, '--data', ('.yaml', '.yml'))
+        if config.baseline:
+            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
         if config.backend and config.weights.suffix.lower() not in EXPORTED:
             raise QatError(
                 f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
@@ -341,7 +343,7 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     from utils.qat.evaluation.score_file import score_files
 
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
-    score_files(configs, load_model)
+    score_files(configs, load_model, load_model)
 
 
 VERBS: dict[str, tuple[type, Callable, str]] = {

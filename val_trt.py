@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from utils.qat.config.backends import EXPORTED
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
 from utils.qat.core.command import require_file, run_command
@@ -28,11 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for config in configs:
         require_file(config.weights, '--weights', EXPORTED)
         require_file(config.data, '--data', ('.yaml', '.yml'))
+        if config.baseline:
+            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
 
+    from models.deploy.load import load_model
     from utils.qat.evaluation.score_file import score_files
     from utils.qat.prediction.registry import open_file
 
-    score_files(configs, open_file)
+    score_files(configs, open_file, load_model)
 
 
 if __name__ == '__main__':

@@ -54,14 +54,19 @@ def speeds(report: dict[str, Any]) -> str:
     Args:
         report: benchmark.json of benchmark_trt.py, of the float file and the INT8 file at one batch.
     """
-    from utils.qat.benchmark.report import speed_up  # here, because --help works without packages
+    from utils.qat.benchmark.baseline import with_changes  # here, because --help works without packages
 
-    results, machine = report['results'], report['machine']
+    results, machine = with_changes(report['results']), report['machine']
     ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(
         ('in OpenVINO', 'ms/image', 'times FP32', 'images/s in streams'),
         [
-            [r['types'], f'{r["compute"]["median"]:.2f}', f'{speed_up(r, results):.2f}', f'{r["images_per_s"]:.0f}']
+            [
+                r['types'],
+                f'{r["compute"]["median"]:.2f}',
+                f'{r["against"]["latency_speed_up"]:.2f}',
+                f'{r["images_per_s"]:.0f}',
+            ]
             for r in results
         ],
     )

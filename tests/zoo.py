@@ -313,3 +313,18 @@ def demo_seg(tmp_path_factory):
 
         program('demo/weights.py').build(REPO / 'demo' / 'demo-seg-weights.pt', demo.single, upstream)
     return calibrated_demo(demo)
+
+
+def rows_of(text, title):
+    """Rows of the Markdown table in `text` that begins with `title`: first cell → the other cells."""
+    lines = text[text.index(f'| {title} ') :].split('\n\n')[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
+    return {row[0]: row[1:] for row in cells if not row[0].startswith('-')}
+
+
+def holds(before, after, points, columns=4):
+    """Whether `points` is `after` less `before` in points, as far as their four digits tell."""
+    return all(
+        float(p.split(' ±')[0]) == pytest.approx(100 * (float(b) - float(a)), abs=0.0151)
+        for a, b, p in zip(before[:columns], after[:columns], points[:columns])
+    )

@@ -22,8 +22,8 @@ from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
 from utils.qat.core.log import LOGGER
+from utils.qat.core.machine import versions
 from utils.qat.core.next_command import command
-from utils.qat.core.versions import versions
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive

@@ -24,7 +24,7 @@ from utils.qat.core.distributed import from_first, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import HALF, atomic, write_torch
 from utils.qat.core.log import LOGGER
-from utils.qat.core.versions import versions
+from utils.qat.core.machine import machine, versions
 from utils.qat.data.dataset import Data
 from utils.qat.evaluation.chance import in_words
 from utils.qat.evaluation.evaluate import evaluate
@@ -103,6 +103,7 @@ class Run:
             'settings': config.plain(),
             'versions': versions(),
             'device': describe(self.device),
+            'machine': machine(self.device),
             'classes': data.names,
             'images': images,
             'chosen_on': self.chosen_on,

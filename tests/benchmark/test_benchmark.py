@@ -90,7 +90,7 @@ def classifier():
 
 
 def network(file):
-    return networks_of([file], None, kind_of)[0]
+    return networks_of([file], kind_of)[0]
 
 
 def load(file, device):
@@ -328,7 +328,7 @@ def test_memory_and_load_of_a_process_are_sampled():
 
 def cases(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
-    found, out = cases_of(networks_of(config.models, config.imgsz, kind_of), config, CPU)
+    found, out = cases_of(networks_of(config.files, kind_of), config, CPU)
     return [(c.file.name, c.backend, c.precision, c.batch) for c in found], out
 
 
@@ -402,6 +402,10 @@ BAD = [
     (['{}/demo.onnx', '--imgsz', '96', '64', '32'], '--imgsz'),
     (['{}/demo.pt', '--imgsz', '100'], 'must be multiples of 32'),
     (['{}/half.onnx', '--batch', '8'], 'fixed batch of 1'),
+    (['{}/demo.onnx', '--baseline', 'none.onnx'], '--baseline none.onnx: no such file'),
+    (['{}/demo.onnx', '--data', 'none.yaml'], '--data none.yaml: no such file'),
+    (['{}/demo.pt', '--imgsz', '64,no'], '--imgsz 64,no: must be one number'),
+    (['{}/demo.onnx', '--formats', 'xml'], '--formats xml: must be of md, csv, json, png'),
     (['{}/demo.onnx', '--batch', '1,two'], '--batch 1,two: must be numbers'),
     (['{}/demo.onnx', '--batch', '0'], '--batch 0: must be numbers'),
     (['{}/demo.onnx', '--duration', '0'], '--duration 0.0: must be more than 0'),
@@ -463,6 +467,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     out = capsys.readouterr().out
     folder = tmp_path / 'all'
     assert sorted(p.name for p in folder.iterdir()) == [
+        'benchmark.csv',
         'benchmark.json',
         'benchmark.md',
         'latency.png',
@@ -491,7 +496,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     assert text.count('=== Performance summary ===') == len(rows) and all(
         f'({p.name})' in text for p in folder.glob('*.png')
     )
-    assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +2 \|', text)
+    assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +64 px \| +2 \| +open \|', text)
     assert all((folder / p.name).read_bytes().startswith(b'\x89PNG') for p in folder.glob('*.png'))
 
 
@@ -570,7 +575,7 @@ def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path):
     config, net, said = BenchmarkConfig([file], project=tmp_path), network(file), []
 
     def engine(batch, config=config):
-        return engine_for(net, 'rtx', 'fp32', batch, config, CPU, said.append)
+        return engine_for(net, 'rtx', 'fp32', batch, None, config, CPU, said.append)
 
     two = engine(2)
     assert two.parent == tmp_path / 'engines' and two.exists() and len(said) == 1

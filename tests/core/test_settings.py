@@ -40,7 +40,13 @@ def needed(kind):
 @each_kind
 def test_what_is_not_typed_is_the_default(kind):
     made = read(kind, needed(kind), '')
-    assert {f.name for f in fields(kind) if f.default is MISSING} <= {'weights', 'onnx', 'models', 'reference', 'other'}
+    assert {f.name for f in fields(kind) if f.default is MISSING} <= {
+        'weights',
+        'onnx',
+        'models',
+        'reference',
+        'others',
+    }
     for f in fields(kind):
         if f.default is not MISSING and f.name not in ('engine', 'timing_cache', 'random'):
             assert getattr(made, f.name) == f.default, f.name

@@ -376,6 +376,6 @@ def test_a_comparison_says_it(small, tmp_path):
         )
         == 0
     )
-    found = json.loads((tmp_path / 'exp/compare.json').read_text())
+    [found] = json.loads((tmp_path / 'exp/compare.json').read_text())['comparisons']
     assert found['against_reference']['difference'] == pytest.approx(found['ap_difference'], abs=1e-9)
     assert rounded(found['against_reference']) in (tmp_path / 'exp/report.md').read_text()

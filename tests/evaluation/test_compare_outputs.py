@@ -1,6 +1,7 @@
 """compare_outputs.py: models of different kinds, detectors and classifiers; figures of small cases are worked out by hand."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -13,6 +14,8 @@ from zoo import program
 
 from models.deploy.onnx_export import export_onnx
 from utils.qat.core.command import run_command
+from utils.qat.core.errors import QatError
+from utils.qat.data.class_folders import outputs_of
 from utils.qat.evaluation.compare_classes import compare_classes
 
 SIZE = 64
@@ -28,7 +31,7 @@ def test_top_accuracy_and_ranks_by_hand():
     def answering(scores):
         return lambda images: scores[2:] if images.max() else scores[:2]
 
-    found = compare_classes(answering(first), answering(second), batches, torch.device('cpu'), top=3)
+    [found] = compare_classes(answering(first), [answering(second)], batches, torch.device('cpu'), top=3)
     assert (
         found.images == 3
         and found.reference == {'top1': 2 / 3, 'top5': 1.0}
@@ -41,6 +44,37 @@ def test_top_accuracy_and_ranks_by_hand():
         and found.scores['mean'] == pytest.approx((1 + 1 + 8 + 8) / 18)
         and found.scores['within'] == pytest.approx(14 / 18)
     )
+
+
+NAMES = {0: 'tench', 1: 'crane', 2: 'hot_dog', 3: 'crane'}
+
+
+@pytest.mark.parametrize(
+    'folders, outputs',
+    [
+        (['0', '10', '3'], [0, 10, 3]),  # by index, not in the order of their names
+        (['Hot_Dog', 'tench'], [2, 0]),
+        ([f'n{i:02}' for i in range(12)], list(range(12))),
+        (['n01', 'n07'], None),
+        (['crane', 'tench'], None),  # two outputs have that name
+        (['12', '3'], None),  # beyond the last
+    ],
+)
+def test_which_output_a_folder_of_images_is(tmp_path, folders, outputs):
+    def found(listed=None):
+        return outputs_of(folders, 12, NAMES, listed, 'data')
+
+    if outputs:
+        assert found() == outputs
+    else:
+        with pytest.raises(QatError, match='12 outputs; name each folder by the index'):
+            found()
+    listed = tmp_path / 'synsets.txt'
+    listed.write_text('\n'.join(f'{name} a, b' for name in [*folders, *map(str, range(100, 112 - len(folders)))]))
+    assert found(listed) == list(range(len(folders)))
+    listed.write_text('n01\n')
+    with pytest.raises(QatError, match='has 1 lines; expected 12'):
+        found(listed)
 
 
 @pytest.fixture(scope='module')
@@ -56,17 +90,20 @@ def folder(tmp_path_factory):
             folder / f'{name}.onnx',
         )
     for label, colours in (
-        ('0 red', [(250, 0, 0), (200, 10, 150)]),
-        ('1 green', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
+        ('0', [(250, 0, 0), (200, 10, 150)]),
+        ('1', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
     ):
         (folder / 'data' / label).mkdir(parents=True)
         for i, colour in enumerate(colours):
             Image.new('RGB', (90, 70), colour).save(folder / 'data' / label / f'{i}.png')
+    (folder / 'some/n01').mkdir(parents=True)
+    Image.new('RGB', (90, 70)).save(folder / 'some/n01/0.png')
     return folder
 
 
 def results_of(folder):
-    return json.loads((folder / 'runs/compare.json').read_text())
+    report = json.loads((folder / 'runs/compare.json').read_text())
+    return {**report, **report['comparisons'][0]}
 
 
 def command(folder, *more):
@@ -93,10 +130,24 @@ def test_classifiers_on_a_folder_of_classes(folder):
     found = results_of(folder)
     assert found['images'] == 5 and found['reference']['top1'] == 4 / 5 and found['other']['top1'] == 2 / 5
     assert found['reference']['top5'] == found['other']['top5'] == 1 and found['ranks'][0]['disagreement'] == 2 / 5
-    assert '| a.onnx | 0.8000 | 1.0000 |' in out and set(found['files']) == {
-        str(folder / 'a.onnx'),
-        str(folder / 'b.onnx'),
-    }
+    assert (
+        re.search(r'\| a.onnx +\| 0.8000 \| 1.0000 \|', out)
+        and 'b.onnx - a.onnx, points | -40.00 | ' in out
+        and set(found['files'])
+        == {
+            str(folder / 'a.onnx'),
+            str(folder / 'b.onnx'),
+        }
+    )
+
+
+def test_the_benchmark_scores_classifiers_alike(folder):
+    short = '--duration', 0.01, '--warmup', 0, '--batch', 1, '--backend', 'onnxruntime', '--formats', 'json'
+    given = folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data', '--baseline', 'a.onnx', *short
+    run('benchmark_trt.py', *given, '--device', 'cpu', '--workers', 0, '--project', folder, '--name', 'benchmark')
+    a, b = json.loads((folder / 'benchmark/benchmark.json').read_text())['results']
+    assert a['accuracy'] == {'images': 5, 'top1': 4 / 5, 'top5': 1} and b['accuracy']['top1'] == 2 / 5
+    assert b['against']['points'] == {'top1': pytest.approx(-40), 'top5': 0} and a['open_batch']
 
 
 @pytest.mark.parametrize('file, size', [('a', ()), ('open', ('--imgsz', SIZE))])
@@ -151,6 +202,7 @@ def test_a_checkpoint_and_its_export(small, tmp_path):
         ('{f}/a.onnx {f}/data --random 1', ['B', 'not a file']),
         ('{f}/a.onnx {f}/b.onnx --random 1 --imgsz 32', ['--imgsz 32', '64']),
         ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
+        ('{f}/a.onnx {f}/b.onnx --data {f}/some', ['--data', '1 folders (n01, ...)', '3 outputs', '--classes']),
         ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
         ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
     ],

@@ -30,7 +30,7 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.core.versions import versions
+from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit

@@ -123,6 +123,7 @@ ROOMS = (
     'evaluation',
     'benchmark',
     'run',
+    'verify',
 )  # each imports those before it
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from conftest import REPO, TREE
 from fresh import fresh
-from zoo import command, program
+from zoo import command, holds, program, rows_of
 
 from models.deploy.end2end import export_end2end
 from utils.qat.config.export import Nms
@@ -94,6 +94,12 @@ def test_files_of_quantize(job):
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
     assert report['settings']['seed'] == 57 and torch.__version__.startswith(report['versions']['torch'])
     assert 'QAT epoch 2' in (exp / 'report.md').read_text() and 'PTQ' in (exp / 'log.txt').read_text()
+    rows = {
+        name: cells[1:] for name, cells in rows_of((exp / 'report.md').read_text(), 'model').items()
+    }  # without loss
+    best = next(name for name in rows if name.startswith('best ('))
+    assert holds(rows['float'], rows['PTQ'], rows['PTQ - float, points'])
+    assert holds(rows['float'], rows[best], rows['best - float, points'])
 
 
 def test_fine_tuning_that_harms_is_not_what_is_delivered(job):

@@ -29,7 +29,7 @@ from models.quantize import checkpoint
 from models.quantize.finetuning.loop import Epoch, finetune
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.versions import versions
+from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.run.resume import STATE

@@ -302,7 +302,7 @@ def test_compare_outputs_has_masks(demo_seg, tmp_path):
         )
         == 0
     )
-    found = json.loads(next((tmp_path / 'c').glob('*.json')).read_text())
+    [found] = json.loads((tmp_path / 'c/compare.json').read_text())['comparisons']
     assert (
         0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2 and found['prototypes']['mean'] > 0
     )

@@ -5,13 +5,14 @@ A combination that cannot be is left out with the reason; it is the user's mista
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from utils.qat.benchmark.case import Case
 from utils.qat.benchmark.engine_cache import engine_for
-from utils.qat.benchmark.model_files import Network, shapes_of
+from utils.qat.benchmark.model_files import Network, fixed_batch, shapes_of
 from utils.qat.benchmark.timing import Result, measure
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.backends import BACKENDS, ENGINES
@@ -20,33 +21,6 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.registry import session_of
 from utils.qat.prediction.session import Inputs, Load
-
-
-@dataclass
-class Case:
-    """A measurement to make."""
-
-    network: Network
-    backend: str  # one of BACKENDS
-    precision: str  # of MEASURED; '' for an engine that does not tell
-    batch: int  # images per query
-    inputs: Inputs  # empty for an engine, which says it when it is loaded
-
-    @property
-    def file(self) -> Path:
-        """Return the user's file that is run, or that an engine is built of."""
-        checkpoint = self.network.checkpoint if self.backend == 'pytorch' else None
-        return checkpoint or self.network.file
-
-    def __str__(self) -> str:
-        return ', '.join(
-            (
-                str(self.file),
-                BACKENDS[self.backend].title,
-                *[self.precision.upper()] * bool(self.precision),
-                f'batch {self.batch}',
-            )
-        )
 
 
 def cases_of(
@@ -98,13 +72,13 @@ def _cases(
     if impossible := [p for p in asked if p not in possible]:
         refused[f'--precision {",".join(impossible)}: {_not_possible(network, backend, impossible, device)}'] = True
     for precision in [p for p in asked if p in possible]:
-        for batch in config.batch or network.batches:
+        for imgsz, batch in product(config.sizes or network.sizes, config.batch or network.batches):
             try:
-                inputs = inputs_of(network, backend, batch, config.imgsz)
+                inputs = inputs_of(network, backend, batch, imgsz)
             except QatError as e:
                 refused[str(e)] = True
             else:
-                yield Case(network, backend, precision, batch, inputs)
+                yield Case(network, backend, precision, imgsz, batch, inputs)
 
 
 def inputs_of(network: Network, backend: str, batch: int, imgsz: Sides | None) -> Inputs:
@@ -151,6 +125,23 @@ def _not_possible(network: Network, backend: str, impossible: Sequence[str], dev
     return f'{network.file} is {network.types}, and {BACKENDS[backend].title} computes in the types of the file; export_qat.py --trt 11 --half writes FP16'
 
 
+def file_of(case: Case, config: BenchmarkConfig, device: torch.device, say: Callable[[str], object]) -> Path:
+    """Return the file that runs: the case's own, or an engine of it, which is built unless it is there.
+
+    Args:
+        case: the case.
+        config: has the settings of a build.
+        device: where it runs.
+        say: takes a line about a build.
+
+    Raises:
+        QatError: the engine cannot be built.
+    """
+    if case.backend not in ENGINES or case.file.suffix.lower() != '.onnx':
+        return case.file
+    return engine_for(case.network, case.backend, case.precision, case.batch, case.imgsz, config, device, say)
+
+
 def run_case(
     case: Case,
     config: BenchmarkConfig,
@@ -163,7 +154,7 @@ def run_case(
 
     Args:
         case: the case.
-        config: gives warmup, duration and imgsz, and the settings of a build.
+        config: gives warmup and duration, and the settings of a build.
         device: where it runs.
         load: loads a checkpoint, for PyTorch.
         usage: takes samples meanwhile.
@@ -172,23 +163,23 @@ def run_case(
     Raises:
         QatError: the file does not run so.
     """
-    network, file = case.network, case.file
-    if case.backend in ENGINES and file.suffix.lower() == '.onnx':
-        file = engine_for(network, case.backend, case.precision, case.batch, config, device, say)
+    network, file = case.network, file_of(case, config, device, say)
     begun = usage.begin()
     try:
         with session_of(case.backend).to_measure(case, file, device, config, load) as session:
-            session.prepare(
-                shapes_of(session.accepts, case.batch, config.imgsz, file) if session.accepts else case.inputs
-            )
+            inputs = shapes_of(session.accepts, case.batch, case.imgsz, file) if session.accepts else case.inputs
+            session.prepare(inputs)
             busy = usage.now()
             figures = measure(session, config.warmup, config.duration)
             return Result(
                 model=str(case.file),
+                given=str(network.file),
                 backend=BACKENDS[case.backend].title,
                 types=session.types,
                 precision=case.precision,
+                imgsz=next((shape[2:] for _, shape in inputs.values() if len(shape) == 4), None),
                 batch=case.batch,
+                open_batch=case.backend == 'pytorch' or fixed_batch(session.accepts or network.inputs) is None,
                 images_per_s=figures['qps'] * case.batch,
                 **figures,
                 size_bytes=session.size,

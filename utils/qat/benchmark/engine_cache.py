@@ -11,6 +11,7 @@ import torch
 
 from utils.qat.benchmark.model_files import Network, fixed_batch
 from utils.qat.config.engine import BenchmarkConfig, BuildConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import load_tensorrt, product
@@ -23,6 +24,7 @@ def engine_for(
     backend: str,
     precision: str,
     batch: int,
+    imgsz: Sides | None,
     config: BenchmarkConfig,
     device: torch.device,
     say: Callable[[str], object],
@@ -34,7 +36,8 @@ def engine_for(
         backend: a key of BACKENDS that builds engines.
         precision: of the engine.
         batch: images per query.
-        config: gives imgsz, workspace and project.
+        imgsz: height and width in pixels; None = those of the file.
+        config: gives workspace and project.
         device: the GPU that an engine which is there must fit.
         say: takes a line about the build.
 
@@ -44,7 +47,7 @@ def engine_for(
     Raises:
         QatError: the file cannot be built so.
     """
-    size = ''.join(f'-{n}' for n in config.imgsz or ())
+    size = ''.join(f'-{n}' for n in imgsz or ())
     name = f'{network.file.stem}-{sha256(network.file)[:12]}-{backend}-{precision}-b{batch}{size}'
     file = config.project / 'engines' / f'{name}.engine'
     if not _fits(file, backend, config.workspace, device):
@@ -54,7 +57,7 @@ def engine_for(
             BuildConfig(
                 network.file,
                 file,
-                config.imgsz,
+                imgsz,
                 None if own == batch else (batch,) * 3,
                 precision,
                 config.workspace,

@@ -56,6 +56,7 @@ class Network:
     inputs: OpenInputs  # empty for an engine, which says it when it is loaded
     types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if nothing tells
     batches: tuple[int, ...]  # to measure unless told otherwise
+    sizes: tuple[Sides | None, ...] = (None,)  # likewise; None = as `inputs` have it
     parameters: int | None = None  # number of them; None where only a backend knows it
     layers: int | None = None  # likewise
     checkpoint: Path | None = None  # that PyTorch runs
@@ -68,7 +69,7 @@ class Network:
         return self.types.split(' ')[0].lower()
 
 
-def networks_of(files: Sequence[Path], imgsz: Sides | None, kind_of: Callable[[Path], str]) -> list[Network]:
+def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[Network]:
     """Read the files to measure.
 
     PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that is among
@@ -76,7 +77,6 @@ def networks_of(files: Sequence[Path], imgsz: Sides | None, kind_of: Callable[[P
 
     Args:
         files: .onnx, .xml, .engine or checkpoints; a repeated one counts once.
-        imgsz: height and width of the inputs of a checkpoint, in pixels; None = IMGSZ.
         kind_of: tells the kind of a checkpoint, see models.quantize.checkpoint.
 
     Raises:
@@ -86,7 +86,7 @@ def networks_of(files: Sequence[Path], imgsz: Sides | None, kind_of: Callable[[P
     for file in dict.fromkeys(files):
         require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt', '.pth'))
         read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine}.get(file.suffix.lower(), _checkpoint)
-        found.append(read(file, imgsz, kind_of))
+        found.append(read(file, kind_of))
     for network in found:
         if network.file.suffix.lower() == '.onnx':
             _pair(network, network.file.with_suffix('.pt'), files, kind_of)
@@ -106,13 +106,13 @@ def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Ca
         network.checkpoint = checkpoint
 
 
-def _checkpoint(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+def _checkpoint(file: Path, kind_of: Callable[[Path], str]) -> Network:
     """Describe a checkpoint."""
     types = 'INT8 and FP32' if kind_of(file) == 'quantized' else 'FP32'
-    return Network(file, {'images': (torch.float32, (None, 3, *(imgsz or IMGSZ)))}, types, BATCHES, checkpoint=file)
+    return Network(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, (IMGSZ,), checkpoint=file)
 
 
-def _engine(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+def _engine(file: Path, kind_of: Callable[[Path], str]) -> Network:
     """Describe an .engine file, by its sidecar."""
     sidecar = read_sidecar(file) or {}
     batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
@@ -125,7 +125,7 @@ def _engine(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> 
     )
 
 
-def _onnx(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+def _onnx(file: Path, kind_of: Callable[[Path], str]) -> Network:
     """Describe an .onnx file."""
     model = load(file)
     inputs: OpenInputs = {}
@@ -139,10 +139,10 @@ def _onnx(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Ne
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     own = fixed_batch(inputs)
-    return Network(file, inputs, types, (own,) if own else BATCHES, parameters_of(graph), layers)
+    return Network(file, inputs, types, (own,) if own else BATCHES, parameters=parameters_of(graph), layers=layers)
 
 
-def _xml(file: Path, imgsz: Sides | None, kind_of: Callable[[Path], str]) -> Network:
+def _xml(file: Path, kind_of: Callable[[Path], str]) -> Network:
     """Describe an .xml file of OpenVINO."""
     model = read_model(file)
     inputs: OpenInputs = {}

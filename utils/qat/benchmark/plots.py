@@ -1,6 +1,6 @@
 """Pictures of a benchmark: latency as bars, throughput against batch, memory and utilisation over time.
 
-in: plain Results, see timing.Result. A series (model, backend, precision) has one colour in all three.
+in: plain Results, see timing.Result. A series (model, backend, precision, image size) has one colour in all three.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from utils.qat.benchmark.tables import series
 from utils.qat.core.picture import literal, save
 
 WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
@@ -18,7 +19,7 @@ WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
 
 def label(result: dict[str, Any]) -> str:
     """Name the series of a result, for Matplotlib."""
-    return literal(f'{result["model"]}, {result["backend"]}, {result["types"]}')
+    return literal(', '.join(filter(None, series(result))))
 
 
 def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
@@ -70,24 +71,35 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Draw the images per second against the batch, a line for each series.
+    """Draw the images per second against the batch, a line for each series; of a single batch a bar for each.
 
     Args:
         path: the picture to write.
         results: plain Results.
     """
     colour = colours(results)
+    speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
+    wide = max(speeds) > WIDE_RANGE * min(speeds)
+    what = 'images per second' + ' (logarithmic)' * (wide and len(batches) > 1)
+    if len(batches) == 1:
+        figure = Figure(figsize=(10, 1.3 + 0.32 * len(results)), layout='constrained')
+        axes = figure.subplots()
+        for place, r in enumerate(results):
+            axes.barh(place, r['images_per_s'], color=colour[label(r)], height=0.7)
+            axes.text(r['images_per_s'], place, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
+        axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
+        axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}', xlim=(0, 1.15 * max(speeds)))
+        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes.grid(axis='x', alpha=0.3)
+        axes.set_axisbelow(True)
+        return save(figure, path)
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(colour)), layout='constrained')
     axes = figure.subplots()
     for text, tone in colour.items():
         points = sorted((r['batch'], r['images_per_s']) for r in results if label(r) == text)
         axes.plot(*zip(*points), 'o-', color=tone, label=text)
-    speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
-    wide = max(speeds) > WIDE_RANGE * min(speeds)
     axes.set_xticks(batches)
-    axes.set(
-        xlabel='batch (images per query)', ylabel='images per second' + ' (logarithmic)' * wide, title='Throughput'
-    )
+    axes.set(xlabel='batch (images per query)', ylabel=what, title='Throughput')
     axes.set(yscale='log') if wide else axes.set_ylim(0, 1.08 * max(speeds))
     axes.grid(alpha=0.3)
     figure.legend(loc='outside lower center', fontsize=8)
@@ -107,7 +119,7 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     gpu, colour = report['machine']['gpu'], colours(results)
     figure = Figure(figsize=(11, 5 + 0.22 * len(colour)), layout='constrained')
     upper, lower = figure.subplots(2, 1, sharex=True)
-    seconds, memory, percent = zip(*samples)
+    seconds, memory, percent, *_ = zip(*samples)
     upper.plot(seconds, memory, color='0.15', linewidth=1)
     lower.plot(seconds, percent, color='0.15', linewidth=1)
     shown = [r for r in results if r['usage']]

@@ -1,27 +1,19 @@
-"""Results of a benchmark → the summary of each in trtexec's layout, and benchmark.json, benchmark.md and pictures of all."""
+"""Results of a benchmark → the summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures of all."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.qat.benchmark.baseline import with_changes
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
+from utils.qat.benchmark.tables import baseline_table, csv_text, model_table, series, speed_table, with_short_names
+from utils.qat.config.engine import FORMATS
 from utils.qat.core.files import write_json, write_text
-from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
+from utils.qat.core.machine import machine_table
+from utils.qat.core.markdown import Markdown, code, escaped
 
-
-def with_short_names(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return plain Results whose model is the file's name, or its path where two files share a name."""
-    files = {r['model'] for r in results}
-    names = [Path(f).name for f in files]
-    return [
-        {**r, 'model': Path(r['model']).name if names.count(Path(r['model']).name) == 1 else r['model']}
-        for r in results
-    ]
-
-
-def series(result: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the series of a plain Result, which is measured at several batches: (model, backend, types)."""
-    return result['model'], result['backend'], result['types']
+DISTURBED = 25  # per cent of the CPU that other processes take, from which times are not to be trusted
+PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -52,94 +44,18 @@ def summary(result: dict[str, Any]) -> str:
     )
 
 
-def _number(value: float | None, form: str = '.4g') -> str:
-    """Format a number; '-' for None."""
-    return '-' if value is None else format(value, form)
-
-
-def model_table(results: Sequence[dict[str, Any]]) -> str:
-    """Make the table of the files that ran: size, parameters and layers.
-
-    A row is a series, or an engine where each batch has one.
+def result_tables(results: Sequence[dict[str, Any]], baseline: str | None = None) -> list[str]:
+    """Make the tables of times, of the change against the baseline where there is one, and of the models.
 
     Args:
         results: plain Results.
+        baseline: value of --baseline.
 
     Returns:
         Markdown.
     """
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for r in results:
-        parameters = None if r['parameters'] is None else r['parameters'] / 1e6
-        row = *series(r), f'{r["size_bytes"] / 1e6:.2f}', _number(parameters, '.3f'), _number(r['layers'], 'd')
-        rows.setdefault(row, []).append(r['batch'])
-    return markdown_table(
-        ('model', 'backend', 'precision', 'batches', 'file (MB)', 'parameters (M)', 'layers'),
-        [(*row[:3], ', '.join(map(str, sorted(batches))), *row[3:]) for row, batches in rows.items()],
-    )
-
-
-def speed_up(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> float | None:
-    """Compute how many times as fast as FP32 a result is, in the same backend and at the same batch.
-
-    The time is the median of the model.
-
-    Args:
-        result: a plain Result.
-        results: plain Results, with the FP32 among them.
-
-    Returns:
-        FP32 by `result`; None where `results` have no FP32 there, or the FP32 of several models.
-    """
-    floats = [r for r in results if r['precision'] == 'fp32' and all(r[k] == result[k] for k in ('backend', 'batch'))]
-    return floats[0]['compute']['median'] / result['compute']['median'] if len(floats) == 1 else None
-
-
-def result_table(results: Sequence[dict[str, Any]]) -> str:
-    """Make the table of times, throughput, memory and utilisation: a row for each measurement.
-
-    Args:
-        results: plain Results.
-
-    Returns:
-        Markdown.
-    """
-    rows = []
-    for r in results:
-        usage = r['usage'] or {}
-        model = [f'{r["compute"][key]:.4g}' for key in ('median', 'p99')]
-        rows.append(
-            (
-                *series(r),
-                r['batch'],
-                *model,
-                _number(speed_up(r, results), '.2f'),
-                _number(r['h2d'] and r['latency']['median']),
-                f'{r["qps"]:.1f}',
-                f'{r["images_per_s"]:.1f}',
-                _number(usage.get('peak_mib'), '.0f'),
-                _number(usage.get('added_mib'), '.0f'),
-                _number(usage.get('percent'), '.0f'),
-            )
-        )
-    return markdown_table(
-        (
-            'model',
-            'backend',
-            'precision',
-            'batch',
-            'model median (ms)',
-            'p99',
-            'times FP32',
-            'end to end (ms)',
-            'qps',
-            'images/s',
-            'memory (MiB)',
-            'of it added',
-            'utilisation (%)',
-        ),
-        rows,
-    )
+    shown = with_short_names(with_changes(results, baseline))
+    return [table for table in (speed_table(shown), baseline_table(shown), model_table(shown)) if table]
 
 
 def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
@@ -147,47 +63,78 @@ def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Make the content of benchmark.md. report: content of benchmark.json, with short names."""
-    machine = report['machine']
+def disturbance(results: Sequence[dict[str, Any]]) -> str:
+    """Say how much of the CPU other processes took while measuring; '' if it was less than DISTURBED, or nothing tells."""
+    found = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
+    if max(found, default=0) < DISTURBED:
+        return ''
+    return (
+        f'other processes took {min(found):.0f} to {max(found):.0f} % of the CPU while measuring: times are too long and uneven; '
+        'measure on an idle machine'
+    )
+
+
+def with_clock(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the machine of a report, with the clock while measuring where it was sampled: 'least to highest mean'."""
+    clocks = [r['usage']['clock_mhz'] for r in report['results'] if 'clock_mhz' in (r['usage'] or {})]
+    return {
+        **report['machine'],
+        **({'clock_mhz': f'{min(clocks):.0f} to {max(clocks):.0f}, means of the measurements'} if clocks else {}),
+    }
+
+
+def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
+    """Make the content of benchmark.md.
+
+    Args:
+        report: content of benchmark.json.
+        pictures: names of the pictures beside it.
+    """
+    settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
-    able, made = machine['instructions'], notes(report['results'])
+    results = with_short_names(report['results'])
+    made, scored = notes(results), {r['accuracy']['images'] for r in results if r['accuracy']}
     parts = [
         '# Benchmark',
-        escaped(
-            f'{machine["device"]}{able and f" ({able})"}, {machine["threads"]} CPU threads; '
-            + ', '.join(f'{k} {v}' for k, v in machine['versions'].items())
-            + '.'
-        ),
-        f'{report["settings"]["duration"]:g} s each, after {report["settings"]["warmup"]:g} ms to warm up. What the figures mean and which can be '
-        'compared: docs/benchmark.md of yolov9-qat.',
-        result_table(report['results']),
+        f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up. Times are medians in ms. What the figures mean and '
+        'which can be compared: docs/benchmark.md of yolov9-qat.',
+        *result_tables(report['results'], settings['baseline']),
+        *[escaped(f'Disturbed: {line}.') for line in [disturbance(results)] if line],
+        *[f'Accuracy: {", ".join(map(str, scored))} square images of {escaped(settings["data"])}.'] * bool(scored),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
-        model_table(report['results']),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
-        '![latency](latency.png)',
-        '![throughput](throughput.png)',
-        *['![memory and utilisation](usage.png)'] * bool(report['usage']),
+        '## Machine',
+        machine_table(with_clock(report)),
+        *[f'![{text}]({file})' for file, text in PICTURES.items() if file in pictures],
         '## As trtexec says it',
         *[
-            f'{escaped(r["model"])}, {r["backend"]}, {r["types"]}, batch {r["batch"]}\n\n{code(*summary(r).splitlines())}'
-            for r in report['results']
+            f'{escaped(", ".join(filter(None, series(r))))}, batch {r["batch"]}\n\n{code(*summary(r).splitlines())}'
+            for r in results
         ],
     ]
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder: Path, report: dict[str, Any]) -> None:
-    """Write benchmark.json, benchmark.md, latency.png, throughput.png and, where something was sampled, usage.png.
+def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = FORMATS) -> None:
+    """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, where something was sampled, usage.png.
 
     Args:
         folder: where to write.
         report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
+        formats: of FORMATS; others are not written.
     """
-    write_json(folder / 'benchmark.json', report)
-    report = {**report, 'results': with_short_names(report['results'])}
-    write_text(folder / 'benchmark.md', markdown(report))
-    plot_latency(folder / 'latency.png', report['results'])
-    plot_throughput(folder / 'throughput.png', report['results'])
-    if report['usage']:
-        plot_usage(folder / 'usage.png', report)
+    report = {**report, 'results': with_changes(report['results'], report['settings']['baseline'])}
+    short = {**report, 'results': with_short_names(report['results'])}
+    pictures = []
+    if 'json' in formats:
+        write_json(folder / 'benchmark.json', {**report, 'machine': with_clock(report)})
+    if 'csv' in formats:
+        write_text(folder / 'benchmark.csv', csv_text(short['results']))
+    if 'png' in formats:
+        plot_latency(folder / 'latency.png', short['results'])
+        plot_throughput(folder / 'throughput.png', short['results'])
+        if report['usage']:
+            plot_usage(folder / 'usage.png', short)
+        pictures = [name for name in PICTURES if name != 'usage.png' or report['usage']]
+    if 'md' in formats:
+        write_text(folder / 'benchmark.md', markdown(report, pictures))

@@ -52,11 +52,14 @@ def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
 class Result:
     """One measurement. Times are in ms, see `statistics`, unless said otherwise."""
 
-    model: str
+    model: str  # file that ran, or that an engine was built of
+    given: str  # file that the command line names: of a checkpoint beside it the .onnx file
     backend: str
     types: str  # that it computed in, in words
     precision: str  # that was asked for, of MEASURED; '' if nothing tells
+    imgsz: tuple[int, ...] | None  # height and width in pixels; None for a network without images
     batch: int  # images per query
+    open_batch: bool  # whether the file that ran takes other batches too
     queries: int  # one at a time
     qps: float  # queries per second: on a GPU those in line, in OpenVINO those in streams
     images_per_s: float
@@ -74,6 +77,7 @@ class Result:
     streams: int | None = None
     notes: list[str] = field(default_factory=list)  # lines about what the engine made of the file
     usage: dict[str, float] | None = None  # see Usage.since
+    accuracy: dict[str, Any] | None = None  # see accuracy.Accuracy.of; filled in when all is measured
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain values."""

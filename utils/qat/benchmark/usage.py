@@ -1,60 +1,71 @@
-"""Memory and utilisation while something runs: NVML for a GPU, psutil for this process on a CPU.
+"""Memory, utilisation and clock while something runs: NVML for a GPU, psutil for this process on a CPU.
 
 in:  a device
-out: samples (seconds since the start, MiB in use, utilisation in %), taken by a thread beside the work
+out: samples (seconds since the start, MiB in use, utilisation in %, clock in MHz, utilisation by others in %), taken by a thread beside the work
 
 A GPU's figures are of the whole device, other processes included, and NVML's utilisation is the share of its last sample
-period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process and its share of all cores.
+period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process, its share of all cores, and
+the mean clock of all cores.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import clock_scales, nvml_of, usable_cores
 
 PERIOD = 0.1  # seconds between samples
 MIB = 1 << 20
 Probe = Callable[[], float]
 
 
-def gpu_probe(device: torch.device) -> tuple[Probe, Probe]:
-    """Make the probes of a CUDA device.
+@dataclass(frozen=True)
+class Probes:
+    """Functions that read a device."""
 
-    Returns:
-        Functions that read the memory in use (MiB) and the utilisation (%).
+    memory: Probe  # MiB in use
+    percent: Probe  # utilisation since the last call, or as NVML has it
+    clock: Probe | None = None  # MHz; None where the system does not tell
+    everybody: Probe | None = None  # as `percent`, of all processes together; None where they may use other cores too
+
+
+def gpu_probes(device: torch.device) -> Probes:
+    """Make the probes of a CUDA device.
 
     Raises:
         QatError: NVML is missing, or does not know the device.
     """
+    nvml, handle = nvml_of(device)
+
+    def clock() -> float:
+        return nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+
     try:
-        nvml = importlib.import_module('pynvml')
-    except ImportError as e:
-        raise QatError('no package nvidia-ml-py (pip install nvidia-ml-py)') from e
-    try:
-        nvml.nvmlInit()
-        # by UUID: NVML counts all GPUs, PyTorch those that CUDA_VISIBLE_DEVICES leaves
-        handle = nvml.nvmlDeviceGetHandleByUUID(f'GPU-{torch.cuda.get_device_properties(device).uuid}'.encode())
         nvml.nvmlDeviceGetUtilizationRates(handle)
     except nvml.NVMLError as e:
         raise QatError(f'NVML says: {e}') from e
-    return (
+    try:
+        clock()
+    except nvml.NVMLError:
+        known = False
+    else:
+        known = True
+    return Probes(
         lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,
         lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        clock if known else None,
     )
 
 
-def cpu_probe() -> tuple[Probe, Probe]:
+def cpu_probes() -> Probes:
     """Make the probes of this process.
-
-    Returns:
-        Functions that read its resident memory (MiB), and its share of all cores since the last call (%).
 
     Raises:
         QatError: psutil is missing.
@@ -63,17 +74,22 @@ def cpu_probe() -> tuple[Probe, Probe]:
         psutil = importlib.import_module('psutil')
     except ImportError as e:
         raise QatError('no package psutil (./install_dependencies.sh)') from e
-    process = psutil.Process()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    process, cores = psutil.Process(), usable_cores()
     process.cpu_percent()  # the first call begins the period of the second
-    return lambda: process.memory_info().rss / MIB, lambda: process.cpu_percent() / cores
+    return Probes(
+        lambda: process.memory_info().rss / MIB,
+        lambda: process.cpu_percent() / cores,
+        (lambda: psutil.cpu_freq().current) if clock_scales() else None,
+        psutil.cpu_percent if cores == psutil.cpu_count() else None,
+    )
 
 
 class Usage:
     """A context in which a thread takes samples.
 
     Attributes:
-        samples: (seconds since the start, MiB in use, utilisation in %) of each; empty where nothing can be sampled.
+        samples: (seconds since the start, MiB in use, utilisation in %, MHz or None, utilisation by others or None) of each; empty where nothing can be
+            sampled.
     """
 
     def __init__(self, device: torch.device, say: Callable[[str], object]) -> None:
@@ -83,29 +99,32 @@ class Usage:
             device: the device to look at.
             say: takes the line that tells why there are no samples.
         """
-        self.samples: list[tuple[float, float, float]] = []
+        self.samples: list[tuple[float, float, float, float | None, float | None]] = []
         self.start, self.over = time.perf_counter(), threading.Event()
-        self.memory: Probe | None = None
+        self.probes: Probes | None = None
         try:
-            self.memory, self.percent = gpu_probe(device) if device.type == 'cuda' else cpu_probe()
+            self.probes = gpu_probes(device) if device.type == 'cuda' else cpu_probes()
         except QatError as e:
             say(f'left out: memory and utilisation: {e}')
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Usage:
-        if self.memory:
+        if self.probes:
             self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        if self.memory:
+        if self.probes:
             self.thread.join()
 
     def _sample(self) -> None:
         """Take samples until the context is over."""
-        while self.memory and not self.over.wait(PERIOD):
-            self.samples.append((self.now(), self.memory(), self.percent()))
+        while self.probes and not self.over.wait(PERIOD):
+            memory, percent = self.probes.memory(), self.probes.percent()
+            clock = self.probes.clock() if self.probes.clock else None
+            others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
+            self.samples.append((self.now(), memory, percent, clock, others))
 
     def now(self) -> float:
         """Return the seconds since the start."""
@@ -113,7 +132,7 @@ class Usage:
 
     def begin(self) -> tuple[float, float | None]:
         """Return the point from which `since` counts: (seconds, MiB); MiB is None where nothing can be sampled."""
-        return self.now(), self.memory() if self.memory else None
+        return self.now(), self.probes.memory() if self.probes else None
 
     def since(self, begun: tuple[float, float | None], busy: float) -> dict[str, float] | None:
         """Summarize the samples from a point on.
@@ -124,18 +143,22 @@ class Usage:
 
         Returns:
             'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (how much of the peak was not there
-            before), and 'percent' (mean utilisation from `busy` on). None where nothing was sampled.
+            before), 'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
+            'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on). None where nothing was sampled.
         """
         start, before = begun
         samples = [s for s in self.samples if s[0] >= start]
-        working = [percent for at, _, percent in samples if at >= busy]
+        working = [figures for at, _, *figures in samples if at >= busy]
         if not working or before is None:
             return None
-        peak = max(memory for _, memory, _ in samples)
+        peak = max(memory for _, memory, *_ in samples)
+        percents, clocks, others = zip(*working)
         return {
             'start': start,
             'end': self.now(),
             'peak_mib': peak,
             'added_mib': max(0.0, peak - before),
-            'percent': sum(working) / len(working),
+            'percent': sum(percents) / len(percents),
+            **({'clock_mhz': sum(clocks) / len(clocks)} if None not in clocks else {}),
+            **({'others_percent': sum(others) / len(others)} if None not in others else {}),
         }

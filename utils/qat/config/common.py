@@ -1,8 +1,9 @@
 """Settings that several commands have."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils.qat.config.settings import Range, Settings, Sides, option
 
@@ -22,6 +23,37 @@ class FolderConfig(Settings):
     project: Path = option(Path('runs'), 'results go to PROJECT/NAME')
     name: str = option('exp', 'results go to PROJECT/NAME')
     exist_ok: bool = option(False, 'write into PROJECT/NAME even if it exists')
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledConfig(Settings):
+    """Images with labels, on which exported models are scored; for classifiers a folder with one folder for each class."""
+
+    data: Path | None = option(
+        None, 'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class'
+    )
+    images: int = option(0, 'number of images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
+    batch_size: int = option(10, 'images at once', allowed=Range(1))
+    workers: int = option(8, 'data loading processes', allowed=Range(0))
+    classes: Path | None = option(
+        None,
+        'text file that names the folder of each class, a line for each output of the classifier, such as the synset list of '
+        'ImageNet; default: the folders are named by index, as in the metadata of the model, or there is one for each output',
+        group='classifiers',
+    )
+    mean: tuple[float, ...] = option(
+        (0.0, 0.0, 0.0), 'mean of the images, in 0..1, such as 0.485 0.456 0.406', group='classifiers'
+    )
+    std: tuple[float, ...] = option(
+        (1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225', group='classifiers'
+    )
+
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the normalisation; see Settings.problems."""
+        yield (
+            len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0,
+            '--mean, --std: three numbers each, for red, green and blue; --std above 0',
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,19 @@
 """Settings of the commands that build and run engines, and of the benchmark."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
 from utils.qat.config.backends import BACKENDS, ENGINES
-from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig
+from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig, LabelledConfig
 from utils.qat.config.settings import Range, Settings, Sides, option
 from utils.qat.core.errors import QatError
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
+FORMATS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
 
 
@@ -38,6 +39,21 @@ def batch_sizes(text: str) -> tuple[int, ...]:
     if not numbers or not all(n.isdigit() and int(n) for n in numbers):
         raise QatError(f'--batch {text}: must be numbers of images, 1 or more, such as 1,4,8,12')
     return tuple(dict.fromkeys(map(int, numbers)))
+
+
+def image_sizes(given: Sequence[str]) -> tuple[Sides, ...]:
+    """Read --imgsz of the benchmark: '640', '480 640' (height and width), or a list such as '320,480x640'.
+
+    Raises:
+        QatError: the words are none of these.
+    """
+    sizes = [given[0]] if len(given) != 2 else ['x'.join(given)]
+    sides = [part.split('x') for part in words(sizes[0])]
+    if len(given) > 2 or not sides or not all(len(s) < 3 and all(n.isdigit() and int(n) for n in s) for s in sides):
+        raise QatError(
+            f'--imgsz {" ".join(given)}: must be one number of pixels, height and width, or a list such as 320,480x640'
+        )
+    return tuple(dict.fromkeys((int(s[0]), int(s[-1])) for s in sides))
 
 
 def milliseconds(text: str) -> float:
@@ -96,7 +112,7 @@ class BuildConfig(Settings):
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig(FolderConfig):
+class BenchmarkConfig(LabelledConfig, FolderConfig):
     """Settings of `benchmark_trt.py`."""
 
     models: tuple[Path, ...] = option(
@@ -114,11 +130,11 @@ class BenchmarkConfig(FolderConfig):
         parse=words,
         allowed=MEASURED,
     )
-    imgsz: Sides | None = option(
+    imgsz: tuple[str, ...] | None = option(  # see `sizes`
         None,
-        'height and width in pixels, for a file with open height and width and for a .pt; default for a .pt: 640',
+        'height and width in pixels, for a file with open height and width and for a .pt; or a list such as 320,640,480x640, of '
+        'which each is measured; default for a .pt: 640',
         *SIZE,
-        allowed=Range(1),
     )
     duration: float = option(
         10.0, 'seconds of each measurement', allowed=Range(0, without=0, words='be more than 0 seconds')
@@ -139,4 +155,39 @@ class BenchmarkConfig(FolderConfig):
     device: str = option('', DEVICE)
     cuda_graph: bool = option(True, 'launch the kernels of an engine one by one')  # trtexec 11 replays a graph as well
     workspace: int = option(WORKSPACE, 'memory for the kernels when an engine is built, in MiB', allowed=MEMORY)
+    baseline: str | None = option(
+        None,
+        'what each row is compared with: a file, which is measured too, or a backend; default: the float file in the same backend',
+        metavar='FILE|BACKEND',
+    )
+    data: Path | None = option(
+        None,
+        'score each model too: data YAML (its val images, AP), or for classifiers a folder with one folder of images for each '
+        'class (top-1, top-5)',
+    )
+    batch_size: int = option(10, '')  # of the scoring; --batch is measured
+    formats: tuple[str, ...] = option(
+        FORMATS, f'files to write, of {",".join(FORMATS)}; default: all', parse=words, allowed=FORMATS
+    )
     project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')
+
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the baseline against the backends; see Settings.problems. Raises QatError for a wrong --imgsz."""
+        yield from super().problems()
+        if self.imgsz:
+            image_sizes(self.imgsz)
+        yield (
+            self.baseline in BACKENDS and self.backend and self.baseline not in self.backend,
+            f'--baseline {self.baseline}: not among --backend {",".join(self.backend or ())}; name it there too',
+        )
+
+    @property
+    def sizes(self) -> tuple[Sides, ...] | None:
+        """Return the image sizes of --imgsz; None = those of the files."""
+        return image_sizes(self.imgsz) if self.imgsz else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Return the files to measure: the models, and the baseline if it is another file."""
+        known = {self.baseline} & {*BACKENDS, *(name for model in self.models for name in (str(model), model.name))}
+        return self.models if self.baseline is None or known else (Path(self.baseline), *self.models)

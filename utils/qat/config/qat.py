@@ -84,6 +84,10 @@ class EvalConfig(ModelConfig):
         'differ); default: padded rectangles, as val.py, whose padding, and with it AP, depends a little on --batch-size',
     )
     save_json: bool = True  # write the detections, in COCO's result format
+    baseline: Path | None = option(
+        None,
+        'a model of any kind, such as the float one: scored on the same images, and the differences go into the report',
+    )
     backend: str | None = option(
         None,
         f'what runs an exported file; default: the first of {", ".join(PREDICTING)} that takes it',

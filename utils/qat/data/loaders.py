@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, get_worker_info
 from utils.dataloaders import LoadImagesAndLabels
 
-from utils.qat.config.common import LoaderConfig
-from utils.qat.config.compare import CompareConfig
+from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
@@ -95,7 +94,7 @@ def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) ->
     )
 
 
-def _spread(dataset: Any, limit: int) -> Subset:
+def spread(dataset: Any, limit: int) -> Subset:
     """Take at most `limit` images, evenly spread over the set."""
     n = min(limit, len(dataset))
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
@@ -134,7 +133,7 @@ def val_loader(
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
     if scored:
         require_labels(dataset, 'val' if split == 'val' else 'train', data)
-    dataset = _spread(dataset, limit) if limit else dataset
+    dataset = spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
 
@@ -169,13 +168,13 @@ def calibration_images(
         device: the device of the images.
         shard: (rank, world).
     """
-    dataset = _spread(open_dataset(data, 'train', config, stride), config.calib_images)
+    dataset = spread(open_dataset(data, 'train', config, stride), config.calib_images)
     return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
 def few(images: Images, limit: int, config: LoaderConfig) -> Images:
     """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
-    dataset = _spread(images.loader.dataset, limit)
+    dataset = spread(images.loader.dataset, limit)
     return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)
 
 
@@ -302,37 +301,6 @@ def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iter
         )
 
 
-def class_images(config: CompareConfig, imgsz: Sides) -> Iterable:
-    """Make batches of a folder that has a folder of images for each class, in the order of their names.
-
-    The shorter side of an image becomes that of imgsz / 0.875 (the longer, if they differ), as classifiers are evaluated, and its centre is cut out.
-
-    Args:
-        config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
-            batch_size and workers.
-        imgsz: height and width, in pixels.
-
-    Returns:
-        Batches (images FP32 [B, 3, height, width], classes [B]).
-
-    Raises:
-        QatError: there is no such folder.
-    """
-    from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
-
-    steps = transforms.Compose(
-        [
-            transforms.Resize(round(max(imgsz) / 0.875)),
-            transforms.CenterCrop(imgsz),
-            transforms.ToTensor(),
-            transforms.Normalize(config.mean, config.std),
-        ]
-    )
-    try:
-        dataset = datasets.ImageFolder(config.data, steps)
-    except OSError as e:
-        raise QatError(
-            f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg'
-        ) from e
-    dataset = _spread(dataset, config.images) if config.images else dataset
+def batches_of(dataset: Any, config: LabelledConfig) -> Loader:
+    """Make batches of a dataset in its order, as PyTorch collates them. config: gives batch_size and workers."""
     return Loader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))

@@ -133,9 +133,9 @@ class EngineFromOnnx:
             bar.close()
             if monitor.interrupted:
                 raise KeyboardInterrupt
-        if engine is None:
+        if engine is None:  # by the last error: earlier ones need not end a build
             raise QatError(
                 f'{self.config.onnx}: {self.product} could not build an engine: '
-                f'{"; ".join(self.log.errors[:2]) or "no reason given"}'
+                f'{"; ".join(self.log.errors[-1:]) or "no reason given"}'
             )
         return bytes(engine)

@@ -194,8 +194,9 @@ class EngineRunner:
         outputs = self.prepare({name: tensor.shape for name, tensor in tensors.items()})
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
-            for name, tensor in tensors.items():
-                self.buffers[name][: tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
+            with torch.cuda.nvtx.range('inputs {}', self.file.name):
+                for name, tensor in tensors.items():
+                    self.buffers[name][: tensor.numel()].view(tensor.shape).copy_(tensor, non_blocking=True)
             self.enqueue()
         caller.wait_stream(self.stream)
         return outputs
@@ -209,10 +210,11 @@ class EngineRunner:
             self.graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[key], stream=self.stream):
                 self._execute()
-        if self.cuda_graph:
-            self.graphs[key].replay()
-        else:
-            self._execute()
+        with torch.cuda.nvtx.range('run {}', self.file.name):  # for nsys; docs/profiling.md
+            if self.cuda_graph:
+                self.graphs[key].replay()
+            else:
+                self._execute()
 
     def _execute(self) -> None:
         if not self.context.execute_async_v3(self.stream.cuda_stream):

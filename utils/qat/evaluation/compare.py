@@ -1,11 +1,11 @@
-"""Two models side by side on the same images: the differences of their outputs, rank by rank, and of their AP.
+"""Models side by side on the same images: the differences of their outputs from the first, rank by rank, and of their AP.
 
-A model is a callable images → predictions (see file_model.py), so any two backends can be compared. Each model runs once per
+A model is a callable images → predictions (see file_model.py), so any backends can be compared. Each model runs once per
 batch, and its NMS runs once, for both the ranks and the AP.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -228,9 +228,9 @@ def _ratio(total: Any, count: Any) -> float:
 
 
 @torch.inference_mode()
-def compare(
+def compare_all(
     reference: Callable[[torch.Tensor], Any],
-    other: Callable[[torch.Tensor], Any],
+    others: Sequence[Callable[[torch.Tensor], Any]],
     loader: Iterable[Any],
     device: torch.device,
     names: Mapping[int, str] | None = None,
@@ -238,57 +238,90 @@ def compare(
     atol: float = 1e-3,
     top: int = 10,
     progress: Callable[..., Iterable[Any]] | None = None,
-) -> Comparison:
-    """Compare two models on the images of `loader`.
+    look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
+) -> list[Comparison]:
+    """Compare models with one of them on the images of `loader`. Each model runs once.
 
     Args:
         reference: images FP32 [B, 3, H, W] in 0..1 on `device` → predictions, see file_model.py.
-        other: images → predictions, of the other model.
+        others: images → predictions, of each other model.
         loader: batches, see loaders.val_loader.
         device: where the images are given to the models.
-        names: class index → name, to score both models; None if the images have no labels.
+        names: class index → name, to score the models; None if the images have no labels.
         rtol: relative tolerance, as in numpy.isclose.
         atol: absolute tolerance, as in numpy.isclose.
         top: number of ranks to compare.
         progress: wraps the loader, to show progress.
+        look: takes each image, FP32 [3, H, W] in 0..1, its path, and the detections [n, 6] of each model in it, the
+            reference first.
+
+    Returns:
+        A Comparison with the reference for each of `others`.
 
     Raises:
         QatError: the predictions of the models have different shapes.
     """
-    elements, ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)  # see outputs.parts
-    scorers, images_seen = [Scorer(names), Scorer(names)] if names else [], 0
+    differences = [([Elements(rtol, atol) for _ in range(4)], Ranking(top)) for _ in others]  # see outputs.parts
+    scorers, images_seen = [Scorer(names) for _ in (reference, *others)] if names else [], 0
     for batch in progress(loader) if progress else loader:
         images, truth = prepared(batch, device)
-        outputs = [predict(images) for predict in (reference, other)]
-        if not any(isinstance(out, list) for out in outputs):  # a list is detections: NMS was inside the model
-            apart = [list(parts(out).values()) for out in outputs]
-            shapes = [[list(part.shape) for part in of_one] for of_one in apart]
-            if shapes[0] != shapes[1]:
-                raise QatError(
-                    f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
-                    'can be compared'
-                )
-            for element, *pair in zip(elements, *apart):
-                element.update(*pair)
+        outputs = [predict(images) for predict in (reference, *others)]
+        apart = [_apart(out) for out in outputs]
         detections = [detect(out, truth.shape) for out in outputs]
-        for of_image in zip(*detections):
-            ranking.update(*of_image)
+        for (elements, ranking), parts_of_one, found in zip(differences, apart[1:], detections[1:]):
+            if apart[0] is not None and parts_of_one is not None:
+                _require_same_shapes(apart[0], parts_of_one)
+                for element, *pair in zip(elements, apart[0], parts_of_one):
+                    element.update(*pair)
+            for first, second in zip(detections[0], found):
+                ranking.update(first, second)
         for scorer, found in zip(scorers, detections):
             scorer.update(found, truth)
+        if look:
+            for image, path, *of_image in zip(images, truth.paths, *detections):
+                look(image.cpu(), path, [one.rows.cpu() for one in of_image])
         images_seen += len(images)
-    metrics: list[Any] = [scorer.metrics(resample=True) for scorer in scorers] or [None, None]
-    boxes, scores, coefficients, prototypes = (e.figures() for e in elements)
-    return Comparison(
-        images_seen,
-        rtol,
-        atol,
-        top,
-        boxes,
-        scores,
-        coefficients,
-        prototypes,
-        **ranking.figures(),
-        reference=metrics[0],
-        other=metrics[1],
-        against_reference=difference(*(m.resampled for m in metrics)) if names else None,
-    )
+    metrics: list[Any] = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
+    comparisons = []
+    for (elements, ranking), other in zip(differences, metrics[1:]):
+        boxes, scores, coefficients, prototypes = (e.figures() for e in elements)
+        against = difference(metrics[0].resampled, other.resampled) if names else None
+        comparisons.append(
+            Comparison(
+                images_seen,
+                rtol,
+                atol,
+                top,
+                boxes,
+                scores,
+                coefficients,
+                prototypes,
+                **ranking.figures(),
+                reference=metrics[0],
+                other=other,
+                against_reference=against,
+            )
+        )
+    return comparisons
+
+
+def compare(
+    reference: Callable[[torch.Tensor], Any], other: Callable[[torch.Tensor], Any], *where: Any, **how: Any
+) -> Comparison:
+    """Compare two models; see `compare_all` for the other arguments."""
+    return compare_all(reference, [other], *where, **how)[0]
+
+
+def _apart(output: Any) -> list[torch.Tensor] | None:
+    """Return the parts of predictions, see outputs.parts; None for detections: NMS was inside the model."""
+    return None if isinstance(output, list) else list(parts(output).values())
+
+
+def _require_same_shapes(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+    """Require that two models return tensors of the same shapes."""
+    shapes = [[list(part.shape) for part in of_one] for of_one in (reference, other)]
+    if shapes[0] != shapes[1]:
+        raise QatError(
+            f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
+            'can be compared'
+        )

@@ -1,9 +1,9 @@
-"""Two classifiers side by side on the same images: the differences of their scores, rank by rank, and accuracies.
+"""Classifiers side by side on the same images: the differences of their scores from the first, rank by rank, and accuracies.
 
 For detectors there is compare.py. A model is a callable: images [B, 3, H, W] → scores [B, C].
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,60 +59,103 @@ class Accuracy:
 
 
 @torch.inference_mode()
-def compare_classes(
-    reference: Callable[[torch.Tensor], torch.Tensor],
-    other: Callable[[torch.Tensor], torch.Tensor],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+def accuracy_of(
+    predict: Callable[[torch.Tensor], torch.Tensor],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     device: torch.device,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    top: int = 10,
-) -> ClassComparison:
-    """Compare two classifiers; at a rank they disagree if they have different classes there.
+) -> dict[str, Any]:
+    """Score one classifier.
 
     Args:
-        reference: images FP32 [B, 3, H, W] on `device` → scores [B, C].
-        other: images → scores, of the other classifier.
-        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch; None for images without labels.
-        device: where the images are given to the classifiers.
-        rtol: relative tolerance, as in numpy.isclose.
-        atol: absolute tolerance, as in numpy.isclose.
-        top: number of ranks to compare.
+        predict: images FP32 [B, 3, H, W] on `device` → scores [B, C].
+        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch.
+        device: where the images are given to the classifier.
 
-    Raises:
-        QatError: the scores of the classifiers have different shapes.
+    Returns:
+        'top1' and 'top5' in 0..1, and 'images', the number of them.
     """
-    scores, accuracies, seen = Elements(rtol, atol), (Accuracy(), Accuracy()), 0
-    totals: dict[str, torch.Tensor] = {}
+    found = Accuracy()
     for images, labels in batches:
-        first, second = (predict(images.to(device)).cpu().double() for predict in (reference, other))
-        if first.shape != second.shape:
-            raise QatError(
-                f'the models return {list(first.shape)} and {list(second.shape)}: only models with the same classes can be compared'
-            )
-        scores.update(first, second)
-        depth = min(max(top, 5), first.shape[1])
-        ranked = [t.topk(depth, 1) for t in (first, second)]
-        (one, own), (two, others) = ranked
+        scores = predict(images.to(device)).cpu()
+        found.update(scores.topk(min(5, scores.shape[1]), 1).indices, labels)
+    return {'images': found.images, **(found.figures() or {})}
+
+
+class Ranks:
+    """Differences of the scores of two classifiers, element by element and rank by rank."""
+
+    def __init__(self, rtol: float, atol: float, top: int) -> None:
+        """Start without images; see `compare_classes`."""
+        self.scores, self.top = Elements(rtol, atol), top
+        self.totals: dict[str, torch.Tensor] = {}
+
+    def update(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Add the scores [B, C] of a batch, of the reference and of the other classifier."""
+        self.scores.update(first, second)
+        (one, own), (two, others) = (scores.topk(min(self.top, scores.shape[1]), 1) for scores in (first, second))
         for key, values in (
             ('score', one),
             ('score_error', (two - one).abs()),
             ('disagreement', (own != others).double()),
         ):
-            totals[key] = totals.get(key, 0) + values[:, :top].sum(0)
+            self.totals[key] = self.totals.get(key, 0) + values.sum(0)
+
+    def ranks(self, images: int) -> list[dict[str, Any]]:
+        """Compute the mean of each rank over `images`; see ClassComparison.ranks."""
+        means = {key: (total / images).tolist() for key, total in self.totals.items()}
+        return [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
+
+
+@torch.inference_mode()
+def compare_classes(
+    reference: Callable[[torch.Tensor], torch.Tensor],
+    others: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+    device: torch.device,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    top: int = 10,
+    look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
+) -> list[ClassComparison]:
+    """Compare classifiers with one of them; at a rank two disagree if they have different classes there.
+
+    Args:
+        reference: images FP32 [B, 3, H, W] on `device` → scores [B, C].
+        others: images → scores, of each other classifier.
+        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch; None for images without labels.
+        device: where the images are given to the classifiers.
+        rtol: relative tolerance, as in numpy.isclose.
+        atol: absolute tolerance, as in numpy.isclose.
+        top: number of ranks to compare.
+        look: takes each image, FP32 [3, H, W] as the classifiers see it, '' for its path, and the scores [C] of each
+            classifier, the reference first.
+
+    Returns:
+        A ClassComparison with the reference for each of `others`.
+
+    Raises:
+        QatError: the scores of the classifiers have different shapes.
+    """
+    ranks, accuracies, seen = [Ranks(rtol, atol, top) for _ in others], [Accuracy() for _ in (reference, *others)], 0
+    for images, labels in batches:
+        scores = [predict(images.to(device)).cpu().double() for predict in (reference, *others)]
+        for of_one, other in zip(ranks, scores[1:]):
+            if scores[0].shape != other.shape:
+                raise QatError(
+                    f'the models return {list(scores[0].shape)} and {list(other.shape)}: only models with the same classes can be compared'
+                )
+            of_one.update(scores[0], other)
         if labels is not None:
-            for accuracy, (_, classes) in zip(accuracies, ranked):
-                accuracy.update(classes, labels)
+            for accuracy, found in zip(accuracies, scores):
+                accuracy.update(found.topk(min(5, found.shape[1]), 1).indices, labels)
+        if look:
+            for image, *of_image in zip(images, *scores):
+                look(image, '', of_image)
         seen += len(images)
-    means = {key: (total / seen).tolist() for key, total in totals.items()}
-    ranks = [{'rank': i + 1, **{key: values[i] for key, values in means.items()}} for i in range(len(means['score']))]
-    return ClassComparison(
-        seen,
-        rtol,
-        atol,
-        top,
-        scores.figures(),
-        ranks,
-        float(np.mean(means['disagreement'])),
-        *(accuracy.figures() for accuracy in accuracies),
-    )
+    comparisons = []
+    for of_one, accuracy in zip(ranks, accuracies[1:]):
+        table = of_one.ranks(seen)
+        disagreement = float(np.mean([r['disagreement'] for r in table]))
+        figures = of_one.scores.figures(), table, disagreement, accuracies[0].figures(), accuracy.figures()
+        comparisons.append(ClassComparison(seen, rtol, atol, top, *figures))
+    return comparisons

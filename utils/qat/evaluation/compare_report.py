@@ -1,4 +1,4 @@
-"""A comparison of two models → tables, compare.json, report.md and its picture."""
+"""Comparisons of models with one of them → tables, compare.json, report.md and its pictures."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,19 +9,21 @@ from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
 from utils.qat.config.settings import Sides
 from utils.qat.core.files import sha256, write_json
-from utils.qat.core.markdown import document, image, markdown_table
-from utils.qat.core.versions import versions
-from utils.qat.evaluation.chance import RESAMPLES, in_words
-from utils.qat.evaluation.figures import columns, figures
+from utils.qat.core.machine import machine_table, versions
+from utils.qat.core.markdown import document, escaped, image, markdown_table
+from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus
+from utils.qat.evaluation.figures import columns, differences, figures
 from utils.qat.evaluation.plots import plot_ranks
+from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
 
-def comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
+def comparison_tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
     """Write a comparison of two detectors as Markdown tables: all predictions, the top detections, AP.
 
     Args:
         comparison: plain values of a Comparison.
         names: names of the reference and of the other model.
+        scores: with AP, if there are labels.
     """
 
     def number(value: float | None, form: str = '.3g') -> str:
@@ -56,14 +58,11 @@ def comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
     tables.append(
         markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks)
     )
-    if comparison['reference']:
-        titles, masks = columns(comparison['reference'])
-        rows = [(name, *figures(comparison[k], masks)) for name, k in zip(names, ('reference', 'other'))]
-        tables.append(markdown_table(('model', *titles), rows))
-        tables.append(
-            f'the second less the first: {in_words(comparison["against_reference"])} (± holds 95 % of what other images of this '
-            f'kind would give, by {RESAMPLES} resamples of these)'
-        )
+    if scores and comparison['reference']:
+        tables += [
+            scores_table([comparison], names),
+            f'the second less the first: {in_words(comparison["against_reference"])}',
+        ]
     iou = f', IoU of their masks {number(comparison["matched_mask"])}' if comparison['matched_mask'] is not None else ''
     tables.append(
         f'matched regardless of rank: {number(comparison["matched"], ".2%")} of the top {comparison["top"]} detections of '
@@ -74,12 +73,13 @@ def comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
     return '\n\n'.join(tables)
 
 
-def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str]) -> str:
+def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
     """Write a comparison of two classifiers as Markdown tables: all scores, the highest scores, accuracy.
 
     Args:
         comparison: plain values of a ClassComparison.
         names: names of the reference and of the other classifier.
+        scores: with accuracies, if there are labels.
     """
     e = comparison['scores']
     ranks = [
@@ -95,50 +95,146 @@ def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str]) ->
         ),
         markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks),
     ]
-    if comparison['reference']:
-        rows = [
-            (name, *(f'{comparison[k][top]:.4f}' for top in ('top1', 'top5')))
-            for name, k in zip(names, ('reference', 'other'))
-        ]
-        tables.append(markdown_table(('model', 'top-1', 'top-5'), rows))
+    if scores and comparison['reference']:
+        tables.append(scores_table([comparison], names))
     return '\n\n'.join(tables)
 
 
+def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Write the scores of several models, and the differences of each from the first in points; '' without labels.
+
+    Args:
+        comparisons: plain values of a Comparison, or of a ClassComparison, with the first model for each other one.
+        names: names of all models.
+    """
+    first = comparisons[0]['reference']
+    if not first:
+        return ''
+    models = [first, *(c['other'] for c in comparisons)]
+    if 'top1' in first:
+        rows: list[tuple[str, ...]] = [(n, f'{m["top1"]:.4f}', f'{m["top5"]:.4f}') for n, m in zip(names, models)]
+        for name, m in zip(names[1:], models[1:]):
+            points = (f'{100 * (m[key] - first[key]):+.2f}' for key in ('top1', 'top5'))
+            rows.append((f'{name} - {names[0]}, points', *points))
+        return markdown_table(('model', 'top-1', 'top-5'), rows)
+    titles, masks = columns(*models)
+    rows = [(name, *figures(m, masks)) for name, m in zip(names, models)]
+    for name, m, comparison in zip(names[1:], models[1:], comparisons):
+        chance = plus_minus(comparison['against_reference'])
+        rows.append((f'{name} - {names[0]}, points', *differences(m, first, masks, chance)))
+    return f'{markdown_table(("model", *titles), rows)}\n\n({EXPLAINED})'
+
+
+def verdict(comparison: dict[str, Any], names: Sequence[str]) -> str:
+    """Say in one sentence how far a model is from the first.
+
+    Args:
+        comparison: plain values of a Comparison or a ClassComparison.
+        names: names of the first model and of the other.
+    """
+    said = []
+    if comparison.get('against_reference'):
+        said.append(in_words(comparison['against_reference']))
+    if comparison.get('matched') is not None:
+        said.append(
+            f'{comparison["matched"]:.1%} of the top {comparison["top"]} detections have their match in the other at any rank'
+        )
+    if 'boxes' not in comparison:
+        said.append(f'the best class is the same in {1 - comparison["ranks"][0]["disagreement"]:.1%} of the images')
+    return f'{names[1]} against {names[0]}: {"; ".join(said) or "neither detects anything"}.'
+
+
+def all_tables(
+    comparisons: Sequence[dict[str, Any]], names: Sequence[str], examples: Sequence[Example] = ()
+) -> list[str]:
+    """Write comparisons with one model as Markdown: verdicts, scores, each comparison in detail, examples.
+
+    Args:
+        comparisons: see `scores_table`.
+        names: names of all models.
+        examples: images with their detections or classes.
+    """
+    verdicts = [f'- {escaped(verdict(c, (names[0], name)))}' for name, c in zip(names[1:], comparisons)]
+    tables = ['\n'.join(verdicts), scores_table(comparisons, names)]
+    for name, comparison in zip(names[1:], comparisons):
+        detail = comparison_tables if 'boxes' in comparison else class_comparison_tables
+        tables += [f'## {escaped(name)} against {escaped(names[0])}', detail(comparison, (names[0], name), False)]
+    if examples:
+        tables.append('## Examples')
+    for example in examples:
+        tables += [f'{escaped(Path(example.path).name)}, scores:', example_table(example, names)]
+    return [table for table in tables if table]
+
+
+def distinct(files: Sequence[Path]) -> list[str]:
+    """Return the name of each file, or its path where two share a name, or its place in the list where two are one file."""
+    names = [f.name if [g.name for g in files].count(f.name) == 1 else str(f) for f in files]
+    return [name if names.count(name) == 1 else f'{name} ({i})' for i, name in enumerate(names, 1)]
+
+
 def write_comparison(
-    folder: Path, config: CompareConfig, comparison: dict[str, Any], tables: str, size: Sides, following: str
-) -> None:
-    """Write compare.json, report.md and ranks.png.
+    folder: Path,
+    config: CompareConfig,
+    comparisons: Sequence[dict[str, Any]],
+    examples: Sequence[Example],
+    size: Sides,
+    machine: dict[str, Any],
+    following: str,
+) -> str:
+    """Write compare.json, report.md, ranks.png and examples.png.
 
     Args:
         folder: existing folder for the files.
         config: settings of the command.
-        comparison: plain values of a Comparison or a ClassComparison.
-        tables: the comparison as Markdown tables.
+        comparisons: plain values of a Comparison, or of a ClassComparison, with the first model for each other one.
+        examples: images with their detections or classes.
         size: height and width of the images in pixels.
+        machine: see machine.machine.
         following: the next command for the user.
+
+    Returns:
+        The tables, as Markdown.
     """
-    files = {str(file): sha256(file) for file in (config.reference, config.other)}
+    names = distinct(config.models)
+    files = {str(file): sha256(file) for file in config.models}
     write_json(
-        folder / 'compare.json', {'settings': asdict(config), 'versions': versions(), 'files': files, **comparison}
+        folder / 'compare.json',
+        {
+            'settings': asdict(config),
+            'versions': versions(),
+            'machine': machine,
+            'files': files,
+            'images': comparisons[0]['images'],
+            'comparisons': [{'model': str(file), **c} for file, c in zip(config.others, comparisons)],
+            'examples': [example.plain() for example in examples],
+        },
     )
     pictures = []
-    if comparison['ranks']:  # none if neither model detects anything
-        plot_ranks(folder / 'ranks.png', comparison)
+    ranked = {name: c for name, c in zip(names[1:], comparisons) if c['ranks']}
+    if ranked:  # none if no model detects anything
+        plot_ranks(folder / 'ranks.png', ranked)
         pictures.append(image('differences by rank', 'ranks.png'))
+    if examples:
+        plot_examples(folder / 'examples.png', examples, names)
+        pictures.append(image('best detections side by side', 'examples.png'))
+    tables = all_tables(comparisons, names, examples)
     document(
         folder / 'report.md',
-        f'{config.other.name} compared with {config.reference.name}',
+        f'{", ".join(names[1:])} compared with {names[0]}',
         [
-            f'{comparison["images"]} images of {size[0]} x {size[1]} pixels.',
-            tables,
+            f'{comparisons[0]["images"]} images of {size[0]} x {size[1]} pixels.',
+            *tables,
             *pictures,
             '## Files',
             markdown_table(('file', 'SHA-256'), files.items(), right=False),
+            '## Machine',
+            machine_table(machine),
             *closing(
-                {k: v for k, v in asdict(config).items() if k not in ('reference', 'other')},
+                {k: v for k, v in asdict(config).items() if k not in ('reference', 'others')},
                 CompareConfig,
                 versions(),
                 following,
             ),
         ],
     )
+    return '\n\n'.join(all_tables(comparisons, names))

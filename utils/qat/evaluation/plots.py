@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: AP of each class, and the agreement of two models rank by rank."""
+"""Pictures of an evaluation: AP of each class, and the agreement of models rank by rank."""
 
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,40 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     save(figure, path)
 
 
-def plot_ranks(path: Path, comparison: dict[str, Any]) -> None:
-    """Draw the differences of two models at each rank: of their scores, and how often they disagree.
+def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
+    """Draw the differences of models from the first: of scores at each rank, how often they disagree there, and what matches.
+
+    Of detectors the third panel has the share of detections that have a match at any rank: nearly equal scores change places by
+    rounding alone.
 
     Args:
         path: the picture to write.
-        comparison: plain values of a Comparison or a ClassComparison.
+        comparisons: name of each other model → plain values of a Comparison or a ClassComparison, with ranks.
     """
-    ranks = comparison['ranks']
-    figure = Figure(figsize=(9, 3.5), layout='constrained')
+    detectors = all('boxes' in c for c in comparisons.values())
+    figure = Figure(figsize=(13 if detectors else 9, 3.8), layout='constrained')
+    panels = figure.subplots(1, 3 if detectors else 2, width_ratios=[2, 2, 1.4][: 3 if detectors else 2])
     shown = {'score_error': 'mean difference of score', 'disagreement': 'share of images that disagree'}
-    for axes, (key, what) in zip(figure.subplots(1, 2), shown.items()):
-        axes.bar([r['rank'] for r in ranks], [r[key] or 0 for r in ranks])
+    width = 0.8 / len(comparisons)
+    for axes, (key, what) in zip(panels, shown.items()):
+        for i, (name, comparison) in enumerate(comparisons.items()):
+            places = [r['rank'] + (i - (len(comparisons) - 1) / 2) * width for r in comparison['ranks']]
+            axes.bar(places, [r[key] or 0 for r in comparison['ranks']], width, label=literal(name))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel='rank of the detection' if 'boxes' in comparison else 'rank of the class', ylabel=what)
+        axes.set(xlabel='rank of the detection' if detectors else 'rank of the class', ylabel=what)
         axes.grid(axis='y', alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[1].set_ylim(0, 1)
+    if detectors:
+        axes = panels[2]
+        for i, (name, comparison) in enumerate(comparisons.items()):
+            share = comparison['matched'] or 0
+            axes.bar(i, share, color=f'C{i}')
+            axes.text(i, share, f'{share:.1%}', ha='center', va='bottom', fontsize=8)
+        axes.set_xticks([])
+        axes.set(ylim=(0, 1.1), ylabel='share with a match at any rank', xlabel='same class, IoU at least 0.9')
+        axes.grid(axis='y', alpha=0.3)
+        axes.set_axisbelow(True)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), fontsize=8)
     save(figure, path)

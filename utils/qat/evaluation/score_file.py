@@ -29,12 +29,16 @@ FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are mi
 LARGEST = 8192  # pixels that are believed of a file
 
 
-def score_files(configs: Sequence[EvalConfig], load: Callable[[Path, torch.device, str | None], Any]) -> None:
+Load = Callable[[Path, torch.device, str | None], Any]
+
+
+def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) -> None:
     """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
 
     Args:
         configs: settings for each file.
         load: file, device and backend → the model, see file_model.py.
+        load_baseline: likewise, of the model in config.baseline.
 
     Raises:
         QatError: a file, settings and data do not fit together. The files before it are scored.
@@ -45,7 +49,8 @@ def score_files(configs: Sequence[EvalConfig], load: Callable[[Path, torch.devic
         join(device)
         with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
             predict = load(config.weights, device, config.backend)
-            scores.append(score_file(predict, config, device, folder, resample=len(configs) > 1))
+            baseline = load_baseline(config.baseline, device, None) if config.baseline else None
+            scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
     if len(scores) > 1:
         LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
 
@@ -111,7 +116,12 @@ def _quantized_for(recipe: dict[str, Any] | None) -> Sides | None:
 
 
 def score_file(
-    predict: Any, config: EvalConfig, device: torch.device, folder: Path | None, resample: bool = False
+    predict: Any,
+    config: EvalConfig,
+    device: torch.device,
+    folder: Path | None,
+    baseline: Any = None,
+    resample: bool = False,
 ) -> Score:
     """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
@@ -122,6 +132,7 @@ def score_file(
         config: settings of the command.
         device: where the images are given to the model.
         folder: folder of the run, see run_folder.run_folder; only the first process of torchrun needs it.
+        baseline: the model in config.baseline, which is scored on the same images; None without it.
         resample: see evaluate.evaluate.
 
     Raises:
@@ -134,6 +145,8 @@ def score_file(
         )
     config.check_model(predict.segments, predict.kind)
     config = replace(config, imgsz=image_size(predict, config))
+    if baseline:
+        _require_alike(predict, baseline, config)
     data = load_data(config.data, predict.nc, segments=predict.segments)
     square = config.square or exported
     loader = val_loader(data, config, predict.stride, square=square, shard=(rank(), world_size()))
@@ -153,8 +166,20 @@ def score_file(
         annotations=data.annotations,
         progress=lambda it: bar(it, 'evaluating'),
         predictions_file=folder / 'predictions.json' if config.save_json else None,
-        resample=resample,
+        resample=resample or bool(baseline),
     )
+    before = None
+    if baseline:
+        before = evaluate(
+            baseline,
+            loader,
+            data.names,
+            device,
+            config.conf_thres,
+            config.iou_thres,
+            progress=lambda it: bar(it, 'evaluating the baseline'),
+            resample=True,
+        )
     following = after_scoring(config.weights, config.imgsz, config.backend)
     if not exported and predict.recipe is None:
         following = command(
@@ -167,10 +192,25 @@ def score_file(
             '--imgsz',
             *typed_sides(config.imgsz),
         )
-    on_first(write_scores)(folder, config, metrics, describe(device), seen, following)
+    on_first(write_scores)(folder, config, metrics, device, seen, following, before)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     for line in predict.notes if exported else ():
         LOGGER.log(RESULT, line)
-    LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(metrics)) + '\n')
+    LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(config, metrics, before)) + '\n')
     finish(following, results=folder, report=folder / 'report.md')
     return Score(config.weights, seen, metrics)
+
+
+def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
+    """Require that a baseline takes the same images and finds the same kind of objects as the model."""
+    why = ''
+    if getattr(baseline, 'classifies', False):
+        why = 'a classifier'
+    elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
+        why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
+    elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
+        why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'
+    elif baseline.segments != predict.segments:
+        why = f'has {"masks" if baseline.segments else "no masks"}, unlike {config.weights}'
+    if why:
+        raise QatError(f'--baseline {config.baseline}: {why}; give the model that {config.weights} was made of')

@@ -8,10 +8,11 @@ from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command, typed_sides
-from utils.qat.evaluation.chance import RESAMPLES, in_words, parts, points, points_lost, within_chance
-from utils.qat.evaluation.figures import columns, figures
+from utils.qat.evaluation.chance import EXPLAINED, in_words, parts, points, points_lost, within_chance
+from utils.qat.evaluation.figures import columns, differences, figures
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
 from utils.qat.run.resampled import LAST
@@ -71,6 +72,14 @@ def run_table(report: dict[str, Any]) -> str:
     if report['best']:
         which = f'epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'PTQ'
         rows.append(row(f'best ({which})', report['best'], ''))
+
+    def difference(what: str, metrics: dict[str, Any], origin: dict[str, Any], *loss: str) -> list[str]:
+        cells = differences(metrics, origin, masks)
+        return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(outputs)]
+
+    for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
+        if report['origin'] and metrics and 'ap' in metrics:
+            rows.append(difference(name, metrics, report['origin'], ''))
     titles = (
         *titles,
         *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
@@ -83,6 +92,9 @@ def run_table(report: dict[str, Any]) -> str:
         row(what, (report['val'] or {}).get(key))
         for key, what in (('origin', 'float'), ('ptq', 'PTQ'), ('best', 'best'))
     ]
+    val = report['val'] or {}
+    if val.get('best') and val.get('origin'):
+        on_val.append(difference('best', val['best'], val['origin']))
     return (
         f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
         f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
@@ -132,11 +144,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
             f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images '
             f'({report["chosen_on"]}), so it is higher there than on others.'
         )
-    return (
-        [*said, f'(± holds 95 % of what other images of this kind would give, by {RESAMPLES} resamples of these.)']
-        if against or gain
-        else said
-    )
+    return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
 def delivered(folder: Path, report: dict[str, Any]) -> Path:
@@ -205,6 +213,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
             *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
             '## Times',
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
+            *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
             code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
             *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),

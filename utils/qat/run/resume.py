@@ -12,8 +12,8 @@ from typing import Any
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import writing
-from utils.qat.core.versions import PACKAGES
 from utils.qat.evaluation.figures import merit
 from utils.qat.untrusted.json_schema import (
     AGAINST,
@@ -49,6 +49,7 @@ REPORT = {  # report.json; its settings are checked later. For the form see json
     'settings': {str: anything},
     'versions': dict.fromkeys(('python', *PACKAGES), str),
     'device': str,
+    'machine?': {str: anything},
     'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT},
     'chosen_on': str,

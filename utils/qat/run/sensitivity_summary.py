@@ -10,9 +10,9 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import PACKAGES
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
-from utils.qat.core.versions import PACKAGES
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points
 from utils.qat.untrusted.json_schema import (
     AGAINST,

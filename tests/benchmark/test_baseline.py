@@ -1,0 +1,168 @@
+"""Laws of the tables of a benchmark: changes against a baseline, accuracy beside speed, several image sizes, formats."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from zoo import command as run
+
+from models.deploy.onnx_export import export_onnx
+from utils.qat.benchmark.baseline import baseline_of
+from utils.qat.benchmark.tables import baseline_table, with_short_names
+from utils.qat.config.engine import BenchmarkConfig, image_sizes
+from utils.qat.core.errors import QatError
+
+SIZE = 64
+
+
+@pytest.fixture(scope='module')
+def files(small, tmp_path_factory):
+    """Folder with float.{pt,onnx} of open batch, int8.onnx of open batch, fixed.onnx in INT8 of batch 2."""
+    folder = tmp_path_factory.mktemp('models')
+    export_onnx(small.float_model(), folder / 'float.onnx', (SIZE, SIZE), dynamic=True)
+    export_onnx(small.quantized_model(), folder / 'int8.onnx', (SIZE, SIZE), dynamic=True)
+    export_onnx(small.quantized_model(), folder / 'fixed.onnx', (SIZE, SIZE), batch=2)
+    (folder / 'float.pt').write_bytes(small.single.read_bytes())
+    return folder
+
+
+def measured(files, names, *more):
+    """Results of a short run, and its folder."""
+    given = [files / name for name in names]
+    short = '--duration', 0.05, '--warmup', 0, '--device', 'cpu', '--workers', 0
+    run('benchmark_trt.py', *given, *short, '--project', files, '--name', 'runs', '--exist-ok', *more)
+    return json.loads((files / 'runs/benchmark.json').read_text())['results'], files / 'runs'
+
+
+def test_changes_are_those_of_the_figures_in_the_json(files):
+    results, _ = measured(
+        files, ['float.onnx', 'int8.onnx', 'fixed.onnx'], '--backend', 'onnxruntime', '--batch', '1,2'
+    )
+    found = {(r['given'].rsplit('/')[-1], r['batch'], r['open_batch']): r for r in results}
+    assert list(found) == [
+        ('float.onnx', 1, True),
+        ('float.onnx', 2, True),
+        ('int8.onnx', 1, True),
+        ('int8.onnx', 2, True),
+        ('fixed.onnx', 2, False),
+    ]
+    for (_, batch, _), r in found.items():
+        base, against = found['float.onnx', batch, True], r['against']
+        latency, rate = base['latency']['median'] / r['latency']['median'], r['images_per_s'] / base['images_per_s']
+        assert against['model'] == base['model'] and against['points'] is None
+        assert (against['latency_speed_up'], against['images_per_s_speed_up']) == pytest.approx((latency, rate))
+        assert against['latency_percent'] == pytest.approx(100 / latency - 100)
+        assert against['images_per_s_percent'] == pytest.approx(100 * rate - 100)
+
+
+def test_accuracy_of_each_row_is_that_of_eval(files, small):
+    data, backends = ('--data', small.data), ('--backend', 'onnxruntime,pytorch', '--baseline', 'pytorch')
+    results, folder = measured(files, ['float.onnx', 'int8.onnx'], *data, *backends, '--batch', '1')
+    assert [r['backend'] for r in results] == ['ONNX Runtime', 'PyTorch', 'ONNX Runtime']
+    exact, base, int8 = results
+    for r, rounds in ((exact, {'rel': 1e-4}), (int8, {'abs': 0.02})):  # fused kernels round other values
+        scored = '--imgsz', SIZE, '--device', 'cpu', '--workers', 0, '--project', files, '--name', 'eval', '--exist-ok'
+        run('val_trt.py', '--weights', r['model'], *data, *scored)
+        wanted = json.loads((files / 'eval/metrics.json').read_text())
+        for key in ('ap', 'ap50', 'precision', 'recall', 'images'):
+            assert r['accuracy'][key] == pytest.approx(wanted[key], **rounds), (r['model'], key)
+    assert base['accuracy']['ap'] == pytest.approx(exact['accuracy']['ap'], abs=1e-3) and base['accuracy']['ap'] > 0
+    for r in results:
+        assert r['against']['backend'] == 'PyTorch'
+        assert r['against']['points']['ap'] == pytest.approx(100 * (r['accuracy']['ap'] - base['accuracy']['ap']))
+    text = (folder / 'benchmark.md').read_text()
+    assert f'{int8["accuracy"]["ap"]:.4f}' in text and '| device ' in text and 'CPU cores' in text
+
+
+def test_several_sizes_and_formats(files):
+    folder = files / 'sizes'
+    more = '--imgsz', '64,96x64', '--batch', 1, '--formats', 'csv,json', '--duration', 0.05, '--warmup', 0
+    run('benchmark_trt.py', files / 'float.pt', *more, '--device', 'cpu', '--project', files, '--name', 'sizes')
+    results = json.loads((folder / 'benchmark.json').read_text())
+    assert [r['imgsz'] for r in results['results']] == [[64, 64], [96, 64]]
+    assert [r['against']['latency_speed_up'] for r in results['results']] == [1, 1], 'each size has its own baseline'
+    assert sorted(f.name for f in folder.iterdir()) == ['benchmark.csv', 'benchmark.json']
+    rows = list(csv.DictReader((folder / 'benchmark.csv').open()))
+    assert [(row['height'], row['width'], row['batch axis']) for row in rows] == [
+        ('64', '64', 'open'),
+        ('96', '64', 'open'),
+    ]
+    assert [float(row['latency median (ms)']) for row in rows] == [r['latency']['median'] for r in results['results']]
+    assert {'cpu', 'cores', 'threads', 'instructions', 'versions'} <= set(results['machine'])
+
+
+@pytest.mark.parametrize(
+    'given, sizes',
+    [
+        (['640'], ((640, 640),)),
+        (['480', '640'], ((480, 640),)),
+        (['320,480x640,320'], ((320, 320), (480, 640))),
+        (['640x640'], ((640, 640),)),
+        (['1', '2', '3'], None),
+        (['640,0'], None),
+        ([','], None),
+        (['640', 'm.onnx'], None),
+        (['1x2x3'], None),
+    ],
+)
+def test_image_sizes(given, sizes):
+    if sizes:
+        assert BenchmarkConfig(['m.pt'], imgsz=given).sizes == sizes
+    else:
+        with pytest.raises(QatError, match='--imgsz .*: must be'):
+            image_sizes(given)
+
+
+def row(given, backend='ONNX Runtime', precision='fp32', batch=1, size=(64, 64), ms=1.0):
+    return {
+        'model': given,
+        'given': given,
+        'backend': backend,
+        'types': precision.upper(),
+        'precision': precision,
+        'batch': batch,
+        'imgsz': size,
+        'latency': {'median': ms},
+        'images_per_s': 1000 / ms,
+        'accuracy': None,
+    }
+
+
+FLOAT, INT8 = row('a/f.onnx', ms=4), row('a/q.onnx', precision='int8', ms=2)
+TORCH, VINO = row('a/f.onnx', 'PyTorch', ms=8), row('a/q.onnx', 'OpenVINO', 'int8')
+HALF, OTHER = row('a/f.onnx', precision='fp16'), row('g.onnx')
+
+
+@pytest.mark.parametrize(
+    'rows, wanted, baseline',
+    [
+        ([INT8, FLOAT], None, FLOAT),
+        ([INT8, HALF, FLOAT], None, FLOAT),
+        ([INT8, HALF], None, HALF),
+        ([INT8, TORCH, VINO], None, None),  # no float file in its backend
+        ([INT8, FLOAT, OTHER], None, None),  # two could be it
+        ([FLOAT, OTHER], None, FLOAT),  # itself
+        ([INT8, row('a/f.onnx', batch=2), row('a/f.onnx', size=(32, 32))], None, None),
+        ([INT8, FLOAT, TORCH], 'pytorch', TORCH),
+        ([INT8, FLOAT], 'pytorch', None),
+        ([INT8, FLOAT, OTHER], 'g.onnx', OTHER),
+        ([VINO, FLOAT], 'a/f.onnx', FLOAT),  # it ran in one backend only
+        ([VINO, FLOAT, TORCH], 'f.onnx', None),
+        ([FLOAT, INT8], 'q.onnx', INT8),
+    ],
+)
+def test_which_row_is_the_baseline(rows, wanted, baseline):
+    assert baseline_of(rows[0], rows, wanted) is baseline
+
+
+def test_without_another_row_there_is_no_table_of_changes():
+    assert not baseline_table(with_short_names([{**FLOAT, 'against': None}]))
+
+
+def test_a_baseline_that_is_no_model_is_measured_too():
+    assert list(map(str, BenchmarkConfig([Path('a/q.onnx')], baseline='a/f.onnx').files)) == ['a/f.onnx', 'a/q.onnx']
+    for known in ('a/q.onnx', 'q.onnx', 'pytorch', None):
+        assert list(map(str, BenchmarkConfig([Path('a/q.onnx')], baseline=known).files)) == ['a/q.onnx']
+    with pytest.raises(QatError, match='--baseline pytorch: not among --backend openvino'):
+        BenchmarkConfig([Path('a/q.onnx')], baseline='pytorch', backend=['openvino'])

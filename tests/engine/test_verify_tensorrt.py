@@ -1,0 +1,138 @@
+"""scripts/verify_tensorrt.py: it goes on after a failure, names what it could not check, and its exit code is that of its rows.
+
+TensorRT itself is not here. TensorRT-RTX builds the engines of the slow test. In the others a stand-in takes the place of TensorRT's Python
+interface: stand_in/tensorrt.py.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+
+import pytest
+from conftest import REPO, TREE
+from zoo import command, python
+
+from utils.qat.config.verify import VerifyConfig
+from utils.qat.verify.bench import Bench, Failed, Machine, reason
+from utils.qat.verify.kinds import within_limits
+
+STAND_IN = REPO / 'tests/engine/stand_in'
+NAMES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())['10.13']
+TRTEXEC = """#!/bin/sh
+echo '&&&& RUNNING TensorRT.trtexec [TensorRT v101303]'
+for a; do case $a in --saveEngine=*) printf 'an engine of a stand-in' > "${a#*=}";; esac; done
+"""
+
+
+def verify(demo, out, *options, code=0, **environment):
+    """Run the command on the files of a demo; returns {row: (status, what was found)} and the content of verify.json."""
+    files = '--weights', demo.quantized, '--float', demo.single, '--data', demo.data
+    said = python(
+        TREE / 'scripts/verify_tensorrt.py',
+        *files,
+        *options,
+        '--project',
+        out,
+        '--name',
+        'v',
+        code=code,
+        env=environment,
+    )
+    report = json.loads((out / 'v' / 'verify.json').read_text())
+    assert report['verdict'] in said and report['verdict'] in (out / 'v' / 'verify.md').read_text()
+    return {row['name']: (row['status'], row['found']) for row in report['rows']}, report
+
+
+def stand_in(tmp_path, **more):
+    """The environment in which the stand-ins are TensorRT and trtexec."""
+    trtexec = tmp_path / 'bin' / 'trtexec'
+    trtexec.parent.mkdir()
+    trtexec.write_text(TRTEXEC)
+    trtexec.chmod(0o755)
+    paths = {'PATH': f'{trtexec.parent}:{os.environ["PATH"]}', 'PYTHONPATH': str(STAND_IN)}
+    return {**os.environ, **paths, 'STAND_IN_RECORD': str(tmp_path / 'record'), **more}
+
+
+def test_it_goes_on_after_a_crash(small, tmp_path):
+    """The stand-in ends the process that builds DeepStream's file, as a fault of TensorRT can."""
+    rows = 'build plain', 'build deepstream', 'timing cache', 'trtexec plain', 'outputs plain', 'outputs deepstream'
+    environment = stand_in(tmp_path, STAND_IN_CRASH='deepstream', CUDA_VISIBLE_DEVICES='')
+    found, report = verify(small, tmp_path, '--imgsz', 64, '--only', *rows, code=1, **environment)
+    assert list(found) == list(rows)
+    assert found['build plain'][0] == found['timing cache'][0] == found['trtexec plain'][0] == 'pass'
+    assert found['build deepstream'] == ('fail', 'scripts/build_engine.py was ended by SIGSEGV')
+    assert found['outputs plain'][0] == 'skip' and 'no NVIDIA GPU' in found['outputs plain'][1]
+    assert found['outputs deepstream'] == ('skip', 'needs build deepstream')
+    assert report['verdict'].startswith(
+        'TensorRT 10.13.3+stand-in on a machine without a GPU: 3 passed, 1 failed, 2 skipped'
+    )
+    assert report['machine']['table']['trtexec'] == 'TensorRT 10.13.3'
+    asked = set((tmp_path / 'record').read_text().split())
+    assert {'Builder.build_serialized_network', 'IBuilderConfig.set_timing_cache', 'IBuilderConfig.set_flag'} <= asked
+    assert not [name for name in asked if name.split('.')[1] not in NAMES[name.split('.')[0]]]
+
+
+@pytest.mark.gpu
+def test_engines_run_on_a_gpu(small, tmp_path):
+    """ONNX Runtime cannot be recorded, so a CUDA graph of the stand-in does nothing: a wrong result is found."""
+    rows = 'build plain', 'outputs plain', 'other GPU', 'cut', 'cut alone', 'CUDA graph'
+    found, _ = verify(small, tmp_path, '--imgsz', 64, '--only', *rows, code=1, **stand_in(tmp_path))
+    assert [status for status, _ in found.values()] == ['pass'] * 5 + ['fail']
+    assert 'other outputs than without a graph' in found['CUDA graph'][1]
+
+
+@pytest.mark.slow
+def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
+    pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests')
+    masks = '--segment', demo_seg.quantized, '--segment-data', demo_seg.data
+    found, _ = verify(
+        demo, tmp_path, *masks, '--imgsz', 128, '--backend', 'rtx', **{**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
+    )
+    built = {name.removeprefix('build '): status for name, (status, _) in found.items() if name.startswith('build ')}
+    lacks = {'end2end', 'plugin', 'segment-end2end'}
+    assert built == {kind: 'skip' if kind in lacks else 'pass' for kind in built} and len(built) == 11, found
+    assert 'NonMaxSuppression' in found['build end2end'][1] and 'Plugin not found' in found['build plugin'][1]
+    assert found['timing cache'][0] == 'pass'
+    assert {status for name, (status, _) in found.items() if not name.startswith(('build', 'timing'))} == {'skip'}
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(small, tmp_path):
+    files = '--weights', small.quantized, '--float', small.single, '--data', small.data, '--project', tmp_path
+    assert 'allowed are build plain, ' in command('scripts/verify_tensorrt.py', *files, '--only', 'build', code=2)
+    assert 'give both or none' in command('scripts/verify_tensorrt.py', *files, '--segment', small.quantized, code=2)
+    if importlib.util.find_spec('tensorrt') is None:
+        assert 'no TensorRT here' in command('scripts/verify_tensorrt.py', *files, code=2)
+    assert not list(tmp_path.iterdir())
+    done = subprocess.run([REPO / 'scripts/verify_tensorrt.sh', '-h'], capture_output=True, text=True)
+    assert done.returncode == 0 and '--backend rtx' in done.stdout
+
+
+def test_the_end_of_a_command_in_words(tmp_path):
+    assert reason('a.py', -9, 0, '') == 'a.py was ended by SIGKILL'
+    assert reason('a.py', 0, 2, 'fine\n') == 'a.py: exit code 0, not 2: fine'
+    assert reason('a.py', 2, 0, 'a.py: error: no\nmore\n') == 'a.py: exit code 2, not 0: no'
+    config = VerifyConfig(tmp_path, tmp_path, tmp_path, minutes=0.01)
+    late = Bench(config, Machine('', 10, None, None, {}), tmp_path, deadline=0.0)
+    with pytest.raises(Failed, match='had not ended when the 0.01 minutes'):
+        late.run('-m timeit', '-n', '1', 'import time; time.sleep(60)')
+
+
+@pytest.mark.parametrize(
+    'change, says',
+    [
+        ({}, None),
+        ({'ap_difference': -0.006}, 'AP 0.5'),
+        ({'matched': 0.9}, '90.0% of the detections'),
+        ({'matched_score': 0.03}, 'scores 0.03'),
+        ({'matched_mask': 0.5}, 'masks 0.5'),
+    ],
+)
+def test_differences_beyond_the_limits_fail(change, says):
+    found = {'reference': {'ap': 0.5}, 'other': {'ap': 0.5}, 'ap_difference': 0.0, 'matched': 1.0, 'matched_score': 0.0}
+    found |= {'matched_mask': None, 'mask_ap_difference': 0.0, **change}
+    if says:
+        with pytest.raises(Failed, match=says):
+            within_limits(found)
+    else:
+        assert within_limits(found).startswith('AP 0.5000, ONNX Runtime 0.5000')

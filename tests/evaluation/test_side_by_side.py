@@ -1,0 +1,97 @@
+"""Several models against the first, and their best detections or classes side by side, worked out by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from zoo import command as run
+
+from models.deploy.onnx_export import export_onnx
+from utils.qat.evaluation.side_by_side import Examples, class_lines, detection_lines, example_table
+
+SIZE = 64
+NAMES = {0: 'cat', 1: 'dog'}
+
+
+def rows(*found):
+    """Detections (x, class, score): boxes of 10 x 10 pixels at x, best first."""
+    return torch.tensor([[x, 0, x + 10, 10, score, c] for x, c, score in found]).float().reshape(-1, 6)
+
+
+FIRST = rows((0, 0, 0.9), (20, 0, 0.8), (40, 1, 0.7), (60, 1, 0.6))
+CASES = {  # detections of the other model → marks of the lines, and its rank and score in each
+    'equal': (FIRST, ['same'] * 4, [(1, 0.9), (2, 0.8), (3, 0.7), (4, 0.6)]),
+    'none': (rows(), ['lost'] * 4, [None] * 4),
+    'order': (FIRST[[1, 0, 2, 3]], ['same'] * 4, [(2, 0.9), (1, 0.8), (3, 0.7), (4, 0.6)]),
+    'moved': (rows((2, 0, 0.9)), ['moved', 'lost', 'lost', 'lost'], [(1, 0.9), None, None, None]),
+    'class': (rows((0, 1, 0.5)), ['other class', 'lost', 'lost', 'lost'], [(1, 0.5), None, None, None]),
+    'new': (rows((80, 0, 0.3)), ['lost'] * 4 + ['new'], [None] * 4 + [(1, 0.3)]),
+    # one box is the counterpart of one detection only
+    'twice': (rows((0, 0, 0.9), (0, 0, 0.2)), ['same', 'lost', 'lost', 'lost', 'new'], [(1, 0.9)] + [None] * 3 + [(2, 0.2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('other, marks, found', CASES.values(), ids=CASES)
+def test_lines_of_detections(other, marks, found):
+    lines = detection_lines([FIRST, other], NAMES, top=4)
+    assert [line.marks for line in lines] == [[mark] for mark in marks]
+    assert [line.others[0] and (line.others[0].rank, pytest.approx(line.others[0].score)) for line in lines] == found
+    assert [line.reference and line.reference.name for line in lines][:4] == ['cat', 'cat', 'dog', 'dog']
+
+
+def test_a_counterpart_beyond_the_best_is_found_and_a_new_one_beyond_them_is_not_shown():
+    lines = detection_lines([FIRST, FIRST[[3, 2, 1, 0]]], NAMES, top=2)
+    assert [(line.reference.rank, line.others[0].rank) for line in lines] == [(1, 4), (2, 3)]
+    assert len(detection_lines([FIRST[:1], rows((0, 0, 0.9), (80, 0, 0.3))], NAMES, top=1)) == 1
+
+
+def test_lines_of_classes():
+    lines = class_lines([torch.tensor([0.1, 0.5, 0.4]), torch.tensor([0.6, 0.3, 0.1])], {0: 'a', 1: 'b', 2: 'c'}, 2)
+    told = [(line.reference and line.reference.name, line.others[0].rank, line.marks) for line in lines]
+    assert told == [('b', 2, ['moved']), ('c', 3, ['moved']), (None, 1, ['new'])]
+
+
+def test_examples_are_spread_and_as_the_image_was():
+    examples = Examples(2, 4, NAMES, 1, mean=(0.5,) * 3, std=(0.25,) * 3)
+    for i in range(4):
+        examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, FIRST])
+    assert [e.path for e in examples.found] == ['0.jpg', '2.jpg']
+    assert [np.unique(e.image).tolist() for e in examples.found] == [[0], [128]]
+    assert '| 1 ' in example_table(examples.found[0], ['a', 'b']) and not Examples(0, 4, NAMES, 1).wanted
+
+
+def test_several_models_are_compared_as_pairs_are(small, tmp_path):
+    """A float detector against its INT8 checkpoint and the export of this one."""
+    export_onnx(small.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
+    common = (
+        '--data',
+        small.data,
+        '--device',
+        'cpu',
+        '--workers',
+        0,
+        '--project',
+        tmp_path,
+        '--images',
+        5,
+        '--imgsz',
+        SIZE,
+    )
+    given = {
+        'all': [small.quantized, tmp_path / 'int8.onnx'],
+        'one': [small.quantized],
+        'two': [tmp_path / 'int8.onnx'],
+    }
+    reports = {}
+    for name, others in given.items():
+        run('compare_outputs.py', small.single, *others, *common, '--name', name, '--show', 2)
+        reports[name] = json.loads((tmp_path / name / 'compare.json').read_text())
+    assert [c['model'] for c in reports['all']['comparisons']] == list(map(str, given['all']))
+    for pair, of_all in zip(('one', 'two'), reports['all']['comparisons']):
+        assert reports[pair]['comparisons'] == [of_all]
+    examples = reports['all']['examples']
+    assert len(examples) == 2 and all(len(line['others']) == 2 for e in examples for line in e['lines'])
+    text = (tmp_path / 'all/report.md').read_text()
+    assert '(examples.png)' in text and f'| {small.quantized.name} - {small.single.name}, points ' in text
+    assert (tmp_path / 'all/examples.png').read_bytes().startswith(b'\x89PNG')

@@ -1,0 +1,322 @@
+"""The best detections or classes of a few images, of several models side by side: lines, a table and a picture.
+
+A line is of a detection of the first model, the reference, with its counterpart in each other model; or of a detection that only
+another model has. Of a classifier a line is of a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from utils.metrics import box_iou
+
+from utils.qat.core.markdown import escaped, markdown_table
+from utils.qat.core.picture import literal, save
+from utils.qat.evaluation.compare import SAME_DETECTION, SAME_OBJECT
+
+SAME, MOVED, CLASS, LOST, NEW = 'same', 'moved', 'other class', 'lost', 'new'
+COLOURS = {SAME: '#2ca02c', MOVED: '#1f77b4', CLASS: '#9467bd', LOST: '#d62728', NEW: '#ff7f0e'}
+MEANING = {
+    SAME: f'the same class, IoU at least {SAME_DETECTION}',
+    MOVED: f'the same class, IoU at least {SAME_OBJECT}',
+    CLASS: f'another class, IoU at least {SAME_OBJECT}',
+    LOST: 'only the first model has it',
+    NEW: 'the first model does not have it',
+}
+MEANING_OF_CLASSES = {SAME: 'the same rank', MOVED: 'another rank', NEW: 'not among the best of the first model'}
+
+
+@dataclass
+class Found:
+    """A detection, or a class of a classifier, as one model has it."""
+
+    rank: int  # from 1
+    name: str  # of its class
+    score: float
+    box: list[float] | None = None  # x1, y1, x2, y2 in pixels of the model's input; None for a class
+
+
+@dataclass
+class Line:
+    """A detection of the reference with its counterparts, or a detection that only one other model has."""
+
+    reference: Found | None
+    others: list[Found | None]
+    marks: list[str]  # of each other model: SAME, MOVED, CLASS, LOST or NEW; '' if the line is not about it
+
+
+@dataclass
+class Example:
+    """An image, and what the models found in it."""
+
+    image: np.ndarray = field(repr=False)  # uint8 RGB [H, W, 3], as the models see it
+    path: str
+    lines: list[Line]
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values, without the image."""
+        return {
+            'image': self.path,
+            'lines': [
+                {
+                    'reference': line.reference and vars(line.reference),
+                    'others': [found and vars(found) for found in line.others],
+                    'marks': line.marks,
+                }
+                for line in self.lines
+            ],
+        }
+
+
+def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
+    """Line up the best detections of several models in one image.
+
+    Each of the `top` detections of the reference takes its counterpart among all detections of another model: that of its class
+    with the largest IoU, which no better detection has taken, else of another class. Of the other model's own `top`, those that
+    are no counterpart of any detection of the reference are new.
+
+    Args:
+        found: FP32 [n, 6] of each model, see detections.Detections, the reference first.
+        names: class index → name.
+        top: number of detections of each model.
+    """
+
+    def made(rows: torch.Tensor, i: int) -> Found:
+        *box, score, kind = rows[i].tolist()
+        return Found(i + 1, names.get(int(kind), str(int(kind))), score, box)
+
+    first, others = found[0], found[1:]
+    lines = [Line(made(first, i), [], []) for i in range(min(top, len(first)))]
+    extra = []
+    for number, rows in enumerate(others):
+        pairs, unknown = _counterparts(first, rows)
+        for i, line in enumerate(lines):
+            j, mark = pairs.get(i, (None, LOST))
+            line.others.append(None if j is None else made(rows, j))
+            line.marks.append(mark)
+        for j in unknown:
+            if j < top:
+                places = [made(rows, j) if n == number else None for n in range(len(others))]
+                extra.append(Line(None, places, [NEW if n == number else '' for n in range(len(others))]))
+    return lines + extra
+
+
+def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tuple[int, str]], list[int]]:
+    """Pair the detections of two models.
+
+    Returns:
+        Index in `first` → (index in `rows`, mark); and the indices in `rows` that are in no pair.
+    """
+    pairs: dict[int, tuple[int, str]] = {}
+    taken: set[int] = set()
+    if len(first) and len(rows):
+        iou = box_iou(first[:, :4], rows[:, :4])
+        alike = first[:, None, 5] == rows[:, 5]
+        for same_class in (True, False):
+            overlap = iou * (alike if same_class else ~alike)
+            for i in range(len(first)):
+                if i in pairs:
+                    continue
+                for j in overlap[i].argsort(descending=True).tolist():
+                    if overlap[i, j] < SAME_OBJECT:
+                        break
+                    if j not in taken:
+                        mark = CLASS if not same_class else SAME if overlap[i, j] >= SAME_DETECTION else MOVED
+                        pairs[i] = j, mark
+                        taken.add(j)
+                        break
+    return pairs, [j for j in range(len(rows)) if j not in taken]
+
+
+def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
+    """Line up the classes of highest score of several classifiers for one image.
+
+    A class is moved if it has another rank in the other classifier, and new if it is not among the `top` of the reference.
+
+    Args:
+        scores: [C] of each classifier, the reference first.
+        names: class index → name.
+        top: number of classes of each classifier.
+    """
+    orders = [one.argsort(descending=True, stable=True).tolist() for one in scores]
+    ranks = [{c: rank for rank, c in enumerate(order, 1)} for order in orders]
+
+    def made(model: int, c: int) -> Found:
+        return Found(ranks[model][c], names.get(c, str(c)), float(scores[model][c]))
+
+    lines = []
+    for c in orders[0][:top]:
+        marks = [SAME if ranks[m][c] == ranks[0][c] else MOVED for m in range(1, len(scores))]
+        lines.append(Line(made(0, c), [made(m, c) for m in range(1, len(scores))], marks))
+    for m in range(1, len(scores)):
+        for c in orders[m][:top]:
+            if ranks[0][c] > top:
+                places = [made(m, c) if n == m else None for n in range(1, len(scores))]
+                lines.append(Line(None, places, [NEW if n == m else '' for n in range(1, len(scores))]))
+    return lines
+
+
+class Examples:
+    """Examples out of a series of images, evenly spread.
+
+    Attributes:
+        found: the examples so far.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        images: int,
+        names: Mapping[int, str],
+        top: int,
+        paths: Sequence[str] = (),
+        mean: Sequence[float] = (0.0, 0.0, 0.0),
+        std: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> None:
+        """Start without examples.
+
+        Args:
+            number: most examples.
+            images: number of images that will come.
+            names: class index → name.
+            top: number of detections or classes of each model.
+            paths: of the images, where `look` is not told them.
+            mean: of the values in 0..1 that images were normalised by, like `std`.
+            std: see `mean`.
+        """
+        self.wanted = {i * images // number for i in range(number)} if number else set()
+        self.names, self.top, self.paths, self.seen = names, top, paths, 0
+        self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (mean, std))
+        self.found: list[Example] = []
+
+    def look(self, image: torch.Tensor, path: str, found: Sequence[torch.Tensor]) -> None:
+        """Take the next image: FP32 [3, H, W]; its path; detections [n, 6], or scores [C], of each model."""
+        number, self.seen = self.seen, self.seen + 1
+        if number not in self.wanted:
+            return
+        lines = (detection_lines if found[0].dim() == 2 else class_lines)(found, self.names, self.top)
+        pixels = ((image * self.std + self.mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+        self.found.append(Example(pixels, path or str(self.paths[number]), lines))
+
+
+def example_table(example: Example, models: Sequence[str]) -> str:
+    """Write an example as a Markdown table.
+
+    Args:
+        example: the example.
+        models: names of the models, the reference first.
+    """
+
+    def score(found: Found | None) -> str:
+        return f'{found.score:.4f}' if found else '-'
+
+    rows = []
+    for line in example.lines:
+        whole = line.reference or next(found for found in line.others if found)
+        row: list[Any] = [line.reference.rank if line.reference else '-', escaped(whole.name), score(line.reference)]
+        for found, mark in zip(line.others, line.marks):
+            change = f'{found.score - line.reference.score:+.4f}' if found and line.reference else '-'
+            said = f'{mark}: {found.name}' if found and mark == CLASS else mark
+            if found and line.reference and found.rank != line.reference.rank:
+                said += f', rank {found.rank}'
+            row += [score(found), change, escaped(said or '-')]
+        rows.append(row)
+    titles = ['rank', 'class', models[0], *(title for model in models[1:] for title in (model, 'difference', 'mark'))]
+    return markdown_table(titles, rows)
+
+
+def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]) -> None:
+    """Draw examples: a row for each image, the reference left and the other models right of it, lists of scores below.
+
+    The numbers are ranks. Colours mark the differences from the reference, and in its own picture the first model that differs.
+
+    Args:
+        path: the picture to write.
+        examples: with at least one detection or class each.
+        models: names of the models, the reference first.
+    """
+    most = max(max(len(_of_model(e, m)) for m in range(len(models))) for e in examples)
+    side, text = 4.6, 0.17 * most + 0.3
+    figure = Figure(figsize=(side * len(models), (side + text) * len(examples) + 1.0))
+    grid = figure.add_gridspec(
+        2 * len(examples),
+        len(models),
+        height_ratios=[side, text] * len(examples),
+        left=0.01,
+        right=0.99,
+        top=1 - 0.45 / ((side + text) * len(examples) + 1.0),
+        bottom=0.45 / ((side + text) * len(examples) + 1.0),
+        hspace=0.02,
+        wspace=0.03,
+    )
+    for row, example in enumerate(examples):
+        for column, model in enumerate(models):
+            axes = figure.add_subplot(grid[2 * row, column])
+            below = figure.add_subplot(grid[2 * row + 1, column])
+            axes.imshow(example.image)
+            axes.set_axis_off()
+            below.set_axis_off()
+            name = f'{model}: {Path(example.path).name}' if column == 0 else model
+            axes.set_title(literal(name), fontsize=9)
+            for place, (found, mark) in enumerate(_of_model(example, column)):
+                tone, strong = COLOURS[mark], mark != SAME
+                if found.box:
+                    x1, y1, x2, y2 = found.box
+                    axes.add_patch(
+                        Rectangle(
+                            (x1, y1),
+                            x2 - x1,
+                            y2 - y1,
+                            fill=False,
+                            edgecolor=tone,
+                            linewidth=2.2 if strong else 1.2,
+                            linestyle='--' if mark == LOST else '-',
+                        )
+                    )
+                    axes.text(
+                        x1,
+                        y1,
+                        str(found.rank),
+                        fontsize=7,
+                        color='white',
+                        va='bottom' if y1 > 20 else 'top',
+                        bbox={'facecolor': tone, 'edgecolor': 'none', 'pad': 1},
+                    )
+                below.text(
+                    0.02,
+                    1 - (place + 0.7) * 0.17 / text,
+                    literal(f'{found.rank:>3}  {found.score:.3f}  {found.name}' + f'   ({mark})' * strong),
+                    fontsize=8,
+                    family='monospace',
+                    color=tone if strong else '0.15',
+                    va='center',
+                    transform=below.transAxes,
+                )
+    boxes = any(line.reference and line.reference.box for e in examples for line in e.lines)
+    meaning = MEANING if boxes else MEANING_OF_CLASSES
+    handles = [Rectangle((0, 0), 1, 1, color=COLOURS[mark]) for mark in meaning]
+    figure.legend(
+        handles, [f'{mark}: {text}' for mark, text in meaning.items()], loc='lower center', ncols=3, fontsize=7
+    )
+    save(figure, path)
+
+
+def _of_model(example: Example, model: int) -> list[tuple[Found, str]]:
+    """List the detections of a model (0 = the reference) in an example with their marks, by rank.
+
+    Of the reference a mark is the first that is not SAME. Of another model, counterparts beyond its best count as well.
+    """
+    found = []
+    for line in example.lines:
+        if model == 0 and line.reference:
+            found.append((line.reference, next((mark for mark in line.marks if mark not in ('', SAME)), SAME)))
+        elif model and (other := line.others[model - 1]):
+            found.append((other, line.marks[model - 1]))
+    return sorted(found, key=lambda pair: pair[0].rank)

@@ -1,0 +1,75 @@
+"""The outputs of two runs of exported files on the same images: python -m utils.qat.verify.raw_outputs A B DATA SIZE BACKEND OUT.json.
+
+A and B are .onnx or .engine files with one input. Where they are the same engine, the second run is a CUDA graph. It serves the
+files that an evaluation does not take, such as DeepStream's, and asks what no AP can show: whether a CUDA graph gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from utils.qat.config.common import LoaderConfig
+from utils.qat.core.command import run_command
+from utils.qat.core.device import select_device
+from utils.qat.core.files import write_json
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
+from utils.qat.prediction.registry import session_of
+from utils.qat.prediction.session import Session
+from utils.qat.prediction.tensorrt import TensorRT
+
+IMAGES = 8  # real ones: noise has no detections
+
+
+def open_session(file: Path, device: torch.device, backend: str, cuda_graph: bool) -> Session:
+    """Open a file: an engine of `backend` as a CUDA graph or not, an .onnx file in ONNX Runtime."""
+    if file.suffix == '.engine':
+        return TensorRT(file, device, backend, cuda_graph=cuda_graph)
+    return session_of('onnxruntime').to_evaluate(file, device, 'onnxruntime')
+
+
+def compare(first: Session, second: Session, images: torch.Tensor) -> dict[str, float | bool | None]:
+    """Run both on each image.
+
+    Returns:
+        'equal': all bits; 'sqnr': ratio of the outputs of `first` to the difference, in dB, the smallest of all outputs; None if equal.
+    """
+    signal: dict[str, float] = {}
+    noise: dict[str, float] = {}
+    equal = True
+    ((name, shape),) = first.signature().inputs.items()
+    batch = shape[0] if isinstance(shape[0], int) else 1
+    for image in images:
+        tensors = {name: image.expand(batch, -1, -1, -1).contiguous()}
+        found, other = (
+            {key: value.double().cpu().clone() for key, value in session.run(tensors).items()}
+            for session in (first, second)
+        )
+        for key, value in found.items():
+            equal &= torch.equal(value, other[key])
+            signal[key] = signal.get(key, 0.0) + value.square().sum().item()
+            noise[key] = noise.get(key, 0.0) + (value - other[key]).square().sum().item()
+    worst = min((signal[key] / noise[key] for key in signal if noise[key]), default=None)
+    return {'equal': equal, 'sqnr': 10 * math.log10(worst) if worst else None}
+
+
+def main() -> None:
+    """Write the differences to a JSON file."""
+    a, b, data, size, backend, out = sys.argv[1:]
+    device = select_device('')
+    settings = LoaderConfig(batch_size=1, imgsz=(int(size), int(size)), workers=0, device=str(device))
+    loader = val_loader(load_data(data), settings, 32, square=True, limit=IMAGES)
+    images = torch.cat([batch[0] for batch in loader]).float().to(device) / 255
+    with (
+        open_session(Path(a), device, backend, False) as first,
+        open_session(Path(b), device, backend, a == b) as second,
+    ):
+        write_json(out, compare(first, second, images))
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(lambda _: main()))

@@ -18,10 +18,11 @@ from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
+from utils.qat.config.settings import Sides, require_multiples
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
-from utils.qat.core.next_command import after_scoring
+from utils.qat.core.next_command import after_scoring, typed_sides
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -37,21 +38,26 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
     return read(CompareConfig, argv, __doc__.splitlines()[0])
 
 
-def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> int:
-    """Find the side, in pixels, of the square images that all models take. Raises QatError if there is none."""
+def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
+    """Find the height and width, in pixels, of the images that all models take. Raises QatError if they differ."""
     from utils.qat.prediction.file_model import FileModel
 
     given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
     # a file whose image size is open takes any, as a checkpoint does
-    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {(config.imgsz or 640,) * 2}
-    if len(sizes) > 1 or len(set(*sizes)) > 1:
+    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {config.imgsz or (640, 640)}
+    if len(sizes) > 1:
         raise QatError(
-            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sizes)}; one square '
+            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(sizes))}; one '
             'size is needed, export with the same --imgsz'
         )
-    size = next(iter(sizes))[0]
+    (size,) = sizes
     if config.imgsz not in (None, size):
-        raise QatError(f'--imgsz {config.imgsz}: the files take {size}; leave the flag out, or export again')
+        raise QatError(
+            f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {size[0]} x {size[1]}; leave the flag out, or '
+            'export again'
+        )
+    for model in models:
+        require_multiples(size, getattr(model, 'stride', 1))
     return size
 
 
@@ -71,7 +77,7 @@ def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel
 
 
 def compare_detectors(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare detectors with the first. Returns the plain compare.Comparison of each other one, and examples."""
     from utils.qat.data.dataset import load_data
@@ -105,7 +111,7 @@ def compare_detectors(
 
 
 def compare_classifiers(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: int
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare classifiers with the first. Returns the plain compare_classes.ClassComparison of each other one, and examples."""
     from utils.qat.data.class_folders import class_images, paths_of
@@ -153,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         following = after_scoring(config.others[-1], size, backends[-1])
         tables = write_comparison(folder, config, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))
-    images = f'{comparisons[0]["images"]} images of {size} x {size}'
+    images = f'{comparisons[0]["images"]} images of {size[0]} x {size[1]}'
     LOGGER.log(RESULT, f'{others} compared with {config.reference}, {images}\n\n{tables}\n')
     finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 

@@ -16,9 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.qat.config.backends import BACKENDS, CHECKPOINTS
-from utils.qat.config.common import LoaderConfig
+from utils.qat.config.common import LoaderConfig, seen_as
 from utils.qat.config.export import INCLUDE, PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.config.options import read
+from utils.qat.config.settings import require_multiples
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
@@ -72,16 +73,6 @@ class Job(NamedTuple):
         return {what: path for what, path in self.files.items() if not (plugin and what == 'onnx_end2end')}
 
 
-def require_multiples(imgsz: Sequence[int], stride: int) -> None:
-    """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
-    if any(side % stride for side in imgsz):
-        near = [side // stride * stride for side in imgsz]
-        raise QatError(
-            f'--imgsz {" ".join(map(str, imgsz))}: must be multiples of {stride}, the stride of the model, such as '
-            f'{" ".join(map(str, near))} or {" ".join(str(side + stride * (side != given)) for side, given in zip(near, imgsz))}'
-        )
-
-
 def load(config: ExportConfig) -> Job:
     """Load the checkpoint and, for --verify, the data: a mistake shall show before the work."""
     require_file(config.weights, '--weights', CHECKPOINTS)
@@ -115,7 +106,7 @@ def load(config: ExportConfig) -> Job:
     images = None
     if config.verify:
         data = load_data(config.verify, predict.nc, '--verify', predict.segments)
-        settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz[0])
+        settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz)
         images = data, val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
     return Job(config, predict, quant['recipe'] if quant else None, files, nms, pooling, images)
 
@@ -271,7 +262,7 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
     )
     LOGGER.log(
         RESULT,
-        f'\nPyTorch and {title} ({path.name}) on {result.images} images of {config.verify}\n\n'
+        f'\nPyTorch and {title} ({path.name}) on {result.images} images of {config.verify}, {seen_as(config.imgsz, True)}\n\n'
         f'{comparison_tables(result.plain(), ("PyTorch", title))}\n{notes}'
         f'limits: AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}'
         f'{f", the IoU of their masks at least {limits.mask:g}" * (result.matched_mask is not None)}: '
@@ -286,15 +277,16 @@ def verify(job: Job, what: str, data: Data, loader: DataLoader) -> bool:
 
 
 def next_commands(job: Job) -> list[str]:
-    """Return the commands to type next: an evaluation, or if that was done or cannot be, the next step to an engine."""
+    """Return the commands to type next: a fair evaluation, or if that was done or cannot be, the next step to an engine.
+
+    The AP of a file whose own NMS drops low scores compares with no other: score_file.warn_of_threshold.
+    """
     config = job.config
-    if not config.verify and job.runnable and not config.fp32_scales and len(set(config.imgsz)) == 1:
-        data = data_yaml((job.recipe or {}).get('data'))  # images are scored as squares
-        return [
-            command('qat.py', 'eval', '--weights', path, '--data', data, '--imgsz', config.imgsz[0])
-            for path in job.runnable.values()
-        ]
-    return [after_scoring(path, config.imgsz[0]) for path in job.files.values()]
+    fair = [path for what, path in job.runnable.items() if 'end2end' not in what or config.conf_thres <= 0.001]
+    if not config.verify and fair and not config.fp32_scales:
+        data = data_yaml((job.recipe or {}).get('data'))
+        return [command('qat.py', 'eval', '--weights', path, '--data', data) for path in fair]
+    return [after_scoring(path, config.imgsz) for path in job.files.values()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

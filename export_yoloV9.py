@@ -14,6 +14,7 @@ from pathlib import Path
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.export import DeepStreamConfig
 from utils.qat.config.options import read
+from utils.qat.config.settings import require_multiples
 from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
@@ -35,22 +36,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(argv)
     require_file(config.weights, '--weights', CHECKPOINTS)
 
-    from models.deploy.load import load_main_branch
     from models.deploy.onnx_export import export_onnx
+    from models.quantize.checkpoint import load_any
     from utils.qat.core.files import write_text
     from utils.qat.graph.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
 
     with quiet_upstream():
-        model, quant, head = load_main_branch(config.weights)
+        model, quant = load_any(config.weights)
+        head = type(model.model[-1]).__name__
         if hasattr(model.model[-1], 'nm'):  # number of mask coefficients
             raise QatError(
                 f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks'
             )
-        config.require_stride(int(max(model.stride)))
-        LOGGER.info(
-            f'{config.weights}: YOLOv9 {"INT8" if quant else "float"}, head {head}'
-            + f', its main branch ({type(model.model[-1]).__name__})' * head.startswith(('Dual', 'Triple'))
-        )
+        require_multiples(config.size, int(max(model.stride)), '--size')
+        LOGGER.info(f'{config.weights}: YOLOv9 {"INT8" if quant else "float"}, head {head}')
         path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11
         done = export_onnx(
             model,

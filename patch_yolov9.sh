@@ -217,7 +217,7 @@ check() {
 }
 
 patch() {
-    local f foreign=() edited=() why=() gone=() changed=()
+    local f foreign=() edited=() why=() gone=() changed=() blocks=0
     attempt stage
     for f in "${OTHERS[@]}" "${FILES[@]}"; do
         exists "$f" || continue
@@ -241,13 +241,15 @@ patch() {
         [[ -d $f ]] || among "$f" "${FOLDERS[@]}" || FOLDERS+=("$f")
     done
     for f in "${FILES[@]}" "${HOOKED[@]}"; do
-        same "$f" || changed+=("$f")
+        same "$f" && continue
+        changed+=("$f")
+        ! among "$f" "${HOOKED[@]}" || blocks=$((blocks + 1))
     done
     attempt stage_manifests
     if ((${#changed[@]} + ${#foreign[@]} + ${#gone[@]})) || ! cmp -s "$NEW/manifest" "$MANIFEST"; then
         STATE="half done: mend that and run it again, or: $SELF '$TREE' --revert"
         attempt lay
-        echo "yolov9-qat $VERSION: ${#changed[@]} files written to $TREE ($MODE), listed in $MANIFEST"
+        echo "yolov9-qat $VERSION: $((${#changed[@]} - blocks)) files written to $TREE ($MODE), $blocks of upstream's with our block; listed in $MANIFEST"
     else
         echo "yolov9-qat $VERSION: $TREE is up to date, nothing written"
     fi

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
-from utils.qat.config.options import add_options
+from utils.qat.config.common import seen_as
+from utils.qat.config.options import add_options, each
 from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import require_multiples
 from utils.qat.core.command import Parser, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.core.device import describe, select_device
 from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
-from utils.qat.core.next_command import command
+from utils.qat.core.next_command import DATA, command, typed_sides
 from utils.qat.core.run_folder import run_folder
 from utils.qat.run.resume import resumed
 
@@ -37,8 +39,11 @@ if TYPE_CHECKING:
     from utils.qat.data.loaders import Images, TrainingImages
 
 
-def parse_args(argv: Sequence[str] | None) -> QuantizeConfig | SensitiveConfig | EvalConfig:
-    """Turn the command line into the settings of its verb; with --resume, into the settings of the interrupted run."""
+def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig]:
+    """Turn the command line into the settings of its verb; with --resume, into the settings of the interrupted run.
+
+    `eval` has settings for each file of --weights, the other verbs have one.
+    """
     parser = Parser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
     for name, (kind, _, text) in VERBS.items():
@@ -50,10 +55,10 @@ def parse_args(argv: Sequence[str] | None) -> QuantizeConfig | SensitiveConfig |
     if unknown:  # said by the parser that has the options
         verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
     if 'resume' in typed:
-        return resumed(typed.pop('resume'), typed)
+        return [resumed(typed.pop('resume'), typed)]
     if 'weights' not in typed:
         verbs.choices[verb].error('the following arguments are required: --weights')
-    return VERBS[verb][0](**typed)
+    return each(VERBS[verb][0], typed)
 
 
 def with_precision(config: QuantizeConfig, device: torch.device) -> QuantizeConfig:
@@ -80,14 +85,19 @@ def dry_run(config: QuantizeConfig) -> None:
 
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
-        model = file.load_float()
+        model = file.load_float(reparameterized=config.reparameterize)
     loaded = TorchModel(model)
     config.check_model(loaded.segments, loaded.kind)
     layers = [(m.i, type(m).__name__) for m in model.model]
     conversion, groups = prepare(model, config, Choice.of(model, config, file.sha256).paths)
-    LOGGER.log(
-        RESULT, f'\n{dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)}\nnothing was written'
-    )
+    tables, scales = dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)
+    LOGGER.log(RESULT, f'\n{tables}')
+    LOGGER.debug(scales)
+    LOGGER.log(RESULT, 'nothing was written')
+    if not config.data.is_file():
+        if config.data != QuantizeConfig.data:
+            LOGGER.warning(f'--data {config.data}: no such file; the run will need it')
+        config = replace(config, data=Path(DATA))
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 
@@ -108,8 +118,6 @@ def load(config: CalibrationConfig) -> Job:
     require_file(config.weights, '--weights', CHECKPOINTS)
     require_file(config.data, '--data', ('.yaml', '.yml'))
 
-    from utils.general import check_img_size
-
     from models.quantize import checkpoint
     from utils.qat.data.dataset import load_data
     from utils.qat.prediction.pytorch import TorchModel
@@ -120,9 +128,9 @@ def load(config: CalibrationConfig) -> Job:
     join(device)
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
-        model = TorchModel(file.load_float(device))
+        model = TorchModel(file.load_float(device, config.reparameterize))
     config.check_model(model.segments, model.kind)
-    config = replace(config, imgsz=check_img_size(config.imgsz, model.stride))
+    require_multiples(config.imgsz, model.stride)
     data = load_data(config.data, model.nc, segments=model.segments)
     return Job(config, device, model.model, file.sha256, model.stride, data, (rank(), world_size()))
 
@@ -145,7 +153,10 @@ def open_folder(job: Job, folder: Path | None) -> Path:
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
-    LOGGER.info(f'device {describe(job.device)}, results in {folder}')
+    square = isinstance(job.config, SensitiveConfig)
+    LOGGER.info(
+        f'device {describe(job.device)}, images scored {seen_as(job.config.imgsz, square)}, results in {folder}'
+    )
     return folder
 
 
@@ -225,7 +236,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     data = replace(job.data, val_split=config.val_split)
     of_data = data, config, job.stride
     hyp = load_hyp(config.hyp) if config.hyp else None
-    loaders = {'val': val_loader(*of_data, shard=job.shard)}
+    scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
+    loaders = {'val': val_loader(*of_data, shard=job.shard, scored=scored)}
     if config.val_split:
         loaders['held out'] = val_loader(*of_data, split='held out', shard=job.shard)
     # a resumed run was calibrated before
@@ -242,7 +254,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     if training:
         finetune_run(run, training, config)
 
-    LOGGER.log(RESULT, '\n'.join(('', run_table(run.report), '', *verdicts(run.report), '')))
+    seen = f'images {seen_as(config.imgsz, False)}'
+    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(run.report), '', *verdicts(run.report), '')))
     following = export_command(folder, run.report)
     finish(following, report=folder / 'report.md', weights=delivered(folder, run.report))
 
@@ -267,7 +280,15 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
 
     require_known_head(job.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
     images = calibration_images(job.data, config, job.stride, job.device, job.shard)
-    loader = val_loader(job.data, config, job.stride, square=True, limit=config.num_image or None, shard=job.shard)
+    loader = val_loader(
+        job.data,
+        config,
+        job.stride,
+        square=True,
+        limit=config.num_image or None,
+        shard=job.shard,
+        scored=config.metric != 'distortion',
+    )
 
     folder = open_folder(job, folder)
     model, calibration = calibrated(job.model, images, config, bar)
@@ -289,9 +310,10 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         **found,
     }
     on_first(write_json)(folder / FILE, summary)
-    given = {'--weights': config.weights, '--data': config.data, '--imgsz': config.imgsz}
-    given |= {'--sensitive': folder / FILE, '--max-drop': 0.2}
-    following = command('qat.py', 'quantize', *(word for pair in given.items() for word in pair))
+    following = command(
+        *('qat.py', 'quantize', '--weights', config.weights, '--data', config.data),
+        *('--imgsz', *typed_sides(config.imgsz), '--sensitive', folder / FILE, '--max-drop', 0.2),
+    )
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
@@ -299,46 +321,35 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         LOGGER.info(
             f'all in INT8 against float: {in_words(found["int8"]["against_float"])} on these {summary["images"]} images'
         )
-    LOGGER.log(RESULT, f'\n{summary_table(summary, 10)}\n')
+    LOGGER.log(RESULT, f'\n{summary["images"]} images {seen_as(config.imgsz, True)}\n\n{summary_table(summary, 10)}\n')
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
-def eval_(config: EvalConfig, folder: Path | None) -> None:
-    """Evaluate a quantized checkpoint, or an exported file."""
-    require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
-    require_file(config.data, '--data', ('.yaml', '.yml'))
-    if config.baseline:
-        require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
-    exported = config.weights.suffix.lower() in EXPORTED
-    if config.backend and not exported:
-        raise QatError(
-            f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
-        )
+def eval_(configs: Sequence[EvalConfig]) -> None:
+    """Evaluate checkpoints, quantized or float, and exported files."""
+    for config in configs:
+        require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
+        require_file(config.data, '--data', ('.yaml', '.yml'))
+        if config.baseline:
+            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
+        if config.backend and config.weights.suffix.lower() not in EXPORTED:
+            raise QatError(
+                f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
+            )
 
     import torch
 
     from models.deploy.load import load_model
-    from models.quantize import checkpoint
-    from utils.qat.evaluation.score_file import score_file
-    from utils.qat.prediction.pytorch import TorchModel
-    from utils.qat.prediction.registry import open_file
+    from utils.qat.evaluation.score_file import score_files
 
-    device = select_device(config.device)
-    join(device)
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
-    if exported:
-        predict: Any = open_file(config.weights, device, config.backend)
-    else:
-        with quiet_upstream():
-            predict = TorchModel(checkpoint.load_quantized(config.weights, device)[0])
-    baseline = load_model(config.baseline, device) if config.baseline else None
-    score_file(predict, config, device, folder, baseline)
+    score_files(configs, load_model, load_model)
 
 
 VERBS: dict[str, tuple[type, Callable, str]] = {
     'quantize': (QuantizeConfig, quantize, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint'),
     'sensitive': (SensitiveConfig, sensitive, 'what the INT8 of each layer, block or convolution costs'),
-    'eval': (EvalConfig, eval_, 'evaluate a quantized checkpoint or an ONNX file'),
+    'eval': (EvalConfig, eval_, 'evaluate a checkpoint or an exported file'),
 }
 
 
@@ -349,12 +360,16 @@ def main(argv: Sequence[str] | None = None, needs_masks: bool = False) -> None:
         argv: None = the words of this process.
         needs_masks: refuse a model without masks.
     """
-    config = replace(parse_args(argv), needs_masks=needs_masks)
+    configs = [replace(config, needs_masks=needs_masks, data=config.data_file) for config in parse_args(argv)]
+    config = configs[0]
+    [verb] = (verb for kind, verb, _ in VERBS.values() if kind is type(config))
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)
-    [verb] = (verb for kind, verb, _ in VERBS.values() if kind is type(config))
-    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        verb(config, folder)
+    if isinstance(config, EvalConfig):
+        verb(configs)
+    else:
+        with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+            verb(config, folder)
     leave()
 
 

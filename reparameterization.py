@@ -1,6 +1,8 @@
 """Convert a dual-branch YOLOv9 checkpoint to a single-branch checkpoint, for quantization and deployment.
 
 python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
+
+`qat.py` and the exports do the same in memory with a dual-branch checkpoint. This command writes the file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
-from utils.qat.core.next_command import command, data_yaml
+from utils.qat.core.next_command import command, converted, data_yaml
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -25,7 +27,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     """Read the command line, and check its files."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
-    parser.add_argument('--save', type=Path, required=True, help='file to write')
+    parser.add_argument('--save', type=Path, help='file to write; default: WEIGHTS-converted.pt beside the checkpoint')
     parser.add_argument(
         '--device', default='cpu', help='accepted for old command lines; the conversion runs on the CPU'
     )
@@ -37,6 +39,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     require_file(args.weights, '--weights', CHECKPOINTS)
     if args.cfg:
         require_file(args.cfg, '--cfg', ('.yaml', '.yml'))
+    args.save = args.save or converted(args.weights)
     if args.save.suffix not in CHECKPOINTS:
         raise QatError(f'--save {args.save}: expected a file ending in .pt')
     if args.save.resolve() == args.weights.resolve():
@@ -81,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
     from models.quantize.checkpoint import load_dual_or_float
-    from models.quantize.reparameterize import HEADS, largest_difference, reparameterize
+    from models.quantize.reparameterize import HEADS, main_branch
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
@@ -92,13 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f'go on with: python qat.py quantize --weights {args.weights}'
             )
         parameters = sum(p.numel() for p in model.parameters())
-        result = reparameterize(model)
+        result, difference = main_branch(model, f'--weights {args.weights}')
         check_against(args, model, result.model)
-    difference = largest_difference(model, result.model)
-    if difference > 1e-3:
-        raise QatError(
-            f'{args.weights}: the converted model differs from the main branch by {difference:.2g}; please report it'
-        )
 
     single = result.model
     remaining = sum(p.numel() for p in single.parameters())

@@ -9,37 +9,33 @@ evaluates with one command.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
-from utils.qat.config.options import read
+from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
-from utils.qat.core.command import explain_out_of_memory, require_file, run_command
-from utils.qat.core.run_folder import run_folder
+from utils.qat.core.command import require_file, run_command
 
 
-def parse_args(argv: Sequence[str] | None) -> FileEvalConfig:
-    """Turn the command line into settings."""
-    return read(FileEvalConfig, argv, __doc__.splitlines()[0])
+def parse_args(argv: Sequence[str] | None) -> list[FileEvalConfig]:
+    """Turn the command line into settings, for each file of --weights."""
+    return read_each(FileEvalConfig, argv, __doc__.splitlines()[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
-    config = parse_args(argv)
-    require_file(config.weights, '--weights', EXPORTED)
-    require_file(config.data, '--data', ('.yaml', '.yml'))
-    if config.baseline:
-        require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
+    configs = [replace(config, data=config.data_file) for config in parse_args(argv)]
+    for config in configs:
+        require_file(config.weights, '--weights', EXPORTED)
+        require_file(config.data, '--data', ('.yaml', '.yml'))
+        if config.baseline:
+            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
 
     from models.deploy.load import load_model
-    from utils.qat.core.device import select_device
-    from utils.qat.evaluation.score_file import score_file
+    from utils.qat.evaluation.score_file import score_files
     from utils.qat.prediction.registry import open_file
 
-    device = select_device(config.device)
-    with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-        model = open_file(config.weights, device, config.backend)
-        baseline = load_model(config.baseline, device) if config.baseline else None
-        score_file(model, config, device, folder, baseline)
+    score_files(configs, open_file, load_model)
 
 
 if __name__ == '__main__':

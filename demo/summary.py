@@ -44,8 +44,8 @@ def rows(folder: Path) -> Iterator[list[Any]]:
         ('float', 'OpenVINO', 'eval_openvino_float', single.with_suffix('.onnx')),
     ):
         metrics = json.loads((folder / scored / 'metrics.json').read_text())
-        size = metrics['settings']['imgsz']
-        yield [name, runtime, f'{size} x {size}', metrics, megabytes(file)]
+        height, width = metrics['settings']['imgsz']
+        yield [name, runtime, f'{height} x {width}', metrics, megabytes(file)]
 
 
 def speeds(report: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import os
 import shlex
 import shutil
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMAGES = {'.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp'}
-PICTURES = Path('runs/infer')  # folder for --save
+PICTURES = Path('runs/infer')  # folder for --save; of a second run runs/infer2
 MOST = 300  # detections in an image
 
 
@@ -223,7 +224,7 @@ def paste(mask: np.ndarray, area: np.ndarray, box: np.ndarray, shape: Sequence[i
 def draw(
     image: np.ndarray, found: np.ndarray, names: dict[int, str], masks: Sequence[np.ndarray] | None = None
 ) -> None:
-    """Draw detections into an image, with a colour for each class.
+    """Draw detections into an image, with a colour for each class; no label hides another as long as there is room.
 
     Args:
         image: BGR uint8 [height, width, 3], changed in place.
@@ -231,21 +232,50 @@ def draw(
         names: class index → name.
         masks: mask of each detection, see `paste`; None without masks.
     """
-    thick = max(1, round(sum(image.shape[:2]) / 800))
+    thick, font = max(1, round(sum(image.shape[:2]) / 800)), cv2.FONT_HERSHEY_SIMPLEX
+    labels: list[tuple[int, int, int, int]] = []  # left, top, right, bottom of those that are placed
+    drawn = []
     for i, (x1, y1, x2, y2, score, number) in enumerate(found.tolist()):
-        hue = int(number) * 67 % 180
-        colour = cv2.cvtColor(np.uint8([[[hue, 200, 255]]]), cv2.COLOR_HSV2BGR)[0, 0].tolist()
+        colour = cv2.cvtColor(np.uint8([[[int(number) * 67 % 180, 200, 255]]]), cv2.COLOR_HSV2BGR)[0, 0].tolist()
         if masks:
             image[masks[i]] = image[masks[i]] // 2 + np.uint8(colour) // 2
-        text = f'{names.get(int(number), int(number))} {score:.2f}'
-        (w, h), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, thick)
-        # the label stays inside the image
-        left, bottom = max(0, min(round(x1), image.shape[1] - w)), max(round(y1), h + 4)
         cv2.rectangle(image, (round(x1), round(y1)), (round(x2), round(y2)), colour, thick)
-        cv2.rectangle(image, (left, bottom - h - 4), (left + w, bottom), colour, -1)
-        cv2.putText(
-            image, text, (left, bottom - 3), cv2.FONT_HERSHEY_SIMPLEX, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA
-        )
+        text = f'{names.get(int(number), int(number))} {score:.2f}'
+        (w, h), _ = cv2.getTextSize(text, font, 0.4 * thick, thick)
+        drawn.append((text, colour, place((x1, y1, x2, y2), w, h + 4, image.shape[:2], labels)))
+    for text, colour, (left, top, right, bottom) in drawn:
+        cv2.rectangle(image, (left, top), (right, bottom), colour, -1)
+        cv2.putText(image, text, (left, bottom - 3), font, 0.4 * thick, (0, 0, 0), thick, cv2.LINE_AA)
+
+
+def place(
+    box: Sequence[float], width: int, height: int, shape: Sequence[int], labels: list[tuple[int, int, int, int]]
+) -> tuple[int, int, int, int]:
+    """Find a place for a label: above its box, in it, below it or beside it, where no other label is; else above it.
+
+    Args:
+        box: x1, y1, x2, y2 of the object.
+        width: of the label, in pixels.
+        height: of the label, in pixels.
+        shape: height and width of the image; the label stays inside.
+        labels: left, top, right, bottom of the labels so far; gets this one.
+    """
+    x1, y1, x2, y2 = map(round, box)
+    places = []
+    for x, y in (
+        (x1, y1 - height),
+        (x1, y1),
+        (x1, y2),
+        (x1, y2 - height),
+        (x2, y1),
+        (x1 - width, y1),
+        (x2 - width, y1 - height),
+    ):
+        left, top = max(0, min(x, shape[1] - width)), max(0, min(y, shape[0] - height))
+        places.append((left, top, left + width, top + height))
+    free = (p for p in places if not any(p[0] < q[2] and q[0] < p[2] and p[1] < q[3] and q[1] < p[3] for q in labels))
+    labels.append(next(free, places[0]))
+    return labels[-1]
 
 
 def save(image: np.ndarray, path: Path) -> None:
@@ -389,7 +419,9 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
     """
     parser = Parser(description=description)
     parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
-    parser.add_argument('images', type=Path, metavar='IMAGE|FOLDER', help='an image, or a folder: all images in it')
+    parser.add_argument(
+        'images', type=Path, metavar='IMAGE|FOLDER', help='an image, or a folder: all images in it and in its folders'
+    )
     parser.add_argument(
         '--conf-thres', type=float, default=0.25, help='lowest score; a file with NMS inside has one of its own besides'
     )
@@ -397,7 +429,9 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
         '--iou-thres', type=float, default=0.45, help='IoU above which NMS drops a box; not of a file with NMS inside'
     )
     parser.add_argument(
-        '--save', action='store_true', help=f'draw the detections into copies of the images, in {PICTURES}/'
+        '--save',
+        action='store_true',
+        help=f'draw the detections into copies of the images, in {PICTURES}, or {PICTURES}2, ... if that is there',
     )
     speak = parser.add_mutually_exclusive_group()
     speak.add_argument('--quiet', action='store_true', help='only the last line')
@@ -424,14 +458,14 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
     if not args.device.isdigit() and (args.device != 'cpu' or suffix != '.onnx'):
         fail(f'--device {args.device}: must be the number of a GPU{", or cpu" * (suffix == ".onnx")}')
     args.files = (
-        sorted(f for f in args.images.iterdir() if f.suffix.lower() in IMAGES)
+        sorted(f for f in args.images.rglob('*') if f.suffix.lower() in IMAGES)
         if args.images.is_dir()
         else [args.images]
     )
     if not args.files or not args.files[0].is_file():
         fail(f'{args.images}: no such image, nor a folder with images ({", ".join(sorted(IMAGES))})')
-    if args.save and args.files[0].parent.resolve() == PICTURES.resolve():
-        fail(f'--save: would write over the images in {PICTURES}; move them, or work in another folder')
+    numbered = (PICTURES.with_name(f'{PICTURES.name}{n}') for n in itertools.count(2))
+    args.pictures = next(folder for folder in itertools.chain([PICTURES], numbered) if not folder.exists())
     return args
 
 
@@ -458,6 +492,7 @@ def main(
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
     unread = total = skipped = saved = 0
     for file in args.files:
+        name = file.relative_to(args.images) if args.images.is_dir() else Path(file.name)
         try:
             image = cv2.imread(str(file))
         except (cv2.error, UnicodeEncodeError):  # too many pixels for OpenCV; a name that is no text
@@ -477,7 +512,7 @@ def main(
             )
         if args.verbose:
             print(
-                f'{visible(file.name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms'
+                f'{visible(name)}: {image.shape[1]} x {image.shape[0]} pixels, {(time.perf_counter() - start) * 1e3:.1f} ms'
             )
         total += len(found)
         skipped += left_out
@@ -489,15 +524,15 @@ def main(
             ]
         for i, (*box, score, number) in enumerate([] if args.quiet else found.tolist()):
             print(
-                f'{visible(file.name)}: {visible(model.names.get(int(number), int(number)))} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}'
+                f'{visible(name)}: {visible(model.names.get(int(number), int(number)))} {score:.3f}  {" ".join(f"{x:.1f}" for x in box)}'
                 + (f'  {masks[i].sum()} px' if masks else '')
             )
         if not len(found) and not args.quiet:
-            print(f'{visible(file.name)}: nothing found')
+            print(f'{visible(name)}: nothing found')
         if args.save:
             draw(image, found, model.names, masks)
             try:
-                save(image, PICTURES / file.name)
+                save(image, args.pictures / name)
             except (OSError, ValueError) as e:
                 reason = (
                     f'{e.strerror}, {shutil.disk_usage(".").free / 1e6:.1f} MB are free'
@@ -505,12 +540,12 @@ def main(
                     else e
                 )
                 fail(
-                    f'{PICTURES / file.name} could not be written ({reason}), nor what follows; {saved} pictures are whole'
+                    f'{args.pictures / name} could not be written ({reason}), nor what follows; {saved} pictures are whole'
                 )
             saved += 1
     broken = f' ({skipped} more left out: NaN or infinite)' if skipped else ''
     print(
-        f'{total} detections{broken} in {len(args.files) - unread} images{f", pictures in {PICTURES}" if args.save else ""}'
+        f'{total} detections{broken} in {len(args.files) - unread} images{f", pictures in {args.pictures}" if args.save else ""}'
     )
     if not args.save and not args.quiet:
         print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))

@@ -6,29 +6,36 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
 
 usage() {
-    cat <<EOF
+    cat <<END
 Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA.yaml IMGSZ [--generate-graph]
   WEIGHTS.pt        checkpoint, quantized by qat.py or float
   DATA.yaml         data YAML; the engine is evaluated on its val: images
-  IMGSZ             image size in pixels: of the file, the engine and the evaluation
+  IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
   --generate-graph  also measure every layer and draw the engine
 The ONNX file, the engine and their other files are written beside WEIGHTS.
-EOF
+END
+}
+refuse() {
+    printf 'val_trt.sh: error: %s\n' "$1" >&2
+    exit 2
 }
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }
 if (($# < 3 || $# > 4)) || [[ ${4:---generate-graph} != --generate-graph ]]; then
     usage >&2
     exit 2
 fi
-weights=$1 data=$2 imgsz=$3
-model=${weights%.*}
+weights=$1 data=$2 model=${1%.*}
+[[ -f $weights ]] || refuse "WEIGHTS $weights: no such file"
+[[ -f $data ]] || refuse "DATA $data: no such file"
+[[ $3 =~ ^[0-9]+( [0-9]+)?$ ]] || refuse "IMGSZ $3: must be one number, or 'HEIGHT WIDTH' in quotes"
+read -ra imgsz <<<"$3"
 
 trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
 half=()
 [[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
-"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "$imgsz" --simplify --trt "$trt" "${half[@]}"
-"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "$imgsz" "${@:4}"
-"$PYTHON" "$HERE/../val_trt.py" --engine-file "$model.engine" --data "$data" --imgsz "$imgsz"
+"$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" "${half[@]}"
+"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" "${@:4}"
+"$PYTHON" "$HERE/../val_trt.py" --engine-file "$model.engine" --data "$data" --imgsz "${imgsz[@]}"
 if [[ ${4:-} == --generate-graph ]]; then # last: what else there is shall not wait for a picture
     "$PYTHON" "$HERE/draw_engine.py" --layer "$model.layer.json" --profile "$model.profile.json" --output "$model"
 fi

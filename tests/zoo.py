@@ -225,7 +225,7 @@ def calibrated_demo(demo):
     tie_scales(model)
     images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
     calibrate(model, images, options)
-    checkpoint.save_quantized(demo.quantized, model, {'imgsz': options.imgsz}, sha256(demo.single))
+    checkpoint.save_quantized(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
     return demo
 
 

@@ -1,13 +1,10 @@
 """Loading of a file of any kind: its model is ready to predict."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn as nn
 
-from models.quantize.checkpoint import CheckpointFile, fuse, load_any
-from models.quantize.reparameterize import HEADS, reparameterize
+from models.quantize.checkpoint import load_any
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
 from utils.qat.prediction.file_model import FileModel
@@ -32,22 +29,4 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
     if path.suffix.lower() not in CHECKPOINTS:
         return open_file(path, device, backend)
     with quiet_upstream():
-        return TorchModel(load_any(path, device)[0])
-
-
-def load_main_branch(path: Path) -> tuple[nn.Module, dict[str, Any] | None, str]:
-    """Load a checkpoint as `load_any` does, and reparameterize in memory a model that still has auxiliary branches.
-
-    Returns:
-        The fused model on the CPU, its `quant` dict (None for a float model), and the class of the head in the file.
-
-    Raises:
-        QatError: see CheckpointFile.load_any and `reparameterize`.
-    """
-    file = CheckpointFile(path)
-    if file.kind == 'float':
-        _, model = file.load_dual_or_float()
-        head = type(model.model[-1]).__name__
-        return fuse(reparameterize(model).model if head in HEADS else model), None, head
-    model, quant = file.load_any()
-    return model, quant, type(model.model[-1]).__name__
+        return TorchModel(*load_any(path, device))

@@ -16,15 +16,19 @@ from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
 from models.quantize.pickled_modules import TWINS, build
+from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
+from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
+from utils.qat.core.next_command import command
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive
 
+NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
 FORMAT = 2  # since 2 every scale is an FP16 number
 LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
@@ -37,8 +41,8 @@ class CheckpointFile:
 
     Attributes:
         path: of the file.
-        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model) or
-            'other'.
+        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model), 'ultralytics',
+            'state_dict' (tensors without a network) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later).
@@ -66,24 +70,35 @@ class CheckpointFile:
         self._expect('float')
         return self._load(device)
 
-    def load_float(self, device: torch.device | str = 'cpu') -> nn.Module:
-        """Build the model of a single-branch float checkpoint.
+    def load_float(self, device: torch.device | str = 'cpu', reparameterized: bool = True) -> nn.Module:
+        """Build the model of a float checkpoint, without its auxiliary branches.
+
+        Args:
+            device: of the model.
+            reparameterized: turn a dual-branch model into the model that reparameterization.py makes of it, and log that;
+                False = refuse such a model.
 
         Returns:
             The model: fused, FP32, in eval mode, on `device`.
 
         Raises:
-            QatError: see `load_dual_or_float`, or the model still has an auxiliary branch.
+            QatError: see `load_dual_or_float` and reparameterize.main_branch.
         """
-        _, model = self.load_dual_or_float(device)
+        _, model = self.load_dual_or_float()
         head = type(model.model[-1]).__name__
         if head.startswith(('Dual', 'Triple')):
-            out = self.path.with_name(f'{self.path.stem}-converted.pt')
-            raise QatError(
-                f'--weights {self.path}: still has its auxiliary branch ({head}); remove it first: '
-                f'python reparameterization.py --weights {self.path} --save {out}'
+            if not reparameterized:
+                raise QatError(
+                    f'--weights {self.path}: still has its auxiliary branch ({head}); leave --no-reparameterize out, or remove the '
+                    f'branch: {command("reparameterization.py", "--weights", self.path)}'
+                )
+            made, _ = main_branch(model, f'--weights {self.path}')
+            model = made.model
+            LOGGER.info(
+                f'{self.path}: {head} -> {made.head} in memory, as reparameterization.py does: {len(made.dropped)} layers of the '
+                'auxiliary branch dropped'
             )
-        return fuse(model)
+        return fuse(model).to(device)
 
     def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
         """Build a model that `save_quantized` wrote.
@@ -97,7 +112,7 @@ class CheckpointFile:
         self._expect('quantized')
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
-        if quant.get('format') != FORMAT or not is_quantized(model):
+        if quant.get('format') != FORMAT or not isinstance(quant.get('recipe'), dict) or not is_quantized(model):
             raise QatError(
                 f'--weights {self.path}: quantized checkpoint of format {quant.get("format")}, this version reads '
                 f'format {FORMAT}; quantize the float model again'
@@ -124,9 +139,10 @@ class CheckpointFile:
                     'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
                     'start again from its float model: python qat.py quantize --weights FLOAT.pt',
                     'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
-                    'float': f'is not quantized; quantize it first: python qat.py quantize --weights {self.path} '
-                    '(a float model is evaluated by upstream: python val.py)',
-                    'other': 'holds no YOLOv9 model (a checkpoint of upstream train.py or train_dual.py has one)',
+                    'float': f'is not quantized; quantize it first: python qat.py quantize --weights {self.path}',
+                    'ultralytics': f'made by Ultralytics, whose models are other classes than those of YOLOv9; {NEEDED}',
+                    'state_dict': f'has weights without their network (a state_dict); {NEEDED}',
+                    'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
             )
 
@@ -172,7 +188,12 @@ def _kind(names: Iterable[str]) -> str:
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) for n in names):
         return 'foreign'
-    return 'float' if any(n.startswith('models.yolo.') for n in names) else 'other'
+    if any(n.startswith('models.yolo.') for n in names):
+        return 'float'
+    if any(n.startswith('ultralytics.') for n in names):
+        return 'ultralytics'
+    tensors = any(n.startswith('torch._utils._rebuild_') for n in names)
+    return 'state_dict' if tensors and not any(n.startswith(('torch.nn.', 'models.')) for n in names) else 'other'
 
 
 def kind_of(path: str | Path) -> str:
@@ -185,9 +206,9 @@ def load_dual_or_float(path: str | Path, device: torch.device | str = 'cpu') -> 
     return CheckpointFile(path).load_dual_or_float(device)
 
 
-def load_float(path: str | Path, device: torch.device | str = 'cpu') -> nn.Module:
+def load_float(path: str | Path, device: torch.device | str = 'cpu', reparameterized: bool = True) -> nn.Module:
     """Read and build a checkpoint, see CheckpointFile.load_float."""
-    return CheckpointFile(path).load_float(device)
+    return CheckpointFile(path).load_float(device, reparameterized)
 
 
 def load_quantized(path: str | Path, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:

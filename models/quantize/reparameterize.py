@@ -30,6 +30,8 @@ HEADS = {
     'DualDSegment': ('DSegment', {'cv4': 'cv2', 'cv5': 'cv3', 'dfl2': 'dfl', 'cv7': 'cv4', 'proto2': 'proto'}),
 }
 
+DIFFERENCE = 1e-3  # of the outputs before and after, at most; it is 0 but for the order of sums
+
 
 @dataclass
 class Reparameterized:
@@ -149,6 +151,30 @@ def reparameterize(model: nn.Module) -> Reparameterized:
             setattr(single, attribute, deepcopy(getattr(model, attribute)))
     dropped = [i for i in range(len(model.model) - 1) if i not in kept]
     return Reparameterized(single.eval(), kept, dropped, head)
+
+
+def main_branch(model: nn.Module, source: str) -> tuple[Reparameterized, float]:
+    """Reparameterize a model, and check the result.
+
+    Args:
+        model: see `reparameterize`.
+        source: of the model, for messages: '--weights FILE'.
+
+    Returns:
+        What `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and how far the outputs were
+        from the main branch before the rounding, see `largest_difference`.
+
+    Raises:
+        QatError: see `reparameterize`; or the outputs differ.
+    """
+    result = reparameterize(model)
+    difference = largest_difference(model, result.model)
+    if difference > DIFFERENCE:
+        raise QatError(
+            f'{source}: the converted model differs from the main branch by {difference:.2g}; please report it'
+        )
+    result.model.half().float()
+    return result, difference
 
 
 @torch.no_grad()

@@ -400,7 +400,7 @@ BAD = [
     (['{}/net.onnx'], '--imgsz: .*leaves the image size of image open'),
     (['{}/demo.onnx', '--imgsz', '96'], '--imgsz 96 96: .*takes 64 x 64'),
     (['{}/demo.onnx', '--imgsz', '96', '64', '32'], '--imgsz'),
-    (['{}/demo.pt', '--imgsz', '100'], 'takes multiples of 32'),
+    (['{}/demo.pt', '--imgsz', '100'], 'must be multiples of 32'),
     (['{}/half.onnx', '--batch', '8'], 'fixed batch of 1'),
     (['{}/demo.onnx', '--baseline', 'none.onnx'], '--baseline none.onnx: no such file'),
     (['{}/demo.onnx', '--data', 'none.yaml'], '--data none.yaml: no such file'),

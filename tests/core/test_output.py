@@ -32,7 +32,12 @@ from utils.qat.core.next_command import DATA, command
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
 
-parse_args = program('qat.py').parse_args
+
+def parse_args(words):
+    [config] = program('qat.py').parse_args(words)
+    return config
+
+
 SMALL = '--imgsz', '128', '--device', 'cpu', '--workers', '0'
 NEXT = re.compile(r'(?m)^next: (.*)$')
 LINK = re.compile(r'!?\[[^]]*\]\(([^)]+)\)')
@@ -256,7 +261,10 @@ def test_quiet_is_the_result_alone(others):
                 re.sub(r'[\d.]+ s', '', line) for line in said.splitlines()
             } | {''}, file
     by_file = {(file, str(words[0])): quiet for file, words, _, _, quiet in others}
-    assert by_file['qat.py', 'eval'].startswith('\n| class ') and 'report ' in by_file['qat.py', 'eval']
+    assert (
+        re.match(r'\n\d+ images as .*\n\n\| class ', by_file['qat.py', 'eval'])
+        and 'report ' in by_file['qat.py', 'eval']
+    )
     assert len(by_file['export_yoloV9.py', '--weights'].splitlines()) == 3
 
 
@@ -458,6 +466,8 @@ def test_reports_show_their_pictures(chain, others):
 def test_the_report_of_quantize(chain):
     folder = chain['folder'] / 'runs/exp'
     text = (folder / 'report.md').read_text()
+    first = text.splitlines()[2]
+    assert first.startswith('**INT8 ') and first.endswith(' is the model to export.**') and first.count('weights/') == 1
     assert '| `--epochs`' in text and '`--lr`' not in text and 'Ranges of activations by mse, ' in text
     made_by = shlex.split(re.search(r'(?m)^python qat.py quantize .*$', text)[0])[3:]
     config, again = (parse_args(['quantize', *map(str, words)]) for words in (chain['quantize'][0][1:], made_by))

@@ -16,7 +16,9 @@ from utils.qat.core.threads import CHOSEN, onnx_options
 BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
 WITHOUT = {  # file → why it is not here
     'scripts/audit_onnx.py': 'loads neither',
+    'scripts/coco_to_yolo.py': 'loads neither',
     'scripts/draw_engine.py': 'loads neither',
+    'scripts/verify_tensorrt.py': 'runs the other commands in processes of their own',
     'demo/make_data.py': 'loads neither',
     'demo/summary.py': 'loads neither',
     'examples/infer_engine.py': 'loads neither',

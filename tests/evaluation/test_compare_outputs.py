@@ -154,7 +154,7 @@ def test_the_benchmark_scores_classifiers_alike(folder):
 def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, size):
     run(*command(folder, folder / f'{file}.onnx', folder / 'open.onnx', '--random', 2, *size))
     assert results_of(folder)['scores']['max'] == 0 and results_of(folder)['settings']['imgsz'] == (
-        SIZE if size else None
+        [SIZE, SIZE] if size else None
     )
 
 

@@ -216,6 +216,26 @@ def test_what_is_drawn():
     assert (image[:14, 140:] == second).all(2).mean() > 0.2, 'and stays inside the image'
 
 
+def test_no_label_hides_another():
+    labels, shape = [], (200, 300)
+    boxes = [
+        [100, 80, 180, 160],
+        [102, 82, 178, 158],
+        [99, 79, 181, 161],
+        [0, 0, 30, 30],
+        [1, 1, 31, 31],
+        [280, 190, 300, 200],
+    ]
+    for box in boxes:
+        client.place(box, 60, 14, shape, labels)
+    for i, (left, top, right, bottom) in enumerate(labels):
+        assert 0 <= left < right <= shape[1] and 0 <= top < bottom <= shape[0]
+        assert all(right <= a or c <= left or bottom <= b or d <= top for a, b, c, d in labels[:i])
+    assert labels[0] == (100, 66, 160, 80), 'the best detection has its label above its box'
+    crowded = [client.place([10, 10, 20, 20], 290, 190, shape, labels) for _ in range(2)]
+    assert crowded[0] == crowded[1], 'without room it is where it always was'
+
+
 # ---- masks --------------------------------------------------------------------------------------------------------------
 
 BOXES = np.float32(
@@ -412,26 +432,20 @@ def test_no_room_for_the_pictures(files, tmp_path):
     (tmp_path / 'some').mkdir()
     for name, side in (('a', 20), ('b', 20), ('c', 400), ('d', 20)):
         cv2.imwrite(str(tmp_path / f'some/{name}.bmp'), np.zeros((side, side, 3), np.uint8))
-    (tmp_path / 'runs/infer').mkdir(parents=True)
-    (tmp_path / 'runs/infer/c.bmp').write_bytes(b'of an earlier run')
+    (tmp_path / 'runs/infer').mkdir(parents=True)  # of an earlier run
     said, complaint = run(tmp_path, files / 'plain.onnx', 'some', '--save', code=2, largest=50_000)
     assert re.fullmatch(
-        r'infer_onnx.py: error: runs/infer/c.bmp could not be written \(File too large, [\d.]+ MB are free\), nor what follows; '
+        r'infer_onnx.py: error: runs/infer2/c.bmp could not be written \(File too large, [\d.]+ MB are free\), nor what follows; '
         r'2 pictures are whole\n',
         complaint,
     )
-    assert 'pictures in' not in said and sorted(f.name for f in (tmp_path / 'runs/infer').iterdir()) == [
-        'a.bmp',
-        'b.bmp',
-        'c.bmp',
-    ]
-    assert (tmp_path / 'runs/infer/c.bmp').read_bytes() == b'of an earlier run' and cv2.imread(
-        str(tmp_path / 'runs/infer/b.bmp')
-    ).shape == (20, 20, 3)
+    assert 'pictures in' not in said and not list((tmp_path / 'runs/infer').iterdir())
+    assert sorted(f.name for f in (tmp_path / 'runs/infer2').iterdir()) == ['a.bmp', 'b.bmp']
+    assert cv2.imread(str(tmp_path / 'runs/infer2/b.bmp')).shape == (20, 20, 3)
 
 
 def test_pictures_that_cannot_be_written(files, tmp_path):
-    """A file where the folder has to be, a format of which OpenCV writes none so large, and the folder of the pictures given as images."""
+    """A file where the folder has to be, and a format of which OpenCV writes none so large."""
     (tmp_path / 'runs').write_bytes(b'')
     image = next((files / 'images').iterdir())
     _, complaint = run(tmp_path, files / 'plain.onnx', image, '--save', code=2)
@@ -441,11 +455,20 @@ def test_pictures_that_cannot_be_written(files, tmp_path):
     (tmp_path / 'wide.png').rename(tmp_path / 'wide.webp')  # OpenCV reads what it is, and writes what it is called
     _, complaint = run(tmp_path, files / 'plain.onnx', 'wide.webp', '--save', code=2)
     assert 'OpenCV writes no .webp of 17000 x 4 pixels' in complaint and not (tmp_path / 'runs').exists()
-    (tmp_path / 'runs/infer').mkdir(parents=True)
-    shutil.copy(image, tmp_path / 'runs/infer')
-    _, complaint = run(tmp_path, files / 'plain.onnx', 'runs/infer', '--save', code=2)
-    assert '--save: would write over the images in runs/infer' in complaint
-    assert (tmp_path / 'runs/infer' / image.name).read_bytes() == image.read_bytes()
+
+
+def test_a_folder_with_folders_and_a_folder_of_pictures_for_each_run(files, tmp_path):
+    image = next((files / 'images').iterdir())
+    for folder in ('some', 'some/left', 'some/right'):
+        (tmp_path / folder).mkdir()
+        shutil.copy(image, tmp_path / folder)
+    for pictures in ('runs/infer', 'runs/infer2'):
+        said, _ = run(tmp_path, files / 'plain.onnx', 'some', '--save')
+        assert said.endswith(f' in 3 images, pictures in {pictures}\n')
+        written = {str(f.relative_to(tmp_path / pictures)) for f in (tmp_path / pictures).rglob('*') if f.is_file()}
+        assert written == {image.name, f'left/{image.name}', f'right/{image.name}'}
+    run(tmp_path, files / 'plain.onnx', 'runs/infer', '--save')
+    assert (tmp_path / 'runs/infer3').is_dir(), 'no picture is written over'
 
 
 BAD = {

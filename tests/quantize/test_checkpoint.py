@@ -4,7 +4,7 @@ import io
 import pickle
 import random
 import zipfile
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_half_models_are_saved_with_their_scales_whole(small, tmp_path):
 
 def test_provenance(small):
     _, quant = load_quantized(small.quantized)
-    assert quant['source_sha256'] == sha256(small.single) and quant['recipe'] == {'imgsz': 128}
+    assert quant['source_sha256'] == sha256(small.single) and quant['recipe'] == {'imgsz': [128, 128]}
     assert set(quant['versions']) >= {'python', 'torch', 'pytorch-quantization'}
 
 
@@ -183,14 +183,15 @@ MISTAKES = {  # kind of file → who is asked to load it, and what the answer na
     'empty': [(EVERY, 'not a PyTorch checkpoint')],
     'cut short': [(EVERY, 'not a PyTorch checkpoint .or cut short')],
     'plain zip': [(EVERY, 'not a PyTorch checkpoint')],
-    'state dict': [(EVERY, 'upstream train.py')],
+    'state dict': [(EVERY, 'has weights without their network .a state_dict.*upstream train.py')],
+    'ultralytics': [(EVERY, 'made by Ultralytics.*upstream train.py')],
     'other module': [(EVERY, 'upstream train.py')],
     'peer': [(EVERY, 'another yolov9-qat tool.*python qat.py quantize')],
     'wrong suffix': [(EVERY, 'ending in .pt or .pth')],
     DUAL: [
         (
-            (load_float, load_any),
-            'auxiliary branch.*python reparameterization.py --weights .*dual.pt --save .*converted.pt',
+            (partial(load_float, reparameterized=False),),
+            'auxiliary branch.*python reparameterization.py --weights .*dual.pt',
         ),
         ((load_quantized,), 'not quantized.*python qat.py quantize'),
     ],
@@ -217,6 +218,7 @@ def mistakes(demo, tmp_path):
     torch.save({'model': demo.float_model().state_dict()}, files['state dict'])
     torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, files['other module'])
     archive(files['peer'], pickle_of('models.yolo.DetectionModel', 'models.quantize.QuantUpsample'))
+    archive(files['ultralytics'], pickle_of('ultralytics.nn.tasks.DetectionModel', 'torch.nn.modules.conv.Conv2d'))
     files['wrong suffix'] = tmp_path / 'weights.onnx'
     files['wrong suffix'].write_bytes(demo.single.read_bytes())
     return files
@@ -262,12 +264,6 @@ def test_damaged_files_are_mistakes_not_bugs(small, tmp_path):
 
 def _judge(file):
     try:
-        assert kind_of(file) in ('float', 'quantized', 'foreign', 'other')
+        assert kind_of(file) in ('float', 'quantized', 'foreign', 'ultralytics', 'state_dict', 'other')
     except QatError as e:
         assert str(file) in str(e)
-
-
-def test_the_suggested_file_does_not_overwrite(demo):
-    with pytest.raises(QatError) as error:
-        load_float(demo.dual)
-    assert Path(str(error.value).rsplit('--save ', 1)[1]) != demo.dual

@@ -98,7 +98,7 @@ def test_paths_are_matched_from_their_start_to_a_dot():
 def test_costs_are_counted_once(demo):
     model = demo.quantized_model()
     twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]
-    costs = {g: unit_costs(model, find_units(model, twins, g), 64) for g in ('layer', 'conv')}
+    costs = {g: unit_costs(model, find_units(model, twins, g), (64, 64)) for g in ('layer', 'conv')}
     for which in (0, 1):
         sums = [sum(c[which] for unit, c in of.items() if unit) for of in costs.values()]
         assert sums[0] == sums[1] < costs['layer'][''][which]

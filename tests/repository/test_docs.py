@@ -340,3 +340,49 @@ def test_the_walkthrough_is_run(tmp_path):
     commands_of_ours = {f.name for f in REPO.glob('*.py')} | {'scripts/audit_onnx.py', 'scripts/infer_onnx.py'}
     assert commands_of_ours <= set(ran)
     assert list(tree.glob('runs/qat/*/weights/qat_best_*.onnx')) and list(tree.glob('runs/benchmark/*/benchmark.md'))
+
+
+# ---- migration ----------------------------------------------------------------------------------------------------------
+
+THEIRS = {  # options of levipereira/yolov9-qat (59542f9) and HenryPDT/yolov9-qat-deepstream (ba2ce8a)
+    'qat.py quantize': '--weights --data --hyp --device --batch-size --imgsz --img --img-size --project --name --exist-ok --iters --seed '
+    '--supervision-stride --no-eval-origin --no-eval-ptq',
+    'qat.py sensitive': '--weights --device --data --batch-size --imgsz --img --img-size --hyp --project --name --exist-ok --num-image',
+    'qat.py eval': '--weights --data --batch-size --imgsz --img --img-size --device --conf-thres --iou-thres --project --name --exist-ok',
+    'segment/qat_seg.py quantize': '--mask-ratio --no-overlap',
+    'export_qat.py': '--data --weights --imgsz --img --img-size --batch-size --device --half --inplace --keras --optimize --int8 --dynamic '
+    '--simplify --opset --verbose --workspace --nms --agnostic-nms --topk-per-class --topk-all --iou-thres --conf-thres --class-agnostic '
+    '--mask-resolution --pooler-scale --sampling-ratio --include',
+    'val_trt.py': '--data --engine-file --conf-thres --iou-thres --max-det --task --device --workers --single-cls --verbose --save-txt '
+    '--save-hybrid --save-conf --save-json --project --name --exist-ok',
+    'scripts/draw_engine.py': '--layer --profile',
+    'export_yoloV9.py': '-w --weights -s --size --opset --simplify --dynamic --batch',
+    'reparameterization.py': '--cfg --model --weights --device --classes_num --save',
+}
+FLAG = re.compile(r'(?<![\w-])--?[a-z][\w-]*')
+
+
+def migration(title):
+    """(command, options there, options here) of each row of a table of docs/migration.md; the third is None for gone options."""
+    for row in re.findall(
+        r'(?m)^\| `([^`]+)`[^|]* \| ([^|]*) \| ([^|]*) \|$', section(REPO / 'docs' / 'migration.md', title)
+    ):
+        quoted = [FLAG.findall(' '.join(re.findall('`([^`]*)`', cell))) for cell in row[1:]]
+        yield row[0], quoted[0], None if row[2].startswith('gone') else quoted[1] if quoted[1] else quoted[0]
+
+
+def test_every_option_of_the_other_tools_has_its_row_and_is_what_the_row_says():
+    found = {}
+    for command, theirs, ours in migration('Options, flag by flag'):
+        found.setdefault(command, set()).update(theirs)
+        options = set(FLAG.findall(python(*command.split(), '-h')))
+        assert set(ours or ()) <= options, (command, ours)
+        assert ours is not None or not set(theirs) & options, (command, theirs, 'is not gone')
+    assert found == {command: set(flags.split()) for command, flags in THEIRS.items()}
+
+
+def test_the_options_for_people_from_ultralytics_exist():
+    rows = list(migration('From Ultralytics'))
+    assert len(rows) > 10
+    for command, _, ours in rows:
+        assert set(ours) <= set(FLAG.findall(python(*command.split(), '-h'))), (command, ours)

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import py_compile
+import re
 import shutil
 import subprocess
 import sys
@@ -92,8 +93,10 @@ def test_version_is_stated_once_more_in_python():
 def test_check_tells_the_state(clone):
     assert patch(clone, '--check').returncode == 1
     before = contents(clone)
-    patch(clone)
-    assert patch(clone, '--check').returncode == 0
+    written, checked = patch(clone).stdout, patch(clone, '--check')
+    assert checked.returncode == 0
+    numbers = re.findall(r'(\d+) files', written + checked.stdout)
+    assert len(numbers) == 2 and numbers[0] == numbers[1] and "2 of upstream's with our block" in written
     (clone / 'utils/qat/compat.py').write_text('edited\n')
     result = patch(clone, '--check')
     assert result.returncode == 1 and 'edited: utils/qat/compat.py' in result.stdout

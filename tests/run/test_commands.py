@@ -489,6 +489,7 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
         'qat.py',
         'quantize',
         '--dry-run',
+        '--verbose',
         '--weights',
         job / 'single.pt',
         '--data',
@@ -506,7 +507,10 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     )
     assert out.count('output of the head') == 6 and not list(tmp_path.iterdir())
     free = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--scale-policy', 'free')
-    assert '  none' in free and '  scale ' not in free
+    assert '0 quantizers share 0 scales' in free and '  scale ' not in free
+    brief = command('qat.py', 'quantize', '--dry-run', '--weights', job / 'single.pt', '--data', 'none.yaml')
+    assert '  scale ' not in brief and f'share {len(shared)} scales' in brief
+    assert 'warning: --data none.yaml: no such file' in brief and '--data DATA.yaml' in brief.splitlines()[-1]
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
@@ -602,7 +606,11 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--weights {wrong}/text.pt', ['text.pt', 'not a PyTorch checkpoint']),
     (QUANTIZE, '--weights {wrong}/cut.pt', ['cut.pt', 'not a PyTorch checkpoint']),
     (QUANTIZE, '--weights {wrong}/dict.pt', ['dict.pt', 'no YOLOv9 model']),
-    (QUANTIZE, '--weights {job}/dual.pt', ['auxiliary branch', 'python reparameterization.py --weights']),
+    (
+        QUANTIZE,
+        '--weights {job}/dual.pt --no-reparameterize',
+        ['auxiliary branch', 'leave --no-reparameterize out', 'python reparameterization.py --weights'],
+    ),
     (QUANTIZE, '--weights {job}/runs/exp/weights/qat_best_single.pt', ['already quantized', 'qat.py eval']),
     (QUANTIZE, '--weights {wrong}/foreign.pt', ['another yolov9-qat tool', 'qat.py quantize']),
     (QUANTIZE, '--data {wrong}/none.yaml', ['--data', 'no such file']),
@@ -632,7 +640,8 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--device 7', ['--device 7', '--device cpu']),
     (QUANTIZE, '--device gpu', ['--device gpu', "'cpu'"]),
     (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
-    (EVAL, '--weights {job}/single.pt', ['is not quantized', 'qat.py quantize', 'val.py']),
+    (EVAL, '--weights {job}/single.pt {job}/none.pt', ['none.pt', 'no such file']),
+    (EVAL, '--weights {job}/single.pt {job}/single.pt --exist-ok', ['single.pt', 'leave --exist-ok out']),
     (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
     (
         EVAL,
@@ -658,7 +667,10 @@ BAD = [  # command, the arguments added to it, what the line must say
         ['--fp32-scales', 'single.pt', 'float checkpoint', '--half'],
     ),
     (EXPORT, '--include engine', ['--include engine', 'onnx, onnx_end2end']),
-    (EXPORT, '--imgsz 100', ['--imgsz 100 100', 'multiples of 32', '96 96 or 128 128']),
+    (EXPORT, '--imgsz 100', ['--imgsz 100:', 'multiples of 32', '96 or 128']),
+    (QUANTIZE, '--imgsz 641', ['--imgsz 641:', 'multiples of 32', '640 or 672']),
+    (EVAL, '--imgsz 100 128', ['--imgsz 100 128:', '96 128 or 128']),
+    (QUANTIZE, '--imgsz 128 96', ['--hyp', 'augmented images are squares', 'one number for --imgsz']),
     (EXPORT, '--imgsz 64 100', ['--imgsz 64 100', '64 96 or 64 128']),
     (EXPORT, '--nms standard --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
     (EXPORT, '--nms fast --include onnx_end2end', ['--nms fast', 'plugin, standard']),
@@ -682,12 +694,10 @@ BAD = [  # command, the arguments added to it, what the line must say
         '--include onnx_end2end --verify {job}/data/data.yaml',
         ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard'],
     ),
-    (EXPORT, '--weights {job}/dual.pt', ['auxiliary branch', 'reparameterization.py']),
     (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
     (EXPORT, '--verify {wrong}/none.yaml', ['--verify', 'no such file']),
     (EXPORT, '--verify {wrong}/classes.yaml', ['--verify', '2 classes', 'the model has 10']),
     (EXPORT, '--verify {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
-    (EXPORT, '--verify {job}/data/data.yaml --imgsz 128 96', ['--verify', 'square --imgsz']),
     (
         EXPORT,
         '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',

@@ -35,6 +35,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
+from utils.qat.run.report import verdict
 from utils.qat.run.resume import STATE, require_epoch
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 
@@ -811,3 +812,31 @@ def test_names_in_pictures():
     figure.canvas.draw()
     [shown] = axes.legend().get_texts()
     assert shown.get_text().strip().replace(r'\$', '$') == '_a $b$ {c} %d'
+
+
+# ---- the first sentence of the report -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'difference, chance, says',
+    [
+        (
+            -0.004,
+            0.005,
+            'INT8 costs nothing that these images show: AP 0.5000, -0.40 ± 0.50 points of AP, within chance, on 72 images',
+        ),
+        (-0.02, 0.005, 'INT8 costs 2.00 points of AP beyond chance: AP 0.5000'),
+        (0.02, 0.005, 'INT8 scores higher than float: AP 0.5000'),
+    ],
+)
+def test_a_verdict_in_one_sentence(difference, chance, says):
+    scored = {'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': {'difference': difference, 'chance': chance}}
+    report = {'ptq': scored, 'best': None, 'val': None, 'chosen_on': 'val', 'images': {'val': 72}}
+    assert verdict(report).startswith(says) and verdict(report).endswith('; weights/ptq.pt is the model to export.')
+    alone = {**report, 'ptq': {'ap': 0.5, 'file': 'f.pt'}}
+    assert (
+        verdict(alone)
+        == 'The INT8 model has AP 0.5000 on 72 images, and the float model was not scored; f.pt is the model to export.'
+    )
+    assert verdict({**report, 'ptq': {'file': 'f.pt'}}) == 'The INT8 model was not scored; f.pt is the model to export.'
+    assert 'not over' in verdict({**report, 'ptq': None})

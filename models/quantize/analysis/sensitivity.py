@@ -127,13 +127,15 @@ class DivergenceEstimate:
         return dict(zip(self.units, values)), {path: all_reduce(s.clone()) / images for path, s in self.shifts.items()}
 
 
-def unit_costs(model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: int) -> dict[str, tuple[int, int]]:
+def unit_costs(
+    model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: Sequence[int]
+) -> dict[str, tuple[int, int]]:
     """Count the FLOPs and the parameters of the convolutions of each unit, and of the whole model.
 
     Args:
         model: quantized.
         units: unit → paths of its twins.
-        imgsz: side of the image, in pixels.
+        imgsz: height and width of the image, in pixels.
 
     Returns:
         Unit → FLOPs (2 per multiply-add) and parameters; under '' the sums over all convolutions of the model.
@@ -147,7 +149,7 @@ def unit_costs(model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: int)
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
     parameter = next(model.parameters())
     with torch.no_grad(), quantizers_off(model):
-        model.eval()(torch.zeros(1, 3, imgsz, imgsz, device=parameter.device))
+        model.eval()(torch.zeros(1, 3, *imgsz, device=parameter.device))
     for hook in hooks:
         hook.remove()
 

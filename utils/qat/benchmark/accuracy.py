@@ -10,6 +10,7 @@ from utils.qat.benchmark.case import Case
 from utils.qat.benchmark.cases import file_of
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.data.class_folders import class_images
@@ -74,19 +75,20 @@ class Accuracy:
 
     def _score(self, case: Case, imgsz: tuple[int, ...] | None) -> dict[str, Any]:
         """Open the file of a case as it is measured, and score it."""
-        if not imgsz or len(set(imgsz)) > 1:
-            raise QatError('it is scored on square images only')
+        if not imgsz:
+            raise QatError('it takes no images')
+        size = imgsz[0], imgsz[1]
         file = file_of(case, self.config, self.device, LOGGER.info)
         if case.backend == 'pytorch':
             model = self.load(file, self.device)[0]
-            return self._detector(HalfModel(model) if case.precision == 'fp16' else TorchModel(model), imgsz[0])
+            return self._detector(HalfModel(model) if case.precision == 'fp16' else TorchModel(model), size)
         kind = session_of(case.backend)
         with kind.to_measure(case, file, self.device, self.config, self.load) as session:
             found = FileModel(session)
-            return (self._classifier if found.classifies else self._detector)(found, imgsz[0])
+            return (self._classifier if found.classifies else self._detector)(found, size)
 
-    def _detector(self, model: TorchModel | FileModel, size: int) -> dict[str, Any]:
-        """Score a detector on squares of `size` pixels, as `qat.py eval --square` does."""
+    def _detector(self, model: TorchModel | FileModel, size: Sides) -> dict[str, Any]:
+        """Score a detector on images letterboxed to `size`, as `qat.py eval --square` does."""
         config = self.config
         if config.data is None or not config.data.is_file():
             raise QatError(f'--data {config.data}: for a detector the data YAML')
@@ -103,7 +105,7 @@ class Accuracy:
             **({'mask': {k: mask[k] for k in keys[1:]}} if mask else {}),
         }
 
-    def _classifier(self, model: FileModel, size: int) -> dict[str, Any]:
+    def _classifier(self, model: FileModel, size: Sides) -> dict[str, Any]:
         """Score a classifier."""
         batches = class_images(self.config, size, model)
         return accuracy_of(model, bar(batches, 'scoring'), self.device)

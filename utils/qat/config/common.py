@@ -1,11 +1,11 @@
 """Settings that several commands have."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.settings import Range, Settings, option
+from utils.qat.config.settings import Range, Settings, Sides, option
 
 SEED = Range(0, 2**32 - 1)
 SHARE = Range(0.0, 1.0)
@@ -62,7 +62,7 @@ class LoaderConfig(Settings):
 
     device: str = option('', DEVICE)
     batch_size: int = option(10, 'images per batch, of each process', allowed=Range(1))
-    imgsz: int = option(640, 'image size in pixels', *SIZE, allowed=Range(32))  # longer side; rounded up to the stride
+    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
     workers: int = option(8, 'data loading processes, of each process', allowed=Range(0))
     overlap: bool = option(
         False,
@@ -78,3 +78,11 @@ class LoaderConfig(Settings):
         allowed=Range(1),
         group='segmentation models',
     )
+
+
+def seen_as(imgsz: Sequence[int], square: bool) -> str:
+    """Say in words how loaders.val_loader shows images to a model."""
+    height, width = imgsz
+    if height == width and not square:
+        return f'as padded rectangles of up to {height} x {width}'
+    return f'as {"squares" if height == width else "images"} of {height} x {width}'

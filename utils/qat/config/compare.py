@@ -8,7 +8,7 @@ from typing import Any
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import DEVICE, SEED, SIZE, TOLERANCE, FolderConfig, LabelledConfig
 from utils.qat.config.engine import words
-from utils.qat.config.settings import Range, option
+from utils.qat.config.settings import Range, Sides, option
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,11 @@ class CompareConfig(LabelledConfig, FolderConfig):
     random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
     _: KW_ONLY
     images: int = 100
-    imgsz: int | None = option(
-        None, 'image size in pixels; default: the size of the files, or 640', *SIZE, allowed=Range(32)
+    imgsz: Sides | None = option(
+        None,
+        'image size in pixels: one number, or height and width; default: the size of the files, or 640',
+        *SIZE,
+        allowed=Range(32),
     )
     device: str = option('', DEVICE)
     rtol: float = option(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from utils.qat.config.settings import Settings, flag_of, plain
+from utils.qat.config.settings import Settings, Sides, flag_of, plain
 from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
+from utils.qat.core.next_command import typed_sides
 
 UNNAMED = 'needs_masks', 'resume', 'exist_ok', 'dry_run'  # they change no result
 
@@ -33,9 +34,15 @@ def options(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag)
         else:
-            values = list(map(str, value if isinstance(value, list) else [value]))
+            values = typed(value, kind, name)
             words += [f'{flag}={values[0]}'] if len(values) == 1 and values[0].startswith('-') else [flag, *values]
     return words
+
+
+def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
+    """Return a plain setting as the words of a command line."""
+    sides = next(f.type for f in fields(kind) if f.name == name) in (Sides, Sides | None)
+    return list(map(str, typed_sides(value) if sides and value else value if isinstance(value, list) else [value]))
 
 
 def closing(
@@ -50,7 +57,11 @@ def closing(
         following: the next command, if there is one already.
     """
     rows = [
-        (Markdown(f'`{flag_of(name)}`'), value, '-' if default is None else default)
+        (
+            Markdown(f'`{flag_of(name)}`'),
+            ' '.join(typed(value, kind, name)),
+            ' '.join(typed(default, kind, name)) if default not in (None, []) else '-',
+        )
         for name, (value, default) in unlike_defaults(settings, kind).items()
     ]
     return [

@@ -114,7 +114,7 @@ class ExportConfig(TargetConfig):
 
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt)')
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(INCLUDE))
-    imgsz: Sides = option((640, 640), 'height and width in pixels', *SIZE, allowed=Range(32))
+    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
     _: KW_ONLY
     batch_size: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
@@ -220,11 +220,6 @@ class ExportConfig(TargetConfig):
         else:
             yield from super().problems()
         yield (
-            self.verify and len(set(self.imgsz)) != 1,
-            f'--verify needs a square --imgsz (one number): images are letterboxed to squares, not to '
-            f'{" x ".join(map(str, self.imgsz))}',
-        )
-        yield (
             self.backend != ExportConfig.backend and not self.verify,
             f'--backend {self.backend}: only with --verify',
         )
@@ -293,17 +288,4 @@ class DeepStreamConfig(TargetConfig):
         yield (
             self.dynamic and self.batch > 1,
             f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch',
-        )
-
-    def require_stride(self, stride: int) -> None:
-        """Raise QatError unless the size suits a model of that stride."""
-        right = tuple(max(1, -(-n // stride)) * stride for n in self.size)
-        check(
-            [
-                (
-                    right != self.size,
-                    f"--size {' '.join(map(str, self.size))}: must be multiples of the model's stride, {stride}; "
-                    f'the next are --size {" ".join(map(str, right))}',
-                )
-            ]
         )

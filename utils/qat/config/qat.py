@@ -7,7 +7,7 @@ from typing import Any
 
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig
-from utils.qat.config.settings import Range, option
+from utils.qat.config.settings import Range, Sides, option
 from utils.qat.core.errors import check
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
@@ -18,6 +18,8 @@ ADD_POLICIES = ('both', 'residual')
 AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
+TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
+COCO = Path('data/coco.yaml')
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,15 @@ class ModelConfig(FolderConfig, LoaderConfig):
     """A model, its data, and how the images of the data are read."""
 
     weights: Path = option(MISSING, 'checkpoint (.pt)')
-    data: Path = option(Path('data/coco.yaml'), 'data YAML: train, val, names')
+    data: Path = option(COCO, 'data YAML: train, val, names')
     _: KW_ONLY
     needs_masks: bool = False  # a model that gives none is refused
+
+    @property
+    def data_file(self) -> Path:
+        """The data YAML; COCO's is looked for here and, because a command can be called from elsewhere, in its tree."""
+        elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
+        return TREE / COCO if elsewhere else self.data
 
     def check_model(self, segments: bool, why: str) -> None:
         """Raise QatError unless a model fits the settings.
@@ -56,14 +64,24 @@ class ModelConfig(FolderConfig, LoaderConfig):
 class EvalConfig(ModelConfig):
     """Settings of `qat.py eval`."""
 
-    weights: Path = option(MISSING, 'checkpoint (.pt), .onnx or .xml')
+    weights: Path = option(
+        MISSING, 'checkpoint (.pt, quantized or float), .onnx or .xml; of several each is scored', each=True
+    )
     _: KW_ONLY
     project: Path = Path('runs/qat_eval')
+    imgsz: Sides = option(  # None until the file has been read
+        None,
+        'image size in pixels: one number, or height and width. Default: the size of the file, or that a checkpoint was quantized '
+        'for, else 640',
+        *SIZE,
+        allowed=Range(32),
+    )
     conf_thres: float = option(0.001, 'lowest score that counts', allowed=SHARE)
     iou_thres: float = option(0.7, 'IoU above which NMS drops a box', allowed=SHARE)
     square: bool = option(
         False,
-        'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx and .xml); default: rectangles, as val.py',
+        'letterbox to IMGSZ x IMGSZ, as a deployed model sees images (always so for .onnx and .xml, and where height and width '
+        'differ); default: padded rectangles, as val.py, whose padding, and with it AP, depends a little on --batch-size',
     )
     save_json: bool = True  # write the detections, in COCO's result format
     baseline: Path | None = option(
@@ -81,11 +99,22 @@ class EvalConfig(ModelConfig):
 class FileEvalConfig(EvalConfig):
     """Settings of `val_trt.py`: an exported file, which sees square images."""
 
-    weights: Path = option(MISSING, 'MODEL.engine, MODEL.onnx or MODEL.xml', '--engine-file', metavar='FILE')
+    weights: Path = option(
+        MISSING,
+        'MODEL.engine, MODEL.onnx or MODEL.xml; of several each is scored',
+        '--engine-file',
+        metavar='FILE',
+        each=True,
+    )
     _: KW_ONLY
     device: str = option('', "GPU number, or 'cpu' for .onnx and .xml; default: the first GPU, else the CPU")
     batch_size: int = option(10, 'images read at once; the file gets them in parts of its own batch', allowed=Range(1))
-    imgsz: int = option(640, 'image size in pixels; it must be the size of the file', *SIZE, allowed=Range(32))
+    imgsz: Sides = option(
+        None,
+        'image size in pixels: one number, or height and width; default: the size of the file, which it must be',
+        *SIZE,
+        allowed=Range(32),
+    )
     project: Path = Path('runs/val_trt')
     conf_thres: float = option(0.001, 'lowest score that counts; no effect with NMS inside the file', allowed=SHARE)
     iou_thres: float = option(0.7, 'IoU above which NMS drops a box; no effect with NMS inside the file', allowed=SHARE)
@@ -98,6 +127,9 @@ class CalibrationConfig(ModelConfig):
     """Settings that `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
 
     project: Path = Path('runs/qat')
+    reparameterize: bool = option(
+        True, 'refuse a dual-branch checkpoint; by default its main branch is taken, as reparameterization.py does'
+    )
     hyp: Path | None = option(None, 'fine-tune on images augmented as this file says; default: as they are')
     seed: int = option(
         57, 'seed of all random numbers; the same seed gives the same result on the same machine', allowed=SEED
@@ -228,6 +260,10 @@ class QuantizeConfig(CalibrationConfig):
         yield (
             self.val_split and not self.epochs,
             f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',
+        )
+        yield (
+            self.hyp and len(set(self.imgsz)) > 1,
+            f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
         yield len(choosing) == 2, '--keep-float, --max-drop: give one of the two'
         yield (

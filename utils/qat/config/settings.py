@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from utils.qat.core.errors import check
+from utils.qat.core.next_command import typed_sides
 from utils.qat.untrusted.json_schema import NONE, between
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
@@ -48,6 +49,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     positional: bool = False
     negatable: bool = False
+    each: bool = False
 
 
 def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
@@ -59,7 +61,8 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
         flags: other flags, such as '-w'.
         how: other fields of Option. `allowed`: Range of a number, or tuple of choices; of several values, each one is checked.
             `group`: title of a section of -h. `parse`: word → value, where the type of the field does not do it.
-            `positional`: typed without a flag. `negatable`: a switch with a --no- form too.
+            `positional`: typed without a flag. `negatable`: a switch with a --no- form too. `each`: several values can be typed, and
+            each makes settings of its own.
     """
     return field(default=default, metadata={'option': Option(help, flags, **how)})
 
@@ -88,6 +91,21 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, (list, tuple)) else value
 
 
+def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
+    """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
+    below = [max(1, side // stride) * stride for side in imgsz]
+    above = [max(1, -(-side // stride)) * stride for side in imgsz]
+    near = ' or '.join(' '.join(map(str, typed_sides(sides))) for sides in dict.fromkeys((tuple(below), tuple(above))))
+    check(
+        [
+            (
+                any(side % stride or side < stride for side in imgsz),
+                f'{flag} {" ".join(map(str, typed_sides(imgsz)))}: must be multiples of {stride}, the stride of the model, such as {near}',
+            )
+        ]
+    )
+
+
 def json_kinds(kind: type['Settings']) -> dict[str, Any]:
     """Give the kind of each setting in JSON, see json_schema.misfit; ranges are checked where the settings are made."""
     one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
@@ -109,6 +127,8 @@ class Settings:
             value = getattr(self, f.name)
             if isinstance(value, list):
                 value = tuple(value)
+            if f.type in (Sides, Sides | None) and isinstance(value, int):
+                value = (value,)
             if f.type in (Sides, Sides | None) and value and len(value) == 1:
                 value = value * 2
             object.__setattr__(self, f.name, value)

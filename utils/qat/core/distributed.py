@@ -56,9 +56,9 @@ def join(device: torch.device) -> None:
     Args:
         device: the device that this process computes on.
     """
-    if launched():
-        import torch.distributed as dist
+    import torch.distributed as dist
 
+    if launched() and not dist.is_initialized():
         dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
 
 

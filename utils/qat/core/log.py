@@ -157,7 +157,13 @@ def bar(iterable: Iterable | None, text: str, total: int | None = None, unit: st
 
 
 def log_to(path: str | Path) -> None:
-    """Write each later message to the file `path` too, with its time of day; an existing file is appended to."""
+    """Write each later message to the file `path` too, and no more to the file of an earlier call.
+
+    Each line has its time of day; an existing file is appended to.
+    """
+    for earlier in LOGGER.handlers[1:]:
+        LOGGER.removeHandler(earlier)
+        earlier.close()
     handler = LogFile(path, encoding='utf-8', errors='backslashreplace')
     handler.setFormatter(Line('%(asctime)s %(message)s', '%H:%M:%S'))
     LOGGER.addHandler(handler)

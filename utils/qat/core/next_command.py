@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 DATA = 'DATA.yaml'  # stands for the user's data YAML where none is known
@@ -27,18 +28,29 @@ def command(file: str | Path, *words: object) -> str:
     return shlex.join(['python', *typed])
 
 
+def converted(weights: Path) -> Path:
+    """Return the file that reparameterization.py makes of a checkpoint unless --save names another."""
+    return weights.with_name(f'{weights.stem}-converted.pt')
+
+
 def data_yaml(path: object) -> str:
     """Return the data YAML that a checkpoint notes if it is a file on this machine, else DATA."""
     # os.path, because Path.is_file raises an error for a name that is too long
     return path if isinstance(path, str) and os.path.isfile(path) else DATA
 
 
-def after_scoring(model: Path, imgsz: int, backend: str | None = None) -> str:
+def typed_sides(imgsz: Iterable[int]) -> list[int]:
+    """Return height and width as they are typed: one number if they are equal."""
+    sides = list(imgsz)
+    return sides[:1] if len(set(sides)) == 1 else sides
+
+
+def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
     """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine or .xml → benchmark.
 
     Args:
         model: the file that was scored.
-        imgsz: pixels.
+        imgsz: height and width, in pixels.
         backend: the key of BACKENDS that scored it; None = the default for such files. A file that OpenVINO ran needs no engine.
     """
     by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
@@ -46,4 +58,4 @@ def after_scoring(model: Path, imgsz: int, backend: str | None = None) -> str:
         return command('benchmark_trt.py', model, *by)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py', model, *by)
-    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', imgsz)
+    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))

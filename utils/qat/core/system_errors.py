@@ -78,12 +78,20 @@ def _torchvision() -> str:
     )
 
 
+def _unpatched() -> str:
+    return (
+        'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
+        'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
+    )
+
+
 def _open_files() -> str:
     return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 
 
 CASES = (  # (class, words of the message, line), the first that fits
     (MemoryError, '', _memory),
+    (ModuleNotFoundError, r"^No module named '(models|utils)[.']", _unpatched),
     (Exception, 'Too many open files|ancdata', _open_files),
     (Exception, r'Bus error|shared memory (object|limit)|shared memory\(shm\)|</torch_', _shared_memory),
     (RuntimeError, 'operator torchvision::nms does not exist', _torchvision),

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Subset
 
 from utils.qat.config.common import LabelledConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
@@ -80,19 +81,19 @@ def paths_of(dataset: Any) -> list[str]:
     return [path for path, _ in dataset.samples]
 
 
-def class_images(config: LabelledConfig, imgsz: int, model: Any) -> DataLoader:
+def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
     """Make batches of a folder that has a folder of images for each class.
 
-    The shorter side of an image becomes imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
+    The shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
 
     Args:
         config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
             batch_size and workers; classes.
-        imgsz: pixels, of both sides.
+        imgsz: height and width, in pixels.
         model: the classifier, with nc and names (a FileModel, see prediction/file_model.py).
 
     Returns:
-        Batches (images FP32 [B, 3, imgsz, imgsz], outputs of their classes [B]).
+        Batches (images FP32 [B, 3, height, width], outputs of their classes [B]).
 
     Raises:
         QatError: there is no such folder, or its folders fit no outputs.
@@ -101,7 +102,7 @@ def class_images(config: LabelledConfig, imgsz: int, model: Any) -> DataLoader:
 
     steps = transforms.Compose(
         [
-            transforms.Resize(round(imgsz / 0.875)),
+            transforms.Resize(round(max(imgsz) / 0.875)),
             transforms.CenterCrop(imgsz),
             transforms.ToTensor(),
             transforms.Normalize(config.mean, config.std),

@@ -18,6 +18,7 @@ from utils.general import ROOT
 from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
 from utils.qat.config.qat import LoaderConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
@@ -153,22 +154,35 @@ def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
 
 
 class Readable:
-    """A base beside upstream's dataset: it names an image that OpenCV cannot read although Pillow found no fault.
+    """A base beside upstream's dataset, which letterboxes to squares only.
+
+    It names an image that OpenCV cannot read although Pillow found no fault.
 
     Attributes:
         im_files: upstream's, the images.
+        shapes: upstream's, their widths and heights.
     """
 
     im_files: list[str]
+    shapes: np.ndarray
+    img_size: Any
+    sides: Sides | None = None  # of the letterboxed images, if height and width differ
 
     def load_image(self, i: int) -> tuple:
-        """Load image `i`, or raise a QatError that names it."""
+        """Load image `i` in the size in which it fits, or raise a QatError that names it."""
+        if self.sides:
+            width, height = self.shapes[i]
+            gain = min(self.sides[0] / height, self.sides[1] / width)
+            # upstream divides by the longer side, multiplies each side by the result and cuts the fraction off
+            self.img_size = np.nextafter(gain * max(width, height), np.inf)
         try:
             return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
         except (AssertionError, ValueError, cv2.error) as e:  # ValueError: a damaged .npy beside the image
             raise QatError(
                 f'image {self.im_files[i]}: cannot be read; mend or remove it ({" ".join(str(e).split())[:200]})'
             ) from e
+        finally:
+            self.img_size = self.sides or self.img_size  # upstream's letterbox takes both sides too
 
 
 class BoxDataset(Readable, LoadImagesAndLabels):
@@ -211,13 +225,21 @@ def open_dataset(
     with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
         try:
             dataset = cls(
-                paths, config.imgsz, config.batch_size, stride=stride, prefix=f'{key}: ', **(masks or {}), **options
+                paths,
+                max(config.imgsz),
+                config.batch_size,
+                stride=stride,
+                prefix=f'{key}: ',
+                **(masks or {}),
+                **options,
             )
         except (AssertionError, ValueError) as e:  # upstream's errors for a set without one usable label or image
             check_dropped(files, data)
             raise QatError(
                 f'{data.flag} {data.file}: {key}: none of its {len(files)} images can be used, the first is {min(files)} ({e})'
             ) from e
+    if len(set(config.imgsz)) > 1:
+        dataset.sides = config.imgsz
     dropped = sorted(set(files) - set(dataset.im_files))
     check_dropped(dropped, data)
     check_labels(dataset, data)
@@ -272,7 +294,7 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
         ratio = dataset.shapes[:, 1:] / dataset.shapes[:, :1]  # height / width
         sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
         largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
-        dataset.batch_shapes = np.ceil(largest * config.imgsz / dataset.stride + pad).astype(int) * dataset.stride
+        dataset.batch_shapes = np.ceil(largest * max(config.imgsz) / dataset.stride + pad).astype(int) * dataset.stride
 
 
 def _image_files(paths: Sequence[str]) -> list[str]:

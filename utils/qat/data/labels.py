@@ -13,6 +13,7 @@ from typing import Any
 from utils.dataloaders import LoadImagesAndLabels, img2label_paths
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.next_command import command
 from utils.qat.untrusted.names import is_printable_text
 from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
@@ -118,6 +119,26 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
                     f'coordinates in 0..1, not {line[:60]!r}'
                 )
             _check_class(c, f'{label}:{number}', data)
+
+
+def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
+    """Raise QatError if no image of a set that shall be scored has a label.
+
+    Args:
+        dataset: upstream's.
+        key: of the set in the data YAML: 'train' or 'val'.
+        data: a dataset.Data.
+    """
+    if any(map(len, dataset.labels)):
+        return
+    image = Path(dataset.im_files[0])
+    places = (place for parent in list(image.parents)[:4] for place in (parent, parent / 'annotations'))
+    found = next((file for place in places for file in sorted(place.glob('*.json'))), Path('ANNOTATIONS.json'))
+    raise QatError(
+        f'{data.flag} {data.file}: {key}: none of its {len(dataset.im_files)} images has a label, so nothing can be scored; the label of '
+        f'{image} was looked for in {dataset.label_files[0]}; labels in a COCO JSON are converted by: '
+        f'{command("scripts/coco_to_yolo.py", found, image.parent)}'
+    )
 
 
 def check_labels(dataset: LoadImagesAndLabels, data: Any) -> None:

@@ -18,8 +18,10 @@ from utils.dataloaders import LoadImagesAndLabels
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset
+from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
 
 
@@ -106,6 +108,7 @@ def val_loader(
     limit: int | None = None,
     split: str = 'val',
     shard: tuple[int, int] = (0, 1),
+    scored: bool = True,
 ) -> DataLoader:
     """Make the batches of an evaluation as upstream's val.py does, for a model with masks as segment/val.py.
 
@@ -113,19 +116,23 @@ def val_loader(
         data: the data YAML.
         config: gives imgsz, batch_size, workers and device, and for masks mask_ratio and overlap.
         stride: of the model, in pixels.
-        square: letterbox to imgsz x imgsz, as a deployed model with a fixed input sees the images; False = padded
-            rectangles.
+        square: letterbox to imgsz, as a deployed model with a fixed input sees the images; False = padded rectangles, unless the
+            height and the width of imgsz differ.
         limit: most images, evenly spread over the set; None = all. Only with `square`: a rectangle is padded for the
             batch that it has in the whole set.
         split: see dataset.open_dataset.
         shard: (rank, world).
+        scored: refuse images without any label.
 
     Returns:
         Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth item, see
         detections.Truth.
     """
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
-    dataset = open_dataset(data, split, config, stride, masks, rect=not square, pad=0.5)
+    rect = not square and len(set(config.imgsz)) == 1
+    dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
+    if scored:
+        require_labels(dataset, 'val' if split == 'val' else 'train', data)
     dataset = spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
@@ -275,21 +282,19 @@ def training_images(
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
 
 
-def random_images(number: int, batch_size: int, imgsz: int, seed: int) -> Iterator[tuple]:
+def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iterator[tuple]:
     """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes.
 
     Args:
         number: images.
         batch_size: images of a batch.
-        imgsz: pixels, of both sides.
+        imgsz: height and width, in pixels.
         seed: of the noise.
     """
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
         yield (
-            torch.randint(
-                256, (min(batch_size, number - start), 3, imgsz, imgsz), dtype=torch.uint8, generator=generator
-            ),
+            torch.randint(256, (min(batch_size, number - start), 3, *imgsz), dtype=torch.uint8, generator=generator),
             torch.zeros(0, 6),
             [],
             [],

@@ -7,6 +7,7 @@ from typing import Any
 
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
+from utils.qat.config.settings import Sides
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.machine import machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
@@ -176,7 +177,7 @@ def write_comparison(
     config: CompareConfig,
     comparisons: Sequence[dict[str, Any]],
     examples: Sequence[Example],
-    size: int,
+    size: Sides,
     machine: dict[str, Any],
     following: str,
 ) -> str:
@@ -221,7 +222,7 @@ def write_comparison(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',
         [
-            f'{comparisons[0]["images"]} images of {size} x {size} pixels.',
+            f'{comparisons[0]["images"]} images of {size[0]} x {size[1]} pixels.',
             *tables,
             *pictures,
             '## Files',

@@ -12,7 +12,7 @@ MOST = 80  # classes in a picture
 
 
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
-    """Draw the AP of each class as bars: of boxes and, if there are any, of masks beside them.
+    """Draw the AP of each class as bars, of boxes and, if there are any, of masks; and beside it what the first model has more or less.
 
     Args:
         path: the picture to write.
@@ -25,25 +25,47 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     ap_of = {row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']}
     worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
     names = [name for name in ap_of if name in worst]
-    figure = Figure(figsize=(4 + 3 * len(parts), 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
-    height = 0.8 / len(models)
-    for axes, (part, ap) in zip(figure.subplots(1, len(parts), sharey=True, squeeze=False)[0], parts.items()):
+    panels = len(parts) * (1 + (len(models) > 1))
+    figure = Figure(figsize=(4 + 3 * panels, 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
+    row_of_axes = iter(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
+    height, (first, *others) = 0.8 / len(models), models
+    for part, ap in parts.items():
+        axes = next(row_of_axes)
+        found = {
+            model: {row['name']: ap(row) or 0 for row in metrics['per_class']} for model, metrics in models.items()
+        }
         for i, (model, metrics) in enumerate(models.items()):
-            rows = {row['name']: ap(row) for row in metrics['per_class']}
             places = [n + (i - (len(models) - 1) / 2) * height for n in range(len(names))]
             mean = (metrics if part == 'boxes' else metrics['mask'])['ap']
-            axes.barh(
-                places,
-                [rows.get(name) or 0 for name in names],
-                height,
-                color=f'C{i}',
-                label=literal(f'{model} {mean:.4f}'),
-            )
+            bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
+            axes.barh(places, bars, height, color=f'C{i}', label=label)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
-        axes.set_yticks(range(len(names)), [literal(name) for name in names])
-        axes.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel=f'AP of {part} (IoU 0.50:0.95); dashed: mean')
-        axes.grid(axis='x', alpha=0.3)
-        axes.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=len(models), frameon=False)
+        axes.set(xlim=(0, 1), xlabel=f'AP of {part} (IoU 0.50:0.95); dashed: mean')
+        axes.legend(
+            loc='lower left',
+            bbox_to_anchor=(-0.1, 1),
+            ncols=len(models),
+            frameon=False,
+            fontsize=8,
+            handlelength=1,
+            columnspacing=1,
+        )
+        panel = [axes]
+        if others:
+            panel.append(next(row_of_axes))
+            for i, model in enumerate(others, 1):
+                places = [n + (i - len(others) / 2 - 0.5) * 0.8 / len(others) for n in range(len(names))]
+                points = [100 * (found[model].get(name, 0) - found[first].get(name, 0)) for name in names]
+                panel[1].barh(places, points, 0.8 / len(others), color=f'C{i}')
+            widest = max(1.0, *map(abs, panel[1].get_xlim()))
+            panel[1].set(xlim=(-widest, widest), xlabel=literal(f'AP of {part} less that of {first}, points'))
+            panel[1].xaxis.set_major_locator(MaxNLocator(5))
+            panel[1].axvline(0, color='0.4', linewidth=1)
+        for each in panel:
+            each.set_yticks(range(len(names)), [literal(name) for name in names])
+            each.set_ylim(len(names) - 0.5, -0.5)
+            each.grid(axis='x', alpha=0.3)
+            each.set_axisbelow(True)
     if len(names) < len(ap_of):
         figure.suptitle(f'the {MOST} classes of lowest AP, of {len(ap_of)}')
     save(figure, path)

@@ -1,28 +1,128 @@
-"""The work of `qat.py eval` and `val_trt.py`: a model is scored on the val images of a data YAML, with a report."""
+"""The work of `qat.py eval` and `val_trt.py`: each model is scored on the val images of a data YAML, with a report."""
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from utils.general import check_img_size
 
+from utils.qat.config.common import seen_as
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.device import describe
-from utils.qat.core.distributed import from_first, on_first, rank, world_size
+from utils.qat.config.settings import Sides, require_multiples
+from utils.qat.core.command import explain_out_of_memory
+from utils.qat.core.device import describe, select_device
+from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
-from utils.qat.core.next_command import after_scoring
+from utils.qat.core.next_command import after_scoring, command, typed_sides
+from utils.qat.core.run_folder import run_folder
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.evaluate import Metrics, evaluate
-from utils.qat.evaluation.score_report import tables, write_scores
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
 from utils.qat.prediction.file_model import FileModel
+
+USUAL = (640, 640)
+FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
+LARGEST = 8192  # pixels that are believed of a file
+
+
+Load = Callable[[Path, torch.device, str | None], Any]
+
+
+def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) -> None:
+    """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
+
+    Args:
+        configs: settings for each file.
+        load: file, device and backend → the model, see file_model.py.
+        load_baseline: likewise, of the model in config.baseline.
+
+    Raises:
+        QatError: a file, settings and data do not fit together. The files before it are scored.
+    """
+    scores = []
+    for config in _apart(configs):
+        device = select_device(config.device)
+        join(device)
+        with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+            predict = load(config.weights, device, config.backend)
+            baseline = load_baseline(config.baseline, device, None) if config.baseline else None
+            scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
+    if len(scores) > 1:
+        LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
+
+
+def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
+    """Give each of several files a folder: NAME-FILE."""
+    twice = [name for name, number in Counter(config.weights.name for config in configs).items() if number > 1]
+    if twice and configs[0].exist_ok:
+        raise QatError(f'--weights: several files are called {twice[0]}, which share a folder; leave --exist-ok out')
+    return [replace(c, name=f'{c.name}-{c.weights.name}') for c in configs] if len(configs) > 1 else configs
+
+
+def image_size(predict: Any, config: EvalConfig) -> Sides:
+    """Choose the height and width of the images: the file's, else the given ones, else the usual ones.
+
+    Raises:
+        QatError: other ones than the file's are given, or no multiples of the model's stride.
+    """
+    if isinstance(predict, FileModel):
+        own = tuple(predict.imgsz) if all(isinstance(n, int) for n in predict.imgsz) else None
+        if own and config.imgsz not in (None, own):
+            given = ' '.join(map(str, typed_sides(config.imgsz)))
+            raise QatError(
+                f'--imgsz {given}: {config.weights} takes {own[0]} x {own[1]}; leave the flag out, or export again with --imgsz {given}'
+            )
+    else:
+        own = config.imgsz or _quantized_for(predict.recipe)
+    imgsz: Any = tuple(own or config.imgsz or USUAL)
+    require_multiples(imgsz, predict.stride)
+    return imgsz
+
+
+def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
+    """Warn if detections of low scores are left out.
+
+    The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and precision 0, and
+    what is missing counts as if it were there.
+    """
+    inside = getattr(predict, 'conf_thres', None)
+    if getattr(predict, 'end2end', False):
+        conf, whose, fair = (
+            inside,
+            'inside the file',
+            'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300',
+        )
+    else:
+        conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
+    if conf is not None and conf > FAIR_CONF:
+        LOGGER.warning(
+            f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
+            f'comes out too high. For a figure that compares with others {fair}'
+        )
+
+
+def _quantized_for(recipe: dict[str, Any] | None) -> Sides | None:
+    """Read the image size in the recipe of a checkpoint, which anybody may have edited; None if there is none.
+
+    It has two numbers, or one in the files of earlier versions.
+    """
+    found = (recipe or {}).get('imgsz')
+    sides = found if isinstance(found, (list, tuple)) else (found, found)
+    return tuple(sides) if len(sides) == 2 and all(type(n) is int and 32 <= n <= LARGEST for n in sides) else None
 
 
 def score_file(
-    predict: Any, config: EvalConfig, device: torch.device, folder: Path | None, baseline: Any = None
-) -> Metrics:
+    predict: Any,
+    config: EvalConfig,
+    device: torch.device,
+    folder: Path | None,
+    baseline: Any = None,
+    resample: bool = False,
+) -> Score:
     """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
     An exported file gets images letterboxed to its own size.
@@ -33,6 +133,7 @@ def score_file(
         device: where the images are given to the model.
         folder: folder of the run, see run_folder.run_folder; only the first process of torchrun needs it.
         baseline: the model in config.baseline, which is scored on the same images; None without it.
+        resample: see evaluate.evaluate.
 
     Raises:
         QatError: file, settings and data do not fit together.
@@ -42,21 +143,19 @@ def score_file(
         raise QatError(
             f'--weights {config.weights}: a classifier, which has no boxes to score; compare_outputs.py takes it'
         )
-    if exported and set(predict.imgsz) != {config.imgsz}:
-        raise QatError(
-            f'--imgsz {config.imgsz}: {config.weights} takes {" x ".join(map(str, predict.imgsz))}; '
-            f'give that size, or export again with --imgsz {config.imgsz}'
-        )
     config.check_model(predict.segments, predict.kind)
+    config = replace(config, imgsz=image_size(predict, config))
     if baseline:
         _require_alike(predict, baseline, config)
-    config = replace(config, imgsz=check_img_size(config.imgsz, predict.stride))
     data = load_data(config.data, predict.nc, segments=predict.segments)
-    loader = val_loader(data, config, predict.stride, square=config.square or exported, shard=(rank(), world_size()))
+    square = config.square or exported
+    loader = val_loader(data, config, predict.stride, square=square, shard=(rank(), world_size()))
 
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
-    LOGGER.info(f'{config.weights} on {describe(device)}')
+    seen = seen_as(config.imgsz, square)
+    LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
+    warn_of_threshold(predict, config)
     metrics = evaluate(
         predict,
         loader,
@@ -67,7 +166,7 @@ def score_file(
         annotations=data.annotations,
         progress=lambda it: bar(it, 'evaluating'),
         predictions_file=folder / 'predictions.json' if config.save_json else None,
-        resample=bool(baseline),
+        resample=resample or bool(baseline),
     )
     before = None
     if baseline:
@@ -82,13 +181,24 @@ def score_file(
             resample=True,
         )
     following = after_scoring(config.weights, config.imgsz, config.backend)
-    on_first(write_scores)(folder, config, metrics, device, following, before)
+    if not exported and predict.recipe is None:
+        following = command(
+            'qat.py',
+            'quantize',
+            '--weights',
+            config.weights,
+            '--data',
+            config.data,
+            '--imgsz',
+            *typed_sides(config.imgsz),
+        )
+    on_first(write_scores)(folder, config, metrics, device, seen, following, before)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     for line in predict.notes if exported else ():
         LOGGER.log(RESULT, line)
-    LOGGER.log(RESULT, '\n' + '\n\n'.join(tables(config, metrics, before)) + '\n')
+    LOGGER.log(RESULT, f'\n{metrics.images} images {seen}\n\n' + '\n\n'.join(tables(config, metrics, before)) + '\n')
     finish(following, results=folder, report=folder / 'report.md')
-    return metrics
+    return Score(config.weights, seen, metrics)
 
 
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
@@ -96,10 +206,8 @@ def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
     why = ''
     if getattr(baseline, 'classifies', False):
         why = 'a classifier'
-    elif isinstance(baseline, FileModel) and set(baseline.imgsz) != {config.imgsz}:
-        why = (
-            f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz} x {config.imgsz} here'
-        )
+    elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
+        why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'
     elif baseline.segments != predict.segments:

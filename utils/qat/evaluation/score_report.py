@@ -1,8 +1,9 @@
 """Metrics of one model → metrics.json, report.md and its picture."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,10 +13,37 @@ from utils.qat.core.device import describe
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine, machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
-from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
+from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, parts, plus_minus, points
 from utils.qat.evaluation.evaluate import Metrics
 from utils.qat.evaluation.figures import class_table, columns, differences, figures
 from utils.qat.evaluation.plots import plot_classes
+
+
+class Score(NamedTuple):
+    """A file and its metrics."""
+
+    file: Path
+    seen: str  # how it saw the images, in words
+    metrics: Metrics
+
+
+def several_table(scores: Sequence[Score]) -> str:
+    """Write the metrics of several files on the same images as a Markdown table, with differences to the first."""
+    first = scores[0].metrics
+    titles, masks = columns(*(score.metrics.plain() for score in scores))
+
+    def less_first(score: Score) -> list[str]:
+        if score.metrics is first:
+            return ['-'] * (1 + masks)
+        found = parts(difference(first.resampled, score.metrics.resampled))
+        return [points(part) for part in found]
+
+    rows = [
+        (score.file.name, score.seen.removeprefix('as '), *figures(score.metrics.plain(), masks), *less_first(score))
+        for score in scores
+    ]
+    differences = ('AP - first, points', 'mask AP - first, points')[: 1 + masks]
+    return markdown_table(('file', 'images', *titles, *differences), rows)
 
 
 def coco_table(metrics: Metrics) -> str:
@@ -58,6 +86,7 @@ def write_scores(
     config: EvalConfig,
     metrics: Metrics,
     device: torch.device,
+    seen: str,
     following: str,
     baseline: Metrics | None = None,
 ) -> None:
@@ -68,6 +97,7 @@ def write_scores(
         config: settings of the command.
         metrics: metrics of the model.
         device: where the model ran.
+        seen: how the model saw the images, in words.
         following: the next command for the user.
         baseline: see `tables`.
     """
@@ -78,6 +108,7 @@ def write_scores(
             'settings': asdict(config),
             'versions': versions(),
             'device': describe(device),
+            'seen': seen,
             'machine': found,
             **metrics.plain(),
             **(
@@ -98,7 +129,9 @@ def write_scores(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [
-            escaped(f'{metrics.images} images with {metrics.instances} objects. Computed on {describe(device)}.'),
+            escaped(
+                f'{metrics.images} images {seen}, with {metrics.instances} objects. Computed on {describe(device)}.'
+            ),
             *tables(config, metrics, baseline),
             *pictures,
             '## Times',

@@ -41,6 +41,15 @@ def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int,
     return stride, None if names is None else class_names(names, f'--weights {path}')
 
 
+def _threshold(text: str | None) -> float | None:
+    """Read a score in 0..1 from the metadata of an export, which anybody may have edited; None if there is none."""
+    try:
+        value = float(text or 'nan')
+    except ValueError:
+        return None
+    return value if 0 <= value <= 1 else None
+
+
 class FileModel:
     """An exported file that predicts, whatever engine computes it.
 
@@ -56,6 +65,7 @@ class FileModel:
         nc: number of classes; None if only the names would tell, and there are none.
         names: class index → name.
         end2end, classifies, segments: which of the layouts above it has.
+        conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
         kind: what says so, in words.
     """
 
@@ -90,6 +100,7 @@ class FileModel:
         self.imgsz, self.batch = list(image[2:]), signature.batch or own
         self.stride, names = _read_metadata(path, signature.metadata)
         self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f'its outputs are {", ".join(outputs)}'
+        self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
         if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
         else:

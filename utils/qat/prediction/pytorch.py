@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from utils.qat.config.engine import BenchmarkConfig
-from utils.qat.core.errors import QatError
+from utils.qat.config.settings import require_multiples
 from utils.qat.prediction.session import Inputs, Load, MeasuredCase, MeasuredFile, Session
 
 
@@ -22,10 +23,12 @@ class TorchModel:
         nc: number of classes.
         segments: whether it gives masks.
         kind: what says so, in words.
+        recipe: settings of the quantization; None for a float model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval()
+    def __init__(self, model: nn.Module, quant: dict[str, Any] | None = None) -> None:
+        """Take a model. quant: of a quantized checkpoint, see checkpoint.load_any."""
+        self.model, self.recipe = model.eval(), quant and quant['recipe']
         self.names, self.stride, self.nc = model.names, int(max(model.stride)), model.model[-1].nc
         self.segments, self.kind = hasattr(model.model[-1], 'nm'), f'its head is {type(model.model[-1]).__name__}'
         self.device = next(model.parameters()).device
@@ -69,10 +72,8 @@ class PyTorch(Session):
 
     @override
     def prepare(self, inputs: Inputs) -> None:
-        stride = int(max(self.model.stride))
-        for _, shape in inputs.values():
-            if any(n % stride for n in shape[2:]):
-                raise QatError(f'--imgsz {" ".join(map(str, shape[2:]))}: {self.file} takes multiples of {stride}')
+        for _, (*_, height, width) in inputs.values():
+            require_multiples((height, width), int(max(self.model.stride)))
         super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
 
     @override

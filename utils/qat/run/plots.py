@@ -8,42 +8,53 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
 
+NARROWEST = 0.02  # of the AP axis: less than two points apart shall not look like a collapse
+
 
 def plot_ap(path: Path, report: dict[str, Any]) -> None:
     """Draw AP of every fine-tuning epoch, with lines for the float and the PTQ model.
+
+    A band around the float model is as wide as chance: an epoch in it differs from the float model by no more than other images
+    would change.
 
     Args:
         path: the picture to write.
         report: report of a `quantize` run with at least one epoch.
     """
-    figure = Figure(figsize=(7, 4), layout='constrained')
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
-    for key, label, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
-        if report[key] and 'ap' in report[key]:  # not with --no-eval-origin, --no-eval-ptq
-            axes.axhline(report[key]['ap'], linestyle=style, color='0.4', label=f'{label} {report[key]["ap"]:.4f}')
-    epochs = [e['epoch'] for e in report['epochs']]
-    axes.plot(epochs, [e['ap'] for e in report['epochs']], 'o-', color='tab:blue', label='QAT')
-    if 'mask' in report['ptq'] or 'mask' in report['epochs'][0]:
-        for key, style in (('origin', '-'), ('ptq', '--')):
-            if report[key] and 'mask' in report[key]:
-                axes.axhline(report[key]['mask']['ap'], linestyle=style, color='tab:orange', alpha=0.6)
+    epochs, best = report['epochs'], report['best']
+    parts = {
+        '': ('tab:blue', lambda metrics: metrics),
+        'masks ': ('tab:orange', lambda metrics: metrics.get('mask', {})),
+    }
+    for text, (colour, part) in parts.items():
+        of = {key: part(report[key]).get('ap') for key in ('origin', 'ptq') if report[key]}
+        if not all('ap' in part(e) for e in epochs):
+            continue
+        if of.get('origin') is not None and 'against_float' in epochs[0]:
+            chance = max(part(e['against_float'])['chance'] for e in epochs)
+            label = f'{text}within chance of float, ± {100 * chance:.2f} points'
+            axes.axhspan(
+                of['origin'] - chance, of['origin'] + chance, color=colour, alpha=0.12, linewidth=0, label=label
+            )
+        for key, name, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
+            if of.get(key) is not None:  # not with --no-eval-origin, --no-eval-ptq
+                axes.axhline(of[key], linestyle=style, color=colour, alpha=0.6, label=f'{text}{name} {of[key]:.4f}')
+        axes.plot([e['epoch'] for e in epochs], [part(e)['ap'] for e in epochs], 'o-', color=colour, label=f'{text}QAT')
+    if best:
         axes.plot(
-            epochs,
-            [e['mask']['ap'] for e in report['epochs']],
-            's-',
-            color='tab:orange',
-            label='QAT, masks (lines: float, PTQ)',
-        )
-    if report['best']:
-        axes.plot(
-            report['best']['epoch'],
-            report['best']['ap'],
+            best['epoch'],
+            best['ap'],
             'o',
             markersize=11,
             markerfacecolor='none',
             color='tab:green',
-            label=f'best {report["best"]["ap"]:.4f}',
+            label=f'best {best["ap"]:.4f}' + ' (PTQ)' * (not best['epoch']),
         )
+    low, high = axes.get_ylim()
+    wider = max(0, NARROWEST - (high - low)) / 2
+    axes.set_ylim(low - wider, high + wider)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
         xlabel='epoch',
@@ -51,7 +62,7 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
         title=f'Fine-tuning with quantization, scored on {report["images"][report["chosen_on"]]} images ({report["chosen_on"]})',
     )
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc='outside right center', fontsize=8)
     save(figure, path)
 
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
-from utils.qat.core.next_command import command
-from utils.qat.evaluation.chance import EXPLAINED, in_words, points, within_chance
+from utils.qat.core.next_command import command, typed_sides
+from utils.qat.evaluation.chance import EXPLAINED, in_words, parts, points, points_lost, within_chance
 from utils.qat.evaluation.figures import columns, differences, figures
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
@@ -52,7 +53,7 @@ def run_table(report: dict[str, Any]) -> str:
     """
     stages = [report['origin'], report['ptq'], *report['epochs']]
     titles, masks = columns(*stages)
-    parts = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+    outputs = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
         return [
@@ -60,7 +61,7 @@ def run_table(report: dict[str, Any]) -> str:
             *loss,
             *figures(metrics, masks),
             *against_float_cells(metrics, masks),
-            *sqnr_cells(metrics, parts),
+            *sqnr_cells(metrics, outputs),
         ]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
@@ -74,7 +75,7 @@ def run_table(report: dict[str, Any]) -> str:
 
     def difference(what: str, metrics: dict[str, Any], origin: dict[str, Any], *loss: str) -> list[str]:
         cells = differences(metrics, origin, masks)
-        return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(parts)]
+        return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(outputs)]
 
     for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
         if report['origin'] and metrics and 'ap' in metrics:
@@ -82,7 +83,7 @@ def run_table(report: dict[str, Any]) -> str:
     titles = (
         *titles,
         *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
-        *(f'{part} dB' for part in parts),
+        *(f'{part} dB' for part in outputs),
     )
     table = markdown_table(('model', 'loss', *titles), rows)
     if report['chosen_on'] == 'val':
@@ -98,6 +99,31 @@ def run_table(report: dict[str, Any]) -> str:
         f'on {report["images"]["held out"]} images held out of train, which choose the best epoch and name the files:\n\n{table}\n\n'
         f'on the {report["images"]["val"]} images of val, which chose nothing:\n\n{markdown_table(("model", *titles), on_val)}'
     )
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Say in one sentence what INT8 costs and which file is delivered."""
+    if not report['ptq']:
+        return 'The run is not over: no model is calibrated yet.'
+    on_val = (report['val'] or {}).get('best')
+    chosen = report['best'] or report['ptq']
+    metrics, images = (on_val, 'val') if on_val else (chosen, report['chosen_on'])
+    file = f'{chosen["file"]} is the model to export'
+    if 'ap' not in metrics:
+        return f'The INT8 model was not scored; {file}.'
+    ap = f'AP {metrics["ap"]:.4f}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
+    if 'against_float' not in metrics:
+        return (
+            f'The INT8 model has {ap} on {report["images"][images]} images, and the float model was not scored; {file}.'
+        )
+    against = metrics['against_float']
+    if all(map(within_chance, parts(against))):
+        cost = 'INT8 costs nothing that these images show'
+    elif points_lost(against) > 0:
+        cost = f'INT8 costs {points_lost(against):.2f} points of AP beyond chance'
+    else:
+        cost = 'INT8 scores higher than float'
+    return f'{cost}: {ap}, {in_words(against)}, on {report["images"][images]} images; {file}.'
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
@@ -135,7 +161,7 @@ def export_command(folder: Path, report: dict[str, Any]) -> str:
         '--include',
         'onnx',
         '--imgsz',
-        report['settings']['imgsz'],
+        *typed_sides(report['settings']['imgsz']),
     )
 
 
@@ -159,7 +185,8 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     if report['epochs']:
         plot_ap(folder / 'ap.png', report)
         shown.append(image('AP of every epoch', 'ap.png'))
-    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': report['best']}
+    best = report['best'] if report['best'] and report['best']['epoch'] else None  # else it is PTQ
+    stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': best}
     models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
     if models:
         plot_classes(folder / 'classes.png', models)
@@ -177,7 +204,8 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
-            escaped(f'Images: {images}. Computed on {report["device"]}.'),
+            f'**{escaped(verdict(report))}**',
+            escaped(f'Images: {images}; scored {seen_as(settings["imgsz"], False)}. Computed on {report["device"]}.'),
             *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
             *_pictures(folder, report),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
@@ -198,14 +226,17 @@ def dry_run_tables(
     swapped: Mapping[str, str],
     kept_float: Mapping[str, str],
     groups: Sequence[Sequence[str]],
-) -> str:
-    """Describe a quantization as `quantize --dry-run` prints it: all layers, the float convolutions, the shared scales.
+) -> tuple[str, str]:
+    """Describe a quantization as `quantize --dry-run` prints it.
 
     Args:
         layers: (index, class) of each layer of the network.
         swapped: path → kind, of each quantized block.
         kept_float: path → reason, of each convolution that stays float.
         groups: groups of quantizers with one scale, as lists of paths.
+
+    Returns:
+        All layers, the float convolutions and the number of shared scales; and for --verbose who shares each of them.
     """
 
     def inside(index: int, paths: Iterable[str]) -> list[str]:
@@ -218,12 +249,11 @@ def dry_run_tables(
         [f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-']
         for i, name in layers
     ]
-    shared = [[number, len(group), '  '.join(group)] for number, group in enumerate(groups, 1) if len(group) > 1]
-    return '\n\n'.join(
-        (
-            markdown_table(('layer', 'INT8', 'float convolutions'), rows),
-            markdown_table(('stays float', 'reason'), kept_float.items()),
-            f'quantizers that share a scale ({len(groups) - len(shared)} more have one of their own):\n'
-            + ('\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared) or '  none'),
-        )
+    shared = [(number, len(group), '  '.join(group)) for number, group in enumerate(groups, 1) if len(group) > 1]
+    tables = (
+        markdown_table(('layer', 'INT8', 'float convolutions'), rows),
+        markdown_table(('stays float', 'reason'), kept_float.items()),
+        f'{sum(size for _, size, _ in shared)} quantizers share {len(shared)} scales, {len(groups) - len(shared)} have one of their own '
+        '(--verbose lists them)',
     )
+    return '\n\n'.join(tables), '\n'.join(f'  scale {n} ({size}): {paths}' for n, size, paths in shared)

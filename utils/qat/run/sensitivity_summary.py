@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
@@ -179,7 +180,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
     """
     lines = [
         f'{len(summary["units"])} units ({summary["settings"]["granularity"]}), '
-        f"{summary['images']} images. Divergence of the detections from the float model's with all in INT8: "
+        f"{summary['images']} images {seen_as(summary['settings']['imgsz'], True)}. Divergence of the detections from the float model's with all in INT8: "
         f'{summary["int8"]["divergence"]:.5f}.'
     ]
     if 'ap' in summary['int8']:
@@ -193,10 +194,17 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
             f'leaving the unit in float would add, in points (0.01){", the mean of boxes and masks" * masks}. ± holds 95 % of what other '
             f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.'
         )
+    first, whole = worst(summary)[0], summary['int8']
+    cost = f', and all units in INT8 {in_words(whole["against_float"])}' if 'against_float' in whole else ''
+    verdict = (
+        f'{first["unit"]} costs most: alone in INT8 it changes the detections by {first["distortion"]:.5f}, all units together by '
+        f'{whole["divergence"]:.5f}{cost}.'
+    )
     document(
         path,
         f'Sensitivity of {summary["weights"]}',
         [
+            f'**{escaped(verdict)}**',
             '\n'.join(lines),
             summary_table(summary),
             image('distortion of each unit', 'sensitivity.png'),

@@ -61,7 +61,7 @@ def main() -> None:
     """Write the differences to a JSON file."""
     a, b, data, size, backend, out = sys.argv[1:]
     device = select_device('')
-    settings = LoaderConfig(batch_size=1, imgsz=int(size), workers=0, device=str(device))
+    settings = LoaderConfig(batch_size=1, imgsz=(int(size), int(size)), workers=0, device=str(device))
     loader = val_loader(load_data(data), settings, 32, square=True, limit=IMAGES)
     images = torch.cat([batch[0] for batch in loader]).float().to(device) / 255
     with (

@@ -1,0 +1,321 @@
+"""Commands as people type them who know another tool: dual checkpoints, several files, sizes that files know, rectangles."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, TREE
+from utils.general import scale_boxes, xywh2xyxy
+from zoo import command, program, settings
+
+from models.quantize import checkpoint
+from utils.qat.config.qat import EvalConfig
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, val_loader
+
+HEIGHT, WIDTH = 96, 160
+QUICK = ('--batch-size', 4, '--workers', 0, '--device', 'cpu', '--exist-ok')
+CALIBRATION = ('--calib-images', 4, '--calib-method', 'mse', '--imgsz', 64)
+
+
+def content(folder, file):
+    return json.loads((folder / file).read_text())
+
+
+# ---- a dual-branch checkpoint -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('verb, file', [('quantize', 'report.json'), ('sensitive', 'summary-sensitive-analysis.json')])
+def test_a_dual_checkpoint_is_what_reparameterization_makes_of_it(small, tmp_path, verb, file):
+    more = {'quantize': ('--epochs', 0), 'sensitive': ('--num-image', 4, '--metric', 'distortion')}[verb]
+    said = {
+        kind: command('qat.py', verb, '--weights', getattr(small, kind), '--data', small.data, *QUICK, *CALIBRATION, *more,
+                      '--project', tmp_path, '--name', kind)
+        for kind in ('dual', 'single')
+    }  # fmt: skip
+    found = [content(tmp_path / kind, file) for kind in ('dual', 'single')]
+    for report in found:
+        for of_the_file in ('settings', 'times', 'weights', 'weights_sha256'):
+            report.pop(of_the_file, None)
+        if report.get('ptq'):
+            report['ptq'].pop('file')
+    assert found[0] == found[1], 'bit for bit'
+    assert said['dual'].count('DualDDetect -> DDetect in memory, as reparameterization.py does') == 1
+    assert 'in memory' not in said['single']
+
+
+def test_the_converted_file_lies_beside_the_checkpoint(small, tmp_path):
+    shutil.copy(small.dual, tmp_path / 'yolov9-x.pt')
+    out = command('reparameterization.py', '--weights', tmp_path / 'yolov9-x.pt')
+    assert {p.name for p in tmp_path.iterdir()} == {'yolov9-x.pt', 'yolov9-x-converted.pt'}
+    assert f'qat.py quantize --weights {tmp_path}/yolov9-x-converted.pt' in out
+
+
+# ---- files and data that are found ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.full_tree
+def test_the_default_data_is_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    default = EvalConfig(Path('w.pt'))
+    assert default.data == Path('data/coco.yaml') and default.data_file == TREE / 'data/coco.yaml'
+    assert EvalConfig(Path('w.pt'), Path('mine.yaml')).data_file == Path('mine.yaml')
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data/coco.yaml').write_text('')
+    assert default.data_file == Path('data/coco.yaml'), 'the one that is here comes first'
+
+
+@pytest.mark.parametrize(
+    'arguments, says',
+    [
+        (('none.pt', 'data.yaml', '640'), 'WEIGHTS none.pt: no such file'),
+        (('w.pt', 'none.yaml', '640'), 'DATA none.yaml: no such file'),
+        (('w.pt', 'data.yaml', 'big'), 'IMGSZ big: must be one number'),
+    ],
+)
+def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, arguments, says):
+    (tmp_path / 'w.pt').touch()
+    (tmp_path / 'data.yaml').touch()
+    done = subprocess.run(
+        ['bash', REPO / 'scripts/val_trt.sh', *arguments],
+        cwd=tmp_path,
+        env={**os.environ, 'PYTHON': 'false'},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        ('qat.py', 'eval', '--weights', '{single}', '--data', '{data}'),
+        ('export_yoloV9.py', '-w', '{single}'),
+        ('compare_outputs.py', '{single}', '{single}', '--random', '1'),
+    ],
+    ids=lambda words: words[0],
+)
+def test_in_the_folder_of_the_toolkit_itself_one_line_says_where_commands_run(small, words):
+    words = [word.format(single=small.single, data=small.data) for word in words]
+    before = set(REPO.iterdir())
+    done = subprocess.run([sys.executable, '-B', *words], cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
+    assert 'no patched YOLOv9' in done.stderr and './patch_yolov9.sh ../yolov9' in done.stderr
+    assert {path.name for path in set(REPO.iterdir()) - before} <= {'__pycache__'}
+
+
+# ---- labels in a COCO JSON -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coco(small, tmp_path):
+    """A data set whose labels are annotations.json; category ids are 1, 11, 21, ... and the boxes of digit n have 10 n + 1."""
+    shutil.copytree(small.data.parent / 'images', tmp_path / 'images')
+    images, boxes = [], []
+    for file in sorted((tmp_path / 'images').rglob('*.jpg')):
+        height, width = cv2.imread(str(file)).shape[:2]
+        images.append({'id': len(images), 'file_name': file.name, 'width': width, 'height': height})
+        label = small.data.parent / 'labels' / file.parent.name / f'{file.stem}.txt'
+        for row in label.read_text().splitlines():
+            c, x, y, w, h = map(float, row.split())
+            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
+            boxes.append(
+                {
+                    'id': len(boxes),
+                    'image_id': len(images) - 1,
+                    'category_id': 10 * int(c) + 1,
+                    'bbox': box,
+                    'iscrowd': 0,
+                }
+            )
+    images.append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
+    categories = [{'id': 10 * c + 1, 'name': str(c)} for c in range(10)]
+    (tmp_path / 'annotations').mkdir()
+    (tmp_path / 'annotations/all.json').write_text(
+        json.dumps({'images': images, 'annotations': boxes, 'categories': categories[::-1]})
+    )
+    (tmp_path / 'outside.jpg').touch()
+    (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
+    return tmp_path
+
+
+def test_images_without_labels_lead_to_the_converter_before_anything_is_computed(small, coco):
+    """The line names where the label was looked for, and its command makes the labels that the JSON was made of."""
+    ours = '--data', coco / 'data.yaml', '--workers', 0, '--device', 'cpu', '--project', coco / 'runs'
+    said = command('qat.py', 'eval', '--weights', small.single, *ours, code=2)
+    assert 'evaluating' not in said and not (coco / 'runs').exists()
+    assert 'val: none of its 12 images has a label' in said and f'{coco}/labels/val/' in said
+    assert (
+        'converted by: python scripts/coco_to_yolo.py' in said
+        and f'{coco}/annotations/all.json {coco}/images/val' in said
+    )
+    command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, code=2)
+    # labels are needed for a score only
+    command(
+        'qat.py',
+        'quantize',
+        '--weights',
+        small.single,
+        *ours,
+        *CALIBRATION,
+        '--epochs',
+        0,
+        '--no-eval-origin',
+        '--no-eval-ptq',
+    )
+
+    out = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val')
+    assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '13 of 25 images are not in' in out
+    made, true = (
+        {f.name: f.read_text() for f in (folder / 'labels/val').iterdir()} for folder in (coco, small.data.parent)
+    )
+    assert made.keys() == true.keys() and not (coco / 'outside.txt').exists()
+    for name, text in made.items():
+        assert np.allclose(*([list(map(float, t.split())) for t in (text, true[name])]), atol=1e-4)
+    scores = []
+    for data in (coco / 'data.yaml', small.data):
+        command(
+            'qat.py',
+            'eval',
+            '--weights',
+            small.single,
+            '--data',
+            data,
+            '--imgsz',
+            64,
+            *QUICK,
+            '--project',
+            coco / 'runs',
+        )
+        scores.append(content(coco / 'runs/exp', 'metrics.json')['ap'])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    said = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val', code=2)
+    assert 'there already' in said and '--exist-ok' in said
+
+
+@pytest.mark.parametrize(
+    'text, says',
+    [
+        ('[]', 'no COCO JSON'),
+        ('{', 'no COCO JSON'),
+        ('{"images": [], "categories": []}', 'annotations missing'),
+        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', 'lacks a value'),
+        ('{"images": [{"id": 1, "file_name": "x.jpg"}], "annotations": [], "categories": []}', 'none of the 1 images'),
+    ],
+)
+def test_a_json_that_is_no_coco_is_one_line(tmp_path, text, says):
+    (tmp_path / 'a.json').write_text(text)
+    said = command('scripts/coco_to_yolo.py', tmp_path / 'a.json', tmp_path, code=2)
+    assert said.count('error: ') == 1 and 'Traceback' not in said and f'{tmp_path}/a.json' in said and says in said
+
+
+# ---- eval of anything ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def exported(small, tmp_path_factory):
+    """A folder with single.pt and single.onnx, for rectangles of HEIGHT x WIDTH."""
+    folder = tmp_path_factory.mktemp('rectangles')
+    shutil.copy(small.single, folder / 'single.pt')
+    out = command(
+        *('export_qat.py', '--weights', folder / 'single.pt', '--imgsz', HEIGHT, WIDTH, '--batch-size', 4),
+        *('--verify', small.data, '--max-ap-diff', 1e-4),
+    )
+    assert f'as images of {HEIGHT} x {WIDTH}' in out, '--verify shows the images as the file wants them'
+    return folder
+
+
+def test_several_files_are_scored_and_compared_with_the_first(small, exported, tmp_path):
+    files = small.dual, exported / 'single.onnx', small.quantized
+    common = '--data', small.data, *QUICK, '--project', tmp_path
+    out = command('qat.py', 'eval', '--weights', *files, *common)
+    folders = [tmp_path / f'exp-{file.name}' for file in files]
+    scores = [content(folder, 'metrics.json') for folder in folders]
+    table = [line for line in out.splitlines() if line.startswith(('| file', '| dual', '| single', '| quantized'))]
+    assert len(table) == 4 and [f'{m["ap"]:.4f}' in line for m, line in zip(scores, table[1:])] == [True] * 3
+    gains = [100 * (m['ap'] - scores[0]['ap']) for m in scores]
+    assert f'{gains[1]:+.2f} ± ' in table[2] and f'{gains[2]:+.2f} ± ' in table[3]
+    assert 'padded rectangles' in table[1] and f'images of {HEIGHT} x {WIDTH}' in table[2]
+    assert [m['settings']['imgsz'] for m in scores] == [[640, 640], [HEIGHT, WIDTH], [128, 128]], 'as each file says'
+    logs = [(folder / 'log.txt').read_text() for folder in folders]
+    assert all(str(file) in log for file, log in zip(files, logs)) and str(files[2]) not in logs[0]
+    out = command('val_trt.py', '--weights', files[1], *common, '--name', 'trt')
+    assert content(tmp_path / 'trt', 'metrics.json')['ap'] == scores[1]['ap'] and f'of {HEIGHT} x {WIDTH}' in out
+
+
+def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
+    """An end2end file leaves out scores up to 0.25; --conf-thres 0.25 does so too. `next:` leads to a fair figure."""
+    shutil.copy(small.single, tmp_path / 'm.pt')
+    common = '--data', small.data, *QUICK, '--project', tmp_path
+    inside = 'onnx_end2end', '--nms', 'standard'
+    out = command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', 'onnx', *inside)
+    assert [line for line in out.splitlines() if line.startswith('next:')] == [
+        f'next: python qat.py eval --weights {tmp_path}/m.onnx --data DATA.yaml'
+    ]
+    warning = 'warning: .*m{}.onnx: scores up to 0.25 are left out .{}., and AP .* too high.* {}'
+    said = command('qat.py', 'eval', '--weights', tmp_path / 'm-end2end.onnx', *common)
+    assert re.search(warning.format('-end2end', 'inside the file', 'export it with --conf-thres 0.001'), said)
+    said = command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common, '--conf-thres', 0.25)
+    assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
+    assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)
+    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', *inside,
+            '--conf-thres', 0.001, '--iou-thres', 0.7, '--topk-all', 84)  # fmt: skip
+    assert 'warning' not in command('val_trt.py', '--weights', tmp_path / 'm-end2end.onnx', *common)
+
+
+# ---- rectangles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('sides', [(96, 160), (160, 96), (64, 256), (128, 128)])
+def test_the_images_and_their_labels_lie_where_the_client_puts_them(small, sides):
+    """The evaluation letterboxes pixel by pixel as scripts/infer_onnx.py, and maps its boxes back to the image."""
+    letterbox = program('scripts/infer_onnx.py').letterbox
+    config = EvalConfig(small.single, small.data, batch_size=3, imgsz=sides, workers=0)
+    for images, targets, paths, shapes in val_loader(load_data(small.data), config, 32, square=True):
+        assert tuple(images.shape[2:]) == sides
+        for i, (image, path) in enumerate(zip(images, paths)):
+            original = cv2.imread(path)
+            theirs, gain, border = letterbox(original, *sides)
+            assert torch.equal(image, torch.from_numpy(np.round(theirs * 255).astype(np.uint8)))
+            boxes = xywh2xyxy(targets[targets[:, 0] == i, 2:] * torch.tensor([*sides[::-1]] * 2))
+            back = scale_boxes(sides, boxes, *shapes[i])
+            label = Path(path.replace('images', 'labels')).with_suffix('.txt').read_text().split()
+            true = xywh2xyxy(torch.tensor(list(map(float, label))).view(-1, 5)[:, 1:])
+            error = (back - true * torch.tensor([*original.shape[1::-1]] * 2)).abs().max()
+            assert error < 1 / gain, 'upstream scales by whole pixels of the input'
+
+
+def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
+    """`quantize`, `export --verify`, `eval` and the comparison see HEIGHT x WIDTH, and the file scores as PyTorch does."""
+    common = '--data', small.data, *QUICK, '--project', tmp_path
+    out = command(
+        *('qat.py', 'quantize', '--weights', small.single, *common, '--name', 'run', '--calib-images', 4, '--iters', 2),
+        *('--calib-method', 'mse', '--epochs', 1, '--imgsz', HEIGHT, WIDTH),
+    )
+    assert f'--imgsz {HEIGHT} {WIDTH}' in out.splitlines()[-1] and f'as images of {HEIGHT} x {WIDTH}' in out
+    best = tmp_path / 'run/weights/qat_best_single.pt'
+    assert checkpoint.load_quantized(best)[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
+    command('export_qat.py', '--weights', best, '--imgsz', HEIGHT, WIDTH, '--batch-size', 4)
+    for file, name in ((best, 'pt'), (best.with_suffix('.onnx'), 'onnx')):
+        command('qat.py', 'eval', '--weights', file, *common, '--name', name)
+    scores = [content(tmp_path / name, 'metrics.json') for name in ('pt', 'onnx')]
+    assert scores[0]['seen'] == scores[1]['seen'] and abs(scores[0]['ap'] - scores[1]['ap']) < 0.01
+    assert scores[0]['ap'] == content(tmp_path / 'run', 'report.json')['best']['ap']
+    command('compare_outputs.py', best, best.with_suffix('.onnx'), *common, '--name', 'compared')
+    [compared] = content(tmp_path / 'compared', 'compare.json')['comparisons']
+    assert compared['other']['ap'] == scores[1]['ap']
+
+
+def test_calibration_on_rectangles(small):
+    images = torch.cat(
+        list(calibration_images(load_data(small.data), settings(imgsz=(64, 96)), 32, torch.device('cpu')))
+    )
+    assert tuple(images.shape[1:]) == (3, 64, 96)

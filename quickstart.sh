@@ -82,14 +82,14 @@ step() {
     echo "-- $((SECONDS - start)) s"
 }
 
-# Sizes chosen so that the job takes 2 to 4 minutes on two cores, nearly all of it in `quantize`.
+# Sizes chosen so that the job takes two and a half minutes on two quiet cores, half of it in `quantize`.
 DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
 MODEL=$OUT/yolov9-$NAME
 BEST=$OUT/qat/weights/qat_best_yolov9-$NAME
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
-    python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 400 --val 100
+    python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 200 --val 100
 if [[ $TASK == detect ]]; then
     step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $MODEL-dual.pt \
         python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL-dual.pt
@@ -101,23 +101,20 @@ else
 fi
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $MODEL.pt "${DATA[@]}" \
-    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 200 --project $OUT --name qat
+    --epochs 2 --iters 10 --task-loss 0.1 --calib-images 100 --project $OUT --name qat
 step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
     python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
 step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \
     python scripts/audit_onnx.py $BEST.onnx --strict --json $OUT/audit.json
 step "Export the float model too, to compare with" $MODEL.onnx \
     python export_qat.py --weights $MODEL.pt --include onnx --imgsz 320 --dynamic --simplify
-step "Score the quantized checkpoint on square images, as a deployed model sees them" $OUT/eval_qat_square \
-    python qat.py eval --weights $BEST.pt "${DATA[@]}" --square --project $OUT --name eval_qat_square
-step "Score the INT8 ONNX file in ONNX Runtime" $OUT/eval_onnx_int8 \
-    python qat.py eval --weights $BEST.onnx "${DATA[@]}" --project $OUT --name eval_onnx_int8
-step "Score the INT8 ONNX file in OpenVINO, which computes in integers" $OUT/eval_openvino_int8 \
-    python qat.py eval --weights $BEST.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino_int8
-step "Score the float ONNX file in OpenVINO" $OUT/eval_openvino_float \
-    python qat.py eval --weights $MODEL.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino_float
+step "Score the quantized checkpoint, and its ONNX file in ONNX Runtime, on square images, as a deployed model sees them" \
+    $OUT/eval-qat_best_yolov9-$NAME.onnx \
+    python qat.py eval --weights $BEST.pt $BEST.onnx "${DATA[@]}" --square --project $OUT --name eval --exist-ok
+step "Score the INT8 and the float ONNX file in OpenVINO, which computes INT8 in integers" $OUT/eval_openvino-yolov9-$NAME.onnx \
+    python qat.py eval --weights $BEST.onnx $MODEL.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino --exist-ok
 step "Measure the speed of both in OpenVINO" $OUT/speed \
-    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 4 \
+    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 2 \
     --project $OUT --name speed
 
 say "Result (this run of the job took $((SECONDS - START)) s)"
@@ -129,7 +126,7 @@ printf '  %-41s  %s\n' \
     "qat/weights/qat_best_yolov9-$NAME.pt" "calibrated and fine-tuned, the best of the run" \
     "qat/weights/qat_best_yolov9-$NAME.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
     "qat/report.md, report.json, ap.png" "figures of every stage" \
-    "eval_*/metrics.json" "figures of the files that were scored on their own"
+    "eval*/metrics.json" "figures of the files that were scored on their own"
 cat <<EOT
 
 Next, with your own clone and weights:

@@ -38,12 +38,12 @@ def rows(folder: Path) -> Iterator[list[Any]]:
     ):
         yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file)]
     for name, runtime, scored, file in (
-        (trained, 'PyTorch', 'eval_qat_square', best),
-        (trained, 'ONNX Runtime', 'eval_onnx_int8', best.with_suffix('.onnx')),
-        (trained, 'OpenVINO', 'eval_openvino_int8', best.with_suffix('.onnx')),
-        ('float', 'OpenVINO', 'eval_openvino_float', single.with_suffix('.onnx')),
+        (trained, 'PyTorch', 'eval', best),
+        (trained, 'ONNX Runtime', 'eval', best.with_suffix('.onnx')),
+        (trained, 'OpenVINO', 'eval_openvino', best.with_suffix('.onnx')),
+        ('float', 'OpenVINO', 'eval_openvino', single.with_suffix('.onnx')),
     ):
-        metrics = json.loads((folder / scored / 'metrics.json').read_text())
+        metrics = json.loads((folder / f'{scored}-{file.name}' / 'metrics.json').read_text())
         height, width = metrics['settings']['imgsz']
         yield [name, runtime, f'{height} x {width}', metrics, megabytes(file)]
 

@@ -114,7 +114,7 @@ step "Score the quantized checkpoint, and its ONNX file in ONNX Runtime, on squa
 step "Score the INT8 and the float ONNX file in OpenVINO, which computes INT8 in integers" $OUT/eval_openvino-yolov9-$NAME.onnx \
     python qat.py eval --weights $BEST.onnx $MODEL.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino --exist-ok
 step "Measure the speed of both in OpenVINO" $OUT/speed \
-    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 2 \
+    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 1 \
     --project $OUT --name speed
 
 say "Result (this run of the job took $((SECONDS - START)) s)"

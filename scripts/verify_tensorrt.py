@@ -38,10 +38,8 @@ def write_subset(source: Path, file: Path, images: int) -> None:
         file: the YAML to write; the list of its images goes beside it.
         images: number of images, at most.
     """
-    import yaml
-
     from utils.qat.config.common import LoaderConfig
-    from utils.qat.core.files import write_text
+    from utils.qat.core.files import write_json, write_text
     from utils.qat.data.dataset import load_data, open_dataset
 
     data = load_data(source)
@@ -50,8 +48,9 @@ def write_subset(source: Path, file: Path, images: int) -> None:
     chosen = [str(Path(files[i * len(files) // n]).resolve()) for i in range(n)]
     listed = file.with_suffix('.txt')
     write_text(listed, '\n'.join(chosen) + '\n')
-    content = {'path': str(listed.parent.resolve()), 'train': listed.name, 'val': listed.name, 'names': data.names}
-    write_text(file, yaml.safe_dump(content, allow_unicode=True))
+    names = [data.names[i] for i in sorted(data.names)]
+    content = {'path': str(listed.parent.resolve()), 'train': listed.name, 'val': listed.name, 'names': names}
+    write_json(file, content)  # JSON is YAML too
 
 
 def main(argv: Sequence[str] | None = None) -> int:

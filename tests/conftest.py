@@ -64,6 +64,16 @@ def tree():
 
 
 @pytest.fixture(autouse=True)
+def log_files():
+    """Close the log files of a test's commands, as the end of their process would: their folder is removed after the test."""
+    yield
+    log = sys.modules.get('utils.qat.core.log')
+    for handler in log.LOGGER.handlers[1:] if log else ():
+        log.LOGGER.removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture(autouse=True)
 def upstreams_activation():
     """Reset the activation that upstream keeps from the last config, so that each test begins as a new process."""
     yield

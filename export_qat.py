@@ -20,6 +20,7 @@ from utils.qat.config.common import LoaderConfig, seen_as
 from utils.qat.config.export import INCLUDE, PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.config.options import read
 from utils.qat.config.settings import require_multiples
+from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from models.deploy.onnx_export import Exported
     from utils.qat.data.dataset import Data
     from utils.qat.prediction.pytorch import TorchModel
+    from utils.qat.targets.target import Target
 
 
 def parse_args(argv: Sequence[str] | None) -> ExportConfig:
@@ -54,6 +56,13 @@ class Job(NamedTuple):
     def int8(self) -> bool:
         """Whether the checkpoint is quantized."""
         return self.recipe is not None
+
+    @property
+    def target(self) -> Target:
+        """The engine that the checkpoint was quantized for."""
+        from utils.qat.targets.target import load_target
+
+        return load_target((self.recipe or {}).get('target', DEFAULT_TARGET))
 
     @property
     def half(self) -> bool:
@@ -108,7 +117,15 @@ def load(config: ExportConfig) -> Job:
         data = load_data(config.verify, predict.nc, '--verify', predict.segments)
         settings = LoaderConfig(batch_size=config.batch_size, imgsz=config.imgsz)
         images = data, val_loader(data, settings, predict.stride, square=True, limit=config.verify_images)
-    return Job(config, predict, quant['recipe'] if quant else None, files, nms, pooling, images)
+    job = Job(config, predict, quant['recipe'] if quant else None, files, nms, pooling, images)
+    for flag, given in (
+        ('--half', config.half),
+        ('--trt 11', config.trt == 11),
+        ('--nms plugin', nms and nms.kind == 'plugin'),
+    ):
+        if given:
+            job.target.require_tensorrt(flag)
+    return job
 
 
 def export(job: Job) -> tuple[Exported, dict[str, list[str]]]:
@@ -142,6 +159,7 @@ def export(job: Job) -> tuple[Exported, dict[str, list[str]]]:
             fp32_scales=config.fp32_scales,
             progress=lambda steps: bar(steps, 'exporting', unit='steps'),
             kept_float=(job.recipe or {}).get('kept_float', ()),
+            target=job.target,
         )
         if job.nms:
             export_end2end(plain, end2end, job.nms, job.pooling, runnable=not config.fp32_scales)
@@ -159,6 +177,8 @@ def export(job: Job) -> tuple[Exported, dict[str, list[str]]]:
 def build_command(path: Path, job: Job) -> str:
     """Return the trtexec command for a file, with the precisions of its engine."""
     trt, int8 = job.config.trt, job.int8
+    if job.target.only_here:
+        return f'{job.target.title}; {job.target.only_here} (--target tensorrt)'
     if trt == 11:
         return f'trtexec --onnx={path}  (TensorRT 11; {"INT8 and " * int8}{"FP16" if job.half else "FP32: --half exports FP16"})'
     return f'trtexec --onnx={path} --fp16{" --int8" * int8}  (TensorRT {"8.6" if trt == 8 else 10})'

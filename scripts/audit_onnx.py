@@ -67,19 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from utils.qat.core.files import write_json
     from utils.qat.graph import audit
+    from utils.qat.targets.target import target_of
 
     model = audit.load(args.model)
     with audit.naming(args.model):
-        found = audit.audit(model)
+        target = target_of(model)
+        found = audit.audit(model, target.checks)
     shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
-    LOGGER.log(RESULT, f'{args.model}\n{audit.audit_text(found, shown)}\n')
+    LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')
     if args.openvino:
         said, written['openvino'] = in_openvino(args.model, {c.name: c.reason for c in found.convs if c.reason}, shown)
         LOGGER.log(RESULT, f'{said}\n')
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, written)
-    finish(command('scripts/build_engine.py', args.model), **({'json': args.json} if args.json else {}))
+    behind = (
+        ('benchmark_trt.py', args.model, '--device', 'cpu')
+        if target.only_here
+        else ('scripts/build_engine.py', args.model)
+    )
+    finish(command(*behind), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 
 

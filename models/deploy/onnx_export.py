@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.quantize.quantizers import named_quantizers
+from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
+from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.graph import half as onnx_half
@@ -27,6 +29,7 @@ from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
 from utils.qat.prediction.outputs import parts
 from utils.qat.prediction.registry import open_file
+from utils.qat.targets.target import Target, load_target
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
 
@@ -183,6 +186,7 @@ def export_onnx(
     half: bool = False,
     fp32_scales: bool = False,
     kept_float: Sequence[str] = (),
+    target: Target = load_target(DEFAULT_TARGET),
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> Exported:
@@ -205,6 +209,7 @@ def export_onnx(
         fp32_scales: with `half`, write scales in FP32. ONNX Runtime (1.31) cannot run these. So the graph with FP16
             scales is compared with PyTorch, and the written graph is made from it.
         kept_float: paths of blocks that are float by choice, for the metadata.
+        target: the engine.
         layout: gives the checked graph other inputs and outputs, such as deepstream_layout.
         progress: wraps the steps.
 
@@ -227,6 +232,7 @@ def export_onnx(
         onnx_passes.quantize_moves,
         onnx_passes.merge_duplicates,
         *[onnx_half.to_half] * half,
+        target.finish,
     ]
     with atomic(path) as tmp:
         logging.getLogger('torch.onnx').setLevel(logging.ERROR)
@@ -238,7 +244,9 @@ def export_onnx(
         graph = None
         for step in progress([trace, *passes]):
             graph = step(graph)
-        onnx_passes.check_scales(graph, [q.scale.cpu().numpy() for q in quantizers])
+        scales = [q.scale.cpu().numpy() for q in quantizers]
+        units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
+        onnx_passes.check_scales(graph, [*scales, *units])
         images = made_images(2 if dynamic else batch, imgsz)
         theirs = traced(images.to(device))
         returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
@@ -250,6 +258,7 @@ def export_onnx(
             task='segment' if returned[1:] else 'detect',
             **({'nm': returned[1].shape[1]} if returned[1:] else {}),
             **{'kept_float': list(kept_float)} if kept_float else {},
+            **{'target': target.name} if quantizers and target.name != DEFAULT_TARGET else {},
         )
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)

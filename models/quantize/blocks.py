@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 
-from models.quantize.quantizers import Quantizer
+from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 
 
 def _without_copy(cls: Any, module: Any) -> Any:
@@ -170,6 +170,29 @@ class QuantCBFuse(Twin, CBFuse):
         return reduce(torch.add, [*maps, self.input_quantizer(xs[-1])])
 
 
+class QuantSiLU(Twin, nn.SiLU):
+    """SiLU in INT8 for an engine that does not fuse it into the convolution: x, sigmoid(x) and their product are rounded.
+
+    The sigmoid lies in 0..1, so its scale is fixed. The next quantizer rounds the product.
+    """
+
+    float_class = nn.SiLU
+    quantizer_names = ('input_quantizer',)
+
+    @classmethod
+    def from_float(cls, block: nn.Module) -> Any:
+        """Make the quantized twin of `block`, without a calibration."""
+        twin = super().from_float(block)
+        twin.input_quantizer = SiLUQuantizer()
+        return twin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute SiLU: any shape → the same shape."""
+        x = self.input_quantizer(x)
+        return x * rounded_unit(torch.sigmoid(x)) if self.input_quantizer.rounds else F.silu(x)
+
+
+ACTIVATIONS: dict[type, Any] = {twin.float_class: twin for twin in (QuantSiLU,)}  # as TWINS, for some targets only
 TWINS: dict[type, Any] = {  # upstream class → its twin
     twin.float_class: twin
     for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)

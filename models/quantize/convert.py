@@ -1,12 +1,13 @@
 """Conversion of a float model to a quantized model and back, in place, with a record of the blocks and the reasons."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.nn as nn
 from models.common import DFL
 
-from models.quantize.blocks import TWINS, QuantResidual, Twin
+from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, Twin
 from utils.qat.core.errors import QatError
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
@@ -101,17 +102,32 @@ def unknown_modules(model: nn.Module) -> dict[str, str]:
     }
 
 
-def find_twins(model: nn.Module) -> dict[str, str]:
-    """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network."""
-    kept = float_convs(model)
+def twins_of(activations: Collection[str] = ()) -> dict[type, Any]:
+    """Return the twins of a target: upstream class → twin. activations: see targets.target.Target."""
+    return TWINS | {cls: twin for cls, twin in ACTIVATIONS.items() if cls.__name__ in activations}
+
+
+def find_twins(model: nn.Module, activations: Collection[str] = ()) -> dict[str, str]:
+    """Find the blocks of a fused float model that `quantize_model` swaps.
+
+    Args:
+        model: float, fused.
+        activations: see targets.target.Target.
+
+    Returns:
+        Path → class, in the order of the network.
+    """
+    kept, twins = float_convs(model), twins_of(activations)
     return {
         path: type(m).__name__
-        for path, m in model.named_modules()
-        if type(m) in TWINS and TWINS[type(m)].suits(m) and path not in kept
+        for path, m in model.named_modules(remove_duplicate=False)  # upstream's blocks share one SiLU
+        if type(m) in twins and twins[type(m)].suits(m) and path not in kept
     }
 
 
-def quantize_model(model: nn.Module, add_policy: str = 'both', keep_float: Sequence[str] = ()) -> Conversion:
+def quantize_model(
+    model: nn.Module, add_policy: str = 'both', keep_float: Sequence[str] = (), activations: Collection[str] = ()
+) -> Conversion:
     """Swap the blocks of a model for their quantized twins, in place.
 
     Blocks inside blocks are swapped too: a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks change
@@ -121,6 +137,7 @@ def quantize_model(model: nn.Module, add_policy: str = 'both', keep_float: Seque
         model: float, fused.
         add_policy: see blocks.QuantResidual.
         keep_float: paths of blocks (of `find_twins`) that are not swapped.
+        activations: see targets.target.Target.
 
     Returns:
         The record.
@@ -132,11 +149,13 @@ def quantize_model(model: nn.Module, add_policy: str = 'both', keep_float: Seque
         kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
     )
 
+    twins = twins_of(activations)
+
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent.named_children()):
             path = f'{prefix}{name}'
             visit(child, f'{path}.')
-            twin = TWINS.get(type(child))
+            twin = twins.get(type(child))
             if twin and twin.suits(child) and path not in done.kept_float:
                 parent._modules[name] = new = twin.from_float(child)
                 if isinstance(new, QuantResidual):

@@ -30,6 +30,7 @@ QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
 # engine. The smallest scale is FP16's smallest normal number (6.1e-5), the largest is its largest number. Rounding
 # moves a range by 0.05 %.
 MIN_AMAX, MAX_AMAX = QMAX * 2.0**-14, QMAX * 65504.0
+UNIT_SCALE, UNIT_MAX = 2.0**-8, 255  # of unsigned INT8 for values in 0..1
 
 absl_logging.set_verbosity(absl_logging.ERROR)  # the library warns at every construction and load
 logging.getLogger('absl').propagate = False
@@ -58,9 +59,16 @@ class Quantizer(TensorQuantizer):
         axis: of the slices; None = per tensor.
     """
 
+    least = -float('inf')  # smaller values do not widen the range
+
     def __init__(self, axis: int | None = None) -> None:
         super().__init__(QuantDescriptor(num_bits=8, axis=axis, fake_quant=True))
         self._calibrator = None  # attached during calibration only, so that checkpoints stay small
+
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs are rounded: not while statistics are collected, nor when the quantizer is off."""
+        return self._if_quant and not self._disabled
 
     def set_amax(self, amax: torch.Tensor) -> None:
         """Set the range, rounded so that the scale is an FP16 number, and raised to MIN_AMAX if it is smaller.
@@ -111,6 +119,19 @@ class Quantizer(TensorQuantizer):
             f'int8 {where} amax={self._short_amax() if hasattr(self, "_amax") else None}'
             f'{" disabled" if self._disabled else ""}'
         )
+
+
+class SiLUQuantizer(Quantizer):
+    """Quantizer of the input of SiLU: values below `least` need no range, because SiLU is nearly 0 there."""
+
+    least = -8.0  # SiLU: -0.003
+
+
+def rounded_unit(x: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize values in 0..1, such as a sigmoid, as unsigned integers with the scale UNIT_SCALE."""
+    if _without_gradient(x):
+        return (x / UNIT_SCALE).round_().clamp_(max=UNIT_MAX).mul_(UNIT_SCALE)
+    return torch.fake_quantize_per_tensor_affine(x, UNIT_SCALE, 0, 0, UNIT_MAX)
 
 
 def _without_gradient(inputs: torch.Tensor) -> bool:

@@ -49,10 +49,10 @@ def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> di
     unit_of: dict[str, Callable[[str], str]] = {  # granularity → (path of a twin → its unit)
         'layer': lambda path: '.'.join(path.split('.')[:2]),
         'block': lambda path: _block(model, path),
-        'conv': str,
+        'conv': lambda path: path.removesuffix('act') + 'conv' if path.endswith('.act') else path,
     }
     units: dict[str, list[str]] = {}
-    for path, _ in model.named_modules():
+    for path, _ in model.named_modules(remove_duplicate=False):  # upstream's blocks share one activation function
         if path in twins:
             units.setdefault(unit_of[granularity](path), []).append(path)
     return units

@@ -380,7 +380,8 @@ def test_exactly_the_findings_expected(name):
 
 
 def test_every_kind_is_shown_by_a_graph():
-    assert {kind for _, findings, *_ in GRAPHS.values() for kind, _ in findings} == set(FINDINGS)
+    shown = {kind for _, findings, *_ in GRAPHS.values() for kind, _ in findings}
+    assert shown == set(FINDINGS) - {'open end'}, 'that one is of a target: test_targets.py'
 
 
 FP16_SCALES = {2.0**-14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 number is subnormal; 1e-8 becomes 0

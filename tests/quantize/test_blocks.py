@@ -9,7 +9,7 @@ from models.common import AConv, ADown, Bottleneck, CBFuse, RepNBottleneck
 from models.yolo import BaseModel
 from zoo import same
 
-from models.quantize.blocks import TWINS
+from models.quantize.blocks import ACTIVATIONS, TWINS
 from models.quantize.checkpoint import fuse
 from models.quantize.quantizers import (
     MAX_AMAX,
@@ -30,7 +30,9 @@ SAMPLES = {  # upstream class → a block with the operation its twin is for
     AConv: lambda: AConv(8, 16),
     ADown: lambda: ADown(8, 16),
     CBFuse: lambda: CBFuse([0, 1]),
+    nn.SiLU: nn.SiLU,
 }
+EVERY = TWINS | ACTIVATIONS
 each_block = pytest.mark.parametrize('cls', SAMPLES, ids=lambda c: c.__name__)
 
 
@@ -82,14 +84,14 @@ def reference(x, scale):
 
 
 def test_every_twin_is_tested():
-    assert set(SAMPLES) == set(TWINS)
+    assert set(SAMPLES) == set(EVERY)
 
 
 @each_block
 @torch.no_grad()
 def test_off_is_float(cls):
     block = block_of(cls)
-    twin = TWINS[cls].from_float(block)
+    twin = EVERY[cls].from_float(block)
     with quantizers_off(twin):
         assert same(twin(input_of(cls)), block(input_of(cls)))
     assert not same(calibrated(twin)(input_of(cls)), block(input_of(cls))), 'on, it makes a difference'
@@ -100,7 +102,7 @@ def test_off_is_float(cls):
 def test_there_and_back(cls):
     block = block_of(cls)
     expected, keys = block(input_of(cls)), set(block.state_dict())
-    twin = TWINS[cls].from_float(block)
+    twin = EVERY[cls].from_float(block)
     back = calibrated(twin).to_float()
     assert type(back) is cls and isinstance(twin, cls) and type(block) is cls
     for other in (twin, back):
@@ -114,11 +116,23 @@ def test_there_and_back(cls):
     assert same(back(input_of(cls)), expected)
 
 
+@torch.no_grad()
+def test_silu_rounds_its_input_and_the_sigmoid():
+    """By NumPy: the sigmoid in steps of 1/256, at most 255 of them; with the gradient recorded the same."""
+    twin = calibrated(ACTIVATIONS[nn.SiLU].from_float(nn.SiLU()), amax=127 / 16)
+    x = torch.linspace(-20, 20, 4001)
+    rounded = reference(x, 1 / 16)
+    expected = rounded * np.minimum(np.round(1 / (1 + np.exp(-rounded)) * 256), 255) / 256
+    assert np.allclose(twin(x), expected, atol=1e-6)
+    with torch.enable_grad():
+        assert same(twin(x.requires_grad_()).detach(), twin(x.detach()))
+
+
 @each_block
 def test_an_instance_forward_does_not_shadow_the_twin(cls):
     block = block_of(cls)
     block.forward = lambda x: 1 / 0  # what upstream's fuse() leaves on some blocks is set the same way
-    twin = TWINS[cls].from_float(block)
+    twin = EVERY[cls].from_float(block)
     assert 'forward' not in vars(twin) and 'forward' not in vars(twin.to_float())
     calibrated(twin)(input_of(cls))
 
@@ -145,7 +159,7 @@ WITH_QUANTIZED_INPUTS = {  # what each twin computes, written with its float blo
 @torch.no_grad()
 def test_twin_quantizes_the_inputs_of_its_operation(cls):
     block = block_of(cls)
-    twin = calibrated(TWINS[cls].from_float(block))
+    twin = calibrated(EVERY[cls].from_float(block))
     [(_, q)] = named_quantizers(twin)
     assert same(twin(input_of(cls)), WITH_QUANTIZED_INPUTS[cls](block, input_of(cls), q))
 
@@ -154,7 +168,7 @@ def test_twin_quantizes_the_inputs_of_its_operation(cls):
 @torch.no_grad()
 def test_the_residual_policy_quantizes_the_shortcut_only(cls):
     block, x = block_of(cls), input_of(cls)
-    twin = calibrated(TWINS[cls].from_float(block))
+    twin = calibrated(EVERY[cls].from_float(block))
     twin.add_policy = 'residual'
     assert same(twin(x), twin.add_quantizer(x) + twin.cv2(twin.cv1(x)))
     with quantizers_off(twin):

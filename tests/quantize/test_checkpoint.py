@@ -14,7 +14,7 @@ from zoo import image, output, same, state
 from models.quantize import blocks
 from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
 from models.quantize.convert import is_quantized
-from models.quantize.quantizers import Quantizer
+from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.untrusted.torch_archive import read_archive
@@ -22,6 +22,8 @@ from utils.qat.untrusted.torch_archive import read_archive
 EVERY = load_float, load_quantized, load_any, load_dual_or_float
 FROZEN = {
     'models.quantize.quantizers.Quantizer',
+    'models.quantize.quantizers.SiLUQuantizer',
+    'models.quantize.blocks.QuantSiLU',
     *(
         f'models.quantize.blocks.{name}'
         for name in ('QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse')
@@ -58,8 +60,11 @@ def test_a_fresh_process_computes_the_same(small, tmp_path, loader):
 def test_class_paths_are_a_file_format(demo):
     """People have files with these names on disk. Add to this set; never change it."""
     ours = {name for name in read_archive(demo.quantized).names if name.startswith(('models.quantize', 'utils.qat'))}
-    assert ours == FROZEN - {'models.quantize.blocks.QuantBottleneck'}, 'the demo has no Bottleneck'
-    classes = {*blocks.TWINS.values(), Quantizer}
+    others = {'blocks.QuantBottleneck', 'blocks.QuantSiLU', 'quantizers.SiLUQuantizer'}
+    assert ours == FROZEN - {f'models.quantize.{name}' for name in others}, (
+        'no Bottleneck in the demo; SiLU for ONNX Runtime'
+    )
+    classes = {*blocks.TWINS.values(), *blocks.ACTIVATIONS.values(), Quantizer, SiLUQuantizer}
     assert {f'{c.__module__}.{c.__qualname__}' for c in classes} == FROZEN
     assert not [name for name in read_archive(demo.quantized).names if name.startswith('pytorch_quantization')]
 

@@ -118,6 +118,7 @@ ROOMS = (
     'config',
     'data',
     'graph',
+    'targets',
     'engine',
     'prediction',
     'evaluation',

@@ -32,13 +32,18 @@ class Histogram:
     to wait for the device. A value that is not finite is not counted, but `largest` shows it. The class follows the
     calibrator protocol of pytorch_quantization as far as TensorQuantizer calls it (`collect`).
 
+    Args:
+        device: where it counts.
+        least: a smaller value counts as this one.
+
     Attributes:
         counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
         exponent: INT32 [], the limit is 2 ** exponent.
         largest: FP32 [], the largest |x| so far; NaN after the first NaN.
     """
 
-    def __init__(self, device: torch.device | str = 'cpu') -> None:
+    def __init__(self, device: torch.device | str = 'cpu', least: float = -float('inf')) -> None:
+        self.least = least
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)
         self.largest = torch.tensor(0.0, device=device)
@@ -46,6 +51,7 @@ class Histogram:
     def collect(self, x: torch.Tensor) -> None:
         """Count the values of `x`, a float tensor of any shape."""
         x = in_memory_order(x.detach()).float()
+        x = x.clamp(min=self.least) if self.least > -float('inf') else x
         self.largest = torch.maximum(self.largest, torch.stack(x.aminmax()).abs().max())
         self.grow(exponent_above(self.largest))
         self.counts += count_per_bin(x, bin_width(self.exponent))
@@ -221,7 +227,7 @@ def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dic
         Path of a quantizer → its histogram.
     """
     device = next(model.parameters()).device
-    histograms = {name: Histogram(device) for name, q in named_quantizers(model) if q._axis is None}
+    histograms = {name: Histogram(device, q.least) for name, q in named_quantizers(model) if q._axis is None}
     collect(model, batches, histograms)
     merge_histograms(list(histograms.values()))
     return histograms

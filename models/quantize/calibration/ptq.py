@@ -17,6 +17,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.loaders import Images, few
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
+from utils.qat.targets.target import load_target
 
 COMPARED = 36  # calibration images by which a calibration is chosen: a third is fitted to, the others compare
 
@@ -30,7 +31,7 @@ def prepare(
 
     Args:
         model: float, fused.
-        config: add_policy and scale_policy are read.
+        config: target, add_policy and scale_policy are read.
         keep_float: paths of blocks that stay in float, see convert.find_twins.
 
     Returns:
@@ -39,7 +40,7 @@ def prepare(
     Raises:
         QatError: no block is left to quantize.
     """
-    conversion = quantize_model(model, config.add_policy, keep_float)
+    conversion = quantize_model(model, config.add_policy, keep_float, load_target(config.target).activations)
     if not conversion.swapped:
         raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
@@ -121,14 +122,14 @@ class Choice:
 
         Args:
             reference: the float model, fused.
-            config: exclude, only, sensitive and keep_float are read.
+            config: target, exclude, only, sensitive and keep_float are read.
             source: SHA-256 of the file of `reference`, hex digits.
 
         Raises:
             QatError: a setting names blocks or units that the model or the summary does not have, or nothing is left to
                 quantize.
         """
-        twins = list(find_twins(reference))
+        twins = list(find_twins(reference, load_target(config.target).activations))
         summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
             raise QatError(

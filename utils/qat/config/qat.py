@@ -8,6 +8,7 @@ from typing import Any
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig
 from utils.qat.config.settings import Range, Sides, option
+from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import check
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
@@ -155,6 +156,12 @@ class CalibrationConfig(ModelConfig):
         True,
         'do not correct the biases. Rounding to INT8 shifts the mean output of a convolution; by default its bias takes the '
         'shift back, if that brings the detections closer to the float model',
+    )
+    target: str = option(
+        DEFAULT_TARGET,
+        'engine that the placement of Q/DQ is made for. tensorrt and openvino: the same placement. onnxruntime: also around SiLU, '
+        'which it does not fuse',
+        allowed=tuple(TARGETS),
     )
     scale_policy: str = option(
         'tied',

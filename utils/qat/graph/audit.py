@@ -7,7 +7,7 @@ information, no findings.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,12 @@ def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolutio
     )
 
 
-def audit(model: onnx.ModelProto) -> Audit:
+def audit(model: onnx.ModelProto, checks: Sequence[Callable[[Graph], Iterator[Finding]]] = CHECKS) -> Audit:
     """Audit an ONNX model, quantized or not.
+
+    Args:
+        model: the graph.
+        checks: the rules, see targets.target.Target.
 
     Raises:
         QatError: its shapes contradict each other, or the graph is like no network.
@@ -195,7 +199,7 @@ def audit(model: onnx.ModelProto) -> Audit:
         qdq=count_qdq(model),
         parameters=sum(graph.values[name].size for name in weights),
         convs=convs,
-        findings=[finding for check in CHECKS for finding in check(graph)],
+        findings=[finding for check in checks for finding in check(graph)],
         cost=cost,
     )
 

@@ -28,6 +28,7 @@ FINDINGS = {  # kind → its meaning
     'half add': 'Adds half quantized',
     'unequal add': 'Adds of unequal scales',
     'not absorbed': 'Q/DQ that no kernel absorbs',
+    'open end': 'kernels that read integers and return float',
     'duplicate': 'equal Q on one tensor',
     'in the way': 'Identity, Cast or Constant in the way',
     'zero point': 'zero points missing, not zero or not INT8',
@@ -196,6 +197,23 @@ def not_absorbed(graph: Graph) -> Iterator[Finding]:
         yield Finding('not absorbed', name_of(node), reason)
 
 
+def open_ends(graph: Graph) -> Iterator[Finding]:
+    """Find the kernels that read only integers, and whose result a reader takes in float.
+
+    An engine that fuses no float operator behind an integer kernel computes both in float. Results that the last
+    convolutions of the head read, or convolutions in float by choice, are no findings.
+    """
+    for node in graph.nodes:
+        inputs = [name for name in node.input[:2] if name and name not in graph.fixed]
+        kernel = node.op_type in {*QUANTIZABLE, *CONVS, 'Sigmoid', 'Mul'}
+        if not kernel or not all(graph.op(name) == 'DequantizeLinear' for name in inputs):
+            continue
+        readers = [use for use, _ in graph.uses(node.output[0]) if use is not None and use.op_type != 'QuantizeLinear']
+        loose = [r for r in readers if r.op_type not in CONVS or float_reason(graph, r) not in (HEAD, DFL, CHOICE)]
+        if loose and not graph.ends.issuperset(node.output):
+            yield Finding('open end', name_of(node), f'read in float by {", ".join(map(name_of, loose))}')
+
+
 def duplicates(graph: Graph) -> Iterator[Finding]:
     """Find the activations that are quantized twice with one scale.
 
@@ -235,10 +253,10 @@ def in_the_way(graph: Graph) -> Iterator[Finding]:
                 )
 
 
-def numbers(graph: Graph) -> Iterator[Finding]:
+def numbers(graph: Graph, unsigned: bool = False) -> Iterator[Finding]:
     """Find wrong zero points, scales and axes.
 
-    Zero points are INT8 zeros. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
+    Zero points are INT8 zeros; with `unsigned`, those of activations are UINT8, 128, or 0 behind a sigmoid. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
     per-channel, along the output channel, with the axis written out. A fault that a Q and its DQ have in common is
     reported for the DQ.
     """
@@ -256,6 +274,9 @@ def numbers(graph: Graph) -> Iterator[Finding]:
         zero = graph.values.get(node.input[2]) if len(node.input) > 2 else None
         if len(node.input) < 3 or not node.input[2]:
             yield Finding('zero point', where, 'missing; TensorRT 8.6 wants it written')
+        elif zero is not None and unsigned and node.output[0] not in graph.fixed:
+            if zero.dtype != np.uint8 or zero.ndim or zero not in (0, 128):
+                yield Finding('zero point', where, f'{zero.dtype} {zero.tolist()}, not uint8 128 or 0')
         elif zero is not None and zero.dtype != np.int8:
             yield Finding('zero point', where, f'{zero.dtype}, not int8')
         elif zero is not None and zero.any():

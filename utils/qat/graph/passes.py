@@ -344,3 +344,25 @@ def set_metadata(model: ModelProto, **props: object) -> ModelProto:
     kept = {p.key: p.value for p in model.metadata_props}
     onnx.helper.set_model_props(model, {**kept, **{k: str(v) for k, v in props.items()}})
     return model
+
+
+def unsigned_activations(model: ModelProto) -> ModelProto:
+    """Write the Q/DQ of activations with unsigned integers, in place: zero point 128 instead of 0; changes no value.
+
+    ONNX Runtime's kernels for x86 take unsigned activations and signed weights.
+    """
+    values = constants(model)
+    zero, known = 'zero_point 128', values.keys() | producers(model).keys()
+    for node in model.graph.node:
+        if (
+            (node.op_type == 'QuantizeLinear' and node.input[0] in values)
+            or node.op_type not in QDQ
+            or len(node.input) < 3
+        ):
+            continue
+        if values[node.input[2]].dtype == np.int8 and values[node.input[2]].ndim == 0:
+            node.input[2] = zero
+    if zero not in known:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(128, np.uint8), zero))
+    del model.graph.value_info[:]  # types of the signed integers
+    return model

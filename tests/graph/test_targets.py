@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from faults import sampled
-from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image, settings
+from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, fuse, image, settings
 
 from models.deploy.onnx_export import export_onnx
 from models.quantize.calibration.calibrate import calibrate
@@ -53,8 +53,9 @@ def assert_in_integers(done, graph, file, folder):
     assert not ran['QuickGelu'] and not ran['AveragePool']
 
 
-@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT, *full('yolov9', 'gelan')], 14, 1))
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 14, 1))
 def test_onnxruntime_computes_every_quantized_convolution_in_integers(name, tmp_path):
+    """But for networks with ReLU (the configs yolov9 and gelan), which stay in float there: docs/onnxruntime.md."""
     done, graph = exported(name, tmp_path / 'model.onnx')
     assert_in_integers(done, graph, tmp_path / 'model.onnx', tmp_path)
 

@@ -20,7 +20,6 @@ from utils.qat.config.common import LoaderConfig, seen_as
 from utils.qat.config.export import INCLUDE, PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.config.options import read
 from utils.qat.config.settings import require_multiples
-from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
@@ -60,9 +59,9 @@ class Job(NamedTuple):
     @property
     def target(self) -> Target:
         """The engine that the checkpoint was quantized for."""
-        from utils.qat.targets.target import load_target
+        from utils.qat.targets.target import target_of_recipe
 
-        return load_target((self.recipe or {}).get('target', DEFAULT_TARGET))
+        return target_of_recipe(self.recipe)
 
     @property
     def half(self) -> bool:

@@ -15,7 +15,6 @@ from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.export import DeepStreamConfig
 from utils.qat.config.options import read
 from utils.qat.config.settings import require_multiples
-from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish, quiet_upstream
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import load_any
     from utils.qat.core.files import write_text
     from utils.qat.graph.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
-    from utils.qat.targets.target import load_target
+    from utils.qat.targets.target import target_of_recipe
 
     with quiet_upstream():
         model, quant = load_any(config.weights)
@@ -50,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise QatError(
                 f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks'
             )
-        target = load_target(quant['recipe'].get('target', DEFAULT_TARGET) if quant else DEFAULT_TARGET)
-        target.require_tensorrt(f'--weights {config.weights}')
+        target_of_recipe(quant['recipe'] if quant else None).require_tensorrt(f'--weights {config.weights}')
         require_multiples(config.size, int(max(model.stride)), '--size')
         LOGGER.info(f'{config.weights}: YOLOv9 {"INT8" if quant else "float"}, head {head}')
         path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sl
 import torch
 
 from models.quantize import checkpoint
-from models.quantize.calibration.bias_correction import correct_biases, own_errors, quantized_convs, shrunk_mean
-from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, histogram_amax, set_ranges
-from models.quantize.calibration.choose_calibration import CORRECTED, fitted_and_compared
+from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
+from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, set_ranges
+from models.quantize.calibration.choose_calibration import CORRECTED, fitted_and_compared, ranges_by
 from models.quantize.calibration.divergence import typical_divergence
-from models.quantize.calibration.fisher import fisher_amax
 from models.quantize.calibration.ptq import COMPARED, prepare
 from models.quantize.head_outputs import Raw
 from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
@@ -94,15 +92,9 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     for method in args.methods:
         correct_biases(model, biases, {})
-        of_method = replace(config, calib_method=method)
-        set_ranges(
-            model,
-            fisher_amax(model, histograms, fitted, of_method)
-            if method == 'fisher'
-            else dict(zip(histograms, histogram_amax(histograms, method, of_method))),
-        )
+        set_ranges(model, ranges_by(method, model, histograms, fitted, config))
         yield figures(method, model)
-        correct_biases(model, biases, {path: shrunk_mean(errors) for path, errors in own_errors(model, fitted).items()})
+        correct_biases(model, biases, own_shifts(model, fitted))
         yield figures(method + CORRECTED, model)
 
 

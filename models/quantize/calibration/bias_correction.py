@@ -67,6 +67,11 @@ def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
     return mean * (1 - variance / mean.square()).nan_to_num(nan=0).clamp(min=0)
 
 
+def own_shifts(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Measure the shifts that `correct_biases` takes back: path of a convolution → [C]. Arguments: see `own_errors`."""
+    return {path: shrunk_mean(errors) for path, errors in own_errors(model, batches).items()}
+
+
 def correct_biases(model: nn.Module, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
     """Set the bias of each convolution to its original value minus the shift; without a shift, to the original value.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.nn as nn
 
-from models.quantize.calibration.bias_correction import correct_biases, own_errors, quantized_convs, shrunk_mean
+from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
 from models.quantize.calibration.calibrate import (
     Histogram,
     calibrate_weights,
@@ -38,6 +38,30 @@ def fitted_and_compared(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch
     images, size = torch.cat(batches), len(batches[0])
     others = torch.tensor([i for i in range(len(images)) if i % FITTED or len(images) == 1])
     return images[::FITTED].split(size), images[others].split(size)
+
+
+def ranges_by(
+    method: str,
+    model: nn.Module,
+    histograms: Mapping[str, Histogram],
+    fitting: Sequence[torch.Tensor],
+    config: CalibrationConfig,
+) -> Tensors:
+    """Find the range of each activation quantizer by one method.
+
+    Args:
+        method: one of CALIB_METHODS, but not 'auto'.
+        model: quantized; its biases are the biases of the float model.
+        histograms: see calibrate.collect_histograms.
+        fitting: images for 'fisher', FP32 [B, 3, H, W] in 0..1.
+        config: percentile and seed are read.
+
+    Returns:
+        Path of a quantizer → amax, FP32 [].
+    """
+    if method == 'fisher':
+        return fisher_amax(model, histograms, fitting, config)
+    return dict(zip(histograms, histogram_amax(histograms, method, config)))
 
 
 def choose_calibration(
@@ -96,15 +120,10 @@ def choose_calibration(
 
     for method in progress(methods):
         correct_biases(model, biases, {})  # the method before may have corrected them
-        ranges = (
-            fisher_amax(model, histograms, fitting, config)
-            if method == 'fisher'
-            else dict(zip(histograms, histogram_amax(histograms, method, config)))
-        )
+        ranges = ranges_by(method, model, histograms, fitting, config)
         try_calibration(method, ranges, {})
         if config.bias_correction:
-            errors = own_errors(model, fitting)
-            try_calibration(method + CORRECTED, ranges, {path: shrunk_mean(e) for path, e in errors.items()})
+            try_calibration(method + CORRECTED, ranges, own_shifts(model, fitting))
     best = from_first(min(found, key=found.__getitem__)) if known else [*tried][-1]
     method, ranges, shifts = tried[best]
     set_calibration(ranges, shifts)

@@ -1,4 +1,4 @@
-"""What the rows of a benchmark are compared with: which row is the baseline of which, and the change against it."""
+"""Each row of a benchmark is compared with another row, its baseline: the choice of that row, and the change against it."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,7 +5,7 @@ It says which activation functions have Q/DQ, which form the file has, and which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -62,6 +62,15 @@ def load_target(name: Any) -> Target:
     if not isinstance(name, str) or name not in TARGETS:
         raise QatError(f'its target is {str(name)[:50]!r}, not {", ".join(TARGETS)}; quantize or export the model anew')
     return import_module(f'{__package__}.{name}').TARGET
+
+
+def target_of_recipe(recipe: Mapping[str, Any] | None) -> Target:
+    """Return the target of a checkpoint. recipe: settings of its quantization; None for a float model.
+
+    Raises:
+        QatError: see `load_target`.
+    """
+    return load_target((recipe or {}).get('target', DEFAULT_TARGET))
 
 
 def target_of(model: onnx.ModelProto) -> Target:

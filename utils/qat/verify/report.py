@@ -20,7 +20,7 @@ LONGEST = 200  # characters of a reason in the table of verify.md; verify.json h
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a row."""
+    """The result of a checked row: passed, failed or skipped, with its figures or its reason."""
 
     name: str
     title: str

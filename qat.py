@@ -20,6 +20,7 @@ from utils.qat.config.common import seen_as
 from utils.qat.config.options import add_options, each
 from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import require_multiples
+from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.command import Parser, explain_out_of_memory, require_file, resumable, run_command
 from utils.qat.core.device import describe, select_device
 from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
@@ -313,6 +314,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     following = command(
         *('qat.py', 'quantize', '--weights', config.weights, '--data', config.data),
         *('--imgsz', *typed_sides(config.imgsz), '--sensitive', folder / FILE, '--max-drop', 0.2),
+        *(('--target', config.target) if config.target != DEFAULT_TARGET else ()),
     )
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)

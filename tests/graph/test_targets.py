@@ -110,6 +110,11 @@ def test_from_checkpoint_to_file(small, tmp_path):
         *('qat.py', 'quantize', '--weights', small.single, *data, '--target', 'onnxruntime', '--calib-images', 6),
         *('--epochs', 1, '--iters', 1, '--batch-size', 4, '--workers', 0, '--project', tmp_path, '--name', 'run'),
     )
+    said = command(
+        *('qat.py', 'sensitive', '--weights', small.single, *data, '--target', 'onnxruntime', '--calib-images', 6),
+        *('--metric', 'distortion', '--num-image', 2, '--workers', 0, '--project', tmp_path, '--name', 'costs'),
+    )
+    assert '--max-drop 0.2 --target onnxruntime' in said, 'the next command is for the same engine'
     best = tmp_path / 'run/weights/qat_best_single.pt'
     said = command('export_qat.py', '--weights', best, *size, '--dynamic', '--simplify')
     assert 'engine: ONNX Runtime; TensorRT reads no unsigned INT8' in said and 'trtexec' not in said

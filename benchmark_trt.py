@@ -1,4 +1,4 @@
-"""Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO and PyTorch.
+"""Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO, AOTInductor and PyTorch.
 
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
 python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.yaml --baseline pytorch    # AP beside speed
@@ -7,7 +7,7 @@ python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.ya
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from utils.qat.config.options import read
 from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
-from utils.qat.core.next_command import DATA, command
+from utils.qat.core.next_command import command, data_of
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -35,28 +35,58 @@ def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
     return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
 
 
-def next_command(models: Sequence[Path]) -> str:
-    """Return the command to type next: the audit of an ONNX file, the AP of an engine, or the export of a checkpoint."""
+def next_command(models: Sequence[Path], data: Path | None, classify: Collection[Path]) -> str:
+    """Return the command to type next: the audit of an ONNX file, the score of an engine, or the export of a checkpoint.
+
+    Args:
+        models: the files that were measured.
+        data: of --data.
+        classify: the files among them that are known to be classifiers.
+    """
     from utils.qat.engine.sidecar import read_sidecar
 
-    onnx, xml, engines = ([m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.engine'))
+    onnx, xml, pt2, engines = (
+        [m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.pt2', '.engine')
+    )
     if onnx:
         return command('scripts/audit_onnx.py', onnx[-1])
     if engines:
         built = read_sidecar(engines[-1])
         size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
-        return command('val_trt.py', '--engine-file', engines[-1], '--data', DATA, *size)
-    if xml:
-        return command('val_trt.py', '--weights', xml[-1], '--data', DATA)
+        scored = data or data_of(None, engines[-1] in classify)
+        return command('val_trt.py', '--engine-file', engines[-1], '--data', scored, *size)
+    if xml or pt2:
+        file = (xml or pt2)[-1]
+        return command('val_trt.py', '--weights', file, '--data', data or data_of(None, file in classify))
     return command('export_qat.py', '--weights', models[-1])
 
 
-def require_data(data: Path) -> None:
-    """Check --data before anything is measured: a data YAML, or a folder. Raises QatError if it is none."""
+def require_labels(data: Path, tasks: Collection[str]) -> None:
+    """Check --data before anything is measured.
+
+    Args:
+        data: a data YAML, whose val images need labels, or the folder of a classifier's images.
+        tasks: of the models, where they are known.
+
+    Raises:
+        QatError: it is neither, or for none of the models.
+    """
+    from utils.qat.config.common import LoaderConfig
     from utils.qat.data.dataset import load_data
+    from utils.qat.data.image_folders import split_folders
+    from utils.qat.data.loaders import val_loader
 
     if not data.is_dir():
-        load_data(data)
+        if {*tasks} == {'classify'}:
+            raise QatError(
+                f'--data {data}: for detectors; a classifier takes a folder with train/ and val/, and in each a folder of images for '
+                'each class'
+            )
+        val_loader(load_data(data), LoaderConfig(workers=0), 32, square=True)
+    elif 'classify' in tasks:
+        split_folders(data)
+    elif tasks:
+        raise QatError(f'--data {data}: a folder, and no model is a classifier; a detector takes a data YAML')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,11 +100,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import kind_of, load_any
     from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
-    from utils.qat.benchmark.model_files import networks_of
-    from utils.qat.benchmark.report import disturbance, result_tables, summary, write_benchmark
+    from utils.qat.benchmark.model_files import give_sizes, networks_of
+    from utils.qat.benchmark.report import disturbance, summary, write_benchmark
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
     from utils.qat.core.machine import machine
+    from utils.qat.prediction.pytorch import TorchModel
+
+    def open_checkpoint(file: Path) -> TorchModel:
+        with quiet_upstream():
+            return TorchModel(*load_any(file))
 
     def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
         with quiet_upstream():
@@ -83,10 +118,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
-    if config.data:
-        require_data(config.data)
     device = select_device(config.device)
-    cases, left_out = cases_of(networks_of(config.files, kind_of), config, device)
+    networks = networks_of(config.files, kind_of)
+    give_sizes(networks, open_checkpoint)
+    if config.data:
+        require_labels(config.data, {network.task for network in networks} - {''})
+    classify = {network.file for network in networks if network.task == 'classify'}
+    cases, left_out = cases_of(networks, config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
     report: dict[str, Any] = {
         'settings': asdict(config),
@@ -124,13 +162,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     result['accuracy'] = accuracy.of(case, result['imgsz'])
         finally:  # what was measured stays, whatever ended it
             if report['results']:
-                write_benchmark(folder, report, config.formats)
-                tables = result_tables(report['results'], config.baseline)
+                tables = write_benchmark(folder, report, config.formats)
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')
                 if said := disturbance(report['results']):
                     LOGGER.warning(said)
                 written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
-                finish(next_command(config.models), results=folder, **written)
+                finish(next_command(config.models, config.data, classify), results=folder, **written)
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

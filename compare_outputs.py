@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
-from utils.qat.config.common import LoaderConfig
+from utils.qat.config.common import LoaderConfig, usual_size
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
 from utils.qat.config.settings import Sides, require_multiples
@@ -44,7 +44,9 @@ def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) 
 
     given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
     # a file whose image size is open takes any, as a checkpoint does
-    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {config.imgsz or (640, 640)}
+    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {
+        config.imgsz or _of_checkpoints(models) or usual_size(models[0].classifies)
+    }
     if len(sizes) > 1:
         raise QatError(
             f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(sizes))}; one '
@@ -61,6 +63,11 @@ def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) 
     return size
 
 
+def _of_checkpoints(models: Sequence[FileModel | TorchModel]) -> Sides | None:
+    """Return the image size that the first quantized checkpoint was quantized for; None without one."""
+    return next((size for m in models if (size := getattr(m, 'quantized_for', None))), None)
+
+
 def listed(config: CompareConfig) -> str:
     """Write the models in a message."""
     return ', '.join(map(str, config.models))
@@ -68,7 +75,7 @@ def listed(config: CompareConfig) -> str:
 
 def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> bool:
     """Tell whether all models are classifiers. Raises QatError for a mixture of tasks."""
-    classify = [getattr(m, 'classifies', False) for m in models]
+    classify = [m.classifies for m in models]
     if any(classify) != all(classify):
         raise QatError(f'{listed(config)}: one is a detector and the other a classifier')
     if not all(classify) and len({m.segments for m in models}) > 1:
@@ -80,14 +87,14 @@ def compare_detectors(
     config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare detectors with the first. Returns the plain compare.Comparison of each other one, and examples."""
-    from utils.qat.data.dataset import load_data
+    from utils.qat.data.dataset import load_any
     from utils.qat.data.loaders import random_images, val_loader
     from utils.qat.evaluation.compare import compare_all
     from utils.qat.evaluation.side_by_side import Examples
 
     names, examples = None, None
     if config.data:
-        data = load_data(config.data, models[0].nc, segments=models[0].segments)
+        data = load_any(config.data, models[0])
         settings = LoaderConfig(batch_size=config.batch_size, imgsz=size, workers=config.workers, device=config.device)
         stride, names = max(m.stride for m in models), data.names
         loader = val_loader(data, settings, stride, square=True, limit=config.images or None)
@@ -115,6 +122,7 @@ def compare_classifiers(
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare classifiers with the first. Returns the plain compare_classes.ClassComparison of each other one, and examples."""
     from utils.qat.data.class_folders import class_images, paths_of
+    from utils.qat.data.image_folders import MEAN, STD
     from utils.qat.data.loaders import random_images
     from utils.qat.evaluation.compare_classes import compare_classes
     from utils.qat.evaluation.side_by_side import Examples
@@ -123,7 +131,8 @@ def compare_classifiers(
     if config.data:
         batches = class_images(config, size, models[0])
         paths = paths_of(batches.dataset)
-        examples = Examples(config.show, len(paths), models[0].names or {}, config.top, paths, config.mean, config.std)
+        colours = (MEAN, STD) if models[0].task == 'classify' else (config.mean, config.std)
+        examples = Examples(config.show, len(paths), models[0].names or {}, config.top, paths, *colours)
     elif config.random:
         batches = [
             (images.float() / 255, None)

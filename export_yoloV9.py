@@ -38,18 +38,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.deploy.onnx_export import export_onnx
     from models.quantize.checkpoint import load_any
+    from models.quantize.head_outputs import head_of
+    from models.quantize.quantizers import has_zero_points
     from utils.qat.core.files import write_text
     from utils.qat.graph.deepstream import CONFIG, LABELS, deepstream_config, deepstream_layout
+    from utils.qat.prediction.pytorch import classifies
     from utils.qat.targets.target import target_of_recipe
 
     with quiet_upstream():
         model, quant = load_any(config.weights)
-        head = type(model.model[-1]).__name__
+        head = type(head_of(model)).__name__
+        if classifies(model):
+            raise QatError(
+                f'--weights {config.weights}: a classifier; DeepStream-Yolo reads detections only; use: python export_qat.py'
+            )
         if hasattr(model.model[-1], 'nm'):  # number of mask coefficients
             raise QatError(
                 f'--weights {config.weights}: the head is {head}; DeepStream-Yolo reads detections only, no masks'
             )
-        target_of_recipe(quant['recipe'] if quant else None).require_tensorrt(f'--weights {config.weights}')
+        target = target_of_recipe(quant['recipe'] if quant else None)
+        target.require_tensorrt(f'--weights {config.weights}', has_zero_points(model))
         require_multiples(config.size, int(max(model.stride)), '--size')
         LOGGER.info(f'{config.weights}: YOLOv9 {"INT8" if quant else "float"}, head {head}')
         path, half = config.weights.with_name(f'{config.weights.name}.onnx'), config.trt == 11

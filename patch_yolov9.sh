@@ -62,13 +62,13 @@ attempt() { # a function that writes; if it fails, the last line that it says is
 COMMANDS='qat|reparameterization|export_qat|export_yoloV9|val_trt|benchmark_trt|compare_outputs' # of every version
 FOLDER='(models/(quantize|deploy)|utils/qat)(/[A-Za-z0-9_]+)*'
 ours() { # is this a path that this toolkit, in any version, writes?
-    [[ $1 =~ ^($COMMANDS|$FOLDER/[A-Za-z0-9_]+|segment/qat_seg|scripts/[A-Za-z0-9_]+)\.py$ || $1 =~ ^scripts/[A-Za-z0-9_]+\.sh$ ]] &&
+    [[ $1 =~ ^($COMMANDS|$FOLDER/[A-Za-z0-9_]+|segment/qat_seg|classify/qat_cls|scripts/[A-Za-z0-9_]+)\.py$ || $1 =~ ^scripts/[A-Za-z0-9_]+\.sh$ ]] &&
         [[ ! $1 =~ ^scripts/(get_|test_matrix) ]]
 }
 overlay_files() {
     cd "$HERE"
     local f
-    for f in *.py models/**/*.py utils/**/*.py segment/*.py scripts/*.{py,sh}; do
+    for f in *.py models/**/*.py utils/**/*.py segment/*.py classify/*.py scripts/*.{py,sh}; do
         if [[ -f $f ]] && ours "$f"; then echo "$f"; fi
     done
 }
@@ -109,7 +109,7 @@ read_manifest() {
             OLD_VERSION=$f
         elif [[ $line =~ ^'# mode '(copy|link)$ ]]; then
             OLD_MODE=$f
-        elif [[ $line =~ ^'# folder '($FOLDER|segment|scripts)$ ]]; then
+        elif [[ $line =~ ^'# folder '($FOLDER|segment|classify|scripts)$ ]]; then
             FOLDERS+=("$f")
         elif [[ $line =~ ^'# moved '[^' ']+$ ]] && { ours "$f" || among "$f" "${OTHERS[@]}"; }; then
             moved+=("$f")
@@ -134,7 +134,7 @@ stage() { # writes to $NEW what shall lie in the tree
     for f in "${FILES[@]}"; do
         if [[ $MODE == copy ]]; then
             cp --preserve=mode "$HERE/$f" "$NEW/$f"
-        elif [[ $f != */* || $f == scripts/*.py || $f == segment/*.py ]]; then
+        elif [[ $f != */* || $f == scripts/*.py || $f == segment/*.py || $f == classify/*.py ]]; then
             # A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
             printf 'import runpy\n\nrunpy.run_path("%s", run_name="__main__")\n' "$HERE/$f" >"$NEW/$f"
         else
@@ -319,7 +319,7 @@ take_away() {
         echo "  restored: $f"
     done
     [[ ! -d $BACKUP ]] || find "$BACKUP" -depth -type d -empty -delete
-    for f in __pycache__ segment/__pycache__ scripts/__pycache__; do
+    for f in __pycache__ segment/__pycache__ classify/__pycache__ scripts/__pycache__; do
         [[ ! -d $f || -L $f ]] || rmdir --ignore-fail-on-non-empty "$f"
     done
     rm "$MANIFEST"

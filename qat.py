@@ -1,4 +1,4 @@
-"""Quantize a trained YOLOv9 detector or segmentation model to INT8 and evaluate the result.
+"""Quantize a trained YOLOv9 detector, segmentation model or classifier to INT8 and evaluate the result.
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
@@ -16,17 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
-from utils.qat.config.common import seen_as
+from utils.qat.config.common import seen_as, usual_size
 from utils.qat.config.options import add_options, each
 from utils.qat.config.qat import CalibrationConfig, EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.targets import DEFAULT_TARGET
-from utils.qat.core.command import Parser, explain_out_of_memory, require_file, resumable, run_command
+from utils.qat.core.command import (
+    Parser,
+    explain_out_of_memory,
+    is_network,
+    require_data,
+    require_file,
+    resumable,
+    run_command,
+)
 from utils.qat.core.device import describe, select_device
 from utils.qat.core.distributed import from_first, join, leave, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
-from utils.qat.core.next_command import DATA, command, typed_sides
+from utils.qat.core.next_command import DATA, FOLDER, command, typed_sides
 from utils.qat.core.run_folder import run_folder
 from utils.qat.run.resume import resumed
 
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from models.quantize.calibration.ptq import Choice
     from models.quantize.run import Run
     from utils.qat.data.dataset import Data
+    from utils.qat.data.image_folders import ImageFolders
     from utils.qat.data.loaders import Images, TrainingImages
 
 
@@ -63,9 +72,11 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
 
 
 def with_precision(config: QuantizeConfig, device: torch.device) -> QuantizeConfig:
-    """Resolve the default of --amp. Raise QatError for --compile and FP16 without CUDA."""
+    """Resolve the defaults of --amp and, on a GPU, of --compile. Raise QatError for --compile and FP16 without CUDA."""
     cuda = device.type == 'cuda'
     config = replace(config, amp=config.precision(device.type))
+    if cuda and config.compile is None:
+        config = replace(config, compile=not config.task_loss)
     again = 'leave out' if not config.resume else 'start another run without'
     if not cuda and config.compile:
         raise QatError(f'--compile: records a CUDA graph, and the device is {device.type}; {again} --compile')
@@ -80,6 +91,7 @@ def dry_run(config: QuantizeConfig) -> None:
 
     from models.quantize import checkpoint
     from models.quantize.calibration.ptq import Choice, prepare
+    from models.quantize.network import layers
     from utils.qat.config.defaults import options
     from utils.qat.prediction.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
@@ -88,17 +100,19 @@ def dry_run(config: QuantizeConfig) -> None:
         file = checkpoint.CheckpointFile(config.weights)
         model = file.load_float(reparameterized=config.reparameterize)
     loaded = TorchModel(model)
-    config.check_model(loaded.segments, loaded.kind)
-    layers = [(m.i, type(m).__name__) for m in model.model]
+    config.check_model(loaded.segments, loaded.kind, loaded.classifies)
+    named = {path: type(m).__name__ for path, m in layers(model).items()}
     conversion, groups = prepare(model, config, Choice.of(model, config, file.sha256).paths)
-    tables, scales = dry_run_tables(layers, conversion.swapped, conversion.kept_float, groups)
+    tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')
     LOGGER.debug(scales)
     LOGGER.log(RESULT, 'nothing was written')
-    if not config.data.is_file():
-        if config.data != QuantizeConfig.data:
-            LOGGER.warning(f'--data {config.data}: no such file; the run will need it')
-        config = replace(config, data=Path(DATA))
+    if not (config.data.is_dir() if loaded.classifies else config.data.is_file()):
+        if config.data.name != QuantizeConfig.data.name:
+            LOGGER.warning(
+                f'--data {config.data}: no such {"folder" if loaded.classifies else "file"}; the run will need it'
+            )
+        config = replace(config, data=Path(FOLDER if loaded.classifies else DATA))
     finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
 
 
@@ -110,17 +124,17 @@ class Job(NamedTuple):
     model: nn.Module  # float, on `device`
     sha256: str  # of the file of the model
     stride: int
-    data: Data
+    data: Data | ImageFolders
     shard: tuple[int, int]  # this process and the number of processes
 
 
 def load(config: CalibrationConfig) -> Job:
     """Load the float model and its data, and resolve the settings that depend on them or on the device."""
     require_file(config.weights, '--weights', CHECKPOINTS)
-    require_file(config.data, '--data', ('.yaml', '.yml'))
+    require_data(config.data)
 
     from models.quantize import checkpoint
-    from utils.qat.data.dataset import load_data
+    from utils.qat.data.dataset import load_any
     from utils.qat.prediction.pytorch import TorchModel
 
     device = select_device(config.device)
@@ -130,9 +144,10 @@ def load(config: CalibrationConfig) -> Job:
     with quiet_upstream():
         file = checkpoint.CheckpointFile(config.weights)
         model = TorchModel(file.load_float(device, config.reparameterize))
-    config.check_model(model.segments, model.kind)
+    config.check_model(model.segments, model.kind, model.classifies)
+    config = replace(config, imgsz=config.imgsz or usual_size(model.classifies))
     require_multiples(config.imgsz, model.stride)
-    data = load_data(config.data, model.nc, segments=model.segments)
+    data = load_any(config.data, model)
     return Job(config, device, model.model, file.sha256, model.stride, data, (rank(), world_size()))
 
 
@@ -149,6 +164,8 @@ def open_folder(job: Job, folder: Path | None) -> Path:
     import torch
     from utils.general import init_seeds
 
+    from utils.qat.prediction.pytorch import classifies
+
     init_seeds(job.config.seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False  # its 10-bit mantissa is coarser than the INT8 grid it would simulate
@@ -156,7 +173,7 @@ def open_folder(job: Job, folder: Path | None) -> Path:
     on_first(log_to)(folder / 'log.txt')
     square = isinstance(job.config, SensitiveConfig)
     LOGGER.info(
-        f'device {describe(job.device)}, images scored {seen_as(job.config.imgsz, square)}, results in {folder}'
+        f'device {describe(job.device)}, images scored {seen_as(job.config.imgsz, square, classifies(job.model))}, results in {folder}'
     )
     return folder
 
@@ -231,8 +248,11 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     from models.quantize.run import Run
     from utils.qat.data.dataset import load_hyp
     from utils.qat.data.loaders import calibration_images, training_images, val_loader
+    from utils.qat.prediction.pytorch import classifies
     from utils.qat.run.report import delivered, export_command, run_table, verdicts
 
+    if config.hyp and classifies(job.model):
+        raise QatError(f'--hyp {config.hyp}: for detectors; images of a classifier are not augmented, leave it out')
     choice = None if config.resume else Choice.of(job.model, config, job.sha256)
     data = replace(job.data, val_split=config.val_split)
     of_data = data, config, job.stride
@@ -255,7 +275,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     if training:
         finetune_run(run, training, config)
 
-    seen = f'images {seen_as(config.imgsz, False)}'
+    seen = f'images {seen_as(config.imgsz, False, classifies(job.model))}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(run.report), '', *verdicts(run.report), '')))
     following = export_command(folder, run.report)
     finish(following, report=folder / 'report.md', weights=delivered(folder, run.report))
@@ -276,6 +296,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.core.machine import versions
     from utils.qat.data.loaders import calibration_images, val_loader
     from utils.qat.evaluation.chance import in_words
+    from utils.qat.evaluation.figures import title_of
     from utils.qat.run.plots import plot_sensitivity
     from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
@@ -321,9 +342,12 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all in INT8 against float: {in_words(found["int8"]["against_float"])} on these {summary["images"]} images'
+            f'all in INT8 against float: {in_words(found["int8"]["against_float"], title_of(found["int8"]))} on these {summary["images"]} images'
         )
-    LOGGER.log(RESULT, f'\n{summary["images"]} images {seen_as(config.imgsz, True)}\n\n{summary_table(summary, 10)}\n')
+    LOGGER.log(
+        RESULT,
+        f'\n{summary["images"]} images {seen_as(config.imgsz, True, title_of(found["int8"]) != "AP")}\n\n{summary_table(summary, 10)}\n',
+    )
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
@@ -331,7 +355,7 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     """Evaluate checkpoints, quantized or float, and exported files."""
     for config in configs:
         require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
-        require_file(config.data, '--data', ('.yaml', '.yml'))
+        require_data(config.data)
         if config.baseline:
             require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
         if config.backend and config.weights.suffix.lower() not in EXPORTED:
@@ -355,14 +379,18 @@ VERBS: dict[str, tuple[type, Callable, str]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None, needs_masks: bool = False) -> None:
+def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
     """Run a verb.
 
     Args:
         argv: None = the words of this process.
-        needs_masks: refuse a model without masks.
+        **needs: needs_masks, needs_classes: refuse a model that is no segmentation model, or no classifier.
     """
-    configs = [replace(config, needs_masks=needs_masks, data=config.data_file) for config in parse_args(argv)]
+    configs = [replace(config, **needs, data=config.data_file) for config in parse_args(argv)]
+    if is_network(configs[0].weights) and len(configs) == 1:
+        from models.deploy.pretrained import checkpoint_of
+
+        configs = [replace(config, weights=checkpoint_of(config.weights)) for config in configs]
     config = configs[0]
     [verb] = (verb for kind, verb, _ in VERBS.values() if kind is type(config))
     if isinstance(config, QuantizeConfig) and config.dry_run:

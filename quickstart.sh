@@ -4,9 +4,10 @@
 #
 #   --task detect   a dual-branch detector
 #   --task segment  a segmentation model, of one branch
+#   --task classify a classifier, cut from the detector
 #
 #   in:  Python 3.10 or newer, git, a C compiler, a package index
-#   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/ or .work/demo-seg/
+#   out: .venv/ (packages), .work/yolov9/ (upstream, patched), .work/demo/, .work/demo-seg/ or .work/demo-cls/
 #        (data, checkpoints, ONNX files, metrics)
 #
 # Each command is printed before it runs. A second run skips finished steps.
@@ -26,11 +27,13 @@ while (($#)); do
         --latest) LATEST=(--latest) ;;
         -h | --help)
             cat <<USAGE
-Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment] [--fresh] [--latest]
+Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] quickstart.sh [--task detect|segment|classify] [--fresh] [--latest]
   (nothing)  set up, then run the whole job on the demo detector; skip the steps that an earlier run finished
   --task segment
              the same on the demo segmentation model
-  --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo or .work/demo-seg); .venv stays
+  --task classify
+             the same on the demo classifier
+  --fresh    fetch upstream and do the job again (.work/yolov9, and .work/demo, .work/demo-seg or .work/demo-cls); .venv stays
   --latest   if there is no .venv, make it with the newest packages, not with the tested set (constraints.txt)
 Downloads several GB (torch with CUDA), once, into .venv. YOLOV9_DIR names a YOLOv9 tree to copy instead of fetching one.
 USAGE
@@ -42,7 +45,8 @@ done
 case $TASK in
     detect) NAME=demo ;;
     segment) NAME=demo-seg ;;
-    *) fail "--task ${TASK:-with no value}: allowed are detect and segment" "quickstart.sh --help" ;;
+    classify) NAME=demo-cls ;;
+    *) fail "--task ${TASK:-with no value}: allowed are detect, segment and classify" "quickstart.sh --help" ;;
 esac
 mkdir -p "$HERE/.work"
 exec 9>"$HERE/.work/quickstart.lock" # held until this process and what it started have ended
@@ -83,38 +87,35 @@ step() {
 }
 
 # Sizes chosen so that the job takes two and a half minutes on two quiet cores, half of it in `quantize`.
-DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
+SIZE=320 MADE=() DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
+[[ $TASK != classify ]] || SIZE=96 MADE=(--train 400 --val 600 --size 96) DATA=(--data "$OUT/data" --imgsz 96)
 MODEL=$OUT/yolov9-$NAME
 BEST=$OUT/qat/weights/qat_best_yolov9-$NAME
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
-    python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 200 --val 100
+    python ../../demo/make_data.py --task "$TASK" --out $OUT/data --train 200 --val 100 ${MADE[@]+"${MADE[@]}"}
 if [[ $TASK == detect ]]; then
     step "The trained model: a dual-branch checkpoint, as train_dual.py leaves it" $MODEL-dual.pt \
         python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL-dual.pt
     step "Reparameterize: drop the auxiliary branch" $MODEL.pt \
         python reparameterization.py --weights $MODEL-dual.pt --save $MODEL.pt
 else
-    step "The trained model: a checkpoint of one branch, as segment/train.py leaves it" $MODEL.pt \
+    step "The trained model: a checkpoint of one branch, as $TASK/train.py leaves it" $MODEL.pt \
         python ../../demo/weights.py build ../../demo/$NAME-weights.pt $MODEL.pt
 fi
 step "Quantize: calibrate (PTQ), then fine-tune (QAT)" $OUT/qat \
     python qat.py quantize --weights $MODEL.pt "${DATA[@]}" \
     --epochs 2 --iters 10 --task-loss 0.1 --calib-images 100 --project $OUT --name qat
-step "Export the quantized model to ONNX with Q/DQ" $BEST.onnx \
-    python export_qat.py --weights $BEST.pt --include onnx --imgsz 320 --dynamic --simplify
+step "Export the quantized model to ONNX with Q/DQ, and for OpenVINO; the float model too, to compare with" $BEST.onnx \
+    python export_qat.py --weights $MODEL.pt $BEST.pt --include onnx openvino --imgsz "$SIZE" --dynamic --simplify
 step "Audit it: does anything keep TensorRT from running it in INT8?" $OUT/audit.json \
     python scripts/audit_onnx.py $BEST.onnx --strict --json $OUT/audit.json
-step "Export the float model too, to compare with" $MODEL.onnx \
-    python export_qat.py --weights $MODEL.pt --include onnx --imgsz 320 --dynamic --simplify
-step "Score the quantized checkpoint, and its ONNX file in ONNX Runtime, on square images, as a deployed model sees them" \
-    $OUT/eval-qat_best_yolov9-$NAME.onnx \
-    python qat.py eval --weights $BEST.pt $BEST.onnx "${DATA[@]}" --square --project $OUT --name eval --exist-ok
-step "Score the INT8 and the float ONNX file in OpenVINO, which computes INT8 in integers" $OUT/eval_openvino-yolov9-$NAME.onnx \
-    python qat.py eval --weights $BEST.onnx $MODEL.onnx --backend openvino "${DATA[@]}" --project $OUT --name eval_openvino --exist-ok
-step "Measure the speed of both in OpenVINO" $OUT/speed \
-    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz 320 --warmup 500ms --duration 1 \
+step "Score it on square images, as a deployed model sees them: PyTorch and ONNX Runtime simulate INT8, OpenVINO computes in integers" \
+    $OUT/eval-yolov9-$NAME.xml \
+    python qat.py eval --weights $BEST.pt $BEST.onnx $BEST.xml $MODEL.xml "${DATA[@]}" --square --project $OUT --name eval --exist-ok
+step "Measure the speed of INT8 and float in OpenVINO" $OUT/speed \
+    python benchmark_trt.py $MODEL.onnx $BEST.onnx --backend openvino --device cpu --batch 1 --imgsz "$SIZE" --warmup 500ms --duration 1 \
     --project $OUT --name speed
 
 say "Result (this run of the job took $((SECONDS - START)) s)"
@@ -122,15 +123,20 @@ python ../../demo/summary.py $OUT
 printf '\nFiles in %s:\n' "$HERE/.work/$NAME"
 printf '  %-41s  %s\n' \
     "yolov9-$NAME.pt" "float, one branch" \
-    "qat/weights/ptq_ap_*.pt" "calibrated" \
+    "qat/weights/ptq_*.pt" "calibrated" \
     "qat/weights/qat_best_yolov9-$NAME.pt" "calibrated and fine-tuned, the best of the run" \
     "qat/weights/qat_best_yolov9-$NAME.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
-    "qat/report.md, report.json, ap.png" "figures of every stage" \
+    "qat/weights/qat_best_yolov9-$NAME.xml" "the same for OpenVINO, with a .bin" \
+    "qat/report.md, report.json" "figures of every stage, with pictures" \
     "eval*/metrics.json" "figures of the files that were scored on their own"
 cat <<EOT
 
 Next, with your own clone and weights:
   ./patch_yolov9.sh path/to/yolov9 && cd path/to/yolov9
-  python reparameterization.py --weights your-yolov9.pt --save your-yolov9-converted.pt
-  python qat.py quantize --weights your-yolov9-converted.pt --data your-data.yaml
 EOT
+if [[ $TASK == classify ]]; then
+    echo "  python qat.py quantize --weights your-classifier.pt --data your-folder-of-classes"
+else
+    echo "  python reparameterization.py --weights your-yolov9.pt --save your-yolov9-converted.pt"
+    echo "  python qat.py quantize --weights your-yolov9-converted.pt --data your-data.yaml"
+fi

@@ -17,7 +17,7 @@ from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
-from utils.qat.core.next_command import command, converted, data_yaml
+from utils.qat.core.next_command import command, converted, data_of
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -84,14 +84,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
     from models.quantize.checkpoint import load_dual_or_float
+    from models.quantize.head_outputs import head_of
     from models.quantize.reparameterize import HEADS, main_branch
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
         ckpt, model = load_dual_or_float(args.weights)
-        if type(model.model[-1]).__name__ not in HEADS:
+        if type(head_of(model)).__name__ not in HEADS:
             raise QatError(
-                f'--weights {args.weights}: has one branch (its head is {type(model.model[-1]).__name__}), so there is none to remove; '
+                f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
                 f'go on with: python qat.py quantize --weights {args.weights}'
             )
         parameters = sum(p.numel() for p in model.parameters())
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
     options = ckpt.get('opt')  # of the training, where they are kept
-    trained_on = data_yaml(options.get('data') if isinstance(options, dict) else None)
+    trained_on = data_of(options.get('data') if isinstance(options, dict) else None)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 

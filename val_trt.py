@@ -14,7 +14,7 @@ from dataclasses import replace
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
-from utils.qat.core.command import require_file, run_command
+from utils.qat.core.command import require_data, require_file, run_command
 
 
 def parse_args(argv: Sequence[str] | None) -> list[FileEvalConfig]:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     configs = [replace(config, data=config.data_file) for config in parse_args(argv)]
     for config in configs:
         require_file(config.weights, '--weights', EXPORTED)
-        require_file(config.data, '--data', ('.yaml', '.yml'))
+        require_data(config.data)
         if config.baseline:
             require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
 

@@ -92,7 +92,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     for method in args.methods:
         correct_biases(model, biases, {})
-        set_ranges(model, ranges_by(method, model, histograms, fitted, config))
+        set_ranges(model, ranges_by(method, model, histograms, fitted, config), histograms)
         yield figures(method, model)
         correct_biases(model, biases, own_shifts(model, fitted))
         yield figures(method + CORRECTED, model)

@@ -27,6 +27,7 @@ import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
+from models.quantize.quantizers import RoundedOnce
 from models.quantize.scales import tie_scales
 from stock import with_stock_quantizers
 from utils.qat.config.qat import QuantizeConfig
@@ -79,11 +80,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tie_scales(quantized)
     calibrate(quantized, calibration_images(data, config, stride, device), config)
     rows: list[dict[str, Any]] = []
-    for name, candidate in (('float', model), ('this tool', quantized), ('stock', with_stock_quantizers(quantized))):
-        runs = [
-            evaluate(TorchModel(candidate), batches, data.names, device)
-            for _ in range(args.repeats + (device.type == 'cuda'))
-        ]
+    candidates = {
+        'float': TorchModel(model),
+        'this tool': TorchModel(quantized, context=RoundedOnce(quantized)),
+        'stock': TorchModel(with_stock_quantizers(quantized)),
+    }
+    for name, candidate in candidates.items():
+        runs = [evaluate(candidate, batches, data.names, device) for _ in range(args.repeats + (device.type == 'cuda'))]
         times = {part: min(run.ms_per_image[part] for run in runs) for part in PARTS}
         rows.append(
             {

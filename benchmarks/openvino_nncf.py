@@ -1,18 +1,21 @@
 """Compare our INT8 with NNCF's quantization of the same float model, both in OpenVINO, on the same images.
 
-Run it in a patched tree, with the package nncf installed, on a float checkpoint of one branch (.pt) and a data YAML:
+Run it in a patched tree, with the package nncf installed, on a float checkpoint of one branch (.pt) and a data YAML, or on a
+classifier and an image folder:
 
     cd yolov9
     python ../yolov9-qat/benchmarks/openvino_nncf.py --weights yolov9-c-converted.pt --data data/coco.yaml
+    python ../yolov9-qat/benchmarks/openvino_nncf.py --weights resnet50.pt --data datasets/flowers --imgsz 224
 
-NNCF quantizes twice: by its usual recipe for YOLO (preset MIXED, the arithmetic behind the head's convolutions ignored), and with its preset
-PERFORMANCE. It gets the model converted from PyTorch, in which SiLU is one operator. All files run in this process, in turns.
+NNCF quantizes twice: with its preset MIXED (for YOLO by its usual recipe, the arithmetic behind the head's convolutions ignored), and
+with its preset PERFORMANCE. It gets the model converted from PyTorch, in which SiLU is one operator. All files run in this process, in turns.
 Quantizing is counted from the float model in memory to the quantized model in memory. --qat adds fine-tuned checkpoints.
 Prints a Markdown table; --json FILE writes the same figures.
 """
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -28,23 +31,26 @@ import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sl
 # isort: split
 import torch
 
-from models.deploy.onnx_export import export_onnx, traceable_copy
+from models.deploy.onnx_export import export_onnx, metadata_of, traceable_copy
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.command import Parser, require_data, require_file, run_command
 from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.markdown import markdown_table
-from utils.qat.data.dataset import Data, load_data
+from utils.qat.data.dataset import Data, load_any
+from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import calibration_images, val_loader
+from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.openvino_model import load_openvino
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.pytorch import TorchModel, classifies
+from utils.qat.targets.target import load_target
 
 CPU = torch.device('cpu')
 
@@ -53,8 +59,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; None = the arguments of this process."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt) of one branch')
-    p.add_argument('--data', type=Path, required=True, help='data YAML')
+    p.add_argument('--data', type=Path, required=True, help='data YAML, or the image folder of a classifier')
     p.add_argument('--qat', type=Path, nargs='*', default=[], help='fine-tuned checkpoints of qat.py quantize')
+    p.add_argument('--target', choices=('openvino', 'tensorrt'), default='openvino', help='placement of our Q/DQ')
     p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
     p.add_argument('--calib-images', type=int, default=100, help='training images to calibrate on')
     p.add_argument('--images', type=int, default=10**9, help='images of val to score, at most; 0 = none')
@@ -72,8 +79,10 @@ def stopwatch(times: dict[str, float]) -> Iterator[None]:
     times.update(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu)
 
 
-def recipes(nncf: Any, head: str) -> dict[str, dict[str, Any]]:
-    """Return NNCF's two ways as arguments of nncf.quantize. head: path of the head in the model, such as model.22."""
+def recipes(nncf: Any, head: str | None) -> dict[str, dict[str, Any]]:
+    """Return NNCF's two ways as arguments of nncf.quantize. head: path of the head in the model, such as model.22; None of a classifier."""
+    if head is None:
+        return {f'NNCF, {preset.name}': {'preset': preset} for preset in nncf.QuantizationPreset}
     arithmetic = nncf.IgnoredScope(
         patterns=[rf'.*{head}.*/aten::{kind}.*' for kind in ('add', 'sub', 'mul', 'div')] + [rf'.*{head}\.dfl.*'],
         types=['Sigmoid'],
@@ -109,9 +118,10 @@ def quantized_by_nncf(
     converted = openvino.convert_model(traced, example_input=images[0], input=[tuple(images[0].shape)])
     for value, name in zip((*converted.inputs, *converted.outputs), ('images', 'output0', 'output1')):
         value.get_tensor().set_names({name})
-    for key, text in {'stride': int(max(model.stride)), 'names': model.names}.items():
+    for key, text in metadata_of(model).items():
         converted.set_rt_info(str(text), ['framework', key])
-    for name, options in recipes(nncf, f'model.{len(model.model) - 1}').items():
+    head = None if classifies(model) else f'model.{len(model.model) - 1}'
+    for name, options in recipes(nncf, head).items():
         times[name] = {}
         with stopwatch(times[name]):
             found = nncf.quantize(
@@ -126,10 +136,15 @@ def quantized_by_nncf(
 
 
 def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
-    """Run all files in turns on one image; returns name → median ms and CPU ms of a run."""
+    """Run all files in turns on one image; returns name → median ms and CPU ms of a run.
+
+    The turns are in random order: no file shall always run after the same one.
+    """
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
+    turns, order = list(sessions.items()), random.Random(0)
     for i in range(rounds + 3):
-        for name, session in sessions.items():
+        order.shuffle(turns)
+        for name, session in turns:
             times: dict[str, float] = {}
             with stopwatch(times):
                 session.run({next(iter(session.signature().inputs)): image})
@@ -142,7 +157,7 @@ def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: in
 
 
 def ours(
-    teacher: torch.nn.Module, config: QuantizeConfig, data: Data, times: dict[str, dict[str, float]]
+    teacher: torch.nn.Module, config: QuantizeConfig, data: Data | ImageFolders, times: dict[str, dict[str, float]]
 ) -> torch.nn.Module:
     """Calibrate by this toolkit's default. times: see `quantized_by_nncf`."""
     times['ours, PTQ'] = {}
@@ -151,21 +166,32 @@ def ours(
         return calibrated(teacher, images, config, lambda it, *_, **__: it)[0]
 
 
+def score(metrics: Any) -> float:
+    """Return the AP of a detector, the top-1 of a classifier."""
+    return metrics.top1 if isinstance(metrics, ClassMetrics) else metrics.ap
+
+
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Quantize, export, time and score. Returns a row of figures for each model."""
     config = QuantizeConfig(
-        args.weights, args.data, imgsz=args.imgsz, calib_images=args.calib_images, device='cpu', workers=0, batch_size=1
+        args.weights,
+        args.data,
+        imgsz=args.imgsz,
+        calib_images=args.calib_images,
+        device='cpu',
+        workers=0,
+        batch_size=1,
+        target=args.target,
     )
     times: dict[str, dict[str, float]] = {}
 
     def write(model: torch.nn.Module, name: str) -> None:
-        export_onnx(model, folder / name, (args.imgsz, args.imgsz))
+        export_onnx(model, folder / name, (args.imgsz, args.imgsz), target=load_target(args.target))
 
     with quiet_upstream():
         teacher = TorchModel(checkpoint.load_float(args.weights, CPU))
-        data = load_data(args.data, teacher.nc)
-        batches = calibration_images(data, config, teacher.stride, CPU).loader
-        images = [batch[0].float() / 255 for batch in batches]
+        data = load_any(args.data, teacher)
+        images = list(calibration_images(data, config, teacher.stride, CPU))
         files = {'float': folder / 'float.onnx', 'ours, PTQ': folder / 'ptq.onnx'}
         write(teacher.model, 'float.onnx')
         write(ours(teacher.model, config, data, times), 'ptq.onnx')
@@ -187,7 +213,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             'model': name,
             **timed[name],
             'against_nncf': timed[name]['ms'] / fastest,
-            'ap': evaluate(FileModel(session), scored, data.names, CPU).ap if scored else None,
+            'score': score(evaluate(FileModel(session), scored, data.names, CPU)) if scored else None,
             'quantize': times.get(name),
             'int8': str(session.int8 or ''),
         }
@@ -200,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     for path in (args.weights, *args.qat):
         require_file(path, '--weights', ('.pt', '.pth'))
-    require_file(args.data, '--data', ('.yaml', '.yml'))
+    require_data(args.data)
     torch.set_num_threads(args.threads)
     select_device('cpu')  # freed memory stays with the process, as in our commands
     with tempfile.TemporaryDirectory() as folder:
@@ -208,14 +234,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f'{args.weights.name}, {args.imgsz} px, {args.threads} threads, {args.calib_images} calibration images\n')
     print(
         markdown_table(
-            ('model', 'ms', 'CPU ms', 'x faster NNCF', 'AP', 'quantize: s', 'CPU s', 'in INT8'),
+            ('model', 'ms', 'CPU ms', 'x faster NNCF', 'AP or top-1', 'quantize: s', 'CPU s', 'in INT8'),
             [
                 (
                     r['model'],
                     f'{r["ms"]:.1f}',
                     f'{r["cpu_ms"]:.1f}',
                     f'{r["against_nncf"]:.2f}',
-                    f'{r["ap"]:.4f}' if r['ap'] is not None else '',
+                    f'{r["score"]:.4f}' if r['score'] is not None else '',
                     *((f'{v:.1f}' for v in r['quantize'].values()) if r['quantize'] else ('', '')),
                     r['int8'],
                 )

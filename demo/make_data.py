@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Make a small data set for detection or segmentation: handwritten digits on textured canvases.
+"""Make a small data set for detection, segmentation or classification: handwritten digits on textured canvases.
 
 in:  the digits of scikit-learn (1797 grey images of 8x8 pixels), which are in its package, so nothing is downloaded
 out: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in 0..1) and DIR/data.yaml
 
     --task detect   bare digits             class cx cy w h             the box
     --task segment  digits as stickers      class x1 y1 x2 y2 ...       the outline
+    --task classify one bare digit          DIR/{train,val}/CLASS/*.jpg  the folder, as classify/train.py takes it
 
 A sticker is a digit that is cut out with a border around it. Pen strokes are too thin for masks at a quarter of the
 resolution, and this is the resolution at which upstream predicts and compares masks.
@@ -40,7 +41,11 @@ except ImportError:
     if not {'-h', '--help'} & set(sys.argv):  # the help works before they are installed
         raise
 
-VERSION = {'detect': 1, 'segment': 'segment 1'}  # raise it when the same arguments give other pictures
+VERSION = {
+    'detect': 1,
+    'segment': 'segment 1',
+    'classify': 'classify 1',
+}  # raise it when the same arguments give other pictures
 STAMP = 'made-with.json'  # the arguments of a folder
 SPLITS = 'train', 'val'
 VAL_SHARE = 0.2  # of the source digits
@@ -251,12 +256,15 @@ class Task(NamedTuple):
     overlap: float  # largest share of a box that another may cover
     # soft mask of a digit -> soft masks to paint one over the other; the first has the visible shape
     layers: Callable[[np.random.Generator, np.ndarray], Sequence[np.ndarray]]
-    line: Callable[..., str]  # (x, y, mask, height, width) -> text behind the class in a label file
+    line: (
+        Callable[..., str] | None
+    )  # (x, y, mask, height, width) -> text behind the class in a label file; None = class folders
 
 
 TASKS = {  # digit_size is without the border of a sticker
     'detect': Task((3, 8), (24, 110), 0.05, lambda rng, ink: [ink], box_line),
     'segment': Task((2, 5), (44, 140), 0.0, sticker, polygon_line),
+    'classify': Task((1, 1), (110, 180), 0.0, lambda rng, ink: [ink], None),
 }
 
 
@@ -268,13 +276,17 @@ def make_split(folder: Path, split: str, count: int, size: int, seed: int, task:
     digits = load_digits()
     sources = source_split(seed, len(digits.images))[split]
     images, labels = folder / 'images' / split, folder / 'labels' / split
-    images.mkdir(parents=True)
-    labels.mkdir(parents=True)
+    classes = [folder / split / str(c) for c in range(10)]
+    for made in (images, labels) if task.line else classes:
+        made.mkdir(parents=True)
     for i in tqdm(range(count), desc=f'{split} images', file=sys.stdout, disable=not sys.stdout.isatty()):
         rng = np.random.default_rng([seed, SPLITS.index(split), i])  # every image has its own sequence
         image, things = make_image(rng, digits.images[sources], digits.target[sources], size, task)
         ok, jpeg = cv2.imencode('.jpg', image, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
         assert ok, 'OpenCV could not encode a JPEG'
+        if task.line is None:
+            (classes[things[0][0]] / f'{i:05d}.jpg').write_bytes(jpeg.tobytes())
+            continue
         (images / f'{i:05d}.jpg').write_bytes(jpeg.tobytes())
         (labels / f'{i:05d}.txt').write_text(
             ''.join(f'{c} {task.line(*what, *image.shape[:2])}\n' for c, *what in things)
@@ -318,7 +330,7 @@ def make_data(
             raise ValueError(
                 f'--out {out} was made with {made_with.read_text().strip()}; delete it or choose another folder'
             )
-        if (out / 'data.yaml').read_text() != data_yaml(out):  # the folder was moved
+        if TASKS[task].line and (out / 'data.yaml').read_text() != data_yaml(out):  # the folder was moved
             (out / 'data.yaml').write_text(data_yaml(out))
         return False
 
@@ -327,7 +339,8 @@ def make_data(
         part.mkdir(parents=True)
         for split, count in zip(SPLITS, (train, val)):
             make_split(part, split, count, size, seed, TASKS[task])
-        (part / 'data.yaml').write_text(data_yaml(out))
+        if TASKS[task].line:
+            (part / 'data.yaml').write_text(data_yaml(out))
         (part / STAMP).write_text(stamp)
         part.rename(out)
     finally:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print the final tables of the quickstart: AP of the float model and its INT8 forms, each from its file, and their speed.
 
-python demo/summary.py .work/demo    (or .work/demo-seg)
+python demo/summary.py .work/demo    (or .work/demo-seg, .work/demo-cls)
 """
 
 import json
@@ -14,12 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.evaluation.figures import columns, figures
+from utils.qat.evaluation.figures import KEYS, columns, figures, keys_of
 
-NOTES = """
+SHAPES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
-model. Compare only rows with the same images. PyTorch and ONNX Runtime on a CPU simulate INT8 in float: they show that
-the file is right. OpenVINO computes it in integers."""
+model. Compare only rows with the same images."""
+ENGINES = """
+PyTorch and ONNX Runtime on a CPU simulate INT8 in float: they show that the file is right. OpenVINO computes it in
+integers."""
 FAST = 'AVX512-VNNI', 'AVX-VNNI', 'AMX-INT8', 'NEON-DOT', 'I8MM'  # instructions that make INT8 fast
 
 
@@ -36,14 +38,16 @@ def rows(folder: Path) -> Iterator[list[Any]]:
         ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
         (trained, report['best'], best),
     ):
-        yield [name, 'PyTorch', 'rectangles', metrics, megabytes(file)]
-    for name, runtime, scored, file in (
-        (trained, 'PyTorch', 'eval', best),
-        (trained, 'ONNX Runtime', 'eval', best.with_suffix('.onnx')),
-        (trained, 'OpenVINO', 'eval_openvino', best.with_suffix('.onnx')),
-        ('float', 'OpenVINO', 'eval_openvino', single.with_suffix('.onnx')),
+        seen = 'rectangles' if keys_of(metrics) == KEYS else '{} x {}'.format(*report['settings']['imgsz'])
+        yield [name, 'PyTorch', seen, metrics, megabytes(file)]
+    again = [(trained, 'PyTorch', best)] * (keys_of(report['best']) == KEYS)  # a classifier has one shape of images
+    for name, runtime, file in (
+        *again,
+        (trained, 'ONNX Runtime', best.with_suffix('.onnx')),
+        (trained, 'OpenVINO', best.with_suffix('.xml')),
+        ('float', 'OpenVINO', single.with_suffix('.xml')),
     ):
-        metrics = json.loads((folder / f'{scored}-{file.name}' / 'metrics.json').read_text())
+        metrics = json.loads((folder / f'eval-{file.name}' / 'metrics.json').read_text())
         height, width = metrics['settings']['imgsz']
         yield [name, runtime, f'{height} x {width}', metrics, megabytes(file)]
 
@@ -54,9 +58,7 @@ def speeds(report: dict[str, Any]) -> str:
     Args:
         report: benchmark.json of benchmark_trt.py, of the float file and the INT8 file at one batch.
     """
-    from utils.qat.benchmark.baseline import with_changes  # here, because --help works without packages
-
-    results, machine = with_changes(report['results']), report['machine']
+    results, machine = report['results'], report['machine']
     ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(
         ('in OpenVINO', 'ms/image', 'times FP32', 'images/s in streams'),
@@ -74,7 +76,7 @@ def speeds(report: dict[str, Any]) -> str:
     ratio = ms[best] / ms['int8']
     verdict = f'INT8 is {ratio:.2f} times as fast as {best.upper()}, the fastest float precision here.'
     if ratio < 1.05:
-        slow = 'a model of 1 M parameters on small images is mostly overhead'
+        slow = 'so small a model on small images is mostly overhead'
         cause = (
             slow if set(machine['instructions'].split(', ')) & {*FAST} else f'this CPU has none of {", ".join(FAST)}'
         )
@@ -86,17 +88,22 @@ def speeds(report: dict[str, Any]) -> str:
 
 
 def megabytes(file: Path) -> str:
-    """Write the size of a file in MB."""
-    return f'{file.stat().st_size / 1e6:.1f}'
+    """Write the size of a file in MB; of OpenVINO's .xml with its .bin."""
+    files = [file, *[file.with_suffix('.bin')] * (file.suffix == '.xml')]
+    return f'{sum(f.stat().st_size for f in files) / 1e6:.1f}'
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables of the folder on the command line."""
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument('folder', type=Path, help='folder that quickstart.sh filled: .work/demo or .work/demo-seg')
+    parser.add_argument(
+        'folder', type=Path, help='folder that quickstart.sh filled: .work/demo, .work/demo-seg or .work/demo-cls'
+    )
     folder = parser.parse_args(argv).folder
     if not (folder / 'qat' / 'report.json').is_file():
-        raise QatError(f'{folder}: needs the folder that quickstart.sh filled, .work/demo or .work/demo-seg')
+        raise QatError(
+            f'{folder}: needs the folder that quickstart.sh filled, .work/demo, .work/demo-seg or .work/demo-cls'
+        )
     found = list(rows(folder))
     titles, masks = columns(*(metrics for *_, metrics, _ in found))
     print(
@@ -105,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             [[*what, *figures(metrics, masks), size] for *what, metrics, size in found],
         )
     )
-    print(NOTES, speeds(json.loads((folder / 'speed' / 'benchmark.json').read_text())), sep='\n\n')
+    notes = SHAPES + ENGINES if keys_of(found[0][3]) == KEYS else ENGINES
+    print(notes, speeds(json.loads((folder / 'speed' / 'benchmark.json').read_text())), sep='\n\n')
 
 
 if __name__ == '__main__':

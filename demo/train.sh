@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The recipe of the demo weights: make the data, train with upstream's scripts, pack, and test what was packed.
 #
-#   demo/train.sh YOLOV9_DIR OUT_DIR [--task detect|segment] [--device 0] [--epochs 80|20] [--batch 128]
+#   demo/train.sh YOLOV9_DIR OUT_DIR [--task detect|segment|classify] [--device 0] [--epochs 80|20] [--batch 128]
 #                                    [--workers 8] [--train 3200] [--val 100] [--size 320] [--minutes M]
 #
 # YOLOV9_DIR is a patched tree (patch_yolov9.sh), a clone: the one from the package index lacks segment/train.py. OUT_DIR
@@ -35,7 +35,8 @@ done
 case $task in
   detect) name=demo epochs=${epochs:-80} trainer=train_dual.py tester=val_dual.py ;;
   segment) name=demo-seg epochs=${epochs:-20} trainer=segment/train.py tester=segment/val.py ;;
-  *) fail "--task $task: allowed are detect and segment" ;;
+  classify) name=demo-cls epochs=${epochs:-20} trainer=classify/train.py tester=classify/val.py ;;
+  *) fail "--task $task: allowed are detect, segment and classify" ;;
 esac
 [[ -f $tree/$trainer ]] || fail "$tree is not a YOLOv9 tree with $trainer"
 mkdir -p "$out" 2> /dev/null || fail "cannot make the folder $out"
@@ -49,10 +50,16 @@ rm -rf "$out/run" "$out/val"
 limit=()
 if [[ -n $minutes ]]; then limit=(timeout "$((minutes * 60))"); fi
 status=0
+if [[ $task == classify ]]; then # the first nine layers of the demo's detector, with a head of its own
+  "$python" "$here/weights.py" build "$here/demo-weights.pt" "$out/detector.pt" --yolov9 "$tree"
+  options=(--model "$out/detector.pt" --cutoff 10 --data "$out/data" --lr0 0.002)
+else
+  options=(--cfg "$here/yolov9-$name.yaml" --hyp "$here/hyp.yaml" --data "$out/data/data.yaml" --weights '' --close-mosaic
+    "$((epochs / 6))" --cos-lr --noplots)
+fi
 (cd "$tree" && ${limit[@]+"${limit[@]}"} "$python" "$trainer" \
-  --cfg "$here/yolov9-$name.yaml" --hyp "$here/hyp.yaml" --data "$out/data/data.yaml" --weights '' --imgsz "$size" \
-  --device "$device" --epochs "$epochs" --batch-size "$batch" --workers "$workers" --close-mosaic "$((epochs / 6))" \
-  --optimizer AdamW --cos-lr --cache ram --noplots --project "$out" --name run --exist-ok) || status=$?
+  "${options[@]}" --imgsz "$size" --device "$device" --epochs "$epochs" --batch-size "$batch" --workers "$workers" \
+  --optimizer AdamW --cache ram --project "$out" --name run --exist-ok) || status=$?
 if (( status == 124 )); then
   echo "train.sh: stopped after $minutes minutes; going on with the best epoch so far"
 elif (( status )); then
@@ -63,7 +70,13 @@ fi
 # Test the file that will be committed, not the one it came from.
 "$python" "$here/weights.py" pack "$out/run/weights/best.pt" "$out/$name-weights.pt" --yolov9 "$tree"
 "$python" "$here/weights.py" build "$out/$name-weights.pt" "$out/yolov9-$name.pt" --yolov9 "$tree"
-(cd "$tree" && "$python" "$tester" --weights "$out/yolov9-$name.pt" --data "$out/data/data.yaml" --imgsz "$size" \
+data=$out/data
+[[ $task == classify ]] || data+=/data.yaml
+(cd "$tree" && "$python" "$tester" --weights "$out/yolov9-$name.pt" --data "$data" --imgsz "$size" \
   --device "$device" --batch-size 32 --workers "$workers" --project "$out" --name val --exist-ok) 2>&1 |
   tee "$out/val.log"
+if [[ $task == classify ]]; then
+  awk '$1 == "all" { print "top-1=" $3 "\ntop-5=" $4 }' "$out/val.log"
+  exit
+fi
 awk '$1 == "all" { print "AP50=" $6 "\nAP=" $7; if (NF > 7) print "mask AP50=" $10 "\nmask AP=" $11 }' "$out/val.log"

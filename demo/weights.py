@@ -73,9 +73,26 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     names = model.names if isinstance(model.names, dict) else dict(enumerate(model.names))
     return {
         'state_dict': {key: half(value).clone() for key, value in model.state_dict().items()},
-        'yaml': model.yaml,
+        # a ClassificationModel has none: it is cut from the demo's detector
+        'yaml': getattr(model, 'yaml', None) or {'cutoff': len(model.model)},
         'names': {int(key): str(name) for key, name in names.items()},
     }
+
+
+def classifier_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
+    """Build upstream's ClassificationModel in FP16, cut from the demo's detector as classify/train.py does; see `model_from`."""
+    from utils.qat.core.log import quiet_upstream
+
+    names, cutoff = state['names'], state['yaml']['cutoff']
+    with quiet_upstream():
+        detector = upstream.DetectionModel(str(Path(__file__).parent / 'yolov9-demo.yaml'))
+    model = upstream.ClassificationModel(model=detector, nc=len(names), cutoff=cutoff)
+    try:
+        model.load_state_dict(state['state_dict'], strict=True)
+    except RuntimeError as e:
+        raise Mistake(f'tensors are missing, left over or of another shape: {" ".join(str(e).split())[:200]}') from e
+    model.names = names
+    return model.half().eval().requires_grad_(False)
 
 
 def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
@@ -93,6 +110,8 @@ def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
     """
     from models.quantize.weightless import parameter_shapes
 
+    if 'cutoff' in state['yaml']:
+        return classifier_from(state, upstream)
     content = {**state['yaml'], 'nc': len(state['names'])}
     needed, given = (
         parameter_shapes(content, 'its config'),
@@ -117,7 +136,7 @@ def pack(checkpoint: str, out: str) -> None:
     from models.quantize.checkpoint import load_dual_or_float  # of the patched tree
 
     _, model = load_dual_or_float(checkpoint)
-    if not hasattr(model, 'yaml'):
+    if not hasattr(model, 'yaml') and type(model).__name__ != 'ClassificationModel':
         raise Mistake(f'{checkpoint}: not an upstream checkpoint (its model has no yaml)')
     state = state_of(model)
     size = sum(value.numel() * value.element_size() for value in state['state_dict'].values())

@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from utils.qat.core.files import write_json
     from utils.qat.graph import audit
+    from utils.qat.graph.onnx_graph import has_zero_points
     from utils.qat.targets.target import target_of
 
     model = audit.load(args.model)
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_json(args.json, written)
     behind = (
         ('benchmark_trt.py', args.model, '--device', 'cpu')
-        if target.only_here
+        if has_zero_points(model)
         else ('scripts/build_engine.py', args.model)
     )
     finish(command(*behind), **({'json': args.json} if args.json else {}))

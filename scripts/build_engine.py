@@ -19,7 +19,7 @@ from utils.qat.config.options import add_options
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish
-from utils.qat.core.next_command import DATA, command
+from utils.qat.core.next_command import command, data_of
 
 
 class Which(Action):
@@ -122,8 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = next(iter(built['inputs'].values()))['opt']
         backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
         if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # a YOLOv9, which val_trt.py can score
+            data = data_of(None, built['metadata'].get('task') == 'classify')
             following = command(
-                'val_trt.py', '--engine-file', config.engine, '--data', DATA, '--imgsz', shape[-1], *backend
+                'val_trt.py', '--engine-file', config.engine, '--data', data, '--imgsz', shape[-1], *backend
             )
         else:
             following = command('benchmark_trt.py', config.engine, *backend)

@@ -7,9 +7,9 @@ PYTHON=${PYTHON:-python3}
 
 usage() {
     cat <<END
-Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA.yaml IMGSZ [--generate-graph]
+Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA IMGSZ [--generate-graph]
   WEIGHTS.pt        checkpoint, quantized by qat.py or float
-  DATA.yaml         data YAML; the engine is evaluated on its val: images
+  DATA              data YAML; the engine is evaluated on its val: images. Of a classifier the folder of its images
   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
   --generate-graph  also measure every layer and draw the engine
 The ONNX file, the engine and their other files are written beside WEIGHTS.
@@ -26,7 +26,7 @@ if (($# < 3 || $# > 4)) || [[ ${4:---generate-graph} != --generate-graph ]]; the
 fi
 weights=$1 data=$2 model=${1%.*}
 [[ -f $weights ]] || refuse "WEIGHTS $weights: no such file"
-[[ -f $data ]] || refuse "DATA $data: no such file"
+[[ -e $data ]] || refuse "DATA $data: no such file"
 [[ $3 =~ ^[0-9]+( [0-9]+)?$ ]] || refuse "IMGSZ $3: must be one number, or 'HEIGHT WIDTH' in quotes"
 read -ra imgsz <<<"$3"
 

@@ -16,13 +16,15 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in scripts/
 from utils.qat.config.options import read
+from utils.qat.config.settings import require_multiples
 from utils.qat.config.verify import VerifyConfig
-from utils.qat.core.command import require_file, run_command
+from utils.qat.core.command import require_data, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT
 from utils.qat.core.run_folder import own_folder
 
 STARTING = 300  # seconds to find the facts about the machine
+STRIDE = 32  # of every model of YOLOv9
 
 
 def parse_args(argv: Sequence[str] | None) -> VerifyConfig:
@@ -43,7 +45,7 @@ def write_subset(source: Path, file: Path, images: int) -> None:
     from utils.qat.data.dataset import load_data, open_dataset
 
     data = load_data(source)
-    files = open_dataset(data, 'val', LoaderConfig(workers=0), 32, None, rect=False, pad=0.5).im_files
+    files = open_dataset(data, 'val', LoaderConfig(workers=0), STRIDE, None, rect=False, pad=0.5).im_files
     n = min(images, len(files))
     chosen = [str(Path(files[i * len(files) // n]).resolve()) for i in range(n)]
     listed = file.with_suffix('.txt')
@@ -56,12 +58,17 @@ def write_subset(source: Path, file: Path, images: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check all rows. Returns the exit code: 1 if a row failed."""
     config = parse_args(argv)
-    for path, flag in ((config.weights, '--weights'), (config.float_weights, '--float'), (config.segment, '--segment')):
+    require_multiples(config.imgsz, STRIDE)
+    checkpoints: dict[str, Path | None] = {'weights': config.weights, 'float': config.float_weights}
+    checkpoints |= {'segment': config.segment, 'classify': config.classify}
+    for flag, path in checkpoints.items():
         if path:
-            require_file(path, flag, ('.pt', '.pth'))
+            require_file(path, f'--{flag}', ('.pt', '.pth'))
     for path, flag in ((config.data, '--data'), (config.segment_data, '--segment-data')):
         if path:
             require_file(path, flag, ('.yaml', '.yml'))
+    if config.classify_data:
+        require_data(config.classify_data, '--classify-data')
 
     from utils.qat.verify.bench import Bench, Failed, Machine, Skipped
     from utils.qat.verify.report import FAILED, PASSED, SKIPPED, Outcome, table, verdict, write_report
@@ -85,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for source, name in ((config.data, 'detect.yaml'), (config.segment_data, 'segment.yaml')):
             if source:
                 write_subset(source, folder / name, config.images)
+        if config.classify_data:
+            (folder / 'classify').unlink(missing_ok=True)
+            (folder / 'classify').symlink_to(config.classify_data.resolve())
         LOGGER.info(f'{machine.product}, {machine.gpu or "no GPU"}: {len(rows)} rows, in {folder}')
         outcomes: list[Outcome] = []
         for number, row in enumerate(rows, 1):
@@ -96,15 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bench.done.add(row.name)
             except Skipped as e:
                 found, status = str(e), SKIPPED
-            except (
-                Failed,
-                OSError,
-                LookupError,
-                ValueError,
-                TypeError,
-                ArithmeticError,
-            ) as e:  # of what a command wrote
-                found, status = str(e) if isinstance(e, Failed) else f'{type(e).__name__}: {e}', FAILED
+            except Failed as e:
+                found, status = str(e), FAILED
+            except (OSError, LookupError, ValueError, TypeError, ArithmeticError) as e:  # a command wrote something odd
+                found, status = f'{type(e).__name__}: {e}', FAILED
             outcomes.append(
                 Outcome(row.name, row.title, status, found, time.monotonic() - start, tuple(bench.commands))
             )

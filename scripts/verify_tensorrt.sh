@@ -2,7 +2,7 @@
 # Check everything that this toolkit does with TensorRT on this machine: scripts/verify_tensorrt.py, set-up included.
 #
 # In the toolkit's own folder without --weights it takes the embedded demo: it sets up .venv and .work/yolov9 as quickstart.sh does,
-# makes the data, and quantizes a detector and a segmentation model. In a patched tree it takes your weights and data.
+# makes the data, and quantizes a detector, a segmentation model and a classifier. In a patched tree it takes your weights and data.
 # TensorRT is installed first if there is none.
 set -euo pipefail
 
@@ -59,23 +59,30 @@ set_up_yolov9
 "$HERE/patch_yolov9.sh" "$HERE/.work/yolov9"
 cd "$HERE/.work/yolov9"
 OUT=$HERE/.work/verify
-for task in detect segment; do
+for task in detect segment classify; do
     [[ ! -f $OUT/$task/int8.pt ]] || continue # made before
-    name=demo && [[ $task == detect ]] || name=demo-seg
+    case $task in
+        detect) name=demo size=320 made=(--train 200 --val 100) ;;
+        segment) name=demo-seg size=320 made=(--train 200 --val 100) ;;
+        classify) name=demo-cls size=96 made=(--train 400 --val 600 --size 96) ;;
+    esac
     say "The demo: $task"
     rm -rf "${OUT:?}/$task"
-    "$PYTHON" "$HERE/demo/make_data.py" --task $task --out "$OUT/$task/data" --train 200 --val 100
+    "$PYTHON" "$HERE/demo/make_data.py" --task $task --out "$OUT/$task/data" "${made[@]}"
     "$PYTHON" "$HERE/demo/weights.py" build "$HERE/demo/$name-weights.pt" "$OUT/$task/built.pt"
     if [[ $task == detect ]]; then
         "$PYTHON" reparameterization.py --weights "$OUT/$task/built.pt" --save "$OUT/$task/float.pt"
     else
         mv "$OUT/$task/built.pt" "$OUT/$task/float.pt"
     fi
-    "$PYTHON" qat.py quantize --weights "$OUT/$task/float.pt" --data "$OUT/$task/data/data.yaml" --imgsz 320 \
+    data=$OUT/$task/data
+    [[ $task == classify ]] || data=$data/data.yaml
+    "$PYTHON" qat.py quantize --weights "$OUT/$task/float.pt" --data "$data" --imgsz "$size" \
         --epochs 0 --calib-images 200 --no-eval-origin --no-eval-ptq --project "$OUT/$task" --name ptq
-    mv "$OUT/$task"/ptq/weights/ptq_ap_*.pt "$OUT/$task/int8.pt"
+    mv "$OUT/$task"/ptq/weights/ptq_*.pt "$OUT/$task/int8.pt"
 done
 say "The rows"
 exec "$PYTHON" scripts/verify_tensorrt.py --weights "$OUT/detect/int8.pt" --float "$OUT/detect/float.pt" \
     --data "$OUT/detect/data/data.yaml" --imgsz 320 --segment "$OUT/segment/int8.pt" --segment-data "$OUT/segment/data/data.yaml" \
+    --classify "$OUT/classify/int8.pt" --classify-data "$OUT/classify/data" \
     --project "$OUT" --name report ${OPTIONS[@]+"${OPTIONS[@]}"}

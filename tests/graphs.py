@@ -1,5 +1,7 @@
 """ONNX graphs made by hand, and running and reading graphs. Imports no torch."""
 
+from collections import Counter
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -122,3 +124,11 @@ def run_onnx(model, feeds):
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
     return onnxruntime.InferenceSession(rounding(source), options, providers=['CPUExecutionProvider']).run(None, feeds)
+
+
+def in_onnxruntime(file, folder):
+    """How often each operator stands in the graph that ONNX Runtime makes of a file."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(folder / 'optimized.onnx'), 3
+    onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
+    return Counter(node.op_type for node in onnx.load(folder / 'optimized.onnx').graph.node)

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from models.quantize.checkpoint import load_any
+from models.quantize.quantizers import RoundedOnce
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
 from utils.qat.prediction.file_model import FileModel
@@ -29,4 +30,5 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
     if path.suffix.lower() not in CHECKPOINTS:
         return open_file(path, device, backend)
     with quiet_upstream():
-        return TorchModel(*load_any(path, device))
+        model, quant = load_any(path, device)
+        return TorchModel(model, quant, RoundedOnce(model))

@@ -14,6 +14,7 @@ from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
+from utils.qat.data.image_folders import normalized
 from utils.qat.graph.openvino_model import one_core, write_ir
 from utils.qat.prediction.file_model import FileModel
 from utils.qat.prediction.openvino import OVERFLOW, OpenVINO
@@ -73,8 +74,9 @@ def _written(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> Ope
 def _compare(session: OpenVINO, source: Path, limit: float) -> None:
     """Compare the outputs on made images with the outputs in ONNX Runtime. limit: largest relative error."""
     batch, _, *imgsz = shape_of(onnx.load(source, load_external_data=False).graph.input[0])
-    images = made_images(batch, imgsz)
-    figures = output_differences(FileModel(session)(images), open_file(source, CPU, 'onnxruntime')(images))
+    images, model = made_images(batch, imgsz), FileModel(session)
+    images = normalized(images) if model.classifies else images
+    figures = output_differences(model(images), open_file(source, CPU, 'onnxruntime')(images))
     errors = {name: figures[name] for name in RELATIVE if name in figures}
     if session.saturates:
         LOGGER.warning(f'{OVERFLOW}; so the file is written without a comparison with ONNX Runtime')

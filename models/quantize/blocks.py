@@ -56,7 +56,7 @@ class Twin:
     def from_float(cls, block: nn.Module) -> Any:
         """Make the quantized twin of `block`, without a calibration."""
         twin = _without_copy(cls, block)
-        for name in cls.quantizer_names:
+        for name in twin.quantizer_names:
             setattr(twin, name, Quantizer())
         return twin
 
@@ -68,10 +68,9 @@ class Twin:
         return block
 
 
-class QuantConv2d(Twin, nn.Conv2d):
-    """Convolution with its input quantized per tensor and its weight per output channel (axis 0)."""
+class WeightedTwin(Twin):
+    """Mixin of a layer with a weight: its input is quantized per tensor, its weight per output channel (axis 0)."""
 
-    float_class = nn.Conv2d
     quantizer_names = ('input_quantizer', 'weight_quantizer')
 
     @classmethod
@@ -81,22 +80,43 @@ class QuantConv2d(Twin, nn.Conv2d):
         twin.weight_quantizer = Quantizer(axis=0)
         return twin
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Convolve the rounded input with the rounded weight: [B, C, H, W] → [B, K, H', W']."""
-        return self._conv_forward(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Compute the layer of the rounded input with the rounded weight."""
+        return self.weighted(self.input_quantizer(x), self.weight_quantizer(self.weight))
+
+
+class QuantConv2d(WeightedTwin, nn.Conv2d):
+    """Convolution with its input quantized per tensor and its weight per output channel (axis 0)."""
+
+    float_class = nn.Conv2d
+
+    def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Convolve with another weight: [B, C, H, W] → [B, K, H', W']."""
+        return self._conv_forward(x, weight, self.bias)
 
 
 class QuantResidual(Twin):
-    """Bottleneck with its residual Add in INT8, by one quantizer.
+    """Bottleneck with its residual Add in INT8.
 
     Attributes:
-        add_policy: the addends that pass the quantizer. 'both': the Add is an INT8 kernel by itself. 'residual': only
-            the shortcut, so that a compiler can let the last convolution add it before rounding (NVIDIA's advice for
-            Conv+Add; here an activation is between the two).
+        add_policy: the addends that are quantized. 'both': with one scale, so the Add is an INT8 kernel by itself.
+            'residual': only the shortcut, so that a compiler can let the last convolution add it before rounding
+            (NVIDIA's advice for Conv+Add; here an activation is between the two). 'each': both, each with a scale of its
+            own. Change it by `set_add_policy`.
     """
 
-    quantizer_names = ('add_quantizer',)
     add_policy = 'both'
+
+    @property
+    def quantizer_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Attributes of the quantizers: of the shortcut, or of both; and of the branch, if it has its own."""
+        return ('add_quantizer', 'branch_quantizer') if self.add_policy == 'each' else ('add_quantizer',)
+
+    def set_add_policy(self: Any, policy: str) -> None:
+        """Change the addends that are quantized, before the calibration."""
+        self.add_policy = policy
+        if policy == 'each':
+            self.branch_quantizer = Quantizer()
 
     @classmethod
     def suits(cls, block: nn.Module) -> bool:
@@ -111,8 +131,14 @@ class QuantResidual(Twin):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Add the shortcut to the branch: [B, C, H, W] → the same shape."""
-        branch = self.cv2(self.cv1(x))
-        return self.add_quantizer(x) + (self.add_quantizer(branch) if self.add_policy == 'both' else branch)
+        return self.added(x, self.cv2(self.cv1(x)))
+
+    def added(self: Any, shortcut: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """Add by `add_policy`."""
+        shortcut = self.add_quantizer(shortcut)
+        if self.add_policy != 'residual':
+            branch = (self.add_quantizer if self.add_policy == 'both' else self.branch_quantizer)(branch)
+        return shortcut + branch
 
 
 class QuantBottleneck(QuantResidual, Bottleneck):
@@ -177,7 +203,6 @@ class QuantSiLU(Twin, nn.SiLU):
     """
 
     float_class = nn.SiLU
-    quantizer_names = ('input_quantizer',)
 
     @classmethod
     def from_float(cls, block: nn.Module) -> Any:
@@ -192,7 +217,53 @@ class QuantSiLU(Twin, nn.SiLU):
         return x * rounded_unit(torch.sigmoid(x)) if self.input_quantizer.rounds else F.silu(x)
 
 
-ACTIVATIONS: dict[type, Any] = {twin.float_class: twin for twin in (QuantSiLU,)}  # as TWINS, for some targets only
+class QuantReLU(Twin, nn.ReLU):
+    """ReLU whose result is rounded: a convolution that writes unsigned integers ends at 0 by itself."""
+
+    float_class = nn.ReLU
+    quantizer_names = ('output_quantizer',)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute ReLU: any shape → the same shape."""
+        return self.output_quantizer(F.relu(x))
+
+
+class _QuantActivation(Twin):
+    """Any other activation function: its input is rounded, so the convolution in front is an integer kernel.
+
+    The next quantizer rounds the result. If the engine has no integer kernel of the function, it computes it in float.
+    """
+
+    @classmethod
+    def from_float(cls, block: nn.Module) -> Any:
+        """Make the quantized twin of `block`, without a calibration."""
+        twin = super().from_float(block)
+        if hasattr(twin, 'inplace'):
+            twin.inplace = False  # others look at the input after the call: calibrators, the backward pass
+        return twin
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Compute the function of the rounded input: any shape → the same shape."""
+        return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of PyTorch's module
+
+
+def _quant_activation(cls: type) -> Any:
+    """Make the twin of a class of activation functions."""
+    return type(f'Quant{cls.__name__}', (_QuantActivation, cls), {'__module__': __name__, 'float_class': cls})
+
+
+QuantReLU6, QuantLeakyReLU, QuantPReLU = map(_quant_activation, (nn.ReLU6, nn.LeakyReLU, nn.PReLU))
+QuantELU, QuantCELU, QuantSELU, QuantGELU = map(_quant_activation, (nn.ELU, nn.CELU, nn.SELU, nn.GELU))
+QuantMish, QuantHardswish, QuantSoftplus = map(_quant_activation, (nn.Mish, nn.Hardswish, nn.Softplus))
+QuantHardsigmoid, QuantSigmoid, QuantTanh = map(_quant_activation, (nn.Hardsigmoid, nn.Sigmoid, nn.Tanh))
+
+ACTIVATIONS: dict[type, Any] = {  # as TWINS, for targets whose engine fuses no activation function
+    twin.float_class: twin
+    for twin in (
+        *(QuantSiLU, QuantReLU, QuantReLU6, QuantPReLU, QuantELU, QuantLeakyReLU, QuantCELU, QuantSELU, QuantGELU),
+        *(QuantMish, QuantHardswish, QuantSoftplus, QuantHardsigmoid, QuantSigmoid, QuantTanh),
+    )
+}
 TWINS: dict[type, Any] = {  # upstream class → its twin
     twin.float_class: twin
     for twin in (QuantConv2d, QuantBottleneck, QuantRepNBottleneck, QuantAConv, QuantADown, QuantCBFuse)

@@ -15,7 +15,9 @@ import torch.nn as nn
 from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
-from models.quantize.pickled_modules import TWINS, build
+from models.quantize.head_outputs import head_of
+from models.quantize.network import CLASSIFIER_STRIDE, fold_batch_norms, prepare_classifier
+from models.quantize.pickled_modules import TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.core.command import require_file
@@ -24,6 +26,7 @@ from utils.qat.core.files import write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.core.next_command import command
+from utils.qat.prediction.pytorch import classifies
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive
@@ -85,7 +88,7 @@ class CheckpointFile:
             QatError: see `load_dual_or_float` and reparameterize.main_branch.
         """
         _, model = self.load_dual_or_float()
-        head = type(model.model[-1]).__name__
+        head = type(head_of(model)).__name__
         if head.startswith(('Dual', 'Triple')):
             if not reparameterized:
                 raise QatError(
@@ -160,7 +163,7 @@ class CheckpointFile:
             ) from e
         self.digest.result()  # FP32 weights share the bytes that are hashed: no change before the hash is done
         model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
-        if not isinstance(getattr(model, 'model', None), torch.nn.Sequential):
+        if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
             raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
         self._require_running(model.float().eval())
         require_names(model, f'--weights {self.path}')
@@ -170,7 +173,10 @@ class CheckpointFile:
     def _require_running(self, model: nn.Module) -> None:
         """Run the model once: only a run tells whether its layers, built without a call, are whole and of this tree."""
         try:
-            len(model.names), model.model[-1].nc  # attributes that upstream's training sets
+            if classifies(model):
+                prepare_classifier(model, 2 * CLASSIFIER_STRIDE)
+            else:
+                len(model.names), model.model[-1].nc  # attributes that upstream's training sets
             stride = int(max(model.stride))
             if not 0 < stride <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
@@ -182,13 +188,18 @@ class CheckpointFile:
             ) from e
 
 
+def _of_torchvision(model: Any) -> bool:
+    """Tell whether a model is a classifier of torchvision."""
+    return isinstance(model, nn.Module) and type(model).__name__ in TORCHVISION.get(type(model).__module__, ())
+
+
 def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
     if any(n.startswith(('pytorch_quantization.', 'models.quantize')) for n in names):
         return 'foreign'
-    if any(n.startswith('models.yolo.') for n in names):
+    if any(n.startswith(('models.yolo.', 'torchvision.models.')) for n in names):
         return 'float'
     if any(n.startswith('ultralytics.') for n in names):
         return 'ultralytics'
@@ -228,7 +239,7 @@ def fuse(model: nn.Module) -> nn.Module:
         if isinstance(m, RepConvN) and hasattr(m, 'conv1'):  # older upstream trees do not fuse these by themselves
             m.fuse_convs()
             m.forward = m.forward_fuse
-    return model.fuse()
+    return model.fuse() if hasattr(model, 'fuse') else fold_batch_norms(model)
 
 
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:

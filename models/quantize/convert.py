@@ -1,14 +1,23 @@
 """Conversion of a float model to a quantized model and back, in place, with a record of the blocks and the reasons."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
 from models.common import DFL
+from torchvision.models.convnext import CNBlock, ConvNeXt
+from torchvision.ops.misc import SqueezeExcitation
 
+from models.quantize import class_blocks
 from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, Twin
+from models.quantize.pickled_modules import TORCHVISION
+from models.quantize.quantizers import named_quantizers
+from models.quantize.scales import never_negative
+from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
+from utils.qat.prediction.pytorch import classifies
+from utils.qat.targets.target import Target, load_target
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
 # the quantized convolutions around it.
@@ -33,12 +42,23 @@ REVIEWED = {
         'Silence',
         'UConv',
         'Proto',
+        'Classify',
     },
-    'models.yolo': {'DetectionModel', 'SegmentationModel', 'Detect', 'DDetect', 'Segment', 'DSegment'},
+    'models.yolo': {
+        'DetectionModel',
+        'SegmentationModel',
+        'ClassificationModel',
+        'Detect',
+        'DDetect',
+        'Segment',
+        'DSegment',
+    },
+    **TORCHVISION,
 }
 
-
+TENSORRT = load_target(DEFAULT_TARGET)
 CHOSEN = 'by choice'  # the reason of a block that could be INT8 and stays in float
+BRANCHES = {'cv2': 'box', 'cv3': 'class', 'cv4': 'mask'}  # upstream's name of a list of branches in a head → its output
 
 
 @dataclass
@@ -63,30 +83,52 @@ class Conversion:
         return f'{len(kinds)} blocks quantized ({counts}); {len(self.kept_float)} stay float'
 
 
-def float_convs(model: nn.Module) -> dict[str, str]:
-    """Find the convolutions that stay in float.
+def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
+    """Find the blocks that stay in float.
+
+    Of a classifier these are the two convolutions and the pooling of each squeeze-and-excitation. They compute a factor
+    for every channel from maps of one place: INT8 gains nothing there, and the factor changes a whole map. In ConvNeXt
+    they are the depthwise convolutions of the blocks: the sum that they read is float, because LayerNorm reads it too.
 
     The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution has the
-    integers 0..15 as weights: INT8 gains nothing there and costs precision of the boxes.
+    integers 0..15 as weights: INT8 costs precision of the boxes there. Whether it gains anything depends on the engine.
 
     Args:
-        model: float, with a YOLOv9 head.
+        model: float, a classifier or with a YOLOv9 head.
+        target: the engine; its int8_outputs are left out.
 
     Returns:
         Path → reason.
 
     Raises:
-        QatError: the last layer is no YOLOv9 head.
+        QatError: the last layer of a detector is no YOLOv9 head.
     """
+    if classifies(model):
+        reasons = {
+            SqueezeExcitation: 'squeeze-and-excitation',
+            CNBlock: 'reads the float sum',
+            ConvNeXt: 'LayerNorm reads it',
+        }
+        gate = '', 'avgpool', 'fc1', 'fc2', *(('activation', 'scale_activation') if target.activations else ())
+        # The stem and the reductions have no Q behind them, and an engine that fuses nothing wants one
+        outside = ('features.0.0', 'features.2.1', 'features.4.1', 'features.6.1') if target.activations else ()
+        inside = {SqueezeExcitation: gate, CNBlock: ('block.0',), ConvNeXt: ('avgpool', *outside)}
+        return {
+            f'{path}.{name}'.strip('.'): reasons[type(m)]
+            for path, m in model.named_modules()
+            for name in inside.get(type(m), ())
+        }
     head_index = len(model.model) - 1
-    kept = {}
+    kept, outputs = {}, 0
     for name, module in model.model[-1].named_modules(prefix=f'model.{head_index}'):
         if isinstance(module, DFL):
             kept[f'{name}.conv'] = 'integral over the box distribution'
         # A branch of the head is a Sequential (Conv, Conv, nn.Conv2d): the bare last one is an output.
         elif isinstance(module, nn.Sequential) and type(module[-1]) is nn.Conv2d:
-            kept[f'{name}.{len(module) - 1}'] = 'output of the head'
-    if not kept:
+            outputs += 1
+            if BRANCHES.get(name.split('.')[2]) not in target.int8_outputs:
+                kept[f'{name}.{len(module) - 1}'] = 'output of the head'
+    if not outputs:
         raise QatError(f'the last layer ({type(model.model[-1]).__name__}) is no YOLOv9 detection head')
     return kept
 
@@ -102,31 +144,35 @@ def unknown_modules(model: nn.Module) -> dict[str, str]:
     }
 
 
-def twins_of(activations: Collection[str] = ()) -> dict[type, Any]:
-    """Return the twins of a target: upstream class → twin. activations: see targets.target.Target."""
-    return TWINS | {cls: twin for cls, twin in ACTIVATIONS.items() if cls.__name__ in activations}
+def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
+    """Return the twins for a model and a target: class → twin."""
+    twins = TWINS | class_blocks.TWINS if classifies(model) else TWINS
+    return twins | ACTIVATIONS if target.activations else twins
 
 
-def find_twins(model: nn.Module, activations: Collection[str] = ()) -> dict[str, str]:
+def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     """Find the blocks of a fused float model that `quantize_model` swaps.
 
     Args:
         model: float, fused.
-        activations: see targets.target.Target.
+        target: the engine.
 
     Returns:
         Path → class, in the order of the network.
     """
-    kept, twins = float_convs(model), twins_of(activations)
+    kept, twins = float_blocks(model, target), twins_of(model, target)
     return {
         path: type(m).__name__
-        for path, m in model.named_modules(remove_duplicate=False)  # upstream's blocks share one SiLU
+        for path, m in model.named_modules(remove_duplicate=False)  # upstream's blocks share one activation function
         if type(m) in twins and twins[type(m)].suits(m) and path not in kept
     }
 
 
 def quantize_model(
-    model: nn.Module, add_policy: str = 'both', keep_float: Sequence[str] = (), activations: Collection[str] = ()
+    model: nn.Module,
+    add_policy: str | None = None,
+    keep_float: Sequence[str] = (),
+    target: Target = TENSORRT,
 ) -> Conversion:
     """Swap the blocks of a model for their quantized twins, in place.
 
@@ -135,21 +181,21 @@ def quantize_model(
 
     Args:
         model: float, fused.
-        add_policy: see blocks.QuantResidual.
+        add_policy: see blocks.QuantResidual; None = the default of each block.
         keep_float: paths of blocks (of `find_twins`) that are not swapped.
-        activations: see targets.target.Target.
+        target: the engine.
 
     Returns:
         The record.
 
     Raises:
-        QatError: see `float_convs`.
+        QatError: see `float_blocks`.
     """
     done = Conversion(
-        kept_float={**float_convs(model), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
+        kept_float={**float_blocks(model, target), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
     )
 
-    twins = twins_of(activations)
+    twins = twins_of(model, target)
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent.named_children()):
@@ -159,12 +205,18 @@ def quantize_model(
             if twin and twin.suits(child) and path not in done.kept_float:
                 parent._modules[name] = new = twin.from_float(child)
                 if isinstance(new, QuantResidual):
-                    new.add_policy = add_policy
+                    wanted = add_policy or target.add_policies.get(new.add_policy, new.add_policy)
+                    if wanted != new.add_policy:
+                        new.set_add_policy(wanted)
                 done.swapped[path] = twin.float_class.__name__
-            elif isinstance(child, (nn.ConvTranspose2d, nn.Conv1d, nn.Linear)):
+            elif not twin and isinstance(child, (nn.ConvTranspose2d, nn.Conv1d, nn.Linear)):
                 done.kept_float[path] = f'no INT8 twin of {type(child).__name__}'
 
     visit(model, '')
+    if target.zero_points != 'none':
+        shifting = named_quantizers(model) if target.zero_points == 'any' else never_negative(model)
+        for _, quantizer in shifting:
+            quantizer.shifts = quantizer._axis is None
     return done
 
 

@@ -1,15 +1,54 @@
 """The outputs of a model's head, part by part: raw maps of boxes and classes, coefficients and prototypes of masks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from models.quantize.network import layers
 from utils.qat.core.errors import QatError
+from utils.qat.evaluation.classes import divergence
+from utils.qat.prediction.pytorch import classifies
 
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
+
+
+@dataclass
+class ClassScores:
+    """Outputs of a classifier, as Raw for a detector: one logit for each class.
+
+    Softmax makes the distribution of one categorical variable of them. So the divergence is the Kullback-Leibler divergence
+    of the distributions, and each image has the weight 1.
+
+    Attributes:
+        logits: [B, classes].
+    """
+
+    logits: torch.Tensor
+
+    def divergence_sums(self, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the divergence from the float model's scores, `wanted`, and the weight of each image: FP64 [B] both."""
+        found = divergence(self.logits, wanted.logits)
+        return found, torch.ones_like(found)
+
+    def energies(self, wanted: Any) -> torch.Tensor:
+        """Sum t² and (s - t)² over all logits, see sqnr.py: FP64 [1, 2]."""
+        s, t = self.logits.double(), wanted.logits.double()
+        return torch.stack((t.square().sum(), (s - t).square().sum()))[None]
+
+    def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a random v whose covariance is the Fisher information of the logits, see fisher.probe.
+
+        Returns:
+            v, the shape of the logits, and the weight, FP32 [].
+        """
+        p = self.logits.detach().softmax(1)
+        one = (len(p), 1)
+        index = (p.cumsum(1) < draw(one)).sum(1, keepdim=True).clamp_(max=p.shape[1] - 1)
+        drawn = torch.zeros_like(p).scatter_(1, index, 1.0)
+        return (drawn - p) * (draw(one) - 0.5).sign(), p.new_tensor(float(len(p)))
 
 
 @dataclass
@@ -29,8 +68,10 @@ class Raw:
     prototypes: Any = None
 
     @classmethod
-    def of(cls, output: Any) -> 'Raw':
-        """Take the parts of the output of a model in eval mode with one of HEADS."""
+    def of(cls, output: Any) -> Any:
+        """Take the parts of the output of a model in eval mode with one of HEADS; of a classifier its ClassScores."""
+        if isinstance(output, torch.Tensor):
+            return ClassScores(output)
         predictions, rest = output
         maps, *masks = rest if isinstance(rest, tuple) else (rest,)
         return cls(maps, predictions[:, :4], *masks)
@@ -56,9 +97,19 @@ def output_parts(output: Any) -> list[list[torch.Tensor]]:
     return [output_tensors(output)]
 
 
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the last layer of a model."""
+    return [*layers(model).values()][-1]
+
+
+def bins_of(model: nn.Module) -> int:
+    """Return the number of bins in the head's distribution of a distance; 0 for a classifier."""
+    return 0 if classifies(model) else head_of(model).reg_max
+
+
 def has_known_head(model: nn.Module) -> bool:
-    """Tell whether the outputs of `model` fit Raw: its head is one of HEADS."""
-    return type(model.model[-1]).__name__ in HEADS
+    """Tell whether the outputs of `model` fit Raw: it is a classifier, or its head is one of HEADS."""
+    return classifies(model) or type(head_of(model)).__name__ in HEADS
 
 
 def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
@@ -74,5 +125,5 @@ def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
     """
     if not has_known_head(model):
         raise QatError(
-            f"{purpose}: only for the heads {', '.join(HEADS)}, and the model's is {type(model.model[-1]).__name__}; {instead}"
+            f"{purpose}: only for the heads {', '.join(HEADS)}, and the model's is {type(head_of(model)).__name__}; {instead}"
         )

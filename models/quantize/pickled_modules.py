@@ -22,11 +22,15 @@ from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_coll
 from utils.qat.untrusted.plain_values import TRUST, Values
 from utils.qat.untrusted.torch_archive import Archive
 
-TWINS = 'models.quantize.blocks', 'models.quantize.quantizers'  # modules of this toolkit
+TWINS = (
+    'models.quantize.blocks',
+    'models.quantize.class_blocks',
+    'models.quantize.quantizers',
+)  # modules of this toolkit
 TORCH = {
     f'torch.nn.modules.{module}.{name}'
     for module, names in {  # layers of YOLOv9's networks
-        'activation': 'ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
+        'activation': 'CELU ELU GELU GLU Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU ReLU ReLU6 SELU SiLU Sigmoid Softmax Softplus Tanh',
         'batchnorm': 'BatchNorm1d BatchNorm2d SyncBatchNorm',
         'container': 'ModuleDict ModuleList Sequential',
         'conv': 'Conv1d Conv2d ConvTranspose2d',
@@ -43,6 +47,24 @@ TORCH = {
     }.items()
     for name in names.split()
 }
+TORCHVISION = {  # module → its classifiers, and the layers that only they have
+    'torchvision.models.convnext': {'CNBlock', 'ConvNeXt', 'LayerNorm2d'},
+    'torchvision.models.efficientnet': {'EfficientNet', 'FusedMBConv', 'MBConv'},
+    'torchvision.models.mobilenetv2': {'InvertedResidual', 'MobileNetV2'},
+    'torchvision.models.mobilenetv3': {'InvertedResidual', 'MobileNetV3'},
+    'torchvision.models.regnet': {
+        'AnyStage',
+        'BottleneckTransform',
+        'RegNet',
+        'ResBottleneckBlock',
+        'SimpleStemIN',
+    },
+    'torchvision.models.resnet': {'BasicBlock', 'Bottleneck', 'ResNet'},
+    'torchvision.ops.misc': {'Conv2dNormActivation', 'Permute', 'SqueezeExcitation'},
+    'torchvision.ops.stochastic_depth': {'StochasticDepth'},
+}
+# Attributes of classifiers that only training needs, left out: a class, and the preparation of images, which are code
+UNUSED = '_norm_layer', 'transforms'
 WRAPPERS = {  # classes of the tree that read files or wrap whole models
     'AutoShape',
     'DetectMultiBackend',
@@ -101,6 +123,8 @@ class Modules(Values):
             Refused: the value is code.
         """
         kind = type(item)
+        if name in UNUSED:
+            return None
         # Upstream sets `forward` in a fused layer, and `detect` in a head with masks
         if name == 'forward' or (name == 'detect' and kind is Call):
             return _method(module, item, record)
@@ -183,14 +207,16 @@ def layer_class(name: Name) -> type[torch.nn.Module]:
     if name.text in TORCH:
         return getattr(torch.nn, name.text.rpartition('.')[2])
     module, _, cls = name.text.rpartition('.')
+    if cls in TORCHVISION.get(module, ()):
+        return getattr(importlib.import_module(module), cls)
     if (
         not module.startswith('models.')
         or (module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS)
         or cls in WRAPPERS
     ):
         raise Refused(
-            f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch or of '
-            f'this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/'
+            f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch, of torchvision or '
+            f'of this tree (models/), so nothing of it was run; {TRUST}, and if that is a layer of your own, define it in models/'
         )
     found = _defined(module, cls)
     if found is None:

@@ -4,7 +4,9 @@ This is the only file that imports pytorch_quantization (2.1.3). The state machi
 its TensorQuantizer, under names that users of such checkpoints know. The arithmetic is PyTorch's native
 `fake_quantize_*` operators, because the ONNX exporter turns these into QuantizeLinear/DequantizeLinear:
 
-    scale = amax / 127,  q = clamp(round_half_even(x / scale), -128, 127),  y = q * scale
+    scale = amax / 127,  q = clamp(round_half_even(x / scale) + zero_point, -128, 127),  y = (q - zero_point) * scale
+
+The zero point is 0. For a target whose kernels take any zero point, an activation has the one that fits its values.
 
 Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
@@ -13,6 +15,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +23,11 @@ import torch.nn as nn
 from absl import logging as absl_logging
 from torch.utils.weak import WeakTensorKeyDictionary
 
-with warnings.catch_warnings():  # at import the library scripts a function that nothing here calls
+from utils.qat.compat import imported_when_called
+from utils.qat.core.log import LOGGER
+
+# At import the library scripts a function that nothing here calls, and imports SciPy's for a calibrator that nothing here uses
+with warnings.catch_warnings(), imported_when_called('scipy.stats', 'entropy'):
     warnings.filterwarnings('ignore', message='.torch.jit.script. is deprecated', category=FutureWarning)
     from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
     from pytorch_quantization.tensor_quant import QuantDescriptor
@@ -48,18 +55,35 @@ def usable_scale(amax: torch.Tensor) -> torch.Tensor:
     return (amax.float().clamp(MIN_AMAX, MAX_AMAX) / QMAX).half().float()
 
 
+def shifted_range(amax: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay the INT8 steps over the part of -amax..amax that has values, instead of all of it.
+
+    Args:
+        amax: 0 or more, any shape.
+        lowest: smallest value, FP32 [].
+        highest: largest value, FP32 [].
+
+    Returns:
+        Scales and zero points, FP32 and INT32 in the shape of `amax`. The range contains 0, because convolutions pad with it.
+    """
+    low, high = torch.maximum(-amax, lowest.clamp(max=0)), torch.minimum(amax, highest.clamp(min=0))
+    scale = usable_scale((high - low) * QMAX / (QMAX - QMIN))
+    return scale, (QMIN - low / scale).round().clamp(QMIN, QMAX).int()
+
+
 class Quantizer(TensorQuantizer):
     """Fake quantization of a tensor to INT8: per tensor (activations) or per slice of an axis (weights).
 
-    It has two buffers. `_amax` is the largest magnitude that INT8 represents: FP32 at any precision of the model, shape
-    [] or [C]. `_zero_point` has INT32 zeros of the same shape. Before `set_amax` the quantizer can only collect
-    statistics.
+    It has two buffers. `_amax` is 127 steps, with zero point 0 the largest magnitude that INT8 represents: FP32 at any
+    precision of the model, shape [] or [C]. `_zero_point` is INT32 of the same shape. Before `set_amax` the quantizer
+    can only collect statistics.
 
     Args:
         axis: of the slices; None = per tensor.
     """
 
     least = -float('inf')  # smaller values do not widen the range
+    shifts = False  # the zero point follows from the values, see `shifted_range`
 
     def __init__(self, axis: int | None = None) -> None:
         super().__init__(QuantDescriptor(num_bits=8, axis=axis, fake_quant=True))
@@ -70,15 +94,30 @@ class Quantizer(TensorQuantizer):
         """Whether inputs are rounded: not while statistics are collected, nor when the quantizer is off."""
         return self._if_quant and not self._disabled
 
-    def set_amax(self, amax: torch.Tensor) -> None:
+    def steps(self, amax: torch.Tensor, *ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute scales and zero points for values up to `amax`.
+
+        Args:
+            amax: 0 or more, any shape.
+            *ends: the smallest and the largest value, FP32 []; read if the zero point follows from them.
+
+        Returns:
+            FP32 and INT32, the same shape.
+        """
+        if self.shifts and ends:
+            return shifted_range(amax, *ends)
+        return usable_scale(amax), torch.zeros_like(amax, dtype=torch.int32)
+
+    def set_amax(self, amax: torch.Tensor, *ends: torch.Tensor) -> None:
         """Set the range, rounded so that the scale is an FP16 number, and raised to MIN_AMAX if it is smaller.
 
         Args:
             amax: 0 or more, [] or [C].
+            *ends: see `steps`.
         """
-        amax = usable_scale(amax.detach()) * QMAX  # 11 bits times 7: exact in FP32
-        self.register_buffer('_amax', amax)
-        self.register_buffer('_zero_point', torch.zeros_like(amax, dtype=torch.int32))
+        scale, zero_point = self.steps(amax.detach(), *ends)
+        self.register_buffer('_amax', scale * QMAX)  # 11 bits times 7: exact in FP32
+        self.register_buffer('_zero_point', zero_point)
 
     @property
     def scale(self) -> torch.Tensor:
@@ -93,7 +132,9 @@ class Quantizer(TensorQuantizer):
     def _fake_quantize(self, inputs: torch.Tensor, scale: Any, zero_point: Any) -> torch.Tensor:
         """Quantize and dequantize; scale and zero point as the operators take them: tensors, or numbers per tensor."""
         if _without_gradient(inputs):
-            return rounded(inputs, scale if self._axis is None else _along(self._axis, scale, inputs))
+            if self._axis is None:
+                return rounded(inputs, torch.as_tensor(scale), int(zero_point))
+            return rounded(inputs, _along(self._axis, scale, inputs))
         if self._axis is None:
             return torch.fake_quantize_per_tensor_affine(inputs, scale, zero_point, QMIN, QMAX)
         return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
@@ -140,21 +181,44 @@ def _without_gradient(inputs: torch.Tensor) -> bool:
     The operators make a mask for the backward pass, and on a CPU their rounding takes ten times as long. On a GPU they
     are used in any case: they are one kernel, and the number of kernels counts there.
     """
-    return (
-        not (torch.is_grad_enabled() or torch.jit.is_tracing())
-        and inputs.device.type == 'cpu'
-        and inputs.dtype == torch.float32
-    )
+    return not (torch.is_grad_enabled() or torch.jit.is_tracing()) and _rounds_slowly(inputs)
 
 
-def rounded(inputs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _rounds_slowly(inputs: torch.Tensor) -> bool:
+    """Tell whether PyTorch's operators round value by value: FP32 on a CPU."""
+    return inputs.device.type == 'cpu' and inputs.dtype == torch.float32
+
+
+def rounded(inputs: torch.Tensor, scale: torch.Tensor, zero_point: int = 0) -> torch.Tensor:
     """Quantize and dequantize as PyTorch's operators do, step by step, without a gradient.
 
     Args:
         inputs: FP32, any shape.
         scale: FP32, a shape that broadcasts.
+        zero_point: -128..127.
     """
-    return (inputs * scale.reciprocal()).round_().clamp_(QMIN, QMAX).mul_(scale)
+    return (inputs * scale.reciprocal()).round_().clamp_(QMIN - zero_point, QMAX - zero_point).mul_(scale)
+
+
+class _Rounded(torch.autograd.Function):
+    """Fake quantization that rounds as `rounded` does and has a gradient, which passes where the input is inside the range.
+
+    On a CPU the forward pass takes a third of the time of PyTorch's operator.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
+        """Round FP32 inputs of any shape."""
+        steps = (inputs * torch.tensor(scale).reciprocal()).round_()
+        kept = steps.clamp(QMIN - zero_point, QMAX - zero_point)
+        ctx.save_for_backward(kept == steps)
+        return kept.mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Return the gradient of the inputs."""
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, None, None
 
 
 def _along(axis: int, scale: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -165,6 +229,11 @@ def _along(axis: int, scale: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor
 def named_quantizers(model: nn.Module) -> list[tuple[str, Quantizer]]:
     """List every distinct quantizer with its path; a quantizer of several modules has its first path."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, Quantizer)]
+
+
+def has_zero_points(model: nn.Module) -> bool:
+    """Tell whether a calibrated model has a zero point other than 0."""
+    return any(q._zero_point.any() for _, q in named_quantizers(model))
 
 
 @contextlib.contextmanager
@@ -191,6 +260,23 @@ def collecting(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]
     return _switched(model, _disabled=False, _if_calib=True, _if_quant=False)
 
 
+@lru_cache
+def gpu_kernels(device: torch.device) -> Any:
+    """Return the module gpu_rounding; None if `device` is no GPU, or if the kernels do not work there, which is logged."""
+    if device.type != 'cuda':
+        return None
+    try:
+        from models.quantize import gpu_rounding
+
+        if gpu_rounding.works_on(device):
+            return gpu_rounding
+        why = 'they round otherwise than PyTorch'
+    except Exception as e:  # Triton and the C compiler that it calls raise errors of many kinds
+        why = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'
+    LOGGER.info(f"rounding by PyTorch's kernels, which is slower: those of Triton do not work here ({why})")
+    return None
+
+
 class FixedScales:
     """Context in which a model keeps its present scales and does not compute them again at every call.
 
@@ -208,16 +294,25 @@ class FixedScales:
     def __init__(self, model: nn.Module, share: bool = False) -> None:
         quantizers = [q for _, q in named_quantizers(model)]
         per_tensor = [q for q in quantizers if q._axis is None]
-        numbers = torch.stack([q.scale for q in per_tensor]).tolist()  # the one wait
+        pairs = [torch.stack((q.scale, q._zero_point)) for q in per_tensor]
+        numbers = torch.stack(pairs).tolist() if pairs else []  # the one wait
         # Quantizer → scale and zero point, as the operators take them
         self.scales: dict[Quantizer, tuple[Any, Any]] = {
             q: (q.scale, torch.zeros_like(q._amax)) for q in quantizers if q._axis is not None
         }
-        self.scales.update({q: (number, 0) for q, number in zip(per_tensor, numbers)})
+        self.scales.update({q: (scale, int(zero_point)) for q, (scale, zero_point) in zip(per_tensor, numbers)})
         self.rounded = WeakTensorKeyDictionary() if share else None  # tensor → {quantizer: rounded}
+        self.kernels = gpu_kernels(quantizers[0]._amax.device) if quantizers else None
 
     def _quantize(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
-        return quantizer._fake_quantize(inputs, *self.scales[quantizer])
+        scale, zero_point = self.scales[quantizer]
+        found = None
+        if quantizer._axis is None:
+            if self.kernels:
+                found = self.kernels.rounded(inputs, scale, zero_point)
+            elif inputs.requires_grad and _rounds_slowly(inputs):
+                found = _Rounded.apply(inputs, scale, zero_point)
+        return quantizer._fake_quantize(inputs, scale, zero_point) if found is None else found
 
     def _forward(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
         if self.rounded is None or quantizer._axis is not None:
@@ -236,3 +331,22 @@ class FixedScales:
             del q.__dict__['_fixed']
         if self.rounded is not None:
             self.rounded.clear()
+
+
+class RoundedOnce(FixedScales):
+    """Context of passes without gradients: a weight is rounded once, and a tensor once per pass. The results are the same.
+
+    Args:
+        model: quantized, calibrated. Its weights and scales must not change after that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, share=True)
+        self.weights: dict[Quantizer, torch.Tensor] = {}
+
+    def _forward(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
+        if quantizer._axis is None:
+            return super()._forward(quantizer, inputs)
+        if quantizer not in self.weights:
+            self.weights[quantizer] = self._quantize(quantizer, inputs)
+        return self.weights[quantizer]

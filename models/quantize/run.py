@@ -26,10 +26,11 @@ from utils.qat.core.files import HALF, atomic, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import machine, versions
 from utils.qat.data.dataset import Data
+from utils.qat.data.image_folders import ImageFolders
 from utils.qat.evaluation.chance import in_words
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.figures import merit
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.evaluation.figures import CLASS_KEYS, KEYS, columns, figures, is_scored, merit, title_of
+from utils.qat.prediction.pytorch import TorchModel, classifies
 from utils.qat.run.report import write_report
 from utils.qat.run.resampled import BEST, EPOCH, FLOAT, PTQ, Resampled
 from utils.qat.run.resume import RESAMPLED, STATE, interrupted, require_epoch
@@ -55,7 +56,7 @@ class Run:
         config: settings of the run; with `resume`, of the run to resume.
         model: the float model.
         sha256: of its file as it was read, hex digits.
-        data: the checked data YAML.
+        data: the checked data YAML, or the image folder of a classifier.
         loaders: 'val', 'held out' if images are held out, and 'train' if there is fine-tuning → loader.
         say: takes a line about finished work.
         progress: wraps an iterable, with a text, such as log.bar.
@@ -76,7 +77,7 @@ class Run:
         config: QuantizeConfig,
         model: nn.Module,
         sha256: str,
-        data: Data,
+        data: Data | ImageFolders,
         loaders: Mapping[str, Any],
         say: Callable[[str], None],
         progress: Callable[..., Iterable],
@@ -154,11 +155,11 @@ class Run:
             )
             self.report.setdefault('changed', {})[f'after epoch {len(self.report["epochs"])}'] = changed
 
-    def write(self) -> None:
-        """Write the report, and with fine-tuning the AP on resamples."""
+    def write(self, pictures: bool = False) -> None:
+        """Write the report, and with fine-tuning the AP on resamples. `pictures`: draw them, too; they take a while."""
         if self.report['settings']['epochs']:
             on_first(self.resampled[self.chosen_on].write)(self.folder)
-        on_first(write_report)(self.folder, self.report)
+        on_first(write_report)(self.folder, self.report, pictures)
 
     def timed(self, work: str, start: float) -> float:
         """Note the seconds since `start` (time.perf_counter) as the time of `work` in the report, and return them."""
@@ -193,7 +194,13 @@ class Run:
         """
         compared = ComparedModel(self._load(file)[0], self.model)
         metrics = self._score(compared, name, images)
+        metrics.update(compared.distance())
         metrics['sqnr'] = {part: round(value, 3) for part, value in compared.sqnr().items()}
+        if 'divergence' in metrics:
+            same, apart = metrics['agreement'], metrics['divergence']
+            self.say(
+                f'{"":<14} the same class as float for {same:.2%} of the images, divergence of the scores {apart:.5f}'
+            )
         self.say(
             '{:<14} SQNR of the head: '.format('') + ', '.join(f'{k} {v:.2f} dB' for k, v in metrics['sqnr'].items())
         )
@@ -212,17 +219,15 @@ class Run:
             progress=lambda it: self.progress(it, f'evaluating {text}'),
             resample=True,
         )
-        masks = f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
-        self.say(
-            f'{text:<14} AP {metrics.ap:.4f}  AP50 {metrics.ap50:.4f}  P {metrics.precision:.4f}  '
-            f'R {metrics.recall:.4f}{masks}  ({self.timed(f"evaluate {text}", start):.1f} s)'
-        )
+        plain, masks = metrics.plain(), f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
+        shown = [f'{title} {value}' for title, value in zip(columns(plain)[0], figures(plain)) if value != '-']
+        self.say(f'{text:<14} {"  ".join(shown)}{masks}  ({self.timed(f"evaluate {text}", start):.1f} s)')
         self.resampled[images][name] = metrics.resampled
         against = self.resampled[images].against_float(name)
         if name == FLOAT or not against:
-            return metrics.plain()
-        self.say(f'{"":<14} against float: {in_words(against)}')
-        return {**metrics.plain(), 'against_float': against}
+            return plain
+        self.say(f'{"":<14} against float: {in_words(against, title_of(plain))}')
+        return {**plain, 'against_float': against}
 
     def _load(self, file: Path) -> tuple[nn.Module, dict[str, Any]]:
         """Load a quantized model from a file that the first process wrote; see checkpoint.load_quantized."""
@@ -246,8 +251,9 @@ class Run:
         try:
             on_first(checkpoint.save_quantized)(unscored, model, recipe, self.sha256)
             metrics = self.score(unscored, name) if evaluating else None
-            score = f'{metrics["ap"]:.4f}' if metrics else 'unknown'
-            final = self.weights / f'{stage}_ap_{score}_{self.source.stem}.pt'
+            merit_key = (CLASS_KEYS if classifies(model) else KEYS)[0]
+            score = figures(metrics)[0] if metrics else 'unknown'
+            final = self.weights / f'{stage}_{merit_key}_{score}_{self.source.stem}.pt'
             on_first(os.replace)(unscored, final)
         finally:
             on_first(unscored.unlink)(missing_ok=True)
@@ -256,7 +262,7 @@ class Run:
     def calibrated(self, model: nn.Module, evaluating: bool) -> None:
         """Save and report the calibrated model, and score it if `evaluating`."""
         self.report['ptq'] = self.save_and_score(model, PTQ, 'ptq', evaluating)
-        self.write()
+        self.write(pictures=not self.report['settings']['epochs'])
 
     def load_calibrated(self) -> nn.Module:
         """Load the calibrated model from its file.
@@ -297,7 +303,7 @@ class Run:
         result = {'epoch': epoch.number, 'loss': epoch.loss, **result}
         self.report['epochs'].append(result)
         self.report['times'][f'fine-tune epoch {epoch.number}'] = round(epoch.seconds, 2)
-        if not self.report['best'] and 'ap' in self.report['ptq']:
+        if not self.report['best'] and is_scored(self.report['ptq']):
             self._keep_best({'epoch': 0, **self.report['ptq']})  # fine-tuning may gain nothing
         self._keep_best(result)
         resampled, best = self.resampled[self.chosen_on], self.report['best']['epoch']
@@ -320,8 +326,8 @@ class Run:
         if self.chosen_on != 'val':
             scored = {'origin': self.score_float('val')} if self.report['origin'] else {}
             for key, name in (('ptq', PTQ), ('best', BEST)):
-                if 'ap' in self.report[key]:
+                if is_scored(self.report[key]):
                     scored[key] = self.score(self.folder / self.report[key]['file'], name, 'val')
             self.report['val'], self.report['gain'] = scored, self.resampled['val'].gain(BEST)
-        self.write()  # again, because the last write may have been interrupted between two files
+        self.write(pictures=True)
         self._forget()

@@ -6,10 +6,11 @@ So all tensors joined by such operations form one group with one scale. Tensors 
 of a residual Add) are in one group too. Sources: NVIDIA-AI-IOT/yolo_deepstream,
 yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md, and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
-Nothing is guessed from names: the dry run records every operation on every tensor, and union-find does the rest.
+Nothing is guessed from names: the dry run records every operation on every tensor, and union-find does the rest. Such a
+run also tells which tensors are never negative, for an engine that takes these as unsigned integers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ COMMUTING = {
     torch.Tensor.contiguous,
     torch.Tensor.__getitem__,
 }
+# Functions whose results are never negative, and functions that keep values so besides COMMUTING
+CUT_AT_ZERO = {F.relu, F.relu6, F.hardsigmoid, F.sigmoid, torch.relu, torch.sigmoid}
+KEEP_THE_SIGN = COMMUTING | {F.adaptive_avg_pool2d, F.avg_pool2d, F.dropout}
 
 
 class _Groups:
@@ -104,6 +108,71 @@ class _Watch(TorchFunctionMode):
         return result
 
 
+class _Signs(TorchFunctionMode):
+    """Context that collects the tensors that are never negative, whatever the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, torch.Tensor] = {}  # by identity, and kept alive
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = _tensors([*args, *kwargs.values()])
+        cut = func in CUT_AT_ZERO or (func is F.hardtanh and kwargs.get('min_val', -1) >= 0)  # which is nn.ReLU6
+        keeps = func in KEEP_THE_SIGN or (func is torch.Tensor.mul and len(given) == 2)
+        if cut or (keeps and given and all(id(x) in self.found for x in given)):
+            self.found.update((id(x), x) for x in _tensors(result))
+        return result
+
+
+def _dry_run(
+    model: nn.Module, size: int, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]
+) -> None:
+    """Run a quantized model in float on one blank image, and show `met` each activation quantizer with its input, in order.
+
+    Args:
+        model: quantized; it need not be calibrated.
+        size: side of the image, in pixels.
+        watch: context of the run.
+        met: takes a quantizer and its input.
+    """
+    hooks = [
+        q.register_forward_pre_hook(lambda quantizer, inputs: met(quantizer, inputs[0]))
+        for _, q in named_quantizers(model)
+        if q._axis is None
+    ]
+    parameter = next(model.parameters())
+    try:
+        with quantizers_off(model), watch:
+            model.eval()(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def never_negative(model: nn.Module, size: int = 64) -> list[tuple[str, Quantizer]]:
+    """Find the activation quantizers whose inputs are never negative, such as behind a ReLU, by a dry run.
+
+    Args:
+        model: quantized; it need not be calibrated.
+        size: side of the image, in pixels.
+
+    Returns:
+        Path and quantizer, in the order of the model.
+    """
+    signs, never = _Signs(), dict[Quantizer, bool]()
+
+    def met(quantizer: Quantizer, x: torch.Tensor) -> None:
+        never[quantizer] = never.get(quantizer, True) and id(x) in signs.found
+
+    _dry_run(model, size, signs, met)
+    return [(name, q) for name, q in named_quantizers(model) if never.get(q)]
+
+
 @torch.no_grad()
 def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
     """Find the groups of activation quantizers that must share a scale, by a dry run on one blank image.
@@ -119,18 +188,11 @@ def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
     order: list[int] = []
     activations = {id(q): (name, q) for name, q in named_quantizers(model) if q._axis is None}
 
-    def met(quantizer: Quantizer, inputs: tuple[torch.Tensor, ...]) -> None:
+    def met(quantizer: Quantizer, x: torch.Tensor) -> None:
         order.append(id(quantizer))
-        groups.join([quantizer, inputs[0]])
+        groups.join([quantizer, x])
 
-    hooks = [q.register_forward_pre_hook(met) for _, q in activations.values()]
-    parameter = next(model.parameters())
-    try:
-        with quantizers_off(model), _Watch(groups):
-            model.eval()(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _dry_run(model, size, _Watch(groups), met)
     members: dict[int, list[str]] = {}
     for key in dict.fromkeys(order):  # each quantizer once, in the order of its first call
         name, quantizer = activations[key]
@@ -157,6 +219,7 @@ def tie_scales(model: nn.Module, size: int = 64) -> list[list[str]]:
     by_path = dict(named_quantizers(model))
     for group in found:
         shared = by_path[group[0]]
+        shared.shifts = all(by_path[path].shifts for path in group)
         for path in group[1:]:
             for module, name in owners[id(by_path[path])]:
                 module._modules[name] = shared

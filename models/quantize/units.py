@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch.nn as nn
 
+from models.quantize.network import layers
 from utils.qat.core.errors import QatError
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
@@ -18,15 +19,20 @@ def within(path: str, unit: str) -> bool:
     return path == unit or path.startswith(f'{unit}.')
 
 
+def layer_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """Find the layer (see network.layers) that `path` is, or lies in: its path, and itself."""
+    return next((at, layer) for at, layer in layers(model).items() if within(path, at))
+
+
 def _block(model: nn.Module, path: str) -> str:
     """Find the path of the block that the twin at `path` belongs to.
 
     A layer that is built of blocks (ELAN, the head) keeps them in containers. Its blocks are the parts that are no
-    containers. Any other layer is one block.
+    containers. Any other layer is one block, and so is each layer of a classifier of torchvision.
     """
-    layer, *names = path.split('.')[1:]
-    module, unit = model.model[int(layer)], f'model.{layer}'
-    if not any(isinstance(m, CONTAINERS) for m in module.modules()):
+    unit, module = layer_of(model, path)
+    names = path[len(unit) + 1 :].split('.') if path != unit else []
+    if not hasattr(model, 'model') or not any(isinstance(m, CONTAINERS) for m in module.modules()):
         return unit
     for name in names:
         module, unit = getattr(module, name), f'{unit}.{name}'
@@ -47,7 +53,7 @@ def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> di
         Unit → paths of its twins, in the order of the network.
     """
     unit_of: dict[str, Callable[[str], str]] = {  # granularity → (path of a twin → its unit)
-        'layer': lambda path: '.'.join(path.split('.')[:2]),
+        'layer': lambda path: layer_of(model, path)[0],
         'block': lambda path: _block(model, path),
         'conv': lambda path: path.removesuffix('act') + 'conv' if path.endswith('.act') else path,
     }

@@ -26,7 +26,7 @@ from models.deploy.onnx_export import export_onnx
 from models.quantize.checkpoint import kind_of, load_any
 from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
-from utils.qat.benchmark.model_files import BATCHES, Network, networks_of, shapes_of
+from utils.qat.benchmark.model_files import BATCHES, Network, give_sizes, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.timing import LEAST_QUERIES, HostClock, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
@@ -35,7 +35,7 @@ from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.prediction.onnxruntime import OnnxRuntime
 from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.pytorch import PyTorch
+from utils.qat.prediction.pytorch import PyTorch, TorchModel
 
 CPU = torch.device('cpu')
 NO_OPENVINO = OpenVINO.missing('openvino', CPU)
@@ -328,7 +328,9 @@ def test_memory_and_load_of_a_process_are_sampled():
 
 def cases(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
-    found, out = cases_of(networks_of(config.files, kind_of), config, CPU)
+    networks = networks_of(config.files, kind_of)
+    give_sizes(networks, lambda file: TorchModel(*load_any(file)))
+    found, out = cases_of(networks, config, CPU)
     return [(c.file.name, c.backend, c.precision, c.batch) for c in found], out
 
 
@@ -391,7 +393,7 @@ BAD = [
     (['{}/demo.pt', '--precision', 'fp16'], 'FP16 is for GPUs'),
     (['{}/demo.onnx', '--precision', 'int4'], 'must be of fp32, bf16, fp16, int8'),
     (['{}/demo.onnx', '--backend', 'tensorrt'], 'TensorRT: needs an NVIDIA GPU'),
-    (['{}/demo.onnx', '--backend', 'opencv'], 'must be of tensorrt, rtx, onnxruntime, openvino, pytorch'),
+    (['{}/demo.onnx', '--backend', 'opencv'], 'must be of tensorrt, rtx, onnxruntime, openvino, pt2, aoti, pytorch'),
     (['{}/demo.onnx', '--backend', 'openvino', '--precision', 'int8'], 'has no Q/DQ, so nothing in it can be INT8'),
     (['{}/int8.onnx', '--backend', 'openvino', '--precision', 'fp32'], 'give the float model for FP32'),
     (['{}/half.onnx', '--backend', 'openvino', '--batch', '2'], 'fixed batch of 1'),
@@ -413,7 +415,7 @@ BAD = [
     (['{}/demo.onnx', '--warmup', '-1'], '--warmup'),
     (['{}/broken.onnx'], 'no valid ONNX file'),
     (['{}/broken.pt'], 'not a PyTorch checkpoint'),
-    (['{}/notes.txt'], r'expected a file ending in .onnx or .xml or .engine or .pt or .pth'),
+    (['{}/notes.txt'], r'expected a file ending in .onnx or .xml or .engine or .pt2 or .pt or .pth'),
 ]
 
 

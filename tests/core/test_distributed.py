@@ -6,6 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import classifiers
 import pytest
 import torch
 from conftest import REPO
@@ -108,6 +109,22 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     )
 
 
+@pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2), ids=lambda f: f.__name__)
+def test_a_classifier_is_calibrated_and_scored_as_in_one_process(tmp_path, monkeypatch, started):
+    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
+    data = classifiers.write_images(tmp_path / 'data', train=6, val=3)
+    model = classifiers.learnt(classifiers.build('resnet18'), data)
+    words = ['qat.py', 'quantize', '--weights', classifiers.save(model, tmp_path / 'net.pt'), '--data', data]
+    words += ['--imgsz', classifiers.SIZE, '--batch-size', BATCH, '--calib-images', 15, '--iters', 2, '--workers', 0]
+    words += ['--device', 'cpu', '--calib-method', 'mse', '--task-loss', 0.1, '--project', tmp_path]
+    program('qat.py').main([str(a) for a in (*words[1:], '--name', 'alone', '--epochs', 0)])
+    said = started(*words, '--name', 'pair', '--epochs', 1)
+    first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
+    assert first['ptq'] == second['ptq'] and first['ptq']['top1'] > 0.4 and len(second['epochs']) == 1
+    assert said.count('epoch 1        top-1') == 1 and 'arning' not in said
+    assert (tmp_path / 'pair' / 'weights' / 'qat_best_net.pt').is_file()
+
+
 @pytest.mark.faults
 def test_sensitive_finds_what_one_process_finds(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
@@ -206,7 +223,7 @@ for histogram, seen in zip(histograms, job['values'][me]):
     for x in seen:
         histogram.collect(x)
 merge_histograms(histograms)
-result['histograms'] = [(h.counts, h.exponent, h.largest) for h in histograms]
+result['histograms'] = [(h.counts, h.exponent, h.largest, h.ends) for h in histograms]
 
 options = EvalConfig(job['single'], job['data'], batch_size=job['batch'], imgsz=128, workers=0)
 result['metrics'] = evaluate(TorchModel(student()), val_loader(data, options, 32, shard=(me, 2)), data.names, cpu,
@@ -314,12 +331,12 @@ def test_what_is_not_finite_anywhere_stops_both(pair):
 def test_histograms_merge_to_that_of_all_values(pair):
     first, second, _ = pair
     assert all(same(list(a), list(b)) for a, b in zip(first['histograms'], second['histograms']))
-    for number, (counts, exponent, largest) in enumerate(first['histograms'][:3]):
+    for number, found in enumerate(first['histograms'][:3]):
         alone = Histogram()
         for x in (*VALUES[1][number], *VALUES[0][number]):
             alone.collect(x)
-        assert same([counts, exponent, largest], [alone.counts, alone.exponent, alone.largest]), number
-    assert all(not largest.isfinite() for _, _, largest in first['histograms'][3:])
+        assert same(list(found), [alone.counts, alone.exponent, alone.largest, alone.ends]), number
+    assert all(not largest.isfinite() for _, _, largest, _ in first['histograms'][3:])
 
 
 def test_figures_and_detections_are_those_of_one_process(small, pair):

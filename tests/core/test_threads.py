@@ -32,6 +32,7 @@ DATA = ('--data', 'data.yaml')
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
     'qat.py': ('eval', '--weights', 'w.pt', *DATA),
     'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA),
+    'classify/qat_cls.py': ('eval', '--weights', 'w.pt', *DATA),
     'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),
     'export_qat.py': ('--weights', 'w.pt', '--include', 'onnx'),
     'export_yoloV9.py': ('--weights', 'w.pt'),

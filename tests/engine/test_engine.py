@@ -17,7 +17,6 @@ from zoo import python
 from utils.qat.config.engine import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.plan import Source, plan
@@ -103,11 +102,10 @@ def test_a_precision_that_cannot_come_of_the_file_is_refused(file, kind, major, 
     assert all(text in str(refused.value) for text in says)
 
 
-def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, caplog, monkeypatch):
-    monkeypatch.setattr(LOGGER, 'propagate', True)
+def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, capsys):
     for major in VERSIONS:
         plan(Source(BuildConfig(file('int8'))), VERSIONS[major], f'TensorRT {major}')
-    (said,) = {r.message for r in caplog.records}
+    (said,) = {line for line in capsys.readouterr().out.splitlines() if line}
     assert 'slower than FP16' in said and 'TensorRT 11' in said and '--trt 11' in said
 
 

@@ -9,10 +9,12 @@ import json
 import os
 import subprocess
 
+import classifiers
 import pytest
 from conftest import REPO, TREE
 from zoo import command, python
 
+from models.quantize import checkpoint
 from utils.qat.config.verify import VerifyConfig
 from utils.qat.verify.bench import Bench, Failed, Machine, reason
 from utils.qat.verify.kinds import within_limits
@@ -44,6 +46,13 @@ def verify(demo, out, *options, code=0, **environment):
     return {row['name']: (row['status'], row['found']) for row in report['rows']}, report
 
 
+def classifier(folder):
+    """The options of a quantized classifier and its images, which are written to a folder."""
+    model = classifiers.quantized(classifiers.loaded('mobilenet_v2', folder))
+    checkpoint.save_quantized(folder / 'class.pt', model, {'imgsz': [classifiers.SIZE] * 2}, '0' * 64)
+    return '--classify', folder / 'class.pt', '--classify-data', classifiers.write_images(folder / 'classes')
+
+
 def stand_in(tmp_path, **more):
     """The environment in which the stand-ins are TensorRT and trtexec."""
     trtexec = tmp_path / 'bin' / 'trtexec'
@@ -54,6 +63,7 @@ def stand_in(tmp_path, **more):
     return {**os.environ, **paths, 'STAND_IN_RECORD': str(tmp_path / 'record'), **more}
 
 
+@pytest.mark.faults
 def test_it_goes_on_after_a_crash(small, tmp_path):
     """The stand-in ends the process that builds DeepStream's file, as a fault of TensorRT can."""
     rows = 'build plain', 'build deepstream', 'timing cache', 'trtexec plain', 'outputs plain', 'outputs deepstream'
@@ -73,6 +83,30 @@ def test_it_goes_on_after_a_crash(small, tmp_path):
     assert not [name for name in asked if name.split('.')[1] not in NAMES[name.split('.')[0]]]
 
 
+def test_a_classifier_has_its_own_size_and_images(small, tmp_path):
+    words = *classifier(tmp_path), '--only', 'build classify', 'outputs classify'
+    found, _ = verify(small, tmp_path, *words, **stand_in(tmp_path, CUDA_VISIBLE_DEVICES=''))
+    assert found['build classify'][0] == 'pass' and found['outputs classify'][0] == 'skip'
+    side = classifiers.SIZE
+    assert json.loads((tmp_path / 'v' / 'classify.engine.json').read_text())['inputs'] == {
+        'images': dict(zip(('min', 'opt', 'max'), ([batch, 3, side, side] for batch in (1, 4, 8))))
+    }
+    command(
+        'compare_outputs.py',
+        *[tmp_path / 'v' / 'classify.onnx'] * 2,
+        '--data',
+        tmp_path / 'v' / 'classify',
+        '--project',
+        tmp_path,
+        '--workers',
+        0,
+    )
+    same = json.loads((tmp_path / 'exp' / 'compare.json').read_text())['comparisons'][0]
+    assert 'the best class is the same in 100.0% of the images' in within_limits(same)
+    with pytest.raises(Failed, match='top-1 differs'):
+        within_limits({**same, 'other': {'top1': 1 - same['reference']['top1'], 'top5': 1.0}})
+
+
 @pytest.mark.gpu
 def test_engines_run_on_a_gpu(small, tmp_path):
     """ONNX Runtime cannot be recorded, so a CUDA graph of the stand-in does nothing: a wrong result is found."""
@@ -85,13 +119,13 @@ def test_engines_run_on_a_gpu(small, tmp_path):
 @pytest.mark.slow
 def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
     pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests')
-    masks = '--segment', demo_seg.quantized, '--segment-data', demo_seg.data
+    masks = '--segment', demo_seg.quantized, '--segment-data', demo_seg.data, *classifier(tmp_path)
     found, _ = verify(
         demo, tmp_path, *masks, '--imgsz', 128, '--backend', 'rtx', **{**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
     )
     built = {name.removeprefix('build '): status for name, (status, _) in found.items() if name.startswith('build ')}
     lacks = {'end2end', 'plugin', 'segment-end2end'}
-    assert built == {kind: 'skip' if kind in lacks else 'pass' for kind in built} and len(built) == 11, found
+    assert built == {kind: 'skip' if kind in lacks else 'pass' for kind in built} and len(built) == 12, found
     assert 'NonMaxSuppression' in found['build end2end'][1] and 'Plugin not found' in found['build plugin'][1]
     assert found['timing cache'][0] == 'pass'
     assert {status for name, (status, _) in found.items() if not name.startswith(('build', 'timing'))} == {'skip'}
@@ -122,14 +156,15 @@ def test_the_end_of_a_command_in_words(tmp_path):
     'change, says',
     [
         ({}, None),
-        ({'ap_difference': -0.006}, 'AP 0.5'),
-        ({'matched': 0.9}, '90.0% of the detections'),
-        ({'matched_score': 0.03}, 'scores 0.03'),
-        ({'matched_mask': 0.5}, 'masks 0.5'),
+        ({'ap_difference': -0.006}, 'AP differs by 0.006'),
+        ({'matched': 0.9}, '90.00% of the top 10 detections'),
+        ({'matched_score': 0.03}, 'scores differ by 0.03'),
+        ({'matched_mask': 0.5}, 'masks have an IoU of 0.5'),
     ],
 )
 def test_differences_beyond_the_limits_fail(change, says):
     found = {'reference': {'ap': 0.5}, 'other': {'ap': 0.5}, 'ap_difference': 0.0, 'matched': 1.0, 'matched_score': 0.0}
+    found |= {'ranks': [{}], 'top': 10}
     found |= {'matched_mask': None, 'mask_ap_difference': 0.0, **change}
     if says:
         with pytest.raises(Failed, match=says):

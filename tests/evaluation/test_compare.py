@@ -11,7 +11,7 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.compare import Elements, compare
+from utils.qat.evaluation.compare import Elements, compare, excess
 from utils.qat.evaluation.compare_report import comparison_tables
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.pytorch import TorchModel
@@ -134,6 +134,9 @@ def test_only_the_top_counts_but_a_match_may_stand_below_it():
     D = (50, 250, 40, 40, 0, 0.6)
     result = compared([A, B, C, D], [A, B, change(D, score=0.75), C], top=3)
     assert [r['disagreement'] for r in result.ranks] == [0, 0, 1] and result.matched == 1
+    assert [r['unmatched'] for r in result.ranks] == [0, 0, 0]
+    lost = compared([A, B, C], [A, C])
+    assert [r['disagreement'] for r in lost.ranks] == [0, 1, 1] and [r['unmatched'] for r in lost.ranks] == [0, 0.5, 0]
     assert compared([A, B, C, D], [A, B, C, change(D, c=1)], top=3).disagreement == 0
 
 
@@ -169,7 +172,7 @@ def test_a_model_is_equal_to_itself(setup):
     assert all((r['score_error'], r['box_error'], r['disagreement']) == (0, 0, 0) for r in result.ranks)
     assert (result.disagreement, result.matched, result.matched_score, result.matched_box) == (0, 1, 0, 0)
     assert result.images == 12 and result.ap_difference == 0 and result.reference.ap > 0.05
-    assert not result.excess(FLOAT_LIMITS)
+    assert not excess(result.plain(), FLOAT_LIMITS)
 
 
 def test_metrics_are_those_of_evaluate_and_each_model_runs_once_per_batch(setup):
@@ -210,9 +213,9 @@ DISTURBED = [  # what is done to the output of the other model, and which limits
 def test_a_disturbed_model_exceeds_the_limits(setup, disturb, says):
     loader, names, model, _ = setup
     result = compare(model, lambda images: disturb(model(images)), loader, CPU, names)
-    excess = result.excess(INT8_LIMITS)
-    assert len(excess) == len(says) and all(text in line for line, text in zip(excess, says)), excess
     plain = json.loads(json.dumps(result.plain(), allow_nan=False))
+    said = excess(plain, INT8_LIMITS)
+    assert len(said) == len(says) and all(text in line for line, text in zip(said, says)), said
     text = comparison_tables(plain, ('PyTorch', 'the other'))
     assert f'{result.other.ap:.4f}' in text and f'{result.matched:.2%}' in text and 'nan' not in text
 
@@ -221,7 +224,7 @@ def test_models_that_see_nothing_are_not_verified(setup):
     loader, names, model, _ = setup
     blind = [lambda images: model(images) * 1e-6] * 2
     for labels in (names, None):
-        assert 'neither model detects anything' in compare(*blind, loader, CPU, labels).excess(INT8_LIMITS)[0]
+        assert 'neither model detects anything' in excess(compare(*blind, loader, CPU, labels).plain(), INT8_LIMITS)[0]
 
 
 def test_an_ap_limit_of_the_users_replaces_the_default(small):

@@ -132,6 +132,7 @@ def test_classifiers_on_a_folder_of_classes(folder):
     assert found['reference']['top5'] == found['other']['top5'] == 1 and found['ranks'][0]['disagreement'] == 2 / 5
     assert (
         re.search(r'\| a.onnx +\| 0.8000 \| 1.0000 \|', out)
+        and re.search(r'\| b.onnx +\| 0.4000 \| 1.0000 \| .* 60.0% \|', out)
         and 'b.onnx - a.onnx, points | -40.00 | ' in out
         and set(found['files'])
         == {
@@ -158,9 +159,16 @@ def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, 
     )
 
 
+def test_one_file_in_several_backends_is_named_by_them(folder):
+    models = folder / 'a.onnx', folder / 'b.onnx', folder / 'a.onnx'
+    out = run(*command(folder, *models, '--random', 2, '--backend', 'onnxruntime,onnxruntime,onnxruntime'))
+    assert '## a.onnx in ONNX Runtime against a.onnx in ONNX Runtime' in out
+
+
 def test_classifiers_on_noise(folder):
-    run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
+    out = run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
     found = results_of(folder)
+    assert re.search(r'a.onnx \(2\) +\| +100.00% \| +0 \| +100.0% \| +0.0% \|', out) and 'top-1' not in out
     assert (found['images'], found['scores']['max'], found['disagreement'], found['reference']) == (5, 0, 0, None)
     run(
         *command(

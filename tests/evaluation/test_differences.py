@@ -28,8 +28,9 @@ def test_eval_compares_with_the_baseline(small, tmp_path):
     assert both['ap'] == alone['ap'] and 'baseline' not in alone
     assert both['against_baseline']['difference'] == pytest.approx(both['ap'] - both['baseline']['ap'])
     rows = rows_of((tmp_path / 'both/report.md').read_text(), 'model')
-    assert list(rows) == ['model', small.single.name, small.quantized.name, 'difference, points']
-    assert holds(*list(rows.values())[1:]) and '±' in rows['difference, points'][0]
+    less = f'{small.quantized.name} - {small.single.name}, points'
+    assert list(rows) == ['model', small.single.name, small.quantized.name, less]
+    assert holds(*list(rows.values())[1:]) and '±' in rows[less][0]
     assert rows[small.single.name][0] == f'{both["baseline"]["ap"]:.4f}'
 
 

@@ -8,7 +8,15 @@ import torch
 from zoo import command as run
 
 from models.deploy.onnx_export import export_onnx
-from utils.qat.evaluation.side_by_side import Examples, class_lines, detection_lines, example_table
+from utils.qat.evaluation import side_by_side
+from utils.qat.evaluation.side_by_side import (
+    Example,
+    Examples,
+    class_lines,
+    detection_lines,
+    example_table,
+    plot_examples,
+)
 
 SIZE = 64
 NAMES = {0: 'cat', 1: 'dog'}
@@ -38,6 +46,18 @@ def test_lines_of_detections(other, marks, found):
     assert [line.marks for line in lines] == [[mark] for mark in marks]
     assert [line.others[0] and (line.others[0].rank, pytest.approx(line.others[0].score)) for line in lines] == found
     assert [line.reference and line.reference.name for line in lines][:4] == ['cat', 'cat', 'dog', 'dog']
+
+
+def test_ranks_at_one_corner_do_not_hide_each_other(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(side_by_side, 'save', lambda figure, path: drawn.update(figure=figure))
+    lines = detection_lines([rows(*[(0, 0, score) for score in (0.9, 0.8, 0.7)])] * 2, NAMES, top=3)
+    plot_examples(tmp_path / 'a.png', [Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines)], ['a', 'b'])
+    pictures = [axes for axes in drawn['figure'].axes if axes.images]
+    assert len(pictures) == 2
+    for axes in pictures:
+        left = sorted(text.get_position()[0] for text in axes.texts)
+        assert len(left) == 3 and np.diff(left).min() >= side_by_side.LABEL * 99
 
 
 def test_a_counterpart_beyond_the_best_is_found_and_a_new_one_beyond_them_is_not_shown():

@@ -397,36 +397,36 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize('trt', ['10', '11'])
-def test_the_command(checkpoint, tmp_path, caplog, trt):
+def test_the_command(checkpoint, tmp_path, capsys, trt):
     file = shutil.copy(checkpoint, tmp_path)
-    with caplog.at_level('INFO'):
-        assert (
-            run_command(
-                export_qat,
-                [
-                    '--weights',
-                    file,
-                    '--include',
-                    'onnx',
-                    'onnx_end2end',
-                    '--imgsz',
-                    '64',
-                    '--dynamic',
-                    '--trt',
-                    trt,
-                    '--batch-size',
-                    '4',
-                    '--topk-all',
-                    '20',
-                    '--mask-resolution',
-                    '28',
-                ],
-            )
-            == 0
+    assert (
+        run_command(
+            export_qat,
+            [
+                '--weights',
+                file,
+                '--include',
+                'onnx',
+                'onnx_end2end',
+                '--imgsz',
+                '64',
+                '--dynamic',
+                '--trt',
+                trt,
+                '--batch-size',
+                '4',
+                '--topk-all',
+                '20',
+                '--mask-resolution',
+                '28',
+            ],
         )
+        == 0
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ['seg-end2end.onnx', 'seg-end2end.pbtxt', 'seg.onnx', 'seg.pt']
-    assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+%; allowed', caplog.text)
-    assert 'det_masks of up to 20 detections; NMS standard' in caplog.text and 'output0, output1\n' in caplog.text
+    said = capsys.readouterr().out
+    assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+%; allowed', said)
+    assert 'det_masks of up to 20 detections; NMS standard' in said and 'output0, output1\n' in said
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: [20, 784]' in (tmp_path / 'seg-end2end.pbtxt').read_text()
 
 

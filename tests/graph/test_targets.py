@@ -8,21 +8,28 @@ import onnxruntime
 import pytest
 import torch
 from faults import sampled
-from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, fuse, image, settings
+from graphs import in_onnxruntime
+from models.common import CBFuse
+from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image, settings
 
-from models.deploy.onnx_export import export_onnx
+from models.deploy.onnx_export import export_onnx, made_images
+from models.quantize.blocks import ACTIVATIONS
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.convert import quantize_model
+from models.quantize.convert import find_twins, quantize_model
+from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
 from utils.qat.config.targets import TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
-from utils.qat.graph.onnx_graph import constants, count_qdq
+from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points
 from utils.qat.graph.passes import unsigned_activations
+from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.run.sensitivity_summary import FILE
 from utils.qat.targets.target import load_target, target_of
 
 ORT = load_target('onnxruntime')
+CPU = torch.device('cpu')
 
 
 def exported(name, file, target=ORT, **changes):
@@ -30,34 +37,33 @@ def exported(name, file, target=ORT, **changes):
     model = build(name, **changes)
     if type(model.model[-1]).__name__.startswith(('Dual', 'Triple')):
         model = reparameterize(model).model
-    done = quantize_model(fuse(model), activations=target.activations)
+    done = quantize_model(fuse(model), target=target)
     tie_scales(model)
     calibrate(model, [image(batch=2)], settings())
     export_onnx(model, file, (64, 64), simplify=True, target=target)
     return done, onnx.load(file)
 
 
-def in_onnxruntime(file, folder):
-    """How often each operator stands in the graph that ONNX Runtime makes of a file."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath, options.log_severity_level = str(folder / 'optimized.onnx'), 3
-    onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
-    return Counter(node.op_type for node in onnx.load(folder / 'optimized.onnx').graph.node)
-
-
 def assert_in_integers(done, graph, file, folder):
     assert audit(graph, ORT.checks).findings == []
     ran, kinds = in_onnxruntime(file, folder), Counter(done.swapped.values())
-    assert ran['QLinearConv'] == kinds['Conv2d'] and ran['QLinearSigmoid'] == kinds['SiLU']
+    assert ran['QLinearConv'] == kinds['Conv2d'] and (ran['QLinearSigmoid'] == kinds['SiLU'] or kinds['Sigmoid'])
     assert ran['Conv'] == len(done.kept_float), 'float by design: outputs of the head, and DFL'
-    assert not ran['QuickGelu'] and not ran['AveragePool']
+    assert not ran['QuickGelu'] and not ran['AveragePool'] and not ran['Relu']
 
 
-@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 14, 1))
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT, *full('yolov9', 'gelan')], 14, 1))
 def test_onnxruntime_computes_every_quantized_convolution_in_integers(name, tmp_path):
-    """But for networks with ReLU (the configs yolov9 and gelan), which stay in float there: docs/onnxruntime.md."""
+    """The configs yolov9 and gelan have ReLU, all others SiLU."""
     done, graph = exported(name, tmp_path / 'model.onnx')
     assert_in_integers(done, graph, tmp_path / 'model.onnx', tmp_path)
+
+
+@pytest.mark.parametrize('cls', sampled(list(ACTIVATIONS), 4, 1), ids=lambda cls: cls.__name__)
+def test_so_it_does_with_every_activation_function(cls, tmp_path):
+    done, graph = exported('demo', tmp_path / 'model.onnx', **SMALL, activation=f'nn.{cls.__name__}()')
+    assert_in_integers(done, graph, tmp_path / 'model.onnx', tmp_path)
+    assert Counter(done.swapped.values())[cls.__name__] > 30, 'the network has it'
 
 
 def test_a_file_for_tensorrt_stays_in_float_there(tmp_path):
@@ -66,6 +72,60 @@ def test_a_file_for_tensorrt_stays_in_float_there(tmp_path):
     assert not in_onnxruntime(tmp_path / 'model.onnx', tmp_path)['QLinearConv']
     open_ends = [finding for finding in audit(graph, ORT.checks).findings if finding.kind == 'open end']
     assert len(open_ends) == Counter(done.swapped.values())['Conv2d'] and audit(graph).findings == []
+
+
+@pytest.mark.parametrize('name', sampled([*DUAL, *SINGLE, *SEGMENT], 14, 1))
+def test_openvino_computes_all_of_the_head_in_integers(name, tmp_path):
+    """And all else that is quantized. In float: the coefficients of masks, and DFL, which is no convolution there."""
+    file, target = tmp_path / 'model.onnx', load_target('openvino')
+    done, graph = exported(name, file, target)
+    assert audit(graph, target.checks).findings == []
+    assert len(done.kept_float) == (4 if name.endswith('seg') else 1)
+    if OpenVINO.missing('openvino', CPU):
+        pytest.skip('no OpenVINO')
+    session = OpenVINO(file, CPU)
+    session.run({'images': made_images(1, (64, 64))})
+    assert not session.int8.lost and len(session.int8.by_design) == len(done.kept_float) - 1
+
+
+def test_a_detector_has_unsigned_integers_for_openvino_only_behind_a_relu(tmp_path):
+    """So a file of SiLU goes to TensorRT as well, a file of ReLU does not."""
+    target = load_target('openvino')
+    for activation, unsigned in (('nn.SiLU()', False), ('nn.ReLU()', True)):
+        _, graph = exported('demo', tmp_path / 'model.onnx', target, **SMALL, activation=activation)
+        assert has_zero_points(graph) == unsigned and audit(graph, target.checks).findings == []
+        assert any(finding.kind == 'zero point' for finding in audit(graph).findings) == unsigned
+    with pytest.raises(QatError, match='behind ReLU; quantize with --target tensorrt'):
+        target.require_tensorrt('--half', zero_points=True)
+    target.require_tensorrt('--half', zero_points=False)
+
+
+@pytest.mark.parametrize('name', full('gelan-e'))
+def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(name, tmp_path):
+    """The sum reads INT8, and its reader wants float."""
+    model, target = fuse(build(name)), load_target('openvino')
+    first = next(m.i for m in model.model if isinstance(m, CBFuse))
+    kept = [path for path in find_twins(model, target) if path.startswith(f'model.{first + 1}.')]
+    assert kept
+    quantize_model(model, keep_float=kept, target=target)
+    tie_scales(model)
+    calibrate(model, [image()], settings())
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=target, kept_float=kept)
+    assert audit(onnx.load(tmp_path / 'model.onnx'), target.checks).findings == []
+
+
+def test_what_openvino_loses_by_a_file_for_tensorrt_is_said(small, tmp_path):
+    """Both checkpoints go in one command; the float one loses nothing."""
+    if OpenVINO.missing('openvino', CPU):
+        pytest.skip('no OpenVINO')
+    for source, name in ((small.single, 'float.pt'), (small.quantized, 'int8.pt')):
+        (tmp_path / name).write_bytes(source.read_bytes())
+    weights = [tmp_path / 'float.pt', tmp_path / 'int8.pt']
+    said = command('export_qat.py', '--weights', *weights, '--include', 'onnx', 'openvino', '--imgsz', 64)
+    assert said.count('--target openvino') == 1 and said.count('.bin, ') == 2
+    assert {f.name for f in tmp_path.iterdir()} >= {'float.onnx', 'float.xml', 'int8.onnx', 'int8.xml'}
+    said = command('export_qat.py', '--weights', weights[0], tmp_path / 'none.pt', code=2)
+    assert 'none.pt' in said and 'exporting' not in said, 'a mistake shows before the work'
 
 
 def test_unsigned_is_the_same_number(tmp_path):
@@ -115,30 +175,21 @@ def test_from_checkpoint_to_file(small, tmp_path):
         *('--metric', 'distortion', '--num-image', 2, '--workers', 0, '--project', tmp_path, '--name', 'costs'),
     )
     assert '--max-drop 0.2 --target onnxruntime' in said, 'the next command is for the same engine'
+    plan = 'qat.py', 'quantize', '--dry-run', '--weights', small.single, '--keep-float', 1, '--sensitive'
+    said = command(*plan, tmp_path / 'costs' / FILE, '--target', 'openvino', code=2)
+    assert 'made for ONNX Runtime' in said and said.rstrip().endswith(
+        'write it with: python qat.py sensitive --target openvino'
+    )
+    command(*plan, tmp_path / 'costs' / FILE, '--target', 'onnxruntime')
     best = tmp_path / 'run/weights/qat_best_single.pt'
     said = command('export_qat.py', '--weights', best, *size, '--dynamic', '--simplify')
     assert 'engine: ONNX Runtime; TensorRT reads no unsigned INT8' in said and 'trtexec' not in said
     file = best.with_suffix('.onnx')
     assert target_of(onnx.load(file)).name == 'onnxruntime'
     assert 'for ONNX Runtime' in command('scripts/audit_onnx.py', file, '--strict')
-    aps = [
-        command(
-            'qat.py',
-            'eval',
-            '--weights',
-            f,
-            *data,
-            '--square',
-            '--workers',
-            0,
-            '--project',
-            tmp_path,
-            '--name',
-            f.suffix,
-        )
-        for f in (best,)
-    ]
-    assert 'AP' in aps[0]
+    assert 'AP' in command(
+        *('qat.py', 'eval', '--weights', best, *data, '--square', '--workers', 0, '--project', tmp_path, '--name', 'pt')
+    )
     for argv in (
         ('export_qat.py', '--weights', best, *size, '--trt', 11),
         ('export_yoloV9.py', '--weights', best, '--size', 64),
@@ -146,10 +197,22 @@ def test_from_checkpoint_to_file(small, tmp_path):
         assert '--target tensorrt' in command(*argv, code=2)
 
 
-def test_scales_of_the_file_are_the_models(tmp_path):
-    """The exporter checks it; here the fixed scale of the sigmoid is seen in the graph."""
-    _, graph = exported('demo', tmp_path / 'model.onnx', **SMALL)
+def test_scales_and_zero_points_of_the_file_are_the_models(tmp_path):
+    """Bit for bit, and the fixed scale of the sigmoid."""
+    model = reparameterize(build('demo', **SMALL)).model
+    quantize_model(fuse(model), target=ORT)
+    tie_scales(model)
+    calibrate(model, [image(batch=2)], settings())
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=ORT)
+    graph = onnx.load(tmp_path / 'model.onnx')
     values = constants(graph)
+    wanted = {(q.scale.item(), q._zero_point.item() + 128) for _, q in named_quantizers(model) if q._axis is None}
+    found = {
+        tuple(values[name].item() for name in n.input[1:])
+        for n in graph.graph.node
+        if n.op_type == 'QuantizeLinear' and n.input[0] not in values
+    }
+    assert found == wanted | {(1 / 256, 0)} and len({zero for _, zero in wanted}) > 10
     behind = {n.output[0] for n in graph.graph.node if n.op_type == 'Sigmoid'}
     scales = {
         float(values[n.input[1]]) for n in graph.graph.node if n.op_type == 'QuantizeLinear' and n.input[0] in behind
@@ -162,7 +225,7 @@ def test_values_far_below_zero_widen_no_range():
     """SiLU is nearly 0 there."""
     model = build('demo', **SMALL)
     model = reparameterize(model).model
-    quantize_model(fuse(model), activations=ORT.activations)
+    quantize_model(fuse(model), target=ORT)
     first = model.model[0]
     first.conv.bias.data[0] = -1000.0
     calibrate(model, [image(batch=2)], settings(calib_method='max'))

@@ -30,7 +30,7 @@ SAMPLES = {  # upstream class → a block with the operation its twin is for
     AConv: lambda: AConv(8, 16),
     ADown: lambda: ADown(8, 16),
     CBFuse: lambda: CBFuse([0, 1]),
-    nn.SiLU: nn.SiLU,
+    **{cls: cls for cls in ACTIVATIONS},
 }
 EVERY = TWINS | ACTIVATIONS
 each_block = pytest.mark.parametrize('cls', SAMPLES, ids=lambda c: c.__name__)
@@ -116,6 +116,16 @@ def test_there_and_back(cls):
     assert same(back(input_of(cls)), expected)
 
 
+@pytest.mark.parametrize('cls', [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish], ids=lambda cls: cls.__name__)
+@torch.no_grad()
+def test_an_activation_in_place_leaves_its_input(cls):
+    """Calibrators and the backward pass look at it later."""
+    twin, x = ACTIVATIONS[cls].from_float(cls(inplace=True)), torch.linspace(-9, 9, 99)
+    with quantizers_off(twin):
+        y = twin(x)
+    assert same(x, torch.linspace(-9, 9, 99)) and same(y, cls()(x))
+
+
 @torch.no_grad()
 def test_silu_rounds_its_input_and_the_sigmoid():
     """By NumPy: the sigmoid in steps of 1/256, at most 255 of them; with the gradient recorded the same."""
@@ -177,6 +187,21 @@ def test_the_residual_policy_quantizes_the_shortcut_only(cls):
 
 
 @torch.no_grad()
+def test_the_policy_each_gives_the_branch_a_scale_of_its_own():
+    block, x = block_of(Bottleneck), input_of(Bottleneck)
+    twin = EVERY[Bottleneck].from_float(block)
+    twin.set_add_policy('each')
+    assert twin.quantizer_names == ('add_quantizer', 'branch_quantizer')
+    calibrated(twin)
+    twin.branch_quantizer.set_amax(torch.tensor(0.5))
+    assert same(twin(x), twin.add_quantizer(x) + twin.branch_quantizer(twin.cv2(twin.cv1(x))))
+    with quantizers_off(twin):
+        assert same(twin(x), block(x))
+    back = twin.to_float()
+    assert set(vars(back)) <= set(vars(block)) and not named_quantizers(back)
+
+
+@torch.no_grad()
 def test_quant_conv_is_the_reference():
     conv, x = block_of(nn.Conv2d), input_of(nn.Conv2d)
     twin = calibrated(TWINS[nn.Conv2d].from_float(conv), amax=127 / 64)  # scale 1/64: halves are hit exactly
@@ -197,6 +222,35 @@ def test_quant_conv_is_the_reference():
 
 
 # ---- the fake-quantizer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'low, high, amax, scale, zero_point',
+    [
+        (0.0, 255 / 64, 99.0, 1 / 64, -128),  # of ReLU, or images
+        (-0.25, 239 / 64, 99.0, 1 / 64, -112),  # about SiLU's
+        (-3.0, 1.0, 127.5 / 64, (1 + 127.5 / 64) / 255, None),  # cut on one side
+        (-99.0, 99.0, 127.5 / 64, 1 / 64, 0),  # cut on both sides
+        (0.5, 255 / 64, 99.0, 1 / 64, -128),  # 0 is in the range in any case
+        (-255 / 64, -1.0, 99.0, 1 / 64, 127),
+    ],
+)
+def test_the_integers_lie_where_the_values_are(low, high, amax, scale, zero_point):
+    quantizer, other = Quantizer(), Quantizer()
+    quantizer.shifts = True
+    for q in (quantizer, other):
+        q.set_amax(torch.tensor(amax), torch.tensor(low), torch.tensor(high))
+    assert not other._zero_point and other.scale == (torch.tensor(amax) / 127).half().float(), 'only if asked for'
+    assert quantizer.scale.item() == pytest.approx(scale, rel=2**-11)
+    zero = quantizer._zero_point.item()
+    assert zero_point in (None, zero)
+    x, step = torch.linspace(low - 1, high + 1, 4001), quantizer.scale.item()
+    expected = (np.clip(np.round(np.float64(x) / step) + zero, -128, 127) - zero) * step
+    with torch.no_grad():
+        assert np.allclose(quantizer(x), expected, atol=1e-6)
+    assert torch.equal(quantizer(x.requires_grad_()).detach(), quantizer(x.detach()))
+    inside = (x >= max(low, -amax)) & (x <= min(high, amax))
+    assert (quantizer(x) - x)[inside].abs().max() <= 1.01 * step, 'half a step, and another half at an end'
 
 
 def test_exact_on_powers_of_two():

@@ -9,21 +9,28 @@ from functools import partial
 import pytest
 import torch
 from fresh import fresh
-from zoo import image, output, same, state
+from zoo import SMALL, build, fuse, image, output, same, settings, state
 
 from models.quantize import blocks
+from models.quantize.calibration.calibrate import calibrate
 from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
-from models.quantize.convert import is_quantized
+from models.quantize.convert import is_quantized, quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
+from models.quantize.reparameterize import reparameterize
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
+from utils.qat.targets.target import load_target
 from utils.qat.untrusted.torch_archive import read_archive
 
 EVERY = load_float, load_quantized, load_any, load_dual_or_float
+ACTIVATION_TWINS = {
+    f'models.quantize.blocks.Quant{name}'
+    for name in 'SiLU ReLU ReLU6 LeakyReLU PReLU ELU CELU SELU GELU Mish Hardswish Softplus Hardsigmoid Sigmoid Tanh'.split()
+}
 FROZEN = {
     'models.quantize.quantizers.Quantizer',
     'models.quantize.quantizers.SiLUQuantizer',
-    'models.quantize.blocks.QuantSiLU',
+    *ACTIVATION_TWINS,
     *(
         f'models.quantize.blocks.{name}'
         for name in ('QuantConv2d', 'QuantBottleneck', 'QuantRepNBottleneck', 'QuantAConv', 'QuantADown', 'QuantCBFuse')
@@ -60,13 +67,28 @@ def test_a_fresh_process_computes_the_same(small, tmp_path, loader):
 def test_class_paths_are_a_file_format(demo):
     """People have files with these names on disk. Add to this set; never change it."""
     ours = {name for name in read_archive(demo.quantized).names if name.startswith(('models.quantize', 'utils.qat'))}
-    others = {'blocks.QuantBottleneck', 'blocks.QuantSiLU', 'quantizers.SiLUQuantizer'}
-    assert ours == FROZEN - {f'models.quantize.{name}' for name in others}, (
-        'no Bottleneck in the demo; SiLU for ONNX Runtime'
+    others = {'blocks.QuantBottleneck', 'quantizers.SiLUQuantizer'}
+    assert ours == FROZEN - {f'models.quantize.{name}' for name in others} - ACTIVATION_TWINS, (
+        'no Bottleneck in the demo; activation functions for ONNX Runtime'
     )
     classes = {*blocks.TWINS.values(), *blocks.ACTIVATIONS.values(), Quantizer, SiLUQuantizer}
     assert {f'{c.__module__}.{c.__qualname__}' for c in classes} == FROZEN
     assert not [name for name in read_archive(demo.quantized).names if name.startswith('pytorch_quantization')]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('activation', ['nn.ReLU(inplace=True)', 'nn.LeakyReLU(0.2)', 'nn.PReLU()', 'nn.Softplus(2)'])
+def test_a_model_for_onnxruntime_is_read_again(tmp_path, activation):
+    model = reparameterize(build('demo', **SMALL, activation=activation)).model
+    quantize_model(fuse(model), target=load_target('onnxruntime'))
+    calibrate(model, [image(batch=2)], settings())
+    path = tmp_path / 'model.pt'
+    save_quantized(path, model, {'target': 'onnxruntime'}, '0' * 64)
+    again, _ = load_quantized(path)
+    assert same(state(again), state(model)) and any(
+        v.any() for k, v in state(again).items() if k.endswith('_zero_point')
+    )
+    assert same(output(again, image(96, 2)), output(model, image(96, 2)))
 
 
 def test_saving_changes_neither_the_model_nor_its_output(small, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from faults import sampled
 from zoo import image, same, settings, state
 
+from models.quantize.analysis import sqnr
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
@@ -27,10 +28,11 @@ from models.quantize.calibration.divergence import divergence_sums, typical_dive
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from utils.qat.data.dataset import load_data
+from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import calibration_images
 from utils.qat.prediction.pytorch import TorchModel
 
-BATCHES = [image(96, 2, seed) for seed in range(3)]
+BATCHES = [channels_last(image(96, 2, seed)) for seed in range(3)]  # as a TorchModel lays them
 
 
 @torch.no_grad()
@@ -210,18 +212,13 @@ def test_without_correction_no_bias_moves(small):
         ({'calib_method': 'auto'}, False),
     ],
 )
-def test_an_unusable_calibration_is_said(small, caplog, changes, said):
+def test_an_unusable_calibration_is_said(small, capsys, changes, said):
     config = settings(imgsz=96, calib_images=12, **changes)
     images = calibration_images(load_data(small.data), config, 32, torch.device('cpu'))
-    with caplog.at_level('INFO'):
-        _, found = ptq.calibrated(small.float_model(), images, config, lambda them, *_, **__: them)
-    assert (
-        said
-        == (min(found['divergence'].values()) >= UNUSABLE)
-        == ('unusable' in caplog.text)
-        == ('--calib-images' in caplog.text)
-    )
-    assert found['biases'] in ('all', 'none') and ('no bias corrected' in caplog.text) == (found['biases'] == 'none')
+    _, found = ptq.calibrated(small.float_model(), images, config, lambda them, *_, **__: them)
+    text = capsys.readouterr().out
+    assert said == (min(found['divergence'].values()) >= UNUSABLE) == ('unusable' in text) == ('--calib-images' in text)
+    assert found['biases'] in ('all', 'none') and ('no bias corrected' in text) == (found['biases'] == 'none')
 
 
 # ---- SQNR ---------------------------------------------------------------------------------------------------------------
@@ -241,6 +238,16 @@ def test_sqnr_by_hand(small):
                 noise += (s[:, channels].double() - t[:, channels].double()).square().sum().item()
         assert compared.sqnr()[part] == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
         assert 5 < compared.sqnr()[part] < 60
+
+
+@torch.no_grad()
+def test_sqnr_is_of_the_first_images(small, monkeypatch):
+    monkeypatch.setattr(sqnr, 'COMPARED', 3)
+    every, two = (ComparedModel(small.quantized_model(), small.float_model()) for _ in range(2))
+    predictions = [every(images) for images in BATCHES]
+    for images in BATCHES[:2]:  # of two images each
+        two(images)
+    assert every.sqnr() == two.sqnr() and same(predictions[2], TorchModel(small.quantized_model())(BATCHES[2]))
 
 
 @torch.no_grad()

@@ -32,9 +32,11 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data
+from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
 from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, dearest, read_summary, worst
+from utils.qat.targets.target import load_target
 
 CPU = torch.device('cpu')
 
@@ -125,10 +127,11 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
     units = find_units(reference, list(forms.twins), 'layer')
     some = {unit: units[unit] for unit in ('model.0', 'model.14', 'model.34')}
     found = measure_units(forms, some, loader, load_data(demo.data).names, True, plain_progress)
-    images = [batch[0].float() / 255 for batch in loader]
+    images = [channels_last(batch[0].float() / 255) for batch in loader]
     with torch.no_grad():
-        wanted = [Raw.of(reference(x)) for x in images]
-        assert same([forms.model(x)[1] for x in images], [raw.maps for raw in wanted]), 'it is left in float'
+        wanted = [Raw.of(forms.model(x)) for x in images]
+        plain = [x.contiguous() for x in images]  # one layout in all layers, because layouts decide the order of sums
+        assert same([forms.model(x)[1] for x in plain], [reference(x)[1] for x in plain]), 'it is left in float'
     assert found['float']['divergence'] == pytest.approx(0, abs=1e-9) and found['int8']['divergence'] == pytest.approx(
         divergence(model, images, wanted), rel=1e-9
     )
@@ -255,7 +258,7 @@ def summary_of(demo, **changes):
         for i, (u, paths) in enumerate(units.items())
     ]
     figures = {'divergence': 0.1, 'sqnr': {}}
-    settings = json.loads(json.dumps(asdict(SensitiveConfig(demo.single, demo.data)), default=str))
+    settings = json.loads(json.dumps(asdict(SensitiveConfig(demo.single, demo.data, imgsz=320)), default=str))
     return {
         'kind': KIND,
         'version': VERSION,
@@ -291,7 +294,7 @@ def test_a_summary_that_does_not_fit_is_refused(demo, tmp_path, changes, says):
     (summary['units'][0] if 'unit' in changes else summary).update(changes)
     path.write_text(json.dumps(summary))
     with pytest.raises(QatError, match=f'--sensitive .*{says}'):
-        read_summary(path, sha256(demo.single), list(find_twins(demo.float_model())))
+        read_summary(path, sha256(demo.single), list(find_twins(demo.float_model())), load_target('tensorrt'))
 
 
 def test_orders():

@@ -116,6 +116,27 @@ def test_upstreams_packages_alone_load_nothing(fresh, package):
     )
 
 
+def test_slow_libraries_are_imported_when_they_are_used(fresh):
+    """A model is built and quantized without seaborn, SciPy's statistics and torch._dynamo; then each of them works."""
+    fresh(
+        """
+        import sys, utils.qat, models.yolo, models.quantize.quantizers, torch, torchvision
+        import utils.plots
+        slow = {"torch._dynamo", "torch._dynamo.utils", "scipy.stats", "seaborn.relational", "sympy"}
+        assert not slow & sys.modules.keys(), slow & sys.modules.keys()
+        assert not hasattr(sys.modules["seaborn"], "__file__") and not slow & sys.modules.keys(), "asked for its file"
+        box = torch.tensor([[0.0, 0.0, 0.0, 4.0, 4.0]])
+        assert torchvision.ops.roi_align(torch.ones(1, 3, 8, 8), box, 2).eq(1).all()
+        assert callable(utils.plots.sn.heatmap) and sys.modules["seaborn"].__file__ and "scipy.stats" in sys.modules
+        from pytorch_quantization.calib.histogram import entropy
+        assert entropy([0.5, 0.5]) > 0.69
+        from torchvision.ops.roi_align import is_compile_supported
+        assert is_compile_supported("cpu") in (True, False) and sys.modules["torch._dynamo.utils"].__file__
+    """,
+        bare=True,
+    )
+
+
 def test_nothing_in_torch_nn_changes(fresh):
     fresh("""
         import torch, torch.nn as nn, torch.nn.functional as F

@@ -19,7 +19,7 @@ DOCS = sorted((REPO / 'docs').glob('*.md'))
 PAGES = [REPO / 'README.md', REPO / 'CONTRIBUTING.md', REPO / 'CHANGELOG.md', *DOCS]
 BLOCK = re.compile(r'^ *```(bash|console)\n(.*?)^ *```', re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
-    r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)'
+    r'(?:^|[\s("])(?:python3? (?P<python>(?:scripts/|segment/|classify/)?\w+\.py)|(?P<shell>[\w./-]*\.sh))(?P<rest>[^#|;&)"\n]*)'
 )
 TORCHRUN = re.compile(r'torchrun (?:--\w+ \S+ )*')
 VERBS = {'quantize', 'sensitive', 'eval'}

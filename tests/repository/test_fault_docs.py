@@ -12,6 +12,7 @@ import test_fault_names as names
 import test_fault_yaml as any_yaml
 import test_full_disk as disk
 import test_hostile_checkpoints as hostile
+import test_hostile_programs as programs
 import test_killed as killed
 import test_patch as patched
 import test_runs as runs
@@ -59,6 +60,7 @@ def counts():
         'images': 2 * len(pictures),
         'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
         'damaged images': 2 * data.DAMAGED_IMAGES,
+        'exported programs': len(programs.NAMES) + len(programs.TARGETS) + len(programs.CUT) + programs.DAMAGED,
         'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),
         'damaged ONNX files': (exports.DAMAGED + 2) * len(exports.COMMANDS),
         'weights in another file': len(exports.ELSEWHERE) * len(exports.COMMANDS),

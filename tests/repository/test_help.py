@@ -11,7 +11,7 @@ from conftest import REPO, copy_upstream
 VERBS = {'qat.py': ('quantize', 'sensitive', 'eval')}
 FILES = sorted(
     f.relative_to(REPO).as_posix()
-    for folder in ('', 'segment', 'scripts', 'examples', 'demo')
+    for folder in ('', 'segment', 'classify', 'scripts', 'examples', 'demo')
     for f in (REPO / folder).glob('*.py')
 )
 COMMANDS = [command for file in FILES for command in ((file,), *((file, verb) for verb in VERBS.get(file, ())))]

@@ -192,7 +192,8 @@ PRINTS = {
     'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print",
 }
 SWALLOWS = {
-    'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class'
+    'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class',
+    'models/quantize/quantizers.py': 'logs the error and goes on with the kernels of PyTorch; Triton calls a C compiler',
 }  # file → reason
 FORWARD_SET = {
     'models/quantize/checkpoint.py': 'on an instance, as upstream fuse() does, for trees whose fuse() does not'

@@ -500,7 +500,7 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     stored = torch.load(job / 'runs/exp' / report_of(job / 'runs/exp')['best']['file'], weights_only=False)['quant']
     shared = [line.split(': ', 1)[1].split() for line in out.splitlines() if line.startswith('  scale ')]
     assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
-    assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] == 'both'
+    assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] is None
     assert (
         re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out)
         and 'nothing was written' in out

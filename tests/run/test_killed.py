@@ -42,7 +42,7 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
     'in epoch 2': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 3, 'after', RESUME),
     'reporting epoch 2': ('pathlib.Path.write_text', 12, 'half', RESUME),
-    'drawing epoch 2': ('utils.qat.run.report.plot_ap', 2, 'before', RESUME),
+    'drawing': ('utils.qat.run.report.plot_ap', 1, 'before', RESUME),
     'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
 }
 

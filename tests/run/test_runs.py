@@ -38,6 +38,7 @@ from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.run.report import verdict
 from utils.qat.run.resume import STATE, require_epoch
 from utils.qat.run.sensitivity_summary import FILE, read_summary
+from utils.qat.targets.target import load_target
 
 FORK = multiprocessing.get_context('fork')
 COMMON = ('--imgsz', 64, '--batch-size', 4, '--calib-images', 4, '--calib-method', 'mse', '--device', 'cpu')
@@ -511,6 +512,7 @@ SUMMARIES = {
     },
     'a unit twice': lambda s: s['units'].append(s['units'][0]),
     'no units': lambda s: s.update(units=[]),
+    'a target that nobody has': lambda s: s['settings'].update(target='..x'),
     'no FLOPs': lambda s: s.update(flops=0),
     'images': lambda s: s.update(images=0),
     'times': lambda s: s.update(times={'all': -1}),
@@ -622,11 +624,11 @@ def test_a_summary_that_no_analysis_writes(small, twins, summary, tmp_path, name
     """Only the part of `--sensitive` that reads the summary runs."""
     path, spoilt = tmp_path / 'summary.json', json.loads(summary)
     path.write_text(summary)
-    assert read_summary(path, sha256(small.single), twins) == spoilt
+    assert read_summary(path, sha256(small.single), twins, load_target('tensorrt')) == spoilt
     SUMMARIES[name](spoilt)
     path.write_text(json.dumps(spoilt))
     with pytest.raises(QatError, match=re.escape(f'--sensitive {path}: ')):
-        read_summary(path, sha256(small.single), twins)
+        read_summary(path, sha256(small.single), twins, load_target('tensorrt'))
 
 
 def test_a_summary_that_the_command_refuses(small, summary, tmp_path, capfd):

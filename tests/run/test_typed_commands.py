@@ -158,6 +158,8 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
         and f'{coco}/annotations/all.json {coco}/images/val' in said
     )
     command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, code=2)
+    command('benchmark_trt.py', small.single, *ours, code=2)
+    assert not (coco / 'runs').exists()
     # labels are needed for a score only
     command(
         'qat.py',
@@ -229,7 +231,7 @@ def exported(small, tmp_path_factory):
         *('export_qat.py', '--weights', folder / 'single.pt', '--imgsz', HEIGHT, WIDTH, '--batch-size', 4),
         *('--verify', small.data, '--max-ap-diff', 1e-4),
     )
-    assert f'as images of {HEIGHT} x {WIDTH}' in out, '--verify shows the images as the file wants them'
+    assert f'as rectangles of {HEIGHT} x {WIDTH}' in out, '--verify shows the images as the file wants them'
     return folder
 
 
@@ -243,7 +245,7 @@ def test_several_files_are_scored_and_compared_with_the_first(small, exported, t
     assert len(table) == 4 and [f'{m["ap"]:.4f}' in line for m, line in zip(scores, table[1:])] == [True] * 3
     gains = [100 * (m['ap'] - scores[0]['ap']) for m in scores]
     assert f'{gains[1]:+.2f} ± ' in table[2] and f'{gains[2]:+.2f} ± ' in table[3]
-    assert 'padded rectangles' in table[1] and f'images of {HEIGHT} x {WIDTH}' in table[2]
+    assert 'padded rectangles' in table[1] and f'rectangles of {HEIGHT} x {WIDTH}' in table[2]
     assert [m['settings']['imgsz'] for m in scores] == [[640, 640], [HEIGHT, WIDTH], [128, 128]], 'as each file says'
     logs = [(folder / 'log.txt').read_text() for folder in folders]
     assert all(str(file) in log for file, log in zip(files, logs)) and str(files[2]) not in logs[0]
@@ -300,7 +302,7 @@ def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
         *('qat.py', 'quantize', '--weights', small.single, *common, '--name', 'run', '--calib-images', 4, '--iters', 2),
         *('--calib-method', 'mse', '--epochs', 1, '--imgsz', HEIGHT, WIDTH),
     )
-    assert f'--imgsz {HEIGHT} {WIDTH}' in out.splitlines()[-1] and f'as images of {HEIGHT} x {WIDTH}' in out
+    assert f'--imgsz {HEIGHT} {WIDTH}' in out.splitlines()[-1] and f'as rectangles of {HEIGHT} x {WIDTH}' in out
     best = tmp_path / 'run/weights/qat_best_single.pt'
     assert checkpoint.load_quantized(best)[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
     command('export_qat.py', '--weights', best, '--imgsz', HEIGHT, WIDTH, '--batch-size', 4)

@@ -29,6 +29,7 @@ import threading
 import types
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,43 @@ def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
     vars(module).update(members)
     sys.modules[name] = module
     return module
+
+
+def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
+    """Put a stand-in for an installed module into sys.modules, which imports the real one as soon as it is used.
+
+    Args:
+        name: of the module.
+        *functions: names that may be asked for without an import; it comes with a call of the function.
+    """
+
+    def real() -> types.ModuleType:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return importlib.import_module(name)
+
+    def attribute(asked: str) -> Any:
+        if asked.startswith('__'):  # torch asks each loaded module for its file (inspect.getmodule)
+            raise AttributeError(asked)
+        return getattr(real(), asked)
+
+    def later(function: str) -> Any:
+        return lambda *args, **kwargs: getattr(real(), function)(*args, **kwargs)
+
+    members = {function: later(function) for function in functions}
+    module = stand_in(name, 'Stand-in of yolov9-qat until it is used.', __getattr__=attribute, **members)
+    return module
+
+
+@contextmanager
+def imported_when_called(name: str, *functions: str) -> Iterator[None]:
+    """Context for an import of a library that needs no more than `functions` of the module `name`, which is slow to import."""
+    module = None if name in sys.modules else stand_in_until_used(name, *functions)
+    try:
+        yield
+    finally:
+        if module and sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 def auto_install_off() -> bool:
@@ -395,6 +433,33 @@ def cuda_amp() -> bool:
     return True
 
 
+def seaborn_when_used() -> bool:
+    """Stand in for the module seaborn until a name of it is asked for.
+
+    utils/plots.py:13 imports it for two plots of train.py. It loads SciPy: 1 s of each start. importlib.util.LazyLoader would
+    load it as soon as torch asks each loaded module for its file (inspect.getmodule). Delete when upstream imports it inside
+    these plots.
+    """
+    name = 'seaborn'
+    if name in sys.modules or not importlib.util.find_spec(name):
+        return False
+    stand_in_until_used(name)
+    return True
+
+
+def torchvision_without_dynamo() -> bool:
+    """Import torchvision without torch._dynamo, of which it needs one function, and that only to pool regions.
+
+    utils/general.py:31 imports torchvision. Since 0.16 torchvision/ops/roi_align.py imports torch._dynamo.utils: 2 s of each start.
+    Delete when torchvision imports it inside the function.
+    """
+    if 'torchvision' in sys.modules or not importlib.util.find_spec('torchvision'):
+        return False
+    with imported_when_called('torch._dynamo.utils', 'is_compile_supported'):
+        importlib.import_module('torchvision')
+    return True
+
+
 def openmp_sleeps() -> bool:
     """Let OpenMP's threads sleep although torch was loaded before `utils.qat`.
 
@@ -437,5 +502,7 @@ SHIMS = (
     torch_load_of_modules,
     torchscript_onnx_export,
     cuda_amp,
+    seaborn_when_used,
+    torchvision_without_dynamo,
     openmp_sleeps,
 )

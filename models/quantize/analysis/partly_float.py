@@ -7,15 +7,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.analysis.sqnr import PARTS, decibels, energies
+from models.quantize.analysis.sqnr import decibels, energies, part_names
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import Raw, bins_of
+from models.quantize.network import layers
 from models.quantize.quantizers import Quantizer
+from models.quantize.units import layer_of
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
+from utils.qat.data.images import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.evaluate import Scorer
-from utils.qat.prediction.detections import Truth, detect, prepared
+from utils.qat.evaluation.evaluate import found_in, scorer_of
+from utils.qat.evaluation.figures import keys_of
+from utils.qat.prediction.detections import prepared
 from utils.qat.prediction.pytorch import TorchModel
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
@@ -78,7 +82,7 @@ def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Itera
     """Run the layers of an upstream model, and yield the state before each layer and after the last.
 
     Args:
-        model: of upstream, float or quantized.
+        model: float or quantized; one of torchvision is run as a whole.
         first: index of the first layer to run.
         x: output of the layer before `first`, or the images.
         saved: outputs of the layers before `first`; None for an output that no later layer reads.
@@ -86,6 +90,10 @@ def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Itera
     Yields:
         x and saved, before each layer and at the end.
     """
+    if not hasattr(model, 'model'):  # of torchvision: its forward is its own
+        yield x, saved
+        yield model(x), saved
+        return
     for layer in model.model[first:]:
         yield x, saved
         if layer.f != -1:
@@ -113,12 +121,11 @@ class Tally:
         resampled: see chance.resampled_ap; only after `result`, with a scorer.
     """
 
-    def __init__(self, predict: TorchModel, scorer: Scorer | None = None) -> None:
+    def __init__(self, predict: TorchModel, scorer: Any = None) -> None:
         self.predict, self.scorer = predict, scorer
-        energies_of = len(PARTS) if predict.segments else 2
-        self.sums = torch.zeros(2 + 2 * energies_of, dtype=torch.float64, device=predict.device)
+        self.sums = torch.zeros(2 + 2 * len(part_names(predict)), dtype=torch.float64, device=predict.device)
 
-    def add(self, output: Any, wanted: Raw, truth: Truth) -> None:
+    def add(self, output: Any, wanted: Any, truth: Any) -> None:
         """Add the outputs of a batch.
 
         Args:
@@ -126,23 +133,35 @@ class Tally:
             wanted: outputs of the float model's head on the same images.
             truth: labels of the images.
         """
-        raw, head = Raw.of(output), self.predict.model.model[-1]
+        raw, predict = Raw.of(output), self.predict
         self.sums += torch.stack(
-            (*map(torch.sum, divergence_sums(raw, wanted, head.reg_max)), *energies(raw, wanted, head.nc).flatten())
+            (
+                *map(torch.sum, divergence_sums(raw, wanted, bins_of(predict.model))),
+                *energies(raw, wanted, predict.nc).flatten(),
+            )
         )
         if self.scorer:
-            self.scorer.update(detect(self.predict.predictions(output), truth.shape), truth)
+            self.scorer.update(found_in(predict.predictions(output), truth), truth)
 
     def result(self) -> dict[str, Any]:
         """Compute the figures, as plain values, over all processes of a torchrun; sets `resampled`."""
         total, weight, *sums = all_reduce(self.sums.clone())
-        found: dict[str, Any] = {'divergence': (total / weight).item(), 'sqnr': decibels(torch.stack(sums).view(-1, 2))}
+        found: dict[str, Any] = {
+            'divergence': (total / weight).item(),
+            'sqnr': decibels(torch.stack(sums).view(-1, 2), part_names(self.predict)),
+        }
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
             metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
             self.resampled, plain = metrics.resampled, metrics.plain()
-            found.update({k: plain[k] for k in ('ap', 'ap50', 'precision', 'recall', 'mask') if k in plain})
+            found.update({k: plain[k] for k in (*keys_of(plain), 'mask') if k in plain})
         return found
+
+
+def layer_numbers(model: nn.Module, units: Iterable[str]) -> dict[str, int]:
+    """Find the number of each unit's layer, as `layer_states` counts; 0 in a model that is run as a whole."""
+    numbers = {path: i for i, path in enumerate(layers(model))} if hasattr(model, 'model') else {}
+    return {unit: numbers.get(layer_of(model, unit)[0], 0) for unit in units}
 
 
 @torch.no_grad()
@@ -172,12 +191,16 @@ def measure_units(
         'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally.
     """
     model, predict = forms.model, TorchModel(forms.model)
-    tallies: dict[Any, Tally] = {key: Tally(predict, Scorer(names) if scoring else None) for key in ('float', 'int8')}
+    tallies: dict[Any, Tally] = {
+        key: Tally(predict, scorer_of(predict, names) if scoring else None) for key in ('float', 'int8')
+    }
+    first = layer_numbers(model, units)
     for unit in units:
         tallies[unit, 'only'] = Tally(predict)
-        tallies[unit, 'without'] = Tally(predict, Scorer(names) if scoring else None)
+        tallies[unit, 'without'] = Tally(predict, scorer_of(predict, names) if scoring else None)
     for batch in progress(loader):
         images, truth = prepared(batch, predict.device)
+        images = channels_last(images)
         forms.set_form(FLOAT)
         *float_states, (output, _) = layer_states(model, 0, images, [])
         wanted = Raw.of(output)
@@ -186,13 +209,13 @@ def measure_units(
         *int8_states, (output, _) = layer_states(model, 0, images, [])
         tallies['int8'].add(output, wanted, truth)
         for unit, twins in units.items():
-            layer = int(unit.split('.')[1])
+            layer = first[unit]
             forms.set_form(FLOAT, twins)
             tallies[unit, 'without'].add(run_from_layer(model, layer, *int8_states[layer]), wanted, truth)
             forms.set_form(INT8, twins)
         forms.set_form(FLOAT)
         for unit, twins in units.items():
-            layer = int(unit.split('.')[1])
+            layer = first[unit]
             forms.set_form(ALONE, twins)
             tallies[unit, 'only'].add(run_from_layer(model, layer, *float_states[layer]), wanted, truth)
             forms.set_form(FLOAT, twins)

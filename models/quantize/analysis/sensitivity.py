@@ -22,6 +22,7 @@ from models.quantize.quantizers import Quantizer, quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
+from utils.qat.data.images import channels_last
 from utils.qat.prediction.detections import prepared
 
 MEASURED = 10  # units with the highest estimate, which are measured
@@ -44,7 +45,9 @@ class DivergenceEstimate:
         # Sums of squares: only this unit, all but it
         self.sums = torch.zeros(2, len(units), dtype=torch.float64, device=device)
         self.weight = torch.zeros((), dtype=torch.float64, device=device)
-        self.twins = {path: self.model.get_submodule(path) for paths in units.values() for path in paths}
+        self.twins: dict[str, Any] = {
+            path: self.model.get_submodule(path) for paths in units.values() for path in paths
+        }
         # Shift of the mean of the outputs, summed over the images
         self.shifts = {
             path: torch.zeros(m.out_channels, dtype=torch.float64, device=device)
@@ -81,15 +84,17 @@ class DivergenceEstimate:
 
         def of_conv(path: str) -> Callable[..., None]:
             @torch.no_grad()
-            def hook(conv: QuantConv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            def hook(conv: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
                 quantized = (
                     conv.input_quantizer._quant_forward(inputs[0]),
                     conv.weight_quantizer._quant_forward(conv.weight),
                 )
-                error = conv._conv_forward(*quantized, conv.bias) - output
-                mean = error.mean((0, 2, 3))
-                self.shifts[path] += mean * len(output)
-                note(path, output, error - mean[:, None, None] if self.correcting else error)
+                error = conv.weighted(*quantized) - output
+                if path in self.shifts:
+                    mean = error.mean((0, 2, 3))
+                    self.shifts[path] += mean * len(output)
+                    error = error - mean[:, None, None] if self.correcting else error
+                note(path, output, error)
 
             return hook
 
@@ -104,8 +109,9 @@ class DivergenceEstimate:
             return hook
 
         hooks = []
+        twin: Any
         for path, twin in self.twins.items():
-            if isinstance(twin, QuantConv2d):
+            if isinstance(twin, nn.Conv2d | nn.Linear):
                 hooks.append(twin.register_forward_hook(of_conv(path)))
             else:
                 hooks += [getattr(twin, name).register_forward_hook(of_input(path)) for name in twin.quantizer_names]
@@ -130,7 +136,7 @@ class DivergenceEstimate:
 def unit_costs(
     model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: Sequence[int]
 ) -> dict[str, tuple[int, int]]:
-    """Count the FLOPs and the parameters of the convolutions of each unit, and of the whole model.
+    """Count the FLOPs and the parameters of the convolutions and linear layers of each unit, and of the whole model.
 
     Args:
         model: quantized.
@@ -138,14 +144,14 @@ def unit_costs(
         imgsz: height and width of the image, in pixels.
 
     Returns:
-        Unit → FLOPs (2 per multiply-add) and parameters; under '' the sums over all convolutions of the model.
+        Unit → FLOPs (2 per multiply-add) and parameters; under '' the sums over the whole model.
     """
     flops: dict[str, int] = {}
 
     def note(path: str) -> Callable[..., None]:
         return lambda conv, inputs, output: flops.__setitem__(path, 2 * output[0].numel() * conv.weight[0].numel())
 
-    convs = {path: m for path, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)}
+    convs = {path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))}
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
     parameter = next(model.parameters())
     with torch.no_grad(), quantizers_off(model):
@@ -203,7 +209,7 @@ def analyse(
     estimate = DivergenceEstimate(forms, units, corrected, config.seed)
     device = next(model.parameters()).device
     for number, batch in enumerate(progress(loader, 'estimating')):
-        estimate.add(prepared(batch, device)[0], rank() + number * world_size())
+        estimate.add(channels_last(prepared(batch, device)[0]), rank() + number * world_size())
     estimated, shifts = estimate.result()
     forms.learn_alone(shifts if corrected else {})
 

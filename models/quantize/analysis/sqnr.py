@@ -2,22 +2,27 @@
 
     SQNR = 10 log10( sum of t² / sum of (s - t)² )
 
-The sums are over all images, positions and channels of the head's outputs (see head_outputs.py); t comes from the float
+The sums are over images, positions and channels of the head's outputs (see head_outputs.py); t comes from the float
 model, and s from the quantized model on the same images. Each part has its own SQNR: the boxes (logits of the
 distribution of the distances), the classes (logits), and the coefficients and prototypes of masks. Otherwise the large
 negative logits of the background would hide the rest. 6 dB more is half the noise. Chance moves SQNR far less than AP:
-a few images suffice.
+the first COMPARED images suffice.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import ClassScores, Raw
+from models.quantize.quantizers import RoundedOnce
 from utils.qat.core.distributed import all_reduce
+from utils.qat.data.images import channels_last
+from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.prediction.pytorch import TorchModel
 
+COMPARED = 64  # images of a process, at least; batches are whole
 PARTS = ('boxes', 'classes', 'coefficients', 'prototypes')
 
 
@@ -27,7 +32,7 @@ def _parts(raw: Raw, classes: int) -> list[Sequence[torch.Tensor]]:
     return [*of_levels, *([x] for x in (raw.coefficients, raw.prototypes) if x is not None)]
 
 
-def energies(mine: Raw, wanted: Raw, classes: int) -> torch.Tensor:
+def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
     """Sum t² and (s - t)² over each part.
 
     Args:
@@ -36,8 +41,10 @@ def energies(mine: Raw, wanted: Raw, classes: int) -> torch.Tensor:
         classes: number of classes of the head.
 
     Returns:
-        FP64 [parts, 2]; a detector has the first two of PARTS.
+        FP64 [parts, 2], see `part_names`.
     """
+    if isinstance(mine, ClassScores):
+        return mine.energies(wanted)
 
     def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
@@ -46,14 +53,22 @@ def energies(mine: Raw, wanted: Raw, classes: int) -> torch.Tensor:
     return torch.stack([sum(sums(s, t) for s, t in zip(ours, theirs)) for ours, theirs in pairs])
 
 
-def decibels(sums: torch.Tensor) -> dict[str, float]:
-    """Convert `energies` to dB by part; infinite for equal outputs."""
+def part_names(predict: TorchModel) -> tuple[str, ...]:
+    """Name the parts of a model's outputs: 'scores' of a classifier, else the PARTS that it has."""
+    return ('scores',) if predict.classifies else PARTS if predict.segments else PARTS[:2]
+
+
+def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Convert `energies` to dB, by the names of their parts; infinite for equal outputs."""
     signal, noise = sums.t()
-    return dict(zip(PARTS, (10 * (signal / noise).log10()).tolist()))
+    return dict(zip(names, (10 * (signal / noise).log10()).tolist()))
 
 
 class ComparedModel(TorchModel):
     """A TorchModel that compares the outputs of its head with the float model's while it predicts.
+
+    Of a detector it compares the first COMPARED images: on all of them, the float model would take a large part of every evaluation.
+    A classifier's agreement is a figure of all images.
 
     Args:
         model: quantized.
@@ -61,16 +76,32 @@ class ComparedModel(TorchModel):
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
-        super().__init__(model)
+        super().__init__(model, context=RoundedOnce(model))
         self.reference = reference.eval()
-        self.sums = torch.zeros(len(PARTS) if self.segments else 2, 2, dtype=torch.float64, device=self.device)
+        self.seen = 0  # images that were compared
+        self.sums = torch.zeros(len(part_names(self)), 2, dtype=torch.float64, device=self.device)
+        self.apart = torch.zeros(3, dtype=torch.float64, device=self.device)  # agreeing images, divergence, images
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Predict as a TorchModel does, and add up the energies. `images`: FP32 [B, 3, H, W] in 0..1."""
-        output = self.model(images)
-        self.sums += energies(Raw.of(output), Raw.of(self.reference(images)), self.nc)
+        output = self.outputs(images)
+        if self.seen >= COMPARED and not self.classifies:
+            return self.predictions(output)
+        self.seen += len(images)
+        wanted = self.reference(channels_last(images))
+        self.sums += energies(Raw.of(output), Raw.of(wanted), self.nc)
+        if self.classifies:
+            both = torch.stack((agreement(output, wanted), divergence(output, wanted)))
+            self.apart += torch.cat((both.sum(1), both.new_tensor([len(images)])))
         return self.predictions(output)
 
+    def distance(self) -> dict[str, float]:
+        """Compute classes.distance of a classifier from the float model over all images so far; nothing of a detector."""
+        if not self.classifies:
+            return {}
+        same, apart, images = all_reduce(self.apart.clone()).tolist()
+        return {'agreement': same / images, 'divergence': apart / images}
+
     def sqnr(self) -> dict[str, float]:
-        """Compute the SQNR of each part in dB, over all images so far (under torchrun of all processes)."""
-        return decibels(all_reduce(self.sums.clone()))
+        """Compute the SQNR of each part in dB, over all images compared so far (under torchrun of all processes)."""
+        return decibels(all_reduce(self.sums.clone()), part_names(self))

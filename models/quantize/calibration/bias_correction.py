@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from models.quantize.blocks import QuantConv2d
+from models.quantize.quantizers import RoundedOnce
 
 
 def quantized_convs(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
@@ -43,8 +44,9 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
 
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs]
     try:
-        for images in batches:
-            model.eval()(images)
+        with RoundedOnce(model):
+            for images in batches:
+                model.eval()(images)
     finally:
         for hook in hooks:
             hook.remove()

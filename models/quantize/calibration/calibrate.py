@@ -40,6 +40,7 @@ class Histogram:
         counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
         exponent: INT32 [], the limit is 2 ** exponent.
         largest: FP32 [], the largest |x| so far; NaN after the first NaN.
+        ends: FP32 [2], the largest -x and the largest x.
     """
 
     def __init__(self, device: torch.device | str = 'cpu', least: float = -float('inf')) -> None:
@@ -47,14 +48,22 @@ class Histogram:
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)
         self.largest = torch.tensor(0.0, device=device)
+        self.ends = torch.full((2,), -float('inf'), device=device)
 
     def collect(self, x: torch.Tensor) -> None:
         """Count the values of `x`, a float tensor of any shape."""
         x = in_memory_order(x.detach()).float()
         x = x.clamp(min=self.least) if self.least > -float('inf') else x
-        self.largest = torch.maximum(self.largest, torch.stack(x.aminmax()).abs().max())
+        low, high = x.aminmax()
+        self.ends = torch.maximum(self.ends, torch.stack((-low, high)))
+        self.largest = torch.maximum(self.largest, self.ends.abs().max())
         self.grow(exponent_above(self.largest))
         self.counts += count_per_bin(x, bin_width(self.exponent))
+
+    @property
+    def limits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The smallest and the largest value, FP32 []."""
+        return -self.ends[0], self.ends[1]
 
     def grow(self, exponent: torch.Tensor) -> None:
         """Raise the limit to 2 ** `exponent`, INT32 [], which is not below the present exponent."""
@@ -71,14 +80,15 @@ def merge_histograms(histograms: Sequence[Histogram]) -> None:
     Args:
         histograms: in the same order on every process.
     """
-    largest = torch.stack([h.largest for h in histograms])
-    largest = all_reduce(largest.nan_to_num(nan=float('inf'), posinf=float('inf')), 'MAX')  # a maximum may lose NaN
+    inf = float('inf')
+    most = torch.stack([torch.cat((h.largest[None], h.ends)) for h in histograms])
+    most = all_reduce(most.nan_to_num(nan=inf, posinf=inf, neginf=-inf), 'MAX')  # a maximum may lose NaN
     exponents = all_reduce(torch.stack([h.exponent for h in histograms]), 'MAX')
     for histogram, exponent in zip(histograms, exponents):
         histogram.grow(exponent)
     counts = all_reduce(torch.stack([h.counts for h in histograms]))
-    for histogram, *merged in zip(histograms, largest, counts):
-        histogram.largest, histogram.counts = merged
+    for histogram, of_all, merged in zip(histograms, most, counts):
+        histogram.largest, histogram.ends, histogram.counts = of_all[0], of_all[1:], merged
 
 
 def exponent_above(largest: torch.Tensor) -> torch.Tensor:
@@ -233,11 +243,17 @@ def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dic
     return histograms
 
 
-def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor]) -> None:
-    """Set the amax of quantizers of `model`, with or without an earlier one. `ranges`: path of a quantizer → amax."""
+def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms: Mapping[str, Histogram]) -> None:
+    """Set the range of quantizers of `model`, with or without an earlier one.
+
+    Args:
+        model: quantized.
+        ranges: path of a quantizer → amax, FP32 [].
+        histograms: path of a quantizer → its histogram, which knows the ends of the values.
+    """
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
-        quantizers[path].set_amax(amax)
+        quantizers[path].set_amax(amax, *histograms[path].limits)
 
 
 def raised_ranges(model: nn.Module) -> dict[str, int]:
@@ -267,5 +283,5 @@ def calibrate(model: nn.Module, batches: Iterable[torch.Tensor], config: Calibra
     histograms = collect_histograms(model, batches)
     require_values(histograms)
     calibrate_weights(model, config.weight_calib)
-    set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))))
+    set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))), histograms)
     return raised_ranges(model)

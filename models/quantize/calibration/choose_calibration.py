@@ -109,7 +109,7 @@ def choose_calibration(
     found: dict[str, float] = {}  # name → divergence
 
     def set_calibration(ranges: Tensors, shifts: Tensors) -> None:
-        set_ranges(model, ranges)
+        set_ranges(model, ranges, histograms)
         correct_biases(model, biases, shifts)
 
     def try_calibration(name: str, ranges: Tensors, shifts: Tensors) -> None:

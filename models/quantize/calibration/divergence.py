@@ -11,6 +11,7 @@ compared by `typical_divergence`, in which every image counts the same. Units ar
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import ClassScores, Raw, bins_of
+from models.quantize.quantizers import RoundedOnce
 from utils.qat.data.masks import COARSE
 
 OBJECTS = 100  # places per image whose masks count: the places with the highest scores, as many as COCO scores
@@ -71,17 +73,19 @@ def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tens
     return theirs.sigmoid() * (theirs - mine) + F.softplus(mine) - F.softplus(theirs)
 
 
-def divergence_sums(mine: Raw, wanted: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the divergence, and its weights, over the places of each image.
 
     Args:
-        mine: outputs of the model.
+        mine: outputs of the model, Raw or ClassScores.
         wanted: outputs of the float model on the same images.
         bins: of the head, reg_max.
 
     Returns:
         The sum of the divergences and the sum of the weights (about the number of places with an object), FP64 [B].
     """
+    if isinstance(mine, ClassScores):
+        return mine.divergence_sums(wanted)
     total, weights = 0.0, 0.0
     for ours, theirs in zip(mine.maps, wanted.maps):
         (sides, scores), (true_sides, true_scores) = (split_map(raw, bins) for raw in (ours, theirs))
@@ -99,7 +103,7 @@ def divergence_sums(mine: Raw, wanted: Raw, bins: int) -> tuple[torch.Tensor, to
 
 
 @torch.no_grad()
-def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Raw]) -> float:
+def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
     """Measure how far the detections of `model` are from the detections of the float model on a typical image.
 
     Args:
@@ -110,7 +114,8 @@ def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], refere
     Returns:
         The geometric mean of the sums of the images, divided by the mean of their weights; 0 or more.
     """
-    bins = model.eval().model[-1].reg_max
-    sums = (divergence_sums(Raw.of(model(images)), wanted, bins) for images, wanted in zip(batches, references))
+    bins = bins_of(model.eval())
+    with RoundedOnce(model):
+        sums = [divergence_sums(Raw.of(model(images)), wanted, bins) for images, wanted in zip(batches, references)]
     totals, weights = map(torch.cat, zip(*sums))
     return float(totals.clamp(min=0).log().mean().exp() / weights.mean())

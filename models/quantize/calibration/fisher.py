@@ -14,8 +14,8 @@ import torch.nn as nn
 
 from models.quantize.calibration.calibrate import Histogram, histogram_amax, in_memory_order
 from models.quantize.calibration.divergence import mask_logits, split_map, strongest_places
-from models.quantize.head_outputs import Raw
-from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off, rounded, usable_scale
+from models.quantize.head_outputs import ClassScores, Raw, bins_of
+from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off, rounded
 from utils.qat.config.qat import CalibrationConfig
 
 TRIED = 10  # candidate ranges of each scale
@@ -93,9 +93,13 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
     def draw(shape: Sequence[int]) -> torch.Tensor:
         return torch.rand(shape, generator=generator).to(images)
 
-    images, bins = images.detach().requires_grad_(), model.model[-1].reg_max
+    images, bins = images.detach().requires_grad_(), bins_of(model)
     with torch.enable_grad():
         raw = Raw.of(model(images))
+        if isinstance(raw, ClassScores):
+            vector, weight = raw.probe(draw)
+            torch.autograd.backward(raw.logits, vector, inputs=[images])
+            return weight
         outputs = list(raw.maps)
         vectors, weight = probe([m.detach() for m in raw.maps], bins, draw)
         if raw.prototypes is not None:
@@ -129,7 +133,11 @@ def fisher_amax(
     least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
     ratio = histogram_amax(histograms, 'max', config) / least
     tried = least * ratio ** torch.linspace(0, 1, TRIED, device=ratio.device)[:, None]  # [TRIED, Q]
-    scales = dict(zip(histograms, usable_scale(tried).t()))
+    quantizers = dict(named_quantizers(model))
+    steps = {}  # path → pairs of scale and zero point; as a number, because a clamp at tensors is much slower
+    for (path, histogram), amax in zip(histograms.items(), tried.t()):
+        scales, zero_points = quantizers[path].steps(amax, *histogram.limits)
+        steps[path] = list(zip(scales, zero_points.tolist()))
     errors = {path: torch.zeros(TRIED, dtype=torch.float64, device=ratio.device) for path in histograms}
 
     def watch(path: str) -> Callable[..., torch.Tensor]:
@@ -141,9 +149,8 @@ def fisher_amax(
                 at_once = ON_CPU if values.device.type == 'cpu' else values.numel()
                 parts = (in_memory_order(x, values).split(at_once) for x in (values, gradient))
                 for part, slope in zip(*parts):
-                    errors[path] += torch.stack(
-                        [(rounded(part, scale) - part).mul_(slope).square_().sum() for scale in scales[path]]
-                    )
+                    changes = (rounded(part, *step).sub_(part).mul_(slope) for step in steps[path])
+                    errors[path] += torch.stack([change.dot(change) for change in changes])
 
             output.register_hook(note)
             return output
@@ -151,7 +158,7 @@ def fisher_amax(
         return hook
 
     learning = [p for p in model.parameters() if p.requires_grad]
-    hooks = [q.register_forward_hook(watch(path)) for path, q in named_quantizers(model) if path in scales]
+    hooks = [quantizers[path].register_forward_hook(watch(path)) for path in steps]
     generator = torch.Generator().manual_seed(config.seed)
     try:
         with quantizers_off(model.eval().requires_grad_(False)):

@@ -16,6 +16,7 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.data.loaders import Images, few
+from utils.qat.prediction.pytorch import classifies
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
@@ -40,7 +41,7 @@ def prepare(
     Raises:
         QatError: no block is left to quantize.
     """
-    conversion = quantize_model(model, config.add_policy, keep_float, load_target(config.target).activations)
+    conversion = quantize_model(model, config.add_policy, keep_float, load_target(config.target))
     if not conversion.swapped:
         raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
@@ -94,16 +95,17 @@ def calibrated(
     )
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
+    outputs = 'scores' if classifies(model) else 'detections'
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
     biases = 'biases corrected' if corrected else 'no bias corrected'
     LOGGER.info(
         f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}'
-        f'{f" (divergence of the detections: {compared})" if found else ""}, weights {config.weight_calib}, {biases}'
+        f'{f" (divergence of the {outputs}: {compared})" if found else ""}, weights {config.weight_calib}, {biases}'
     )
     divergence = found.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
         LOGGER.warning(
-            f'--calib-method {config.calib_method}: the detections are far from those of the float model (divergence {divergence:.2f}, '
+            f'--calib-method {config.calib_method}: the {outputs} are far from those of the float model (divergence {divergence:.2f}, '
             f'{UNUSABLE} and more is unusable); use auto, other images (train: in --data), or more (--calib-images)'
         )
     return model, {'method': method, 'biases': 'all' if corrected else 'none', 'divergence': found}
@@ -129,8 +131,9 @@ class Choice:
             QatError: a setting names blocks or units that the model or the summary does not have, or nothing is left to
                 quantize.
         """
-        twins = list(find_twins(reference, load_target(config.target).activations))
-        summary = read_summary(config.sensitive, source, twins) if config.sensitive else None
+        target = load_target(config.target)
+        twins = list(find_twins(reference, target))
+        summary = read_summary(config.sensitive, source, twins, target) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
             raise QatError(
                 f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '

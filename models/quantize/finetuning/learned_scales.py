@@ -20,25 +20,27 @@ class _Quantize(torch.autograd.Function):
     """Fake-quantize `inputs` with a scale, FP32 [], that has a gradient.
 
     Let x / scale = q - error, with an integer q. The gradient of the scale is the error of each value inside the range,
-    and QMIN or QMAX for a clipped value. One byte per value is kept for the backward pass. The outputs and the gradient
-    of the inputs are equal to PyTorch's own operator. That operator cannot serve here: in PyTorch 2.4 it takes no BF16
-    inputs with a tensor as scale.
+    and the end of the range, in steps, for a clipped value. One byte per value is kept for the backward pass. The
+    outputs and the gradient of the inputs are equal to PyTorch's own operator. That operator cannot serve here: in
+    PyTorch 2.4 it takes no BF16 inputs with a tensor as scale.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, scale: torch.Tensor, zero_point: int) -> torch.Tensor:
+        ctx.zero_point = zero_point
         steps = inputs.float() * scale.reciprocal()
         rounded = steps.round()
-        kept = steps.add_(rounded).sub_(rounded.clamp_(QMIN, QMAX), alpha=2)  # -error; 1.5 or more for a clipped value
+        # -error; 1.5 or more for a clipped value
+        kept = steps.add_(rounded).sub_(rounded.clamp_(QMIN - zero_point, QMAX - zero_point), alpha=2)
         ctx.save_for_backward(kept.mul_(PARTS).clamp_(QMIN, QMAX).to(torch.int8))
         return rounded.mul_(scale).to(inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
         inside = (kept > QMIN) & (kept < QMAX)
-        to_scale = torch.where(inside, kept * (-1 / PARTS), kept).mul_(gradient).sum()
-        return gradient * inside, to_scale
+        to_scale = torch.where(inside, kept * (-1 / PARTS), kept.float() - ctx.zero_point).mul_(gradient).sum()
+        return gradient * inside, to_scale, None
 
 
 def rounded_scales(log2: torch.Tensor) -> torch.Tensor:
@@ -75,7 +77,7 @@ class LearnedScales(FixedScales):
 
     def _quantize(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
         if quantizer._axis is None:
-            return _Quantize.apply(inputs, self.moving[quantizer])
+            return _Quantize.apply(inputs, self.moving[quantizer], self.scales[quantizer][1])
         return super()._quantize(quantizer, inputs)
 
     def __enter__(self) -> None:

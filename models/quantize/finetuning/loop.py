@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from models.quantize.finetuning.losses import label_loss, relative_error
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
+from models.quantize.network import layers as layers_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
@@ -38,8 +39,9 @@ class Epoch:
 
 def supervised_layers(model: nn.Module, stride: int) -> list[int]:
     """List the top-level layers whose outputs are compared: the head, and every `stride`-th layer with weights."""
-    with_weights = [i for i, layer in enumerate(model.model) if any(True for _ in layer.parameters())]
-    head = len(model.model) - 1
+    parts = [*layers_of(model).values()]
+    with_weights = [i for i, layer in enumerate(parts) if any(True for _ in layer.parameters())]
+    head = len(parts) - 1
     return sorted({*with_weights[:-1][::-1][::stride], head})
 
 
@@ -98,7 +100,7 @@ def finetune(
         relative_error,
         config.lr,
         config.precision(next(student.parameters()).device.type),
-        capturable=config.compile,
+        capturable=bool(config.compile),
         label_loss=on_labels,
         learn_scales=config.learn_scales,
     )

@@ -9,6 +9,8 @@ import torch.nn as nn
 from utils.loss_tal import ComputeLoss
 from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
 
+from utils.qat.prediction.pytorch import classifies
+
 # Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
 TINY = 1e-8
 
@@ -122,6 +124,19 @@ class MaskLoss(ComputeMaskLoss):
         return self.weight * loss / len(prototypes)
 
 
-def label_loss(model: nn.Module, weight: float) -> LabelLoss | MaskLoss:
+class ClassLoss:
+    """Cross entropy of a classifier's scores against the labels, the mean over the images, times `weight`."""
+
+    def __init__(self, model: nn.Module, weight: float = 1.0) -> None:
+        self.weight = weight
+
+    def __call__(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of a batch: logits [B, classes] and classes [B] → FP32 []."""
+        return self.weight * nn.functional.cross_entropy(scores.float(), labels)
+
+
+def label_loss(model: nn.Module, weight: float) -> LabelLoss | MaskLoss | ClassLoss:
     """Make the loss against the labels that fits the head of `model`, times `weight`."""
+    if classifies(model):
+        return ClassLoss(model, weight)
     return (MaskLoss if hasattr(model.model[-1], 'nm') else LabelLoss)(model, weight)

@@ -1,6 +1,7 @@
 """Accuracy of what a benchmark measures: AP of a detector, top-1 and top-5 of a classifier, by the session that is timed."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.data.class_folders import class_images
-from utils.qat.data.dataset import load_data
+from utils.qat.data.dataset import load_any
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.compare_classes import accuracy_of
 from utils.qat.evaluation.evaluate import evaluate
@@ -81,18 +82,17 @@ class Accuracy:
         file = file_of(case, self.config, self.device, LOGGER.info)
         if case.backend == 'pytorch':
             model = self.load(file, self.device)[0]
-            return self._detector(HalfModel(model) if case.precision == 'fp16' else TorchModel(model), size)
+            found = HalfModel(model) if case.precision == 'fp16' else TorchModel(model)
+            return (self._classifier if found.classifies else self._detector)(found, size)
         kind = session_of(case.backend)
         with kind.to_measure(case, file, self.device, self.config, self.load) as session:
-            found = FileModel(session)
-            return (self._classifier if found.classifies else self._detector)(found, size)
+            file_model = FileModel(session)
+            return (self._classifier if file_model.classifies else self._detector)(file_model, size)
 
     def _detector(self, model: TorchModel | FileModel, size: Sides) -> dict[str, Any]:
         """Score a detector on images letterboxed to `size`, as `qat.py eval --square` does."""
         config = self.config
-        if config.data is None or not config.data.is_file():
-            raise QatError(f'--data {config.data}: for a detector the data YAML')
-        data = load_data(config.data, model.nc, segments=model.segments)
+        data = load_any(Path(config.data or ''), model)
         settings = LoaderConfig(
             batch_size=config.batch_size, imgsz=size, workers=config.workers, device=self.device.type
         )
@@ -105,7 +105,7 @@ class Accuracy:
             **({'mask': {k: mask[k] for k in keys[1:]}} if mask else {}),
         }
 
-    def _classifier(self, model: FileModel, size: Sides) -> dict[str, Any]:
+    def _classifier(self, model: TorchModel | FileModel, size: Sides) -> dict[str, Any]:
         """Score a classifier."""
         batches = class_images(self.config, size, model)
         return accuracy_of(model, bar(batches, 'scoring'), self.device)

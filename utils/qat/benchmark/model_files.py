@@ -1,6 +1,6 @@
 """What a file is before it runs: its inputs, its types, its size.
 
-in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a YOLOv9 checkpoint
+in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
 out: a Network, and the shapes that its inputs have for a batch
 """
 
@@ -12,15 +12,20 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
+from utils.qat.config.common import usual_size
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.audit import load, naming
-from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half
+from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half, metadata_value
 from utils.qat.graph.openvino_layers import quantized_convs
-from utils.qat.graph.openvino_model import read_model
+from utils.qat.graph.openvino_model import metadata, read_model
+from utils.qat.prediction.aoti import package_metadata
+from utils.qat.prediction.pt2 import IMAGES, image_shape
+from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.prediction.session import Inputs, OpenInputs
+from utils.qat.untrusted.program_archive import is_package, read_program
 
 DTYPES = {
     'FLOAT': torch.float32,
@@ -45,7 +50,6 @@ OPENVINO_DTYPES = {
     'boolean': torch.bool,
 }  # OpenVINO → torch.dtype
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
-IMGSZ = 640, 640  # of a checkpoint, which has none of its own
 
 
 @dataclass
@@ -61,7 +65,8 @@ class Network:
     layers: int | None = None  # likewise
     checkpoint: Path | None = None  # that PyTorch runs
     unpaired: str = ''  # why it has no checkpoint
-    backend: str | None = None  # of an engine; None = all that take such files
+    backend: str | None = None  # of an engine or a .pt2 file; None = all that take such files
+    task: str = ''  # detect, segment or classify; '' if nothing tells
 
     @property
     def precision(self) -> str:
@@ -76,7 +81,7 @@ def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[N
     `files` itself.
 
     Args:
-        files: .onnx, .xml, .engine or checkpoints; a repeated one counts once.
+        files: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
         kind_of: tells the kind of a checkpoint, see models.quantize.checkpoint.
 
     Raises:
@@ -84,13 +89,46 @@ def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[N
     """
     found = []
     for file in dict.fromkeys(files):
-        require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt', '.pth'))
-        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine}.get(file.suffix.lower(), _checkpoint)
+        require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt2', '.pt', '.pth'))
+        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine, '.pt2': _pt2}.get(file.suffix.lower(), _checkpoint)
         found.append(read(file, kind_of))
     for network in found:
         if network.file.suffix.lower() == '.onnx':
             _pair(network, network.file.with_suffix('.pt'), files, kind_of)
     return found
+
+
+def sides(shape: Sequence[int | None]) -> Sides | None:
+    """Return height and width of a shape [B, C, H, W]; None if one of them is open."""
+    height, width = shape[2:]
+    return (height, width) if height and width else None
+
+
+def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], TorchModel]) -> None:
+    """Give each checkpoint the image size that it was quantized for.
+
+    A float one takes the size of the other files of its task, so that they can be compared, if they have one size. Else it takes
+    the usual size.
+
+    Args:
+        networks: the files; those that are no checkpoints are left as they are.
+        open_checkpoint: loads a checkpoint.
+    """
+    known: dict[str, set[Sides]] = {}
+    checkpoints = []
+    for network in networks:
+        size = next((sides(shape) for _, shape in network.inputs.values() if len(shape) == 4), None)
+        if network.checkpoint == network.file:
+            model = open_checkpoint(network.file)
+            network.task = 'classify' if model.classifies else 'segment' if model.segments else 'detect'
+            checkpoints.append((network, model))
+            size = model.quantized_for
+        if network.task and size:
+            known.setdefault(network.task, set()).add(size)
+    for network, model in checkpoints:
+        of_task = known.get(network.task, set())
+        shared = next(iter(of_task)) if len(of_task) == 1 else None
+        network.sizes = (model.quantized_for or shared or usual_size(model.classifies),)
 
 
 def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
@@ -109,7 +147,7 @@ def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Ca
 def _checkpoint(file: Path, kind_of: Callable[[Path], str]) -> Network:
     """Describe a checkpoint."""
     types = 'INT8 and FP32' if kind_of(file) == 'quantized' else 'FP32'
-    return Network(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, (IMGSZ,), checkpoint=file)
+    return Network(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, checkpoint=file)
 
 
 def _engine(file: Path, kind_of: Callable[[Path], str]) -> Network:
@@ -122,6 +160,7 @@ def _engine(file: Path, kind_of: Callable[[Path], str]) -> Network:
         sidecar.get('precision', ''),
         tuple(sorted(batches)) or (1,),
         backend='rtx' if 'RTX' in sidecar.get('built_by', '') else 'tensorrt',
+        task=sidecar.get('metadata', {}).get('task', ''),
     )
 
 
@@ -139,7 +178,8 @@ def _onnx(file: Path, kind_of: Callable[[Path], str]) -> Network:
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     own = fixed_batch(inputs)
-    return Network(file, inputs, types, (own,) if own else BATCHES, parameters=parameters_of(graph), layers=layers)
+    batches, task = (own,) if own else BATCHES, metadata_value(model, 'task')
+    return Network(file, inputs, types, batches, parameters=parameters_of(graph), layers=layers, task=task)
 
 
 def _xml(file: Path, kind_of: Callable[[Path], str]) -> Network:
@@ -156,7 +196,23 @@ def _xml(file: Path, kind_of: Callable[[Path], str]) -> Network:
         inputs[port.any_name] = OPENVINO_DTYPES[kind], shape
     types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
     own = fixed_batch(inputs)
-    return Network(file, inputs, types, (own,) if own else BATCHES)
+    task = metadata(model).get('task', '')
+    return Network(file, inputs, types, (own,) if own else BATCHES, task=task)
+
+
+def _pt2(file: Path, kind_of: Callable[[Path], str]) -> Network:
+    """Describe a .pt2 file, by its metadata."""
+    package = is_package(file)
+    notes = package_metadata(file) if package else read_program(file, 'MODEL')[1]
+    batch, *rest = image_shape(notes, file)
+    return Network(
+        file,
+        {IMAGES: (torch.float32, (batch, *rest))},
+        notes.get('precision', ''),
+        (batch,) if batch else BATCHES,
+        backend='aoti' if package else 'pt2',
+        task=notes.get('task', ''),
+    )
 
 
 def parameters_of(graph: Graph) -> int:

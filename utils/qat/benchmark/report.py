@@ -21,7 +21,8 @@ def summary(result: dict[str, Any]) -> str:
 
     def line(name: str, times: dict[str, float]) -> str:
         parts = [f'{key} = {times[key]:.5g} ms' for key in ('min', 'max', 'mean', 'median')]
-        return f'{name}: {", ".join(parts + [f"percentile({p}%) = {times[key]:.5g} ms" for p, key in ((90, "p90"), (95, "p95"), (99, "p99"))])}'
+        parts += [f'percentile({p}%) = {times[f"p{p}"]:.5g} ms' for p in (90, 95, 99)]
+        return f'{name}: {", ".join(parts)}'
 
     what = 'GPU Compute Time' if result['h2d'] else 'Compute Time'
     timed = (
@@ -44,18 +45,16 @@ def summary(result: dict[str, Any]) -> str:
     )
 
 
-def result_tables(results: Sequence[dict[str, Any]], baseline: str | None = None) -> list[str]:
+def result_tables(results: Sequence[dict[str, Any]]) -> list[str]:
     """Make the tables of times, of the change against the baseline where there is one, and of the models.
 
     Args:
-        results: plain Results.
-        baseline: value of --baseline.
+        results: plain Results with short names, see tables.with_short_names.
 
     Returns:
         Markdown.
     """
-    shown = with_short_names(with_changes(results, baseline))
-    return [table for table in (speed_table(shown), baseline_table(shown), model_table(shown)) if table]
+    return [table for table in (speed_table(results), baseline_table(results), model_table(results)) if table]
 
 
 def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
@@ -68,8 +67,9 @@ def disturbance(results: Sequence[dict[str, Any]]) -> str:
     found = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
     if max(found, default=0) < DISTURBED:
         return ''
+    share = ' to '.join(dict.fromkeys(f'{percent:.0f}' for percent in (min(found), max(found))))
     return (
-        f'other processes took {min(found):.0f} to {max(found):.0f} % of the CPU while measuring: times are too long and uneven; '
+        f'other processes took {share} % of the CPU while measuring: times are too long and uneven; '
         'measure on an idle machine'
     )
 
@@ -87,20 +87,22 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
     """Make the content of benchmark.md.
 
     Args:
-        report: content of benchmark.json.
+        report: content of benchmark.json, with short names.
         pictures: names of the pictures beside it.
     """
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
-    results = with_short_names(report['results'])
-    made, scored = notes(results), {r['accuracy']['images'] for r in results if r['accuracy']}
+    results, disturbed = report['results'], disturbance(report['results'])
+    made, scored = notes(results), max((r['accuracy']['images'] for r in results if r['accuracy']), default=0)
+    classes = any('top1' in r['accuracy'] for r in results if r['accuracy'])
+    seen = 'their middle in' if classes else 'letterboxed to'
     parts = [
         '# Benchmark',
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
-        *result_tables(report['results'], settings['baseline']),
-        *[escaped(f'Disturbed: {line}.') for line in [disturbance(results)] if line],
-        *[f'Accuracy: {", ".join(map(str, scored))} square images of {escaped(settings["data"])}.'] * bool(scored),
+        *result_tables(results),
+        *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
+        *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
         *(['Left out:', '\n'.join(left_out)] if left_out else []),
         '## Machine',
@@ -115,13 +117,16 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = FORMATS) -> None:
+def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = FORMATS) -> list[str]:
     """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, where something was sampled, usage.png.
 
     Args:
         folder: where to write.
         report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
         formats: of FORMATS; others are not written.
+
+    Returns:
+        The tables, as Markdown.
     """
     report = {**report, 'results': with_changes(report['results'], report['settings']['baseline'])}
     short = {**report, 'results': with_short_names(report['results'])}
@@ -137,4 +142,5 @@ def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[st
             plot_usage(folder / 'usage.png', short)
         pictures = [name for name in PICTURES if name != 'usage.png' or report['usage']]
     if 'md' in formats:
-        write_text(folder / 'benchmark.md', markdown(report, pictures))
+        write_text(folder / 'benchmark.md', markdown(short, pictures))
+    return result_tables(short['results'])

@@ -8,6 +8,7 @@ from typing import Any
 
 from utils.qat.benchmark.baseline import POINTS
 from utils.qat.benchmark.case import pixels
+from utils.qat.core.files import distinct_names
 from utils.qat.core.markdown import markdown_table
 from utils.qat.core.printable import visible
 
@@ -17,18 +18,14 @@ PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'compute': 'GPU compute', 'd2h': 'D
 
 
 def with_short_names(results: Sequence[Row]) -> list[Row]:
-    """Return plain Results whose model is the file's name, or its path where two files share a name."""
-    files = {r['model'] for r in results}
-    names = [Path(f).name for f in files]
-
-    def short(file: str) -> str:
-        return Path(file).name if names.count(Path(file).name) == 1 else file
-
+    """Return plain Results, with 'against', whose models have the names of their files, see files.distinct_names."""
+    files = list(dict.fromkeys(r['model'] for r in results))
+    short = dict(zip(files, distinct_names(list(map(Path, files)))))
     return [
         {
             **r,
-            'model': short(r['model']),
-            **({'against': {**r['against'], 'model': short(r['against']['model'])}} if r.get('against') else {}),
+            'model': short[r['model']],
+            'against': r['against'] and {**r['against'], 'model': short[r['against']['model']]},
         }
         for r in results
     ]
@@ -39,16 +36,11 @@ def series(result: Row) -> tuple[str, str, str, str]:
     return result['model'], result['backend'], result['types'], pixels(result['imgsz'])
 
 
-def number(value: float | None, form: str) -> str:
-    """Format a number; '-' for None."""
-    return '-' if value is None else format(value, form)
-
-
 def _of(key: str, inner: str, form: str = '') -> Callable[[Row], Any]:
     """Make a function that takes result[key][inner], in the format `form`; None where there is no such figure."""
 
     def value(result: Row) -> Any:
-        found = (result[key] or {}).get(inner)
+        found = (result.get(key) or {}).get(inner)
         return format(found, form) if form and found is not None else found
 
     return value
@@ -98,7 +90,7 @@ def speed_table(results: Sequence[Row]) -> str:
             *SERIES,
             *BATCH,
             ('latency (ms)', _of('latency', 'median', '.4g')),
-            ('p99', _of('latency', 'p99', '.4g')),
+            *[(key, _of('latency', key, '.4g')) for key in ('mean', 'p99', 'max')],
             *[(f'{title} (ms)', part(key)) for key, title in PARTS.items()],
             ('qps', lambda r: f'{r["qps"]:.1f}'),
             ('images/s', lambda r: f'{r["images_per_s"]:.1f}'),
@@ -183,7 +175,7 @@ def model_table(results: Sequence[Row]) -> str:
             ('parameters (M)', lambda r: None if r['parameters'] is None else f'{r["parameters"] / 1e6:.3f}'),
             ('layers', lambda r: r['layers']),
             *[(title, _of('accuracy', key, '.4f')) for key, title in POINTS.items()],
-            ('mask AP', lambda r: number(((r['accuracy'] or {}).get('mask') or {}).get('ap'), '.4f').strip('-')),
+            ('mask AP', lambda r: _of('mask', 'ap', '.4f')(r['accuracy']) if r['accuracy'] else None),
             ('least latency (ms)', lambda r: f'{r["quick"]["latency"]["median"]:.4g}'),
             ('most images/s', lambda r: f'{r["most"]["images_per_s"]:.1f}'),
         ],

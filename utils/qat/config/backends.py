@@ -27,6 +27,8 @@ BACKENDS = {  # --backend → Backend
     ),  # its wheels alone bring the second
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
     'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
+    'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
+    'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',)),
     'pytorch': Backend(
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
     ),  # of an .onnx the checkpoint that it was exported from

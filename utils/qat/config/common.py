@@ -80,9 +80,16 @@ class LoaderConfig(Settings):
     )
 
 
-def seen_as(imgsz: Sequence[int], square: bool) -> str:
+def usual_size(classifies: bool) -> Sides:
+    """Return height and width of images, in pixels, for a model that is given none."""
+    return (224, 224) if classifies else (640, 640)
+
+
+def seen_as(imgsz: Sequence[int], square: bool, classifies: bool = False) -> str:
     """Say in words how loaders.val_loader shows images to a model."""
     height, width = imgsz
+    if classifies:
+        return f'as their middle in {height} x {width}'
     if height == width and not square:
         return f'as padded rectangles of up to {height} x {width}'
-    return f'as {"squares" if height == width else "images"} of {height} x {width}'
+    return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'

@@ -7,7 +7,7 @@ from typing import Any
 
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import DEVICE, SEED, SIZE, TOLERANCE, FolderConfig, LabelledConfig
-from utils.qat.config.engine import words
+from utils.qat.config.engine import in_order
 from utils.qat.config.settings import Range, Sides, option
 
 
@@ -41,7 +41,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
         None,
         f'what runs exported files, of {", ".join(PREDICTING)}: one, or one for each model, such as onnxruntime,openvino; '
         'default: the first of them that takes the file',
-        parse=words,
+        parse=in_order,
         allowed=PREDICTING,
     )
     seed: int = option(57, 'seed of --random', allowed=SEED)

@@ -28,9 +28,14 @@ def min_opt_max(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def in_order(text: str) -> tuple[str, ...]:
+    """Read a list: 'a, b,a' → ('a', 'b', 'a')."""
+    return tuple(part.strip() for part in text.split(',') if part.strip())
+
+
 def words(text: str) -> tuple[str, ...]:
     """Read a list without its repetitions: 'a, b,a' → ('a', 'b')."""
-    return tuple(dict.fromkeys(part.strip() for part in text.split(',') if part.strip()))
+    return tuple(dict.fromkeys(in_order(text)))
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
@@ -116,7 +121,10 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     """Settings of `benchmark_trt.py`."""
 
     models: tuple[Path, ...] = option(
-        MISSING, '.onnx or .xml (any network), .engine, or .pt (YOLOv9)', metavar='MODEL', positional=True
+        MISSING,
+        '.onnx or .xml (any network), .engine, .pt2 of export_qat.py, or .pt (YOLOv9)',
+        metavar='MODEL',
+        positional=True,
     )
     batch: tuple[int, ...] | None = option(  # see model_files.Network
         None,
@@ -133,7 +141,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     imgsz: tuple[str, ...] | None = option(  # see `sizes`
         None,
         'height and width in pixels, for a file with open height and width and for a .pt; or a list such as 320,640,480x640, of '
-        'which each is measured; default for a .pt: 640',
+        'which each is measured; default for a .pt: the size that it was quantized for, else 640, for a classifier 224',
         *SIZE,
     )
     duration: float = option(

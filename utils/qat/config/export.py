@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.common import OR_ALL, SHARE, SIZE, TOLERANCE
+from utils.qat.config.engine import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option
 from utils.qat.core.errors import check
 
@@ -23,7 +24,13 @@ INCLUDE = {
     'onnx_end2end': '-end2end.onnx',
     'openvino': '.xml',
     'openvino_end2end': '-end2end.xml',
+    'pt2': '.pt2',
+    'aoti': '-aoti.pt2',
+    'torch_tensorrt': '.ep',
 }
+PT2 = 'pt2', 'aoti'
+FROM_MODEL = *PT2, 'torch_tensorrt'  # made of the model itself; the others are made of its ONNX graph
+TORCH_TENSORRT_FILES = {'ep': '.ep', 'ts': '.ts', 'engine': '-torch_tensorrt.engine'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
 MASK_OPSET = 16  # the first with a RoiAlign that takes coordinates as they are: the centre of a pixel is at a half
@@ -73,6 +80,20 @@ class Pooling:
     sampling_ratio: int = 0  # points per value and axis, averaged; 0 = one for each prototype cell under the value
 
 
+@dataclass(frozen=True)
+class TorchTensorRT:
+    """How Torch-TensorRT compiles a model, see torch_tensorrt_export.py."""
+
+    formats: tuple[str, ...] = ('ep', 'engine')  # of TORCH_TENSORRT_FILES
+    dtype: str = 'fp16'  # outside of Q/DQ
+    optimization_level: int | None = None  # 0 to 5; None = TensorRT's own
+    workspace: int = WORKSPACE  # MiB
+
+    def files(self, path: Path) -> dict[str, Path]:
+        """Name the files. path: MODEL.ep."""
+        return {name: path.with_name(path.stem + TORCH_TENSORRT_FILES[name]) for name in self.formats}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(Settings):
     """Settings of a file for TensorRT."""
@@ -105,6 +126,7 @@ class TargetConfig(Settings):
 
 
 INSIDE = 'NMS inside the file (--include onnx_end2end or openvino_end2end)'
+BY_TORCH_TENSORRT = 'Torch-TensorRT (--include torch_tensorrt)'
 MASKS_INSIDE = 'masks inside the file (--include onnx_end2end or openvino_end2end, segmentation models)'
 
 
@@ -112,19 +134,27 @@ MASKS_INSIDE = 'masks inside the file (--include onnx_end2end or openvino_end2en
 class ExportConfig(TargetConfig):
     """Settings of `export_qat.py`."""
 
-    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt)')
+    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); of several each is exported', each=True)
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(INCLUDE))
-    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
+    imgsz: Sides = option(  # None until the model is known
+        None,
+        'image size in pixels: one number, or height and width; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
+        *SIZE,
+        allowed=Range(32),
+    )
     _: KW_ONLY
     batch_size: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
     inplace: bool = option(False, "set the head's inplace flag, as upstream's export does")
-    half: bool = option(False, 'with --trt 11: FP16 for a float checkpoint too (INT8 always has it)')
+    half: bool = option(
+        False,
+        'FP16 for a float checkpoint: of an ONNX file with --trt 11 (INT8 always has it there), of pt2 and aoti for GPUs',
+    )
     fp32_scales: bool = option(
         False,
         'with --trt 11 and an INT8 checkpoint: scales in FP32. Sets opset 23 (leave out --opset). ONNX Runtime cannot run the '
         'file (leave out --verify)',
     )
-    device: str = option('cpu', "device for tracing: 'cpu' or a GPU number")
+    device: str = option('cpu', "device for tracing, and of an aoti package: 'cpu' or a GPU number")
     verify: Path | None = option(
         None,
         'compare the file with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
@@ -176,10 +206,48 @@ class ExportConfig(TargetConfig):
         group=MASKS_INSIDE,
     )
 
+    formats: tuple[str, ...] = option(
+        TorchTensorRT.formats,
+        'ep: exported program with the engine inside. ts: TorchScript, for C++ with libtorch. engine: the engine alone, for '
+        'val_trt.py and trtexec',
+        allowed=tuple(TORCH_TENSORRT_FILES),
+        group=BY_TORCH_TENSORRT,
+    )
+    dtype: str = option(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'), group=BY_TORCH_TENSORRT)
+    optimization_level: int | None = option(
+        TorchTensorRT.optimization_level,
+        "TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own",
+        allowed=Range(0, 5),
+        group=BY_TORCH_TENSORRT,
+    )
+    workspace: int = option(
+        TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY, group=BY_TORCH_TENSORRT
+    )
+
+    @property
+    def torch_tensorrt(self) -> TorchTensorRT:
+        """The options of Torch-TensorRT."""
+        return TorchTensorRT(*(getattr(self, f.name) for f in fields(TorchTensorRT)))
+
     @property
     def openvino(self) -> list[str]:
         """The files of --include that are for OpenVINO."""
         return [name for name in self.include if name.startswith('openvino')]
+
+    @property
+    def pt2(self) -> list[str]:
+        """The files of --include that PyTorch writes."""
+        return [name for name in self.include if name in PT2]
+
+    @property
+    def from_model(self) -> list[str]:
+        """The files of --include that are made of the model itself."""
+        return [name for name in self.include if name in FROM_MODEL]
+
+    @property
+    def onnx(self) -> bool:
+        """Whether a file of --include is made of the ONNX graph."""
+        return len(self.from_model) < len(self.include)
 
     @property
     def with_nms(self) -> list[str]:
@@ -190,6 +258,24 @@ class ExportConfig(TargetConfig):
         """Check the options that need or exclude each other; see Settings.problems."""
         idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
         yield idle and not self.with_nms, f'{idle}: only with --include onnx_end2end or openvino_end2end'
+        idle = self._given(f.name for f in fields(TorchTensorRT))
+        yield (
+            'torch_tensorrt' in self.include and self.dynamic and self.batch_size == 1,
+            '--dynamic: with --include torch_tensorrt the batch is 1 to --batch-size; give that, such as --batch-size 8',
+        )
+        yield (
+            self.verify and list(self.include) == ['torch_tensorrt'],
+            '--verify: not with --include torch_tensorrt alone, whose files are compared with PyTorch as they are compiled; '
+            'val_trt.py evaluates the engine',
+        )
+        yield (
+            self.half and list(self.include) == ['torch_tensorrt'],
+            '--half: --include torch_tensorrt takes --dtype instead, which is fp16 by default; leave it out',
+        )
+        yield (
+            idle and 'torch_tensorrt' not in self.include,
+            f'{idle}: only with --include torch_tensorrt',
+        )
         yield (
             'openvino_end2end' in self.include and self.nms == 'plugin',
             f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard',
@@ -199,7 +285,11 @@ class ExportConfig(TargetConfig):
             f'--fp32-scales: not with --include {" ".join(self.openvino)}; it is for TensorRT 11, leave it out',
         )
         yield (
-            self.half and self.trt != 11,
+            self.pt2 and self.fp32_scales,
+            f'--fp32-scales: not with --include {" ".join(self.pt2)}; it is for TensorRT 11, leave it out',
+        )
+        yield (
+            self.half and self.onnx and self.trt != 11,
             f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
             'when it builds (trtexec --fp16)',
         )
@@ -257,7 +347,7 @@ class ExportConfig(TargetConfig):
                     f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
                 ),
                 (
-                    self.verify and kind == 'plugin' and not {'onnx', 'openvino'} & set(self.include),
+                    self.verify and kind == 'plugin' and not {'onnx', 'openvino', *PT2} & set(self.include),
                     f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard',
                 ),
             ]

@@ -15,7 +15,7 @@ CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'l1.5', 'l3', 'entropy', 'percentile', 'max')
 WEIGHT_METHODS = ('max', 'mse')
 SCALE_POLICIES = ('tied', 'free')
-ADD_POLICIES = ('both', 'residual')
+ADD_POLICIES = ('both', 'residual', 'each')
 AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
@@ -27,9 +27,14 @@ COCO = Path('data/coco.yaml')
 class ModelConfig(FolderConfig, LoaderConfig):
     """A model, its data, and how the images of the data are read."""
 
-    weights: Path = option(MISSING, 'checkpoint (.pt)')
-    data: Path = option(COCO, 'data YAML: train, val, names')
+    weights: Path = option(
+        MISSING, 'checkpoint (.pt), or a network of torchvision with its pretrained weights, such as resnet50'
+    )
+    data: Path = option(
+        COCO, 'data YAML: train, val, names; of a classifier a folder with train/ and val/, in each a folder per class'
+    )
     _: KW_ONLY
+    needs_classes: bool = False  # a model that is no classifier is refused
     needs_masks: bool = False  # a model that gives none is refused
 
     @property
@@ -38,12 +43,13 @@ class ModelConfig(FolderConfig, LoaderConfig):
         elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
         return TREE / COCO if elsewhere else self.data
 
-    def check_model(self, segments: bool, why: str) -> None:
+    def check_model(self, segments: bool, why: str, classifies: bool = False) -> None:
         """Raise QatError unless a model fits the settings.
 
         Args:
             segments: whether the model gives masks.
             why: what in the model says so.
+            classifies: whether it is a classifier.
         """
         given = ['--overlap'] * self.overlap + [f'--mask-ratio {self.mask_ratio}'] * (self.mask_ratio != 1)
         check(
@@ -53,8 +59,12 @@ class ModelConfig(FolderConfig, LoaderConfig):
                     f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({why}); leave it out',
                 ),
                 (
+                    self.needs_classes and not classifies,
+                    f'--weights {self.weights}: no classifier ({why}), and classify/qat_cls.py is for classifiers; use: python qat.py',
+                ),
+                (
                     self.needs_masks and not segments,
-                    f'--weights {self.weights}: a detection model ({why}), and segment/qat_seg.py is for '
+                    f'--weights {self.weights}: a {"classifier" if classifies else "detection model"} ({why}), and segment/qat_seg.py is for '
                     'segmentation models; use: python qat.py',
                 ),
             ]
@@ -127,6 +137,12 @@ class FileEvalConfig(EvalConfig):
 class CalibrationConfig(ModelConfig):
     """Settings that `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
 
+    imgsz: Sides = option(  # None until the model is known
+        None,
+        'image size in pixels: one number, or height and width; default: 640, of a classifier 224',
+        *SIZE,
+        allowed=Range(32),
+    )
     project: Path = Path('runs/qat')
     reparameterize: bool = option(
         True, 'refuse a dual-branch checkpoint; by default its main branch is taken, as reparameterization.py does'
@@ -159,8 +175,8 @@ class CalibrationConfig(ModelConfig):
     )
     target: str = option(
         DEFAULT_TARGET,
-        'engine that the placement of Q/DQ is made for. tensorrt and openvino: the same placement. onnxruntime: also around SiLU, '
-        'which it does not fuse',
+        'engine that the placement of Q/DQ is made for. tensorrt and openvino: the same placement. onnxruntime: also around '
+        'activation functions, which it does not fuse, and with zero points',
         allowed=tuple(TARGETS),
     )
     scale_policy: str = option(
@@ -168,7 +184,12 @@ class CalibrationConfig(ModelConfig):
         'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
         allowed=SCALE_POLICIES,
     )
-    add_policy: str = option('both', 'residual Add: quantize both addends, or only the shortcut', allowed=ADD_POLICIES)
+    add_policy: str | None = option(
+        None,
+        'residual Add: quantize both addends with one scale, only the shortcut (residual), or both with a scale for each. Default: both; in '
+        'the blocks of torchvision, where a convolution stands directly before the Add, residual, and each for OpenVINO and ONNX Runtime',
+        allowed=ADD_POLICIES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +230,9 @@ class QuantizeConfig(CalibrationConfig):
         'precision of the fine-tuning: FP32 (off), or autocast; default: fp16 on a GPU, which it needs, else off',
         allowed=AMP,
     )
-    compile: bool = option(False, 'fine-tune by replaying a CUDA graph; needs a GPU')
+    compile: bool | None = option(
+        None, 'fine-tune by replaying a CUDA graph; default: on a GPU, but not with --task-loss', negatable=True
+    )
     task_loss: float = option(
         0.0,
         'add W times the detection loss on the labels to the loss of the fine-tuning; not with --compile',
@@ -269,7 +292,7 @@ class QuantizeConfig(CalibrationConfig):
             f'--val-split {self.val_split}: with --epochs 0 there is no epoch to choose; leave one of the two out',
         )
         yield (
-            self.hyp and len(set(self.imgsz)) > 1,
+            self.hyp and self.imgsz and len(set(self.imgsz)) > 1,
             f'--hyp {self.hyp}: augmented images are squares; give one number for --imgsz, or leave --hyp out',
         )
         yield len(choosing) == 2, '--keep-float, --max-drop: give one of the two'

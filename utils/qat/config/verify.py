@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.backends import ENGINES
-from utils.qat.config.common import ENGINE_BACKEND, FolderConfig
-from utils.qat.config.settings import Range, option
+from utils.qat.config.common import ENGINE_BACKEND, SIZE, FolderConfig
+from utils.qat.config.settings import Range, Sides, option
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,12 @@ class VerifyConfig(FolderConfig):
     weights: Path = option(MISSING, 'INT8 checkpoint of qat.py quantize')
     float_weights: Path = option(MISSING, 'the float checkpoint that it was made of, with one branch', '--float')
     data: Path = option(MISSING, 'data YAML')
-    imgsz: int = option(640, 'image size in pixels', '--img', '--img-size', allowed=Range(32))
+    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
     _: KW_ONLY
     segment: Path | None = option(None, 'INT8 checkpoint of a segmentation model; without it those rows are skipped')
     segment_data: Path | None = option(None, 'its data YAML')
+    classify: Path | None = option(None, 'INT8 checkpoint of a classifier; without it those rows are skipped')
+    classify_data: Path | None = option(None, 'the folder of its images')
     backend: str = option(
         ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
     )
@@ -34,4 +36,6 @@ class VerifyConfig(FolderConfig):
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that belong together; see Settings.problems."""
-        yield (self.segment is None) != (self.segment_data is None), '--segment, --segment-data: give both or none'
+        for task in ('segment', 'classify'):
+            given = getattr(self, task), getattr(self, f'{task}_data')
+            yield given.count(None) == 1, f'--{task}, --{task}-data: give both or none'

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -200,3 +201,22 @@ def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) ->
     if suffixes and path.suffix.lower() not in suffixes:
         raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')
     return path
+
+
+def require_data(path: Path, flag: str = '--data') -> Path:
+    """Check that a path is a data YAML, or a folder of a classifier's images, and return it.
+
+    Raises:
+        QatError: it is neither.
+    """
+    return path if path.is_dir() else require_file(path, flag, ('.yaml', '.yml'))
+
+
+NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
+
+
+def is_network(path: Path) -> bool:
+    """Tell whether a path is the name of a network of torchvision, such as resnet18, or a file of its weights (.pth)."""
+    if not NETWORK.fullmatch(path.name):
+        return False
+    return (path.suffix == '.pth' and path.is_file()) or not (path.suffix or os.path.exists(path))

@@ -106,11 +106,17 @@ def describe(device: torch.device) -> str:
     return name + (f' in the first of {world_size()} processes' if world_size() > 1 else '')
 
 
-def instruction_sets() -> list[str]:
-    """Name the instructions of this CPU that decide how fast INT8 and BF16 are; empty where the system does not tell."""
+def instruction_flags() -> list[str]:
+    """Return the flags, of INSTRUCTIONS, that Linux has for this CPU; empty where the system does not tell."""
     try:
         text = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
     except OSError:
         return []
     flags = set(next((line for line in text.splitlines() if line.startswith(('flags', 'Features'))), '').split())
+    return [flag for flag in INSTRUCTIONS.values() if flag in flags]
+
+
+def instruction_sets() -> list[str]:
+    """Name the instructions of this CPU that decide how fast INT8 and BF16 are; empty where the system does not tell."""
+    flags = instruction_flags()
     return [name for name, flag in INSTRUCTIONS.items() if flag in flags]

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
         raise
     finally:
         tmp.unlink(missing_ok=True)
+
+
+def distinct_names(files: Sequence[Path]) -> list[str]:
+    """Return the name of each file, or its path where two share a name, or its place in the list where two are one file."""
+    names = [f.name if [g.name for g in files].count(f.name) == 1 else str(f) for f in files]
+    return [name if names.count(name) == 1 else f'{name} ({i})' for i, name in enumerate(names, 1)]
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DATA = 'DATA.yaml'  # stands for the user's data YAML where none is known
+FOLDER = 'FOLDER'  # likewise, for the images of a classifier
 
 
 def command(file: str | Path, *words: object) -> str:
@@ -20,7 +21,7 @@ def command(file: str | Path, *words: object) -> str:
     """
     # orig_argv, because a launcher changes sys.argv
     here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent
-    root = here.parent if here.name in ('scripts', 'segment') else here
+    root = here.parent if here.name in ('scripts', 'segment', 'classify') else here
     file = root / file if (root / file).is_file() else file
     typed = (
         f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words)
@@ -33,10 +34,11 @@ def converted(weights: Path) -> Path:
     return weights.with_name(f'{weights.stem}-converted.pt')
 
 
-def data_yaml(path: object) -> str:
-    """Return the data YAML that a checkpoint notes if it is a file on this machine, else DATA."""
+def data_of(path: object, classifies: bool = False) -> str:
+    """Return the data that a checkpoint notes, if they are on this machine: a data YAML, or a classifier's folder; else DATA or FOLDER."""
     # os.path, because Path.is_file raises an error for a name that is too long
-    return path if isinstance(path, str) and os.path.isfile(path) else DATA
+    there = os.path.isdir if classifies else os.path.isfile
+    return path if isinstance(path, str) and there(path) else FOLDER if classifies else DATA
 
 
 def typed_sides(imgsz: Iterable[int]) -> list[int]:
@@ -46,7 +48,7 @@ def typed_sides(imgsz: Iterable[int]) -> list[int]:
 
 
 def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
-    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine or .xml → benchmark.
+    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine, .xml or .pt2 → benchmark.
 
     Args:
         model: the file that was scored.
@@ -54,7 +56,7 @@ def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None)
         backend: the key of BACKENDS that scored it; None = the default for such files. A file that OpenVINO ran needs no engine.
     """
     by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
-    if model.suffix in ('.engine', '.xml') or backend == 'openvino':
+    if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':
         return command('benchmark_trt.py', model, *by)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py', model, *by)

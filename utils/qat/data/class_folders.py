@@ -7,11 +7,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 
-from utils.qat.config.common import LabelledConfig
+from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
+from utils.qat.data.dataset import load_any, open_dataset
+from utils.qat.data.image_folders import ClassImages
 from utils.qat.data.loaders import batches_of, spread
 
 LARGEST_LIST = 1_000_000  # bytes of --classes
@@ -77,14 +79,16 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
 def paths_of(dataset: Any) -> list[str]:
     """Return the path of each image of a dataset that `class_images` reads, in its order."""
     if isinstance(dataset, Subset):
-        return [dataset.dataset.samples[i][0] for i in dataset.indices]
-    return [path for path, _ in dataset.samples]
+        paths = paths_of(dataset.dataset)
+        return [paths[i] for i in dataset.indices]
+    return dataset.im_files if isinstance(dataset, ClassImages) else [path for path, _ in dataset.samples]
 
 
 def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
     """Make batches of a folder that has a folder of images for each class.
 
-    The shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
+    For a checkpoint, and a file that was exported of one, the folder has train/ and val/, and images are prepared as
+    `qat.py eval` does (see image_folders.py). For the classifiers of others the shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
 
     Args:
         config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
@@ -98,6 +102,10 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
     Raises:
         QatError: there is no such folder, or its folders fit no outputs.
     """
+    if getattr(model, 'task', None) == 'classify':
+        data = load_any(Path(config.data or ''), model)
+        images = open_dataset(data, 'val', LoaderConfig(imgsz=imgsz), model.stride)
+        return batches_of(spread(images, config.images) if config.images else images, config)
     from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
 
     steps = transforms.Compose(

@@ -23,6 +23,7 @@ from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, quiet_upstream
+from utils.qat.data.image_folders import ImageFolders, load_image_folders, open_images
 from utils.qat.data.labels import check_cache, check_dropped, check_image_names, check_labels
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.yaml_file import read_yaml
@@ -193,18 +194,43 @@ class MaskDataset(Readable, LoadImagesAndLabelsAndMasks):
     """Upstream's dataset of images, boxes and masks."""
 
 
+def load_any(file: Path, model: Any, flag: str = '--data') -> Data | ImageFolders:
+    """Check the data of a model: the data YAML of a detector or segmentation model, the folder of a classifier.
+
+    Args:
+        file: the YAML or the folder.
+        model: with nc, names, segments and classifies, see file_model.py.
+        flag: the option that gave it.
+
+    Raises:
+        QatError: it is for another task, or wrong.
+    """
+    if model.classifies:
+        if not file.is_dir():
+            raise QatError(
+                f'{flag} {file}: the model is a classifier ({model.kind}), which takes a folder with train/ and val/, and in each a '
+                'folder of images for each class; labels of boxes are for detectors'
+            )
+        return load_image_folders(file, model.names, flag)
+    if file.is_dir():
+        raise QatError(
+            f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes a data YAML with train:, val: and names:'
+        )
+    return load_data(file, model.nc, flag, model.segments)
+
+
 def open_dataset(
-    data: Data,
+    data: Any,
     split: str,
     config: LoaderConfig,
     stride: int,
     masks: dict[str, Any] | None = None,
     **options: Any,
-) -> LoadImagesAndLabels:
+) -> Any:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
     Args:
-        data: the data YAML.
+        data: the Data, or the ImageFolders of a classifier.
         split: 'train', 'val', or 'held out': the training images that `data.val_split` takes away from 'train'.
         config: gives imgsz and batch_size.
         stride: of the model, in pixels.
@@ -214,6 +240,8 @@ def open_dataset(
     Raises:
         QatError: a label or an image is wrong, or none is left.
     """
+    if isinstance(data, ImageFolders):
+        return open_images(data, split, config)
     key = 'val' if split == 'val' else 'train'
     cls = BoxDataset if masks is None else MaskDataset
     paths = getattr(data, key)

@@ -21,6 +21,8 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import Data, open_dataset
+from utils.qat.data.image_folders import ImageFolders
+from utils.qat.data.images import channels_last, unit_images
 from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
 
@@ -47,7 +49,17 @@ def _in_order(dataset: Sized, config: LoaderConfig, shard: tuple[int, int]) -> S
 
 
 def _collate(samples: list[tuple]) -> tuple:
-    """Collate samples of upstream's dataset; each image's masks, if there are any, stay a tensor of their own."""
+    """Collate samples of upstream's dataset; each image's masks, if there are any, stay a tensor of their own.
+
+    Samples of a ClassImages are collated to (images, labels, paths).
+    """
+    if len(samples[0]) == 3:
+        images, labels, paths = zip(*samples)
+        batch = torch.stack(images), torch.tensor(labels)
+        if get_worker_info():
+            for tensor in batch:
+                tensor.share_memory_()
+        return *batch, paths
     images, labels, paths, shapes = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
     masks = [sample[4] for sample in samples] if len(samples[0]) > 4 else []
     # A worker that has no shared memory left when it sends a batch prints a traceback, and everybody waits for it.
@@ -101,7 +113,7 @@ def spread(dataset: Any, limit: int) -> Subset:
 
 
 def val_loader(
-    data: Data,
+    data: Data | ImageFolders,
     config: LoaderConfig,
     stride: int,
     square: bool = False,
@@ -131,17 +143,17 @@ def val_loader(
     masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
     rect = not square and len(set(config.imgsz)) == 1
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
-    if scored:
+    if scored and isinstance(data, Data):
         require_labels(dataset, 'val' if split == 'val' else 'train', data)
     dataset = spread(dataset, limit) if limit else dataset
     return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
 
 
 class Images:
-    """A re-iterable view of a loader that gives images FP32 [B, 3, H, W] in 0..1 on a device.
+    """A re-iterable view of a loader that gives images FP32 [B, 3, H, W] in 0..1 on a device; for a classifier normalized.
 
     With `labels` it gives tuples: the images; FP32 [n, 6]: image in the batch, class, box as centre, width and height
-    in 0..1; and, where the data has them, the masks.
+    in 0..1; and, where the data has them, the masks. For a classifier the labels are its classes, INT64 [B].
     """
 
     def __init__(self, loader: DataLoader, device: torch.device, labels: bool = False) -> None:
@@ -151,13 +163,17 @@ class Images:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for images, labels, _, _, *masks in self.loader:
-            images = images.to(self.device, non_blocking=True).float() / 255
+        for images, labels, _, *rest in self.loader:
+            images, masks = channels_last(unit_images(images, self.device)), rest[1:]
             yield (images, labels.to(self.device, non_blocking=True), *masks) if self.labels else images
 
 
 def calibration_images(
-    data: Data, config: CalibrationConfig, stride: int, device: torch.device, shard: tuple[int, int] = (0, 1)
+    data: Data | ImageFolders,
+    config: CalibrationConfig,
+    stride: int,
+    device: torch.device,
+    shard: tuple[int, int] = (0, 1),
 ) -> Images:
     """Make the batches of the calibration: training images, letterboxed, without augmentation.
 
@@ -255,7 +271,7 @@ class TrainingImages(Images):
 
 
 def training_images(
-    data: Data,
+    data: Data | ImageFolders,
     config: QuantizeConfig,
     stride: int,
     device: torch.device,

@@ -55,22 +55,40 @@ def write_sidecar(source: Source, plan: Plan, product: str, more: dict[str, Any]
         The content of the sidecar.
     """
     config = source.config
+    return write_entries(
+        config.engine,
+        product,
+        onnx=config.onnx.name,
+        onnx_sha256=sha256(config.onnx),
+        precision=plan.precision,
+        typed='STRONGLY_TYPED' in plan.network,
+        inputs={name: dict(zip(('min', 'opt', 'max'), shapes)) for name, shapes in source.shapes.items()},
+        metadata=source.metadata,
+        workspace_mib=config.workspace,
+        level=config.level,
+        **more,
+    )
+
+
+def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
+    """Write the sidecar of an engine that is already built.
+
+    Args:
+        engine: file of the engine.
+        product: see `write_sidecar`.
+        entries: its source (`onnx`, or `weights` of an engine by Torch-TensorRT), inputs and settings.
+
+    Returns:
+        The content of the sidecar.
+    """
     content = {
         'sidecar': VERSION,
         'built_by': product,
         'gpu': this_gpu(),
-        'bytes': config.engine.stat().st_size,
-        'onnx': config.onnx.name,
-        'onnx_sha256': sha256(config.onnx),
-        'precision': plan.precision,
-        'typed': 'STRONGLY_TYPED' in plan.network,
-        'inputs': {name: dict(zip(('min', 'opt', 'max'), shapes)) for name, shapes in source.shapes.items()},
-        'metadata': source.metadata,
-        'workspace_mib': config.workspace,
-        'level': config.level,
-        **more,
+        'bytes': engine.stat().st_size,
+        **entries,
     }
-    write_json(sidecar_of(config.engine), content)
+    write_json(sidecar_of(engine), content)
     return content
 
 
@@ -112,7 +130,11 @@ def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[s
     Raises:
         QatError: the size of the file, the TensorRT or the GPU is not the one in the sidecar.
     """
-    again = f'build it again here: scripts/generate_trt_engine.sh {content["onnx"]}'
+    again = 'build it again here: ' + (
+        f'scripts/generate_trt_engine.sh {content["onnx"]}'
+        if 'onnx' in content
+        else f'python export_qat.py --weights {content["weights"]} --include torch_tensorrt'
+    )
     size = engine.stat().st_size
     if size != content['bytes']:
         raise QatError(

@@ -143,9 +143,9 @@ def plus_minus(found: dict[str, Any] | None) -> str:
     return f' ± {100 * found["chance"]:.2f}' if found else ''
 
 
-def in_words(found: dict[str, Any]) -> str:
-    """Write a `difference` in points, and say whether chance alone explains it."""
+def in_words(found: dict[str, Any], title: str = 'AP') -> str:
+    """Write a `difference` in points, and say whether chance alone explains it. title: see figures.title_of."""
     return ', '.join(
-        f'{text}{points(part)} points of AP, {"within" if within_chance(part) else "beyond"} chance'
+        f'{text}{points(part)} points of {title}, {"within" if within_chance(part) else "beyond"} chance'
         for text, part in zip(('', 'masks '), parts(found))
     )

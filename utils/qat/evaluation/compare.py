@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from utils.metrics import box_iou
 
+from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import difference
@@ -76,23 +77,24 @@ class Comparison:
             }
         )
 
-    def excess(self, limits: Any) -> list[str]:
-        """Describe each difference that is beyond `limits` (config.export.Limits); empty if there is none."""
-        if not self.ranks:
-            return ['neither model detects anything, so there was nothing to compare']
-        found = []
-        for what, gain in (('AP', self.ap_difference), ('AP of the masks', self.mask_ap_difference)):
-            if gain is not None and abs(gain) > limits.ap:
-                found.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
-        if self.matched < limits.matched:
-            found.append(
-                f'{self.matched:.2%} of the top {self.top} detections are matched, wanted {limits.matched:.0%}'
-            )
-        if self.matched_score > limits.score:
-            found.append(f'their scores differ by {self.matched_score:.2g}, allowed {limits.score:g}')
-        if self.matched_mask is not None and self.matched_mask < limits.mask:
-            found.append(f'their masks have an IoU of {self.matched_mask:.3f}, wanted {limits.mask:g}')
-        return found
+
+def excess(found: dict[str, Any], limits: Limits) -> list[str]:
+    """Describe each difference in the plain values of a Comparison that is beyond `limits`; empty if there is none."""
+    if not found['ranks']:
+        return ['neither model detects anything, so there was nothing to compare']
+    said = []
+    for what, gain in (('AP', found['ap_difference']), ('AP of the masks', found['mask_ap_difference'])):
+        if gain is not None and abs(gain) > limits.ap:
+            said.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
+    if found['matched'] < limits.matched:
+        said.append(
+            f'{found["matched"]:.2%} of the top {found["top"]} detections are matched, wanted {limits.matched:.0%}'
+        )
+    if (found['matched_score'] or 0) > limits.score:
+        said.append(f'their scores differ by {found["matched_score"]:.2g}, allowed {limits.score:g}')
+    if found['matched_mask'] is not None and found['matched_mask'] < limits.mask:
+        said.append(f'their masks have an IoU of {found["matched_mask"]:.3f}, wanted {limits.mask:g}')
+    return said
 
 
 def _finite(value: Any) -> Any:
@@ -147,7 +149,8 @@ class Ranking:
         self.top = top
         self.either, self.both, self.differ = np.zeros((3, top), int)  # images, per rank
         self.score, self.score_error, self.box_error = np.zeros((3, top))
-        self.looked_for, self.matched, self.matched_error = 0, 0, torch.zeros(6)  # x1, y1, x2, y2, score, class
+        self.looked_for, self.matched = np.zeros((2, top), int)  # detections of either model, per rank
+        self.matched_error = torch.zeros(6)  # x1, y1, x2, y2, score, class
         self.mask_iou, self.with_masks = 0.0, 0  # of matched detections
 
     def update(self, reference: Detections, other: Detections) -> None:
@@ -173,11 +176,11 @@ class Ranking:
 
     def _match(self, some: torch.Tensor, others: torch.Tensor, masks: Masks | None, other_masks: Masks | None) -> None:
         """Look up the top detections `some` [n, 6] of one model among all detections `others` [m, 6] of the other."""
-        self.looked_for += len(some)
+        self.looked_for[: len(some)] += 1
         if len(others):
             iou, which = (box_iou(some[:, :4], others[:, :4]) * (some[:, None, 5] == others[:, 5])).max(1)
             found = iou >= SAME_DETECTION
-            self.matched += int(found.sum())
+            self.matched[: len(some)] += found.numpy()
             self.matched_error += (some - others[which]).abs()[found].sum(0)
             if masks is not None and other_masks is not None and found.any():
                 iou = same_place_iou(masks[found.nonzero()[:, 0]].coarse(), other_masks[which[found]].coarse())
@@ -195,6 +198,7 @@ class Ranking:
                 score_error: mean absolute difference of the scores.
                 box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
                 disagreement: share of `images` in which the models disagree.
+                unmatched: share of the detections of either model at this rank that have no match in the other at any rank.
             The three means are over the images in which both models have a detection at this rank.
         """
         return [
@@ -205,6 +209,7 @@ class Ranking:
                 'score_error': _ratio(self.score_error[i], self.both[i]),
                 'box_error': _ratio(self.box_error[i], self.both[i]),
                 'disagreement': _ratio(self.differ[i], self.either[i]),
+                'unmatched': 1 - _ratio(self.matched[i], self.looked_for[i]),
             }
             for i in range(self.top)
             if self.either[i]
@@ -212,12 +217,13 @@ class Ranking:
 
     def figures(self) -> dict[str, Any]:
         """Compute the figures over all ranks, under the names that they have in Comparison."""
+        matched = self.matched.sum()
         return {
             'ranks': self.ranks(),
             'disagreement': _ratio(self.differ.sum(), self.either.sum()),
-            'matched': _ratio(self.matched, self.looked_for),
-            'matched_score': _ratio(self.matched_error[4], self.matched),
-            'matched_box': _ratio(self.matched_error[:4].mean(), self.matched),
+            'matched': _ratio(matched, self.looked_for.sum()),
+            'matched_score': _ratio(self.matched_error[4], matched),
+            'matched_box': _ratio(self.matched_error[:4].mean(), matched),
             'matched_mask': _ratio(self.mask_iou, self.with_masks) if self.with_masks else None,
         }
 

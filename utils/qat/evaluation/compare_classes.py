@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.evaluation.compare import Elements
 
@@ -33,6 +34,16 @@ class ClassComparison:
     def plain(self) -> dict[str, Any]:
         """Convert to plain values."""
         return asdict(self)
+
+
+def excess_of_classes(found: dict[str, Any], limits: Limits) -> list[str]:
+    """Describe each difference in the plain values of a ClassComparison that is beyond `limits`; empty if there is none."""
+    said, first, other = [], found['reference'], found['other']
+    if first and other and abs(gain := other['top1'] - first['top1']) > limits.ap:
+        said.append(f'top-1 differs by {abs(gain):.2g}, allowed {limits.ap:g}')
+    if (same := 1 - found['ranks'][0]['disagreement']) < limits.matched:
+        said.append(f'the best class is the same in {same:.2%} of the images, wanted {limits.matched:.0%}')
+    return said
 
 
 class Accuracy:
@@ -75,7 +86,7 @@ def accuracy_of(
         'top1' and 'top5' in 0..1, and 'images', the number of them.
     """
     found = Accuracy()
-    for images, labels in batches:
+    for images, labels, *_ in batches:
         scores = predict(images.to(device)).cpu()
         found.update(scores.topk(min(5, scores.shape[1]), 1).indices, labels)
     return {'images': found.images, **(found.figures() or {})}
@@ -137,7 +148,7 @@ def compare_classes(
         QatError: the scores of the classifiers have different shapes.
     """
     ranks, accuracies, seen = [Ranks(rtol, atol, top) for _ in others], [Accuracy() for _ in (reference, *others)], 0
-    for images, labels in batches:
+    for images, labels, *_ in batches:
         scores = [predict(images.to(device)).cpu().double() for predict in (reference, *others)]
         for of_one, other in zip(ranks, scores[1:]):
             if scores[0].shape != other.shape:

@@ -5,14 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from utils.qat.config.backends import BACKENDS, CHECKPOINTS, backends_for
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
 from utils.qat.config.settings import Sides
-from utils.qat.core.files import sha256, write_json
+from utils.qat.core.files import distinct_names, sha256, write_json
 from utils.qat.core.machine import machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, in_words, plus_minus
-from utils.qat.evaluation.figures import columns, differences, figures
+from utils.qat.evaluation.figures import models_table
 from utils.qat.evaluation.plots import plot_ranks
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
@@ -48,15 +49,23 @@ def comparison_tables(comparison: dict[str, Any], names: Sequence[str], scores: 
             number(r['score_error']),
             number(r['box_error']),
             number(r['disagreement'], '.1%'),
+            number(r['unmatched'], '.1%'),
         )
         for r in comparison['ranks']
     ]
-    ranks.append((f'top {comparison["top"]}', *['-'] * 4, number(comparison['disagreement'], '.1%')))
+    matched = comparison['matched']
+    unmatched = None if matched is None else 1 - matched
+    ranks.append(
+        (f'top {comparison["top"]}', *['-'] * 4, *(number(v, '.1%') for v in (comparison['disagreement'], unmatched)))
+    )
     tables = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(
         elements
     )
     tables.append(
-        markdown_table(('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement'), ranks)
+        markdown_table(
+            ('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement', 'without a match'),
+            ranks,
+        )
     )
     if scores and comparison['reference']:
         tables += [
@@ -101,28 +110,39 @@ def class_comparison_tables(comparison: dict[str, Any], names: Sequence[str], sc
 
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Write the scores of several models, and the differences of each from the first in points; '' without labels.
+    """Write the scores of several models, and the differences of each from the first in points.
+
+    Of detectors without labels: ''.
 
     Args:
         comparisons: plain values of a Comparison, or of a ClassComparison, with the first model for each other one.
         names: names of all models.
     """
+    if 'boxes' not in comparisons[0]:
+        return _class_scores_table(comparisons, names)
     first = comparisons[0]['reference']
     if not first:
         return ''
     models = [first, *(c['other'] for c in comparisons)]
-    if 'top1' in first:
-        rows: list[tuple[str, ...]] = [(n, f'{m["top1"]:.4f}', f'{m["top5"]:.4f}') for n, m in zip(names, models)]
-        for name, m in zip(names[1:], models[1:]):
-            points = (f'{100 * (m[key] - first[key]):+.2f}' for key in ('top1', 'top5'))
-            rows.append((f'{name} - {names[0]}, points', *points))
-        return markdown_table(('model', 'top-1', 'top-5'), rows)
-    titles, masks = columns(*models)
-    rows = [(name, *figures(m, masks)) for name, m in zip(names, models)]
-    for name, m, comparison in zip(names[1:], models[1:], comparisons):
-        chance = plus_minus(comparison['against_reference'])
-        rows.append((f'{name} - {names[0]}, points', *differences(m, first, masks, chance)))
-    return f'{markdown_table(("model", *titles), rows)}\n\n({EXPLAINED})'
+    chances = [plus_minus(c['against_reference']) for c in comparisons]
+    return f'{models_table(names, models, chances)}\n\n({EXPLAINED})'
+
+
+def _class_scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Write accuracies of classifiers, if there are labels, and how far each is from the first: see `scores_table`."""
+    first, settings = comparisons[0]['reference'], comparisons[0]
+    keys = ('top1', 'top5') if first else ()
+    rows: list[tuple[str, ...]] = [(names[0], *(f'{first[key]:.4f}' for key in keys), *['-'] * 4)]
+    for name, c in zip(names[1:], comparisons):
+        e, same = c['scores'], 1 - c['ranks'][0]['disagreement']
+        distance = f'{e["within"]:.2%}', f'{e["mean"]:.3g}', f'{same:.1%}', f'{c["disagreement"]:.1%}'
+        rows.append((name, *(f'{c["other"][key]:.4f}' for key in keys), *distance))
+    for name, c in zip(names[1:], comparisons if first else ()):
+        points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
+        rows.append((f'{name} - {names[0]}, points', *points, *['-'] * 4))
+    within = f'scores within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
+    titles = within, 'mean difference', 'same best class', f'other class at a rank of the top {settings["top"]}'
+    return markdown_table(('model', *(['top-1', 'top-5'] if first else []), *titles), rows)
 
 
 def verdict(comparison: dict[str, Any], names: Sequence[str]) -> str:
@@ -166,10 +186,17 @@ def all_tables(
     return [table for table in tables if table]
 
 
-def distinct(files: Sequence[Path]) -> list[str]:
-    """Return the name of each file, or its path where two share a name, or its place in the list where two are one file."""
-    names = [f.name if [g.name for g in files].count(f.name) == 1 else str(f) for f in files]
-    return [name if names.count(name) == 1 else f'{name} ({i})' for i, name in enumerate(names, 1)]
+def names_of(config: CompareConfig) -> list[str]:
+    """Name the models of a comparison: by their files, and where --backend names a backend for each, by that too."""
+    files = list(dict.fromkeys(config.models))
+    if len(files) == len(config.models) or len(config.backend or ()) != len(config.models):
+        return distinct_names(config.models)
+    known = dict(zip(files, distinct_names(files)))
+    titles = [BACKENDS[b].title for b in backends_for(config.models, config.backend) if b]
+    return [
+        known[file] if file.suffix.lower() in CHECKPOINTS else f'{known[file]} in {title}'
+        for file, title in zip(config.models, titles)
+    ]
 
 
 def write_comparison(
@@ -195,7 +222,7 @@ def write_comparison(
     Returns:
         The tables, as Markdown.
     """
-    names = distinct(config.models)
+    names = names_of(config)
     files = {str(file): sha256(file) for file in config.models}
     write_json(
         folder / 'compare.json',
@@ -216,7 +243,9 @@ def write_comparison(
         pictures.append(image('differences by rank', 'ranks.png'))
     if examples:
         plot_examples(folder / 'examples.png', examples, names)
-        pictures.append(image('best detections side by side', 'examples.png'))
+        pictures.append(
+            image(f'best {"detections" if "boxes" in comparisons[0] else "classes"} side by side', 'examples.png')
+        )
     tables = all_tables(comparisons, names, examples)
     document(
         folder / 'report.md',

@@ -19,8 +19,10 @@ from utils.segment.general import mask_iou
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_text
+from utils.qat.data.images import ClassTruth
 from utils.qat.data.masks import resized
 from utils.qat.evaluation.chance import resampled_ap
+from utils.qat.evaluation.classes import ClassScorer
 from utils.qat.evaluation.coco import add_masks, coco_figures, result_rows
 from utils.qat.prediction.detections import Detections, Truth, detect, prepared
 
@@ -172,6 +174,16 @@ def _correct(found: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torc
     return hit & (before == 0)
 
 
+def scorer_of(predict: Any, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
+    """Make the Scorer of a model, or the ClassScorer of a classifier. categories: see Scorer."""
+    return ClassScorer(names) if getattr(predict, 'classifies', False) else Scorer(names, categories)
+
+
+def found_in(outputs: Any, truth: Any, *settings: Any) -> Any:
+    """Return what a scorer takes of the outputs of a model: scores, or detections by detections.detect and its `settings`."""
+    return outputs if isinstance(truth, ClassTruth) else detect(outputs, truth.shape, *settings)
+
+
 @torch.inference_mode()
 def evaluate(
     predict: Callable[[torch.Tensor], Any],
@@ -185,8 +197,8 @@ def evaluate(
     annotations: str | Path | None = None,
     predictions_file: Path | None = None,
     resample: bool = False,
-) -> Metrics:
-    """Score a model on the images of `loader`.
+) -> Any:
+    """Score a model on the images of `loader`; returns Metrics, or ClassMetrics of a classifier.
 
     Under torchrun every process calls this with its shard of the images, and all get the same metrics.
 
@@ -209,23 +221,25 @@ def evaluate(
     """
     clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
-    scorer = Scorer(names, categories if annotations or predictions_file else None)
+    scorer = scorer_of(predict, names, categories if annotations or predictions_file else None)
     for batch in progress(loader) if progress else loader:
         with clocks['pre']:
             images, truth = prepared(batch, device)
         with clocks['inference']:
             outputs = predict(images)
         with clocks['nms']:
-            detections = detect(outputs, truth.shape, conf_thres, iou_thres, max_det)
-        scorer.update(detections, truth)
+            found = found_in(outputs, truth, conf_thres, iou_thres, max_det)
+        scorer.update(found, truth)
 
+    if isinstance(scorer, ClassScorer):
+        del clocks['nms']  # a classifier has none
     scorer.batches = merged(scorer.batches)
     seconds = merged([{k: c.total for k, c in clocks.items()}])  # a dict from each process
     metrics = None
     if is_first():
         metrics = scorer.metrics(resample)
         metrics.ms_per_image = {k: round(sum(s[k] for s in seconds) / metrics.images * 1e3, 2) for k in clocks}
-        if predictions_file:
+        if predictions_file and isinstance(scorer, Scorer):
             write_text(predictions_file, json.dumps(scorer.rows))
         if annotations:
             metrics.coco = coco_figures(annotations, scorer.rows, loader.dataset.im_files)

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
+from utils.qat.evaluation.figures import keys_of, title_of
 
 MOST = 80  # classes in a picture
 
@@ -14,15 +15,20 @@ MOST = 80  # classes in a picture
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     """Draw the AP of each class as bars, of boxes and, if there are any, of masks; and beside it what the first model has more or less.
 
+    Of a classifier it is the top-1 accuracy.
+
     Args:
         path: the picture to write.
         models: name of each model → its plain metrics.
     """
-    parts = {'boxes': lambda row: row.get('ap')}
+    key, *_ = keys_of(next(iter(models.values())))
+    of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
+    whole = 'boxes' if key == 'ap' else 'classes'
+    parts = {whole: lambda row: row.get(key)}
     if any('mask' in metrics for metrics in models.values()):
         parts['masks'] = lambda row: (row.get('mask') or {}).get('ap')
     # of the last model that has the class
-    ap_of = {row['name']: row.get('ap') or 0 for metrics in models.values() for row in metrics['per_class']}
+    ap_of = {row['name']: row.get(key) or 0 for metrics in models.values() for row in metrics['per_class']}
     worst = sorted(ap_of, key=ap_of.__getitem__)[:MOST]
     names = [name for name in ap_of if name in worst]
     panels = len(parts) * (1 + (len(models) > 1))
@@ -36,11 +42,11 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
         }
         for i, (model, metrics) in enumerate(models.items()):
             places = [n + (i - (len(models) - 1) / 2) * height for n in range(len(names))]
-            mean = (metrics if part == 'boxes' else metrics['mask'])['ap']
+            mean = (metrics if part == whole else metrics['mask'])[key]
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
             axes.barh(places, bars, height, color=f'C{i}', label=label)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
-        axes.set(xlim=(0, 1), xlabel=f'AP of {part} (IoU 0.50:0.95); dashed: mean')
+        axes.set(xlim=(0, 1), xlabel=f'{of[part]}; dashed: {"mean" if key == "ap" else "all images"}')
         axes.legend(
             loc='lower left',
             bbox_to_anchor=(-0.1, 1),
@@ -58,7 +64,9 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
                 points = [100 * (found[model].get(name, 0) - found[first].get(name, 0)) for name in names]
                 panel[1].barh(places, points, 0.8 / len(others), color=f'C{i}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
-            panel[1].set(xlim=(-widest, widest), xlabel=literal(f'AP of {part} less that of {first}, points'))
+            panel[1].set(
+                xlim=(-widest, widest), xlabel=literal(f'{of[part].partition(" (")[0]} less that of {first}, points')
+            )
             panel[1].xaxis.set_major_locator(MaxNLocator(5))
             panel[1].axvline(0, color='0.4', linewidth=1)
         for each in panel:
@@ -67,44 +75,42 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
             each.grid(axis='x', alpha=0.3)
             each.set_axisbelow(True)
     if len(names) < len(ap_of):
-        figure.suptitle(f'the {MOST} classes of lowest AP, of {len(ap_of)}')
+        figure.suptitle(f'the {MOST} classes of lowest {title_of(*models.values())}, of {len(ap_of)}')
     save(figure, path)
 
 
 def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
-    """Draw the differences of models from the first: of scores at each rank, how often they disagree there, and what matches.
+    """Draw the differences of models from the first at each rank: of scores, and how often they disagree there.
 
-    Of detectors the third panel has the share of detections that have a match at any rank: nearly equal scores change places by
-    rounding alone.
+    Of detectors the full colour of a bar is what has no match at any rank either. The rest changed places with a nearly equal score.
 
     Args:
         path: the picture to write.
         comparisons: name of each other model → plain values of a Comparison or a ClassComparison, with ranks.
     """
     detectors = all('boxes' in c for c in comparisons.values())
-    figure = Figure(figsize=(13 if detectors else 9, 3.8), layout='constrained')
-    panels = figure.subplots(1, 3 if detectors else 2, width_ratios=[2, 2, 1.4][: 3 if detectors else 2])
-    shown = {'score_error': 'mean difference of score', 'disagreement': 'share of images that disagree'}
+    what = 'detection' if detectors else 'class'
+    figure = Figure(figsize=(11, 3.8), layout='constrained')
+    left, right = figure.subplots(1, 2)
     width = 0.8 / len(comparisons)
-    for axes, (key, what) in zip(panels, shown.items()):
-        for i, (name, comparison) in enumerate(comparisons.items()):
-            places = [r['rank'] + (i - (len(comparisons) - 1) / 2) * width for r in comparison['ranks']]
-            axes.bar(places, [r[key] or 0 for r in comparison['ranks']], width, label=literal(name))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel='rank of the detection' if detectors else 'rank of the class', ylabel=what)
-        axes.grid(axis='y', alpha=0.3)
-        axes.set_axisbelow(True)
-    panels[1].set_ylim(0, 1)
+    for i, (name, comparison) in enumerate(comparisons.items()):
+        ranks, top = comparison['ranks'], comparison['top']
+        places = [r['rank'] + (i - (len(comparisons) - 1) / 2) * width for r in ranks]
+        verdict = (
+            f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank' if detectors else ''
+        )
+        left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=literal(name) + verdict)
+        right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=0.35 if detectors else 1)
+        if detectors:
+            right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')
+    left.set_ylabel('mean difference of score')
+    right.set(ylim=(0, 1), ylabel=f'share of images with another {what}' if not detectors else 'share')
     if detectors:
-        axes = panels[2]
-        for i, (name, comparison) in enumerate(comparisons.items()):
-            share = comparison['matched'] or 0
-            axes.bar(i, share, color=f'C{i}')
-            axes.text(i, share, f'{share:.1%}', ha='center', va='bottom', fontsize=8)
-        axes.set_xticks([])
-        axes.set(ylim=(0, 1.1), ylabel='share with a match at any rank', xlabel='same class, IoU at least 0.9')
+        right.set_title('pale: another detection at this rank; full: no match at any rank', fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel(f'rank of the {what}')
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis='y', alpha=0.3)
         axes.set_axisbelow(True)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='outside upper center', ncols=min(4, len(labels)), fontsize=8)
+    figure.legend(loc='outside upper center', ncols=1 if detectors else 4, fontsize=8)
     save(figure, path)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.qat.config.common import seen_as
+from utils.qat.config.common import seen_as, usual_size
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
 from utils.qat.core.command import explain_out_of_memory
@@ -18,15 +18,13 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring, command, typed_sides
 from utils.qat.core.run_folder import run_folder
-from utils.qat.data.dataset import load_data
+from utils.qat.data.dataset import load_any
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
 from utils.qat.prediction.file_model import FileModel
 
-USUAL = (640, 640)
 FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
-LARGEST = 8192  # pixels that are believed of a file
 
 
 Load = Callable[[Path, torch.device, str | None], Any]
@@ -44,15 +42,17 @@ def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) 
         QatError: a file, settings and data do not fit together. The files before it are scored.
     """
     scores = []
-    for config in _apart(configs):
-        device = select_device(config.device)
-        join(device)
-        with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-            predict = load(config.weights, device, config.backend)
-            baseline = load_baseline(config.baseline, device, None) if config.baseline else None
-            scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
-    if len(scores) > 1:
-        LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
+    try:
+        for config in _apart(configs):
+            device = select_device(config.device)
+            join(device)
+            with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
+                predict = load(config.weights, device, config.backend)
+                baseline = load_baseline(config.baseline, device, None) if config.baseline else None
+                scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
+    finally:  # also of the files before one that does not fit
+        if len(scores) > 1:
+            LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
 
 
 def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
@@ -77,8 +77,8 @@ def image_size(predict: Any, config: EvalConfig) -> Sides:
                 f'--imgsz {given}: {config.weights} takes {own[0]} x {own[1]}; leave the flag out, or export again with --imgsz {given}'
             )
     else:
-        own = config.imgsz or _quantized_for(predict.recipe)
-    imgsz: Any = tuple(own or config.imgsz or USUAL)
+        own = config.imgsz or predict.quantized_for
+    imgsz: Any = tuple(own or config.imgsz or usual_size(predict.classifies))
     require_multiples(imgsz, predict.stride)
     return imgsz
 
@@ -90,6 +90,8 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     what is missing counts as if it were there.
     """
     inside = getattr(predict, 'conf_thres', None)
+    if predict.classifies:
+        return
     if getattr(predict, 'end2end', False):
         conf, whose, fair = (
             inside,
@@ -103,16 +105,6 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
             f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
             f'comes out too high. For a figure that compares with others {fair}'
         )
-
-
-def _quantized_for(recipe: dict[str, Any] | None) -> Sides | None:
-    """Read the image size in the recipe of a checkpoint, which anybody may have edited; None if there is none.
-
-    It has two numbers, or one in the files of earlier versions.
-    """
-    found = (recipe or {}).get('imgsz')
-    sides = found if isinstance(found, (list, tuple)) else (found, found)
-    return tuple(sides) if len(sides) == 2 and all(type(n) is int and 32 <= n <= LARGEST for n in sides) else None
 
 
 def score_file(
@@ -139,21 +131,17 @@ def score_file(
         QatError: file, settings and data do not fit together.
     """
     exported = isinstance(predict, FileModel)
-    if exported and predict.classifies:
-        raise QatError(
-            f'--weights {config.weights}: a classifier, which has no boxes to score; compare_outputs.py takes it'
-        )
-    config.check_model(predict.segments, predict.kind)
+    config.check_model(predict.segments, predict.kind, predict.classifies)
     config = replace(config, imgsz=image_size(predict, config))
     if baseline:
         _require_alike(predict, baseline, config)
-    data = load_data(config.data, predict.nc, segments=predict.segments)
+    data = load_any(config.data, predict)
     square = config.square or exported
     loader = val_loader(data, config, predict.stride, square=square, shard=(rank(), world_size()))
 
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
-    seen = seen_as(config.imgsz, square)
+    seen = seen_as(config.imgsz, square, predict.classifies)
     LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
     warn_of_threshold(predict, config)
     metrics = evaluate(
@@ -204,8 +192,8 @@ def score_file(
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
     """Require that a baseline takes the same images and finds the same kind of objects as the model."""
     why = ''
-    if getattr(baseline, 'classifies', False):
-        why = 'a classifier'
+    if baseline.classifies != predict.classifies:
+        why = f'a {"classifier" if baseline.classifies else "detector"}, unlike {config.weights}'
     elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
         why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):

@@ -10,12 +10,13 @@ import torch
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.device import describe
-from utils.qat.core.files import write_json
+from utils.qat.core.files import distinct_names, write_json
 from utils.qat.core.machine import machine, machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, parts, plus_minus, points
+from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.evaluate import Metrics
-from utils.qat.evaluation.figures import class_table, columns, differences, figures
+from utils.qat.evaluation.figures import class_table, columns, figures, models_table, title_of
 from utils.qat.evaluation.plots import plot_classes
 
 
@@ -31,6 +32,7 @@ def several_table(scores: Sequence[Score]) -> str:
     """Write the metrics of several files on the same images as a Markdown table, with differences to the first."""
     first = scores[0].metrics
     titles, masks = columns(*(score.metrics.plain() for score in scores))
+    names = distinct_names([score.file for score in scores])
 
     def less_first(score: Score) -> list[str]:
         if score.metrics is first:
@@ -39,10 +41,10 @@ def several_table(scores: Sequence[Score]) -> str:
         return [points(part) for part in found]
 
     rows = [
-        (score.file.name, score.seen.removeprefix('as '), *figures(score.metrics.plain(), masks), *less_first(score))
-        for score in scores
+        (name, score.seen.removeprefix('as '), *figures(score.metrics.plain(), masks), *less_first(score))
+        for name, score in zip(names, scores)
     ]
-    differences = ('AP - first, points', 'mask AP - first, points')[: 1 + masks]
+    differences = (f'{title_of(first.plain())} - first, points', 'mask AP - first, points')[: 1 + masks]
     return markdown_table(('file', 'images', *titles, *differences), rows)
 
 
@@ -55,9 +57,11 @@ def coco_table(metrics: Metrics) -> str:
     )
 
 
-def against_baseline(metrics: Metrics, baseline: Metrics) -> dict[str, Any]:
-    """Compute the difference of AP to a baseline on the same images, with chance; see chance.difference."""
-    return difference(baseline.resampled, metrics.resampled)
+def with_distance(metrics: Any, baseline: Any) -> dict[str, Any]:
+    """Return plain metrics; of a classifier with classes.distance from a baseline on the same images, if there is one."""
+    if not isinstance(metrics, ClassMetrics) or not isinstance(baseline, ClassMetrics):
+        return metrics.plain()
+    return {**metrics.plain(), **distance(metrics.scores, baseline.scores)}
 
 
 def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None = None) -> list[str]:
@@ -68,17 +72,13 @@ def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None = None
         metrics: metrics of the model.
         baseline: metrics of config.baseline, with resamples in both.
     """
-    compared = []
+    compared, plain = [], metrics.plain()
     if baseline and config.baseline:
-        before, after, against = baseline.plain(), metrics.plain(), against_baseline(metrics, baseline)
-        titles, masks = columns(before, after)
-        rows = [
-            (config.baseline.name, *figures(before, masks)),
-            (config.weights.name, *figures(after, masks)),
-            ('difference, points', *differences(after, before, masks, plus_minus(against))),
-        ]
-        compared = [markdown_table(('model', *titles), rows), f'{in_words(against)} ({EXPLAINED})']
-    return [*compared, class_table(metrics.plain()), *([coco_table(metrics)] if metrics.coco else [])]
+        against, plain = difference(baseline.resampled, metrics.resampled), with_distance(metrics, baseline)
+        names, models = distinct_names([config.baseline, config.weights]), (baseline.plain(), plain)
+        words = in_words(against, title_of(plain))
+        compared = [models_table(names, models, [plus_minus(against)]), f'{words} ({EXPLAINED})']
+    return [*compared, class_table(plain), *([coco_table(metrics)] if metrics.coco else [])]
 
 
 def write_scores(
@@ -110,28 +110,30 @@ def write_scores(
             'device': describe(device),
             'seen': seen,
             'machine': found,
-            **metrics.plain(),
+            **with_distance(metrics, baseline),
             **(
-                {'baseline': baseline.plain(), 'against_baseline': against_baseline(metrics, baseline)}
+                {
+                    'baseline': baseline.plain(),
+                    'against_baseline': difference(baseline.resampled, metrics.resampled),
+                }
                 if baseline
                 else {}
             ),
             'times': {'ms_per_image': metrics.ms_per_image},
         },
     )
+    objects = f', with {metrics.instances} objects' if hasattr(metrics, 'instances') else ''
     pictures = []
     if metrics.per_class:  # empty if no detection is correct
-        models = {'baseline': baseline.plain()} if baseline else {}
-        models[config.weights.name] = metrics.plain()
-        plot_classes(folder / 'classes.png', models)
-        pictures.append(image('AP of each class', 'classes.png'))
+        models = {config.baseline: baseline, config.weights: metrics} if config.baseline else {config.weights: metrics}
+        names = distinct_names(list(models))
+        plot_classes(folder / 'classes.png', {name: m.plain() for name, m in zip(names, models.values()) if m})
+        pictures.append(image(f'{title_of(metrics.plain())} of each class', 'classes.png'))
     document(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [
-            escaped(
-                f'{metrics.images} images {seen}, with {metrics.instances} objects. Computed on {describe(device)}.'
-            ),
+            escaped(f'{metrics.images} images {seen}{objects}. Computed on {describe(device)}.'),
             *tables(config, metrics, baseline),
             *pictures,
             '## Times',

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from utils.metrics import box_iou
@@ -21,6 +22,7 @@ from utils.qat.core.markdown import escaped, markdown_table
 from utils.qat.core.picture import literal, save
 from utils.qat.evaluation.compare import SAME_DETECTION, SAME_OBJECT
 
+LABEL = 0.04  # side of a rank in a picture / side of the picture
 SAME, MOVED, CLASS, LOST, NEW = 'same', 'moved', 'other class', 'lost', 'new'
 COLOURS = {SAME: '#2ca02c', MOVED: '#1f77b4', CLASS: '#9467bd', LOST: '#d62728', NEW: '#ff7f0e'}
 MEANING = {
@@ -265,30 +267,11 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
             below.set_axis_off()
             name = f'{model}: {Path(example.path).name}' if column == 0 else model
             axes.set_title(literal(name), fontsize=9)
+            labels: list[tuple[float, float]] = []
             for place, (found, mark) in enumerate(_of_model(example, column)):
                 tone, strong = COLOURS[mark], mark != SAME
                 if found.box:
-                    x1, y1, x2, y2 = found.box
-                    axes.add_patch(
-                        Rectangle(
-                            (x1, y1),
-                            x2 - x1,
-                            y2 - y1,
-                            fill=False,
-                            edgecolor=tone,
-                            linewidth=2.2 if strong else 1.2,
-                            linestyle='--' if mark == LOST else '-',
-                        )
-                    )
-                    axes.text(
-                        x1,
-                        y1,
-                        str(found.rank),
-                        fontsize=7,
-                        color='white',
-                        va='bottom' if y1 > 20 else 'top',
-                        bbox={'facecolor': tone, 'edgecolor': 'none', 'pad': 1},
-                    )
+                    _draw_box(axes, found, mark, labels)
                 below.text(
                     0.02,
                     1 - (place + 0.7) * 0.17 / text,
@@ -306,6 +289,20 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
         handles, [f'{mark}: {text}' for mark, text in meaning.items()], loc='lower center', ncols=3, fontsize=7
     )
     save(figure, path)
+
+
+def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:
+    """Draw a box and its rank, which goes to the right of the labels that are at its corner already; it is added to `labels`."""
+    x1, y1, x2, y2 = found.box or [0.0] * 4
+    strong = mark != SAME
+    style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
+    axes.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=COLOURS[mark], **style))
+    x, size = x1, LABEL * max(axes.get_xlim()[1], axes.get_ylim()[0])
+    while any(abs(x - other_x) < size and abs(y1 - other_y) < size for other_x, other_y in labels):
+        x += size / 4
+    labels.append((x, y1))
+    box = {'facecolor': COLOURS[mark], 'edgecolor': 'none', 'pad': 1}
+    axes.text(x, y1, str(found.rank), fontsize=7, color='white', va='bottom' if y1 > 20 else 'top', bbox=box)
 
 
 def _of_model(example: Example, model: int) -> list[tuple[Found, str]]:

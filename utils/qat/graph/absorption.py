@@ -9,6 +9,8 @@ from onnx import NodeProto
 
 from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, Graph, moved_inputs, name_of
 
+# No other place for a Q: a linear layer reads what normalizes its input, or the mean of a map, which is one number per channel
+FLOAT_MAKERS = {'LayerNormalization', 'GlobalAveragePool'}
 QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if their inputs and outputs are quantized
 IN_THE_WAY = {'Cast', 'Identity'}  # have a rule of their own, see audit_rules.py
 
@@ -68,7 +70,7 @@ def _loose_q(graph: Graph, q: NodeProto) -> str:
     if (
         q.input[0] in graph.fixed
         or maker is None
-        or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ
+        or maker.op_type in WEIGHTED | ELEMENTWISE | IN_THE_WAY | QDQ | FLOAT_MAKERS
         or moved_inputs(maker)
     ):
         return ''

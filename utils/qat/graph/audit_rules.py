@@ -14,12 +14,12 @@ import numpy as np
 from onnx import NodeProto
 
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, Graph, attribute, moved_inputs, name_of
+from utils.qat.graph.onnx_graph import CONVS, FLOAT, QDQ, WEIGHTED, Graph, attribute, moved_inputs, name_of
 
 HEAD, DFL, CHOICE = 'output of the head', 'integral over the box distribution (DFL)', 'by choice'
 
 FINDINGS = {  # kind → its meaning
-    'not quantized': 'no convolution runs in INT8',
+    'not quantized': 'no convolution and no matrix product runs in INT8',
     'float conv': 'convolutions that run in float',
     'two scales': 'tensors wanted in two scales',
     'mixed': 'tensors wanted in a scale and in float',
@@ -63,14 +63,27 @@ def float_reason(graph: Graph, node: NodeProto) -> str:
     Returns:
         HEAD, DFL or CHOICE if it is right, another text if it is a finding. HEAD: neither a Q nor a convolution comes
         behind it (see `Graph.ends`). If only one of data and weight is quantized, it is a finding anywhere: that DQ is
-        wasted.
+        wasted, unless `_ends_a_kernel`.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
+    if lacks == ['weight'] and _ends_a_kernel(graph, graph.producer[node.input[0]]):
+        lacks = ['input', 'weight']
     if len(lacks) == 2 and graph.by_choice(node):
         return CHOICE
     if len(lacks) == 2 and graph.is_dfl(node):
         return DFL
     return HEAD if len(lacks) == 2 and graph.ends.issuperset(node.output) else f'{" and ".join(lacks)} not quantized'
+
+
+def _ends_a_kernel(graph: Graph, dq: NodeProto) -> bool:
+    """Tell whether an INT8 convolution makes the integers of a DQ, for an engine that needs the Q behind it.
+
+    Unsigned integers are for such an engine only.
+    """
+    q = graph.producer.get(dq.input[0])
+    conv = graph.producer.get(q.input[0]) if q is not None else None
+    zero = graph.values.get(dq.input[2]) if len(dq.input) > 2 else None
+    return conv is not None and is_int8(graph, conv) and zero is not None and zero.dtype == np.uint8
 
 
 def float_convs(graph: Graph) -> Iterator[Finding]:
@@ -79,7 +92,7 @@ def float_convs(graph: Graph) -> Iterator[Finding]:
     The last ones of the head, DFL, and convolutions in float by choice are no findings.
     """
     convs = [n for n in graph.nodes if n.op_type in CONVS]
-    if not any(is_int8(graph, n) for n in convs):
+    if not any(all(map(graph.dequantized, n.input[:2])) for n in graph.nodes if n.op_type in WEIGHTED):
         yield Finding('not quantized', 'the graph', f'{len(convs)} convolutions, none of them behind DQ nodes')
     for node in convs:
         if not is_int8(graph, node) and float_reason(graph, node) not in (HEAD, DFL, CHOICE):
@@ -171,11 +184,15 @@ def _from_int8_conv(graph: Graph, tensor: str) -> bool:
     return conv is not None and is_int8(graph, conv)
 
 
-def adds(graph: Graph) -> Iterator[Finding]:
+def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
     """Find the sums whose addends are not all quantized in one scale; sums without any quantized addend are right.
 
     One addend that an INT8 convolution (and its activation) makes may stay float beside quantized ones. The
     convolution can then take the Add along, as NVIDIA recommends for a shortcut.
+
+    Args:
+        graph: the graph.
+        one_scale: the scales must be equal; otherwise only a sum that is half quantized is found.
     """
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
@@ -187,7 +204,7 @@ def adds(graph: Graph) -> Iterator[Finding]:
         scales = {graph.scale(graph.producer[o]) for a in quantized for o in graph.origins(a)}
         if quantized and (len(rest) > 1 or (rest and not _from_int8_conv(graph, rest[0]))):
             yield Finding('half add', name_of(node), f'in float: {", ".join(rest)}')
-        if len(scales) > 1:
+        if one_scale and len(scales) > 1:
             yield Finding('unequal add', name_of(node), _all(scales))
 
 
@@ -201,7 +218,7 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
     """Find the kernels that read only integers, and whose result a reader takes in float.
 
     An engine that fuses no float operator behind an integer kernel computes both in float. Results that the last
-    convolutions of the head read, or convolutions in float by choice, are no findings.
+    convolutions of the head read, or operators in float by choice, are no findings.
     """
     for node in graph.nodes:
         inputs = [name for name in node.input[:2] if name and name not in graph.fixed]
@@ -209,7 +226,11 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
         if not kernel or not all(graph.op(name) == 'DequantizeLinear' for name in inputs):
             continue
         readers = [use for use, _ in graph.uses(node.output[0]) if use is not None and use.op_type != 'QuantizeLinear']
-        loose = [r for r in readers if r.op_type not in CONVS or float_reason(graph, r) not in (HEAD, DFL, CHOICE)]
+        loose = [
+            r
+            for r in readers
+            if not graph.by_choice(r) and (r.op_type not in CONVS or float_reason(graph, r) not in (HEAD, DFL, CHOICE))
+        ]
         if loose and not graph.ends.issuperset(node.output):
             yield Finding('open end', name_of(node), f'read in float by {", ".join(map(name_of, loose))}')
 
@@ -253,12 +274,16 @@ def in_the_way(graph: Graph) -> Iterator[Finding]:
                 )
 
 
-def numbers(graph: Graph, unsigned: bool = False) -> Iterator[Finding]:
+def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
     """Find wrong zero points, scales and axes.
 
-    Zero points are INT8 zeros; with `unsigned`, those of activations are UINT8, 128, or 0 behind a sigmoid. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
+    Zero points are INT8 zeros. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
     per-channel, along the output channel, with the axis written out. A fault that a Q and its DQ have in common is
     reported for the DQ.
+
+    Args:
+        graph: the graph.
+        zero_points: of activations, see targets.target.Target. 'unsigned': INT8, -128 too. 'any': any UINT8.
     """
     for node in graph.nodes:
         pairs = [
@@ -274,12 +299,12 @@ def numbers(graph: Graph, unsigned: bool = False) -> Iterator[Finding]:
         zero = graph.values.get(node.input[2]) if len(node.input) > 2 else None
         if len(node.input) < 3 or not node.input[2]:
             yield Finding('zero point', where, 'missing; TensorRT 8.6 wants it written')
-        elif zero is not None and unsigned and node.output[0] not in graph.fixed:
-            if zero.dtype != np.uint8 or zero.ndim or zero not in (0, 128):
-                yield Finding('zero point', where, f'{zero.dtype} {zero.tolist()}, not uint8 128 or 0')
+        elif zero is not None and zero_points == 'any' and node.output[0] not in graph.fixed:
+            if zero.dtype != np.uint8 or zero.ndim:
+                yield Finding('zero point', where, f'{zero.dtype} {zero.tolist()}, not one of uint8')
         elif zero is not None and zero.dtype != np.int8:
             yield Finding('zero point', where, f'{zero.dtype}, not int8')
-        elif zero is not None and zero.any():
+        elif zero is not None and zero.any() and not _never_negative(graph, node, zero, zero_points):
             yield Finding('zero point', where, f'{np.count_nonzero(zero)} of {zero.size} are not 0')
         q = graph.producer.get(node.input[0])
         if (
@@ -313,6 +338,11 @@ def numbers(graph: Graph, unsigned: bool = False) -> Iterator[Finding]:
                 yield Finding('axis', where, 'not written; parsers differ in what they take instead')
             elif kernels and axis != wanted:
                 yield Finding('axis', where, f'{axis}, the output channels are on {wanted}')
+
+
+def _never_negative(graph: Graph, node: NodeProto, zero: np.ndarray, zero_points: str) -> bool:
+    """Tell whether a zero point is of an activation without negative values, for an engine that takes it; see `numbers`."""
+    return zero_points == 'unsigned' and node.output[0] not in graph.fixed and zero.ndim == 0 and zero == -128
 
 
 # The rules: Graph → findings

@@ -127,18 +127,35 @@ def module_of(node: NodeProto) -> str:
     return module_path(node.name.strip('/').split('/')[:-1])
 
 
+def has_zero_points(model: ModelProto) -> bool:
+    """Tell whether an activation has unsigned integers, or a zero point other than 0."""
+    values, made = constants(model), producers(model)
+    zeros = [
+        values[node.input[2]]
+        for node in model.graph.node
+        if node.op_type == 'QuantizeLinear' and len(node.input) > 2 and node.input[2] in values
+        if node.input[0] in made
+    ]
+    return any(zero.dtype != np.int8 or zero.any() for zero in zeros)
+
+
+def metadata_value(model: ModelProto, key: str, default: str = '') -> str:
+    """Return the text under a key of the model's metadata; `default` if it has none."""
+    return next((p.value for p in model.metadata_props if p.key == key), default)
+
+
 def kept_float(model: ModelProto) -> set[str]:
     """Return the paths of modules that were left in float by choice, from the model's metadata.
 
     Raises:
         QatError: the entry is no list of paths.
     """
-    text = next((p.value for p in model.metadata_props if p.key == 'kept_float'), '[]')
-    if not re.fullmatch(r"\[('[\w.]+'(, '[\w.]+')*)?\]", text):  # as export writes it
+    text = metadata_value(model, 'kept_float', '[]')
+    if not re.fullmatch(r"\[('[\w.-]+'(, '[\w.-]+')*)?\]", text):  # as export writes it
         raise QatError(
             f'metadata kept_float is {text[:50]!r}, no list of names of layers; export the graph anew, or take it out'
         )
-    return set(re.findall(r'[\w.]+', text))
+    return set(re.findall(r'[\w.-]+', text))
 
 
 def remembered(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
@@ -298,11 +315,18 @@ class Graph:
 
     @cached_property
     def quantized_behind(self) -> set[int]:
-        """Ids of the nodes whose first output is quantized; Adds in between are one sum."""
+        """Ids of the nodes whose first output is quantized, or would be if its reader were not in float by choice.
+
+        Adds in between are one sum, an Add has its activation with it.
+        """
         found: set[int] = set()
         for node in reversed(self.nodes):
             behind = [n for n, _ in self.uses(node.output[0]) if n is not None]
-            if any(n.op_type == 'QuantizeLinear' or (n.op_type == 'Add' and id(n) in found) for n in behind):
+            between = {'Add', *ACTIVATIONS} if node.op_type == 'Add' else {'Add'}
+            if any(
+                n.op_type == 'QuantizeLinear' or self.by_choice(n) or (n.op_type in between and id(n) in found)
+                for n in behind
+            ):
                 found.add(id(node))
         return found
 

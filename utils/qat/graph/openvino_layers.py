@@ -35,8 +35,8 @@ class Layer:
     returns: str  # type of its first output
     kernel: str  # such as brgconv_avx512_I8
     operators: list[str]  # names in the file of all that it does
-    takes: list[Layer] = field(default_factory=list)  # layers that it reads
-    readers: list[Layer] = field(default_factory=list)  # layers that read it
+    takes: list[Layer] = field(default_factory=list, repr=False)  # layers that it reads
+    readers: list[Layer] = field(default_factory=list, repr=False)  # layers that read it
     ms: float | None = None  # of one run, if it was measured
 
     @property

@@ -120,8 +120,10 @@ def _whole(file: Path) -> Path:
 
 
 def for_openvino(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite a graph with Q/DQ into the form that OpenVINO computes best, and rightly, in place; changes no value."""
-    return passes.fake_quantize(passes.drop_repeated_qdq(model)) if any(count_qdq(model)) else model
+    """Rewrite a graph with Q/DQ into the form that OpenVINO computes best, and rightly, in place; changes no value but by rounding."""
+    if not any(count_qdq(model)):
+        return model
+    return passes.fake_quantize(passes.absorb_relus(passes.multiply_dfl(passes.drop_repeated_qdq(model))))
 
 
 def metadata(model: openvino.Model) -> dict[str, str]:

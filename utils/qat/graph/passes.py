@@ -19,6 +19,7 @@ from utils.qat.graph.onnx_graph import (
     count_qdq,
     is_half,
     moved_inputs,
+    opset,
     producers,
     readers,
 )
@@ -179,11 +180,18 @@ def quantize_moves(model: ModelProto) -> ModelProto:
     return model
 
 
-def drop_repeated_qdq(model: ModelProto) -> ModelProto:
+def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
     """Drop each Q/DQ that repeats the scale which its values already have, in place; changes no value.
 
-    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT wants it there; OpenVINO makes a layer
-    of it that encodes i8 as u8 again.
+    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT and ONNX Runtime want it there; OpenVINO
+    makes a layer of it that encodes i8 as u8 again.
+
+    Args:
+        model: the graph.
+        behind_moves: also behind operators that move values, not only directly behind a DQ.
+
+    Returns:
+        `model`.
     """
     graph, outputs = Graph(model), {o.name for o in model.graph.output}
     renamed: dict[str, str] = {}
@@ -192,7 +200,7 @@ def drop_repeated_qdq(model: ModelProto) -> ModelProto:
         return graph.scale(node), *(graph.values[name].tobytes() for name in node.input[2:3] if name in graph.values)
 
     def repeats(q: NodeProto) -> bool:
-        origins = [graph.producer.get(name) for name in graph.origins(q.input[0])]
+        origins = [graph.producer.get(name) for name in (graph.origins(q.input[0]) if behind_moves else q.input[:1])]
         return all(o is not None and o.op_type == 'DequantizeLinear' and grid(o) == grid(q) for o in origins)
 
     repeated = {
@@ -266,6 +274,43 @@ def fake_quantize(model: ModelProto) -> ModelProto:
     model.opset_import.append(onnx.helper.make_opsetid(OPENVINO, 1))
     read = readers(model)
     return _keep(model, lambda node: node.op_type != 'QuantizeLinear' or node.output[0] in read, {})
+
+
+def multiply_dfl(model: ModelProto) -> ModelProto:
+    """Write the integral over the box distribution (DFL) as a matrix product, in place; sums may round otherwise.
+
+    The export has Transpose → Softmax over axis 1 → 1x1 convolution. OpenVINO copies all maps twice for them. The product takes the
+    Softmax over axis 2 of what was transposed, so neither the Transpose nor a copy remains: 1 to 2 % less time.
+    """
+    if opset(model) < 13:  # there Softmax takes all axes behind the first as one
+        return model
+    graph, values, made = Graph(model), constants(model), producers(model)
+    dropped: set[str] = set()
+
+    def behind(node: NodeProto, kind: str) -> NodeProto | None:
+        """Return the node of this kind that makes the first input of a node, and that nothing else reads."""
+        source = made.get(node.input[0])
+        alone = source is not None and source.op_type == kind and len(graph.uses(source.output[0])) == 1
+        return source if alone else None
+
+    for node in model.graph.node:
+        weight = values.get(node.input[1]) if node.op_type == 'Conv' and len(node.input) == 2 else None
+        if weight is None or weight.shape != (1, weight.size, 1, 1):
+            continue
+        softmax = behind(node, 'Softmax')
+        if softmax is None or attribute(softmax, 'axis', -1) != 1:
+            continue
+        first = behind(softmax, 'Cast') or softmax  # in a file in FP16 the Softmax is FP32
+        turned = behind(first, 'Transpose')
+        if turned is None or list(attribute(turned, 'perm', ())) != [0, 2, 1, 3]:
+            continue
+        name = f'{node.name}/weight'
+        model.graph.initializer.append(numpy_helper.from_array(weight.reshape(1, 1, 1, -1), name))
+        dropped.add(turned.output[0])
+        first.input[0] = turned.input[0]
+        softmax.attribute[0].i = 2
+        node.CopyFrom(onnx.helper.make_node('MatMul', [name, softmax.output[0]], list(node.output), node.name))
+    return _keep(model, lambda node: node.output[0] not in dropped, {})
 
 
 def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:
@@ -346,13 +391,32 @@ def set_metadata(model: ModelProto, **props: object) -> ModelProto:
     return model
 
 
+def absorb_relus(model: ModelProto) -> ModelProto:
+    """Drop each Relu that only Qs with the smallest zero point read, in place: they saturate at 0 too. Changes no value."""
+    values, read, renamed = constants(model), readers(model), dict[str, str]()
+    outputs = {o.name for o in model.graph.output}
+
+    def saturates(node: NodeProto) -> bool:
+        zero = values.get(node.input[2]) if node.op_type == 'QuantizeLinear' and len(node.input) > 2 else None
+        return zero is not None and bool((zero == np.iinfo(zero.dtype).min).all())
+
+    def keep(node: NodeProto) -> bool:
+        found = [reader for reader, _ in read.get(node.output[0], ())]
+        if node.op_type != 'Relu' or node.output[0] in outputs or not found or not all(map(saturates, found)):
+            return True
+        renamed[node.output[0]] = node.input[0]
+        return False
+
+    return _keep(model, keep, renamed)
+
+
 def unsigned_activations(model: ModelProto) -> ModelProto:
-    """Write the Q/DQ of activations with unsigned integers, in place: zero point 128 instead of 0; changes no value.
+    """Write the Q/DQ of activations with unsigned integers, in place: a zero point of 128 more; changes no value.
 
     ONNX Runtime's kernels for x86 take unsigned activations and signed weights.
     """
     values = constants(model)
-    zero, known = 'zero_point 128', values.keys() | producers(model).keys()
+    stored: dict[int, str] = {}
     for node in model.graph.node:
         if (
             (node.op_type == 'QuantizeLinear' and node.input[0] in values)
@@ -361,8 +425,9 @@ def unsigned_activations(model: ModelProto) -> ModelProto:
         ):
             continue
         if values[node.input[2]].dtype == np.int8 and values[node.input[2]].ndim == 0:
-            node.input[2] = zero
-    if zero not in known:
-        model.graph.initializer.append(numpy_helper.from_array(np.array(128, np.uint8), zero))
+            zero = int(values[node.input[2]]) + 128
+            node.input[2] = stored.setdefault(zero, f'zero_point {zero}')
+    for zero, name in stored.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.array(zero, np.uint8), name))
     del model.graph.value_info[:]  # types of the signed integers
     return model

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from utils.general import non_max_suppression
 
+from utils.qat.data.images import ClassTruth, unit_images
 from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
 # Upstream tells where an image lies in the input: (height, width) of the original, ((scale of height, of width), padding (x, y))
@@ -45,7 +46,7 @@ class Detections:
         return len(self.rows)
 
 
-def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Truth]:
+def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Any]:
     """Prepare a batch for a model and for its score.
 
     Args:
@@ -53,11 +54,14 @@ def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, 
         device: where the model takes images.
 
     Returns:
-        Images, FP32 [B, 3, H, W] in 0..1, and the objects in them.
+        Images, FP32 [B, 3, H, W] in 0..1, and the Truth about them; of a classifier normalized images and a ClassTruth.
     """
-    images, targets, paths, shapes, *masks = batch
-    images = images.to(device, non_blocking=True).float() / 255
+    images, targets, paths, *rest = batch
+    images = unit_images(images, device)
     height, width = images.shape[2:]
+    if not rest:
+        return images, ClassTruth(targets, (height, width), paths)
+    shapes, *masks = rest
     targets = targets.to(device) * torch.tensor((1, 1, width, height, width, height), device=device)
     return images, Truth(targets, (height, width), paths, shapes, *masks)
 

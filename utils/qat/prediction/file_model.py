@@ -67,6 +67,7 @@ class FileModel:
         end2end, classifies, segments: which of the layouts above it has.
         conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
         kind: what says so, in words.
+        task: of the model, by the metadata of the export; None if they do not tell.
     """
 
     def __init__(self, session: Session) -> None:
@@ -99,6 +100,7 @@ class FileModel:
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
         self.imgsz, self.batch = list(image[2:]), signature.batch or own
         self.stride, names = _read_metadata(path, signature.metadata)
+        self.task = signature.metadata.get('task')
         self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f'its outputs are {", ".join(outputs)}'
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
         if self.end2end:  # how many classes there are is not in the shapes

@@ -21,6 +21,12 @@ def session_of(backend: str) -> type[Session]:
     return import_module(f'{__package__}.{BACKENDS[backend].file}').SESSION
 
 
+def backends_of(path: Path) -> list[str]:
+    """Return the backends that take an exported file in an evaluation, the first choice first."""
+    able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
+    return [name for name in able if len(able) == 1 or session_of(name).takes(path)]
+
+
 def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str | None = None) -> FileModel:
     """Open an exported file for an evaluation.
 
@@ -32,7 +38,7 @@ def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: s
     Raises:
         QatError: the file is none, or cannot run here, or the backend does not take such files.
     """
-    able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
+    able = backends_of(path)
     if backend is not None and backend not in able:
         raise QatError(
             f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '

@@ -121,6 +121,11 @@ class Session(ABC):
         return cls(file, device, case.network.types)
 
     @staticmethod
+    def takes(file: Path) -> bool:
+        """Tell whether `file` is for this engine, where two engines have files of one suffix."""
+        return True
+
+    @staticmethod
     def missing(backend: str, device: torch.device) -> str:
         """Say why `backend` cannot run on `device`; '' if it can."""
         return ''

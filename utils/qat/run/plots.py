@@ -1,4 +1,4 @@
-"""Pictures of a run: AP of every epoch, distortion of every unit."""
+"""Pictures of a run: AP or top-1 of every epoch, distortion of every unit."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
+from utils.qat.evaluation.figures import found_by, keys_of, title_of
 
 NARROWEST = 0.02  # of the AP axis: less than two points apart shall not look like a collapse
 
 
 def plot_ap(path: Path, report: dict[str, Any]) -> None:
-    """Draw AP of every fine-tuning epoch, with lines for the float and the PTQ model.
+    """Draw AP, or top-1, of every fine-tuning epoch, with lines for the float and the PTQ model.
 
     A band around the float model is as wide as chance: an epoch in it differs from the float model by no more than other images
     would change.
@@ -24,13 +25,14 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
     epochs, best = report['epochs'], report['best']
+    merit, title = keys_of(epochs[0])[0], title_of(epochs[0])
     parts = {
         '': ('tab:blue', lambda metrics: metrics),
         'masks ': ('tab:orange', lambda metrics: metrics.get('mask', {})),
     }
     for text, (colour, part) in parts.items():
-        of = {key: part(report[key]).get('ap') for key in ('origin', 'ptq') if report[key]}
-        if not all('ap' in part(e) for e in epochs):
+        of = {key: part(report[key]).get(merit) for key in ('origin', 'ptq') if report[key]}
+        if not all(merit in part(e) for e in epochs):
             continue
         if of.get('origin') is not None and 'against_float' in epochs[0]:
             chance = max(part(e['against_float'])['chance'] for e in epochs)
@@ -41,16 +43,18 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
         for key, name, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
             if of.get(key) is not None:  # not with --no-eval-origin, --no-eval-ptq
                 axes.axhline(of[key], linestyle=style, color=colour, alpha=0.6, label=f'{text}{name} {of[key]:.4f}')
-        axes.plot([e['epoch'] for e in epochs], [part(e)['ap'] for e in epochs], 'o-', color=colour, label=f'{text}QAT')
+        axes.plot(
+            [e['epoch'] for e in epochs], [part(e)[merit] for e in epochs], 'o-', color=colour, label=f'{text}QAT'
+        )
     if best:
         axes.plot(
             best['epoch'],
-            best['ap'],
+            best[merit],
             'o',
             markersize=11,
             markerfacecolor='none',
             color='tab:green',
-            label=f'best {best["ap"]:.4f}' + ' (PTQ)' * (not best['epoch']),
+            label=f'best {best[merit]:.4f}' + ' (PTQ)' * (not best['epoch']),
         )
     low, high = axes.get_ylim()
     wider = max(0, NARROWEST - (high - low)) / 2
@@ -58,7 +62,7 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
         xlabel='epoch',
-        ylabel='AP (IoU 0.50:0.95)',
+        ylabel='AP (IoU 0.50:0.95)' if title == 'AP' else f'{title} accuracy',
         title=f'Fine-tuning with quantization, scored on {report["images"][report["chosen_on"]]} images ({report["chosen_on"]})',
     )
     axes.grid(alpha=0.3)
@@ -87,9 +91,9 @@ def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
         yscale='log',
         xlim=(-1, len(units)),
         xlabel='unit',
-        ylabel='divergence of the detections',
+        ylabel=f'divergence of the {found_by(summary["int8"])}',
         title=f'{literal(summary["weights"])}: each unit alone in INT8, {summary["images"]} images',
     )
     axes.grid(axis='y', alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(loc='outside right center', fontsize=8)
     save(figure, path)

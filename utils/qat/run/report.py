@@ -12,7 +12,7 @@ from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command, typed_sides
 from utils.qat.evaluation.chance import EXPLAINED, in_words, parts, points, points_lost, within_chance
-from utils.qat.evaluation.figures import columns, differences, figures
+from utils.qat.evaluation.figures import columns, differences, figures, is_scored, keys_of, title_of
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
 from utils.qat.run.resampled import LAST
@@ -47,12 +47,15 @@ def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_table(report: dict[str, Any]) -> str:
-    """Write the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best.
+    """Write the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
     For the columns in dB see models/quantize/analysis/sqnr.py. With --val-split there are two tables, each with its images.
     """
     stages = [report['origin'], report['ptq'], *report['epochs']]
+    if not any(map(is_scored, stages)):
+        return ''
     titles, masks = columns(*stages)
+    title = title_of(*stages)
     outputs = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
@@ -78,11 +81,11 @@ def run_table(report: dict[str, Any]) -> str:
         return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(outputs)]
 
     for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
-        if report['origin'] and metrics and 'ap' in metrics:
+        if report['origin'] and is_scored(metrics):
             rows.append(difference(name, metrics, report['origin'], ''))
     titles = (
         *titles,
-        *('AP - float, points', 'mask AP - float, points')[: 1 + masks],
+        *(f'{title} - float, points', 'mask AP - float, points')[: 1 + masks],
         *(f'{part} dB' for part in outputs),
     )
     table = markdown_table(('model', 'loss', *titles), rows)
@@ -109,9 +112,10 @@ def verdict(report: dict[str, Any]) -> str:
     chosen = report['best'] or report['ptq']
     metrics, images = (on_val, 'val') if on_val else (chosen, report['chosen_on'])
     file = f'{chosen["file"]} is the model to export'
-    if 'ap' not in metrics:
+    if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
-    ap = f'AP {metrics["ap"]:.4f}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
+    title = title_of(metrics)
+    ap = f'{title} {figures(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
     if 'against_float' not in metrics:
         return (
             f'The INT8 model has {ap} on {report["images"][images]} images, and the float model was not scored; {file}.'
@@ -120,10 +124,10 @@ def verdict(report: dict[str, Any]) -> str:
     if all(map(within_chance, parts(against))):
         cost = 'INT8 costs nothing that these images show'
     elif points_lost(against) > 0:
-        cost = f'INT8 costs {points_lost(against):.2f} points of AP beyond chance'
+        cost = f'INT8 costs {points_lost(against):.2f} points of {title} beyond chance'
     else:
         cost = 'INT8 scores higher than float'
-    return f'{cost}: {ap}, {in_words(against)}, on {report["images"][images]} images; {file}.'
+    return f'{cost}: {ap}, {in_words(against, title)}, on {report["images"][images]} images; {file}.'
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
@@ -132,14 +136,15 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
     images = report['images']['val' if on_val else report['chosen_on']]
-    said = [f'INT8 against float: {in_words(against)} on these {images} images.'] if against else []
+    title = title_of(report['ptq'])
+    said = [f'INT8 against float: {in_words(against, title)} on these {images} images.'] if against else []
     if best and not best['epoch']:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
     elif gain:
         unclear = ': whether it helped is not known' if within_chance(gain) else ''
-        said.append(f'Fine-tuning against PTQ: {in_words(gain)}{unclear}.')
+        said.append(f'Fine-tuning against PTQ: {in_words(gain, title)}{unclear}.')
     if best:
-        models = [*report['epochs'], *([report['ptq']] if 'ap' in report['ptq'] else [])]
+        models = [*report['epochs'], *([report['ptq']] if is_scored(report['ptq']) else [])]
         said.append(
             f'The best is the highest of {len(models)} on the {report["images"][report["chosen_on"]]} images '
             f'({report["chosen_on"]}), so it is higher there than on others.'
@@ -174,7 +179,7 @@ def calibration_text(calibration: dict[str, Any]) -> str:
     kept = min(found, key=found.get)
     rows = [(name, f'{value:.5f}', 'chosen' if name == kept else '') for name, value in found.items()]
     return (
-        f'{escaped(chosen)}: of the compared calibrations the one whose detections are closest to the float model '
+        f'{escaped(chosen)}: of the compared calibrations the one whose outputs are closest to those of the float model '
         f'(divergence 0: the same), on images that nothing was fitted to:\n\n{markdown_table(("calibration", "divergence", ""), rows)}'
     )
 
@@ -183,21 +188,25 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     """Draw the pictures for which there are figures, and return the Markdown that shows them."""
     shown = []
     if report['epochs']:
-        plot_ap(folder / 'ap.png', report)
-        shown.append(image('AP of every epoch', 'ap.png'))
+        name = f'{keys_of(report["epochs"][0])[0]}.png'  # ap.png or top1.png
+        plot_ap(folder / name, report)
+        shown.append(image(f'{title_of(*report["epochs"])} of every epoch', name))
     best = report['best'] if report['best'] and report['best']['epoch'] else None  # else it is PTQ
     stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': best}
     models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
     if models:
         plot_classes(folder / 'classes.png', models)
-        shown.append(image('AP of each class', 'classes.png'))
+        shown.append(image(f'{title_of(*models.values())} of each class', 'classes.png'))
     return shown
 
 
-def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json, report.md and its pictures; the run may be unfinished."""
+def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) -> None:
+    """Write report.json, report.md and, with `pictures`, its pictures; the run may be unfinished."""
     write_json(folder / 'report.json', report)
     settings, calibrated = report['settings'], report['ptq']
+    classifies = title_of(report['origin'], report['ptq']) != 'AP'
+    scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
+    seen = f'; scored {seen_as(settings["imgsz"], False, classifies)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
     document(
@@ -205,9 +214,9 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         f'{Path(settings["weights"]).name} in INT8',
         [
             f'**{escaped(verdict(report))}**',
-            escaped(f'Images: {images}; scored {seen_as(settings["imgsz"], False)}. Computed on {report["device"]}.'),
-            *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated else []),
-            *_pictures(folder, report),
+            escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
+            *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated and scored else []),
+            *(_pictures(folder, report) if pictures else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
             *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
@@ -222,7 +231,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 
 
 def dry_run_tables(
-    layers: Iterable[tuple[int, str]],
+    layers: Mapping[str, str],
     swapped: Mapping[str, str],
     kept_float: Mapping[str, str],
     groups: Sequence[Sequence[str]],
@@ -230,7 +239,7 @@ def dry_run_tables(
     """Describe a quantization as `quantize --dry-run` prints it.
 
     Args:
-        layers: (index, class) of each layer of the network.
+        layers: path → class, of each layer of the network.
         swapped: path → kind, of each quantized block.
         kept_float: path → reason, of each convolution that stays float.
         groups: groups of quantizers with one scale, as lists of paths.
@@ -239,15 +248,19 @@ def dry_run_tables(
         All layers, the float convolutions and the number of shared scales; and for --verbose who shares each of them.
     """
 
-    def inside(index: int, paths: Iterable[str]) -> list[str]:
-        return [p for p in paths if p.split('.')[1] == str(index)]
+    def inside(layer: str, paths: Iterable[str]) -> list[str]:
+        return [p for p in paths if p == layer or p.startswith(f'{layer}.')]
 
     def counted(kinds: list[str]) -> str:
         return ', '.join(f'{kinds.count(k)} {k}' for k in sorted(set(kinds))) or '-'
 
     rows = [
-        [f'{i} {name}', counted([swapped[p] for p in inside(i, swapped)]), len(inside(i, kept_float)) or '-']
-        for i, name in layers
+        [
+            f'{layer.removeprefix("model.")} {name}',
+            counted([swapped[p] for p in inside(layer, swapped)]),
+            len(inside(layer, kept_float)) or '-',
+        ]
+        for layer, name in layers.items()
     ]
     shared = [(number, len(group), '  '.join(group)) for number, group in enumerate(groups, 1) if len(group) > 1]
     tables = (

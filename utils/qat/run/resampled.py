@@ -11,6 +11,7 @@ import numpy as np
 
 from utils.qat.core.files import write_text
 from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
+from utils.qat.evaluation.figures import is_scored
 from utils.qat.run.resume import RESAMPLED, unfit_state
 from utils.qat.untrusted.json_schema import SHARE, misfit, read_json
 
@@ -62,7 +63,7 @@ class Resampled(dict[str, np.ndarray]):
             PTQ: report['ptq'],
             **{EPOCH.format(e['epoch']): e for e in report['epochs']},
         }
-        needed = [what for what, metrics in scored.items() if metrics and 'ap' in metrics]
+        needed = [what for what, metrics in scored.items() if is_scored(metrics)]
         parts = 1 + any('mask' in scored[what] for what in needed)
         rows = 1 + RESAMPLES * (report['images'][report['chosen_on']] > 1)
         try:

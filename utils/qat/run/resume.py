@@ -14,11 +14,12 @@ from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import writing
-from utils.qat.evaluation.figures import merit
+from utils.qat.evaluation.figures import is_scored, merit
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
     CHANCE,
+    CLASS_METRICS,
     COUNT,
     INDEX,
     METRICS,
@@ -43,8 +44,10 @@ def _file(value: Any) -> bool:
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
-COMPARED = {**METRICS, 'sqnr': SQNR, 'against_float?': AGAINST}
-SCORED = {**COMPARED, 'file': _file}
+# of a stage: with detections, or of a classifier
+STAGES = METRICS, CLASS_METRICS
+COMPARED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST} for metrics in STAGES)
+SCORED = tuple({**compared, 'file': _file} for compared in COMPARED)
 REPORT = {  # report.json; its settings are checked later. For the form see json_schema.misfit
     'settings': {str: anything},
     'versions': dict.fromkeys(('python', *PACKAGES), str),
@@ -53,17 +56,17 @@ REPORT = {  # report.json; its settings are checked later. For the form see json
     'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT},
     'chosen_on': str,
-    'origin': (NONE, METRICS),
+    'origin': (NONE, *STAGES),
     'calibration': (NONE, CALIBRATION),
     'kept_float': [str],
-    'ptq': (NONE, {'file': _file}, SCORED),
-    'epochs': [{'epoch': COUNT, 'loss': POSITIVE, **SCORED}],
-    'best': (NONE, {'epoch': INDEX, 'loss?': POSITIVE, **SCORED}),
+    'ptq': (NONE, {'file': _file}, *SCORED),
+    'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
+    'best': (NONE, *({'epoch': INDEX, 'loss?': POSITIVE, **scored} for scored in SCORED)),
     'times': {str: SECONDS},
     'changed?': {str: {str: str}},
     'gain': (NONE, CHANCE),
     'last_epochs': (NONE, AGAINST),
-    'val': (NONE, {'origin?': METRICS, 'ptq?': COMPARED, 'best?': COMPARED}),
+    'val': (NONE, {'origin?': STAGES, 'ptq?': COMPARED, 'best?': COMPARED}),
 }
 EPOCH = {  # resume.pt, except its tensors: training_step.TrainingStep compares them with its own
     'number': COUNT,
@@ -101,7 +104,7 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
             f'--resume {folder}: {"; ".join(contradictions)}; besides it only --device and --workers may be given'
         )
     for path in filter(None, (config.weights, config.data, config.hyp)):
-        if not path.is_file():
+        if not path.exists():
             raise QatError(
                 f'--resume {folder}: the run was started with {path}, which is not there; put it back, or run this '
                 'command in the folder where the run was started'
@@ -155,7 +158,7 @@ def interrupted(folder: Path) -> dict[str, Any]:
 def _contradiction(report: dict[str, Any]) -> str | None:
     """Find a place in a report of the right kind that contradicts another place; None if there is none."""
     epochs, ptq, best, images = (report[key] for key in ('epochs', 'ptq', 'best', 'images'))
-    stages = [*([{'epoch': 0, **ptq}] if ptq and 'ap' in ptq else []), *epochs]
+    stages = [*([{'epoch': 0, **ptq}] if ptq and is_scored(ptq) else []), *epochs]
     expected = max(stages, key=merit) if epochs else None  # the first of the highest
     names = [str(i) for i in range(len(report['classes']))]
     return next(
@@ -165,7 +168,7 @@ def _contradiction(report: dict[str, Any]) -> str | None:
                 ('chosen_on', report['chosen_on'] != ('held out' if 'held out' in images else 'val')),
                 ('classes', list(report['classes']) != names),
                 ('epochs', [e['epoch'] for e in epochs] != list(range(1, len(epochs) + 1)) or (epochs and not ptq)),
-                ('epochs', len({'mask' in stage for stage in stages}) > 1),
+                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
                 ('calibration', ptq and not report['calibration']),
                 ('best', (best and {**best, 'file': ''}) != (expected and {**expected, 'file': ''})),
             )

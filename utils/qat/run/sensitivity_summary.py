@@ -8,16 +8,20 @@ from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
+from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points
+from utils.qat.evaluation.figures import figures, found_by, is_scored, title_of
+from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
     CHANCE,
+    CLASS_FIGURES,
     COUNT,
     FIGURES,
     INDEX,
@@ -35,7 +39,7 @@ FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity
 MEASURED = {
     'divergence': NUMBER,
     'sqnr': SQNR,
-    **{f'{name}?': kind for name, kind in FIGURES.items()},
+    **{f'{name}?': kind for name, kind in (FIGURES | CLASS_FIGURES).items()},
     'mask?': FIGURES,
     'against_float?': AGAINST,
     'against_int8?': CHANCE,
@@ -80,6 +84,7 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
             for place, wrong in (
                 ('units', not units or len(set(names)) < len(names)),
                 ('twins', len(set(twins)) < len(twins) or not all(u['twins'] for u in units)),
+                ('settings.target', summary['settings']['target'] not in TARGETS),
                 ('flops', sum(u['flops'] for u in units) > summary['flops']),
             )
             if wrong
@@ -88,21 +93,22 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
     )
 
 
-def read_summary(path: Path, source: str, twins: Iterable[str]) -> dict[str, Any]:
+def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) -> dict[str, Any]:
     """Read and check the summary that is given with --sensitive.
 
     Args:
         path: file of the summary.
         source: SHA-256 of the float checkpoint to quantize.
         twins: paths of the blocks in it that can be quantized.
+        target: the engine that the checkpoint is quantized for.
 
     Returns:
         The content, see SUMMARY.
 
     Raises:
-        QatError: the file is no summary, is of another checkpoint, or has a unit that the model lacks.
+        QatError: the file is no summary, is of another checkpoint or placement, or has a unit that the model lacks.
     """
-    again = 'write it with: python qat.py sensitive'
+    again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
     try:
         summary = read_json(path)
@@ -116,6 +122,11 @@ def read_summary(path: Path, source: str, twins: Iterable[str]) -> dict[str, Any
         raise QatError(
             f'--sensitive {path}: no summary of a sensitivity analysis ({" ".join(str(e).split())[:100]}); {again}'
         ) from e
+    made_for = load_target(summary['settings']['target'])
+    if not made_for.places_as(target):
+        raise QatError(
+            f'--sensitive {path}: made for {made_for.title}, and --target is {target.name}, whose placement differs; {again}'
+        )
     unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - set(twins) or visible(u['unit']) != u['unit']]
     if unknown:
         raise QatError(
@@ -166,7 +177,16 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
         for u in worst(summary)[:limit]
     ]
     return markdown_table(
-        ('unit', 'kind', 'FLOPs', 'only it in INT8, estimated', 'measured', 'all but it', 'AP points if float'), rows
+        (
+            'unit',
+            'kind',
+            'FLOPs',
+            'only it in INT8, estimated',
+            'measured',
+            'all but it',
+            f'{title_of(summary["int8"])} points if float',
+        ),
+        rows,
     )
 
 
@@ -178,26 +198,27 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         summary: the summary.
         following: the next command for the user.
     """
+    title, outputs, settings = title_of(summary['int8']), found_by(summary['int8']), summary['settings']
     lines = [
-        f'{len(summary["units"])} units ({summary["settings"]["granularity"]}), '
-        f"{summary['images']} images {seen_as(summary['settings']['imgsz'], True)}. Divergence of the detections from the float model's with all in INT8: "
-        f'{summary["int8"]["divergence"]:.5f}.'
+        f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
+        f'{seen_as(settings["imgsz"], True, outputs == "scores")}. Divergence of the {outputs} from '
+        f"the float model's with all in INT8: {summary['int8']['divergence']:.5f}."
     ]
-    if 'ap' in summary['int8']:
+    if is_scored(summary['int8']):
         masks = 'mask' in summary['int8']
         ap = {
-            model: f'{summary[model]["ap"]:.4f}' + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
+            model: figures(summary[model])[0] + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
             for model in ('float', 'int8')
         }
         lines.append(
-            f'AP: float {ap["float"]}, all in INT8 {ap["int8"]}: {in_words(summary["int8"]["against_float"])}. The last column is what '
+            f'{title}: float {ap["float"]}, all in INT8 {ap["int8"]}: {in_words(summary["int8"]["against_float"], title)}. The last column is what '
             f'leaving the unit in float would add, in points (0.01){", the mean of boxes and masks" * masks}. ± holds 95 % of what other '
             f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.'
         )
     first, whole = worst(summary)[0], summary['int8']
-    cost = f', and all units in INT8 {in_words(whole["against_float"])}' if 'against_float' in whole else ''
+    cost = f', and all units in INT8 {in_words(whole["against_float"], title)}' if 'against_float' in whole else ''
     verdict = (
-        f'{first["unit"]} costs most: alone in INT8 it changes the detections by {first["distortion"]:.5f}, all units together by '
+        f'{first["unit"]} costs most: alone in INT8 it changes the {outputs} by {first["distortion"]:.5f}, all units together by '
         f'{whole["divergence"]:.5f}{cost}.'
     )
     document(

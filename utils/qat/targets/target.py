@@ -6,16 +6,16 @@ It says which activation functions have Q/DQ, which form the file has, and which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit_rules import CHECKS, Finding
-from utils.qat.graph.onnx_graph import Graph
+from utils.qat.graph.onnx_graph import Graph, metadata_value
 
 
 @dataclass(frozen=True)
@@ -24,27 +24,45 @@ class Target:
 
     Attributes:
         name: a key of TARGETS.
-        activations: names of activation functions that have Q/DQ on both sides, because the engine does not fuse them into a
-            convolution.
+        activations: whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution.
+        zero_points: of activations. 'none': 0. 'unsigned': of values that are never negative, such as behind a ReLU, the
+            smallest integer, so that all 256 integers serve them; else 0. 'any': it follows from the values.
+        add_policies: default of a residual Add → the policy of this engine, see models/quantize/blocks.py, QuantResidual.
+        int8_outputs: outputs of the head, of box, class and mask, that INT8 convolutions compute. Their results are float, without Q/DQ.
         finish: last pass over an exported graph; it changes no value.
         checks: rules of the audit.
-        only_here: why TensorRT cannot read the file, and what other engines lose by it, a clause; '' if every engine takes it.
+        only_here: why TensorRT cannot read a file with zero points, and what other engines lose by it, a clause.
+        in_openvino: what OpenVINO loses by the file, a clause; '' if it loses nothing.
     """
 
     name: str
-    activations: frozenset[str] = frozenset()
+    activations: bool = False
+    zero_points: Literal['none', 'unsigned', 'any'] = 'none'
+    add_policies: Mapping[str, str] = field(default_factory=dict)
+    int8_outputs: frozenset[str] = frozenset()
     finish: Callable[[onnx.ModelProto], onnx.ModelProto] = lambda model: model
     checks: tuple[Callable[[Graph], Iterator[Finding]], ...] = CHECKS
     only_here: str = ''
+    in_openvino: str = ''
 
     @property
     def title(self) -> str:
         """The name of the engine in texts."""
         return TARGETS[self.name]
 
-    def require_tensorrt(self, what: str) -> None:
-        """Raise QatError if TensorRT cannot read the files of this target. what: the file or flag that is for TensorRT."""
-        if self.only_here:
+    def places_as(self, other: Target) -> bool:
+        """Tell whether Q/DQ stand at the same places, with the same ranges, as for `other`."""
+        mine, theirs = ((t.activations, t.zero_points, t.add_policies, t.int8_outputs) for t in (self, other))
+        return mine == theirs
+
+    def require_tensorrt(self, what: str, zero_points: bool) -> None:
+        """Raise QatError if TensorRT cannot read the file of a checkpoint.
+
+        Args:
+            what: the file or flag that is for TensorRT.
+            zero_points: whether the checkpoint has zero points other than 0.
+        """
+        if zero_points:
             raise QatError(
                 f'{what}: the checkpoint was quantized for {self.title}, and {self.only_here}; quantize with --target tensorrt'
             )
@@ -79,4 +97,4 @@ def target_of(model: onnx.ModelProto) -> Target:
     Raises:
         QatError: there is no such target.
     """
-    return load_target(next((p.value for p in model.metadata_props if p.key == 'target'), DEFAULT_TARGET))
+    return load_target(metadata_value(model, 'target', DEFAULT_TARGET))

@@ -39,6 +39,14 @@ METRICS = {  # evaluate.Metrics.plain
     'coco?': COCO,
     'per_class': [{'class': INDEX, 'name': str, 'instances': INDEX, **FIGURES, 'mask?': (NONE, FIGURES)}],
 }
+CLASS_FIGURES = {'top1': SHARE, 'top5': SHARE, 'mean_class': SHARE}
+CLASS_METRICS = {  # classes.ClassMetrics.plain, and beside the float model classes.distance
+    **CLASS_FIGURES,
+    'images': COUNT,
+    'agreement?': SHARE,
+    'divergence?': NUMBER,
+    'per_class': [{'class': INDEX, 'name': str, 'images': COUNT, 'top1': SHARE, 'top5': SHARE}],
+}
 SQNR = {str: DECIBELS}
 CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 

@@ -83,12 +83,39 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
         raise QatError(f'{flag} {path}: not a PyTorch checkpoint (or cut short): {e or type(e).__name__}') from e
 
 
-def _members(file: BinaryIO, content: memoryview) -> tuple[dict[str, memoryview], dict[str, int]]:
+def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> dict[str, memoryview]:
+    """Read a zip file of another kind that PyTorch writes, checked member by member.
+
+    Args:
+        path: the file.
+        members: the names that it may have.
+        needed: a name that it must have, without the leading folder.
+
+    Returns:
+        Name without the leading folder → bytes.
+
+    Raises:
+        Refused, zipfile.BadZipFile: it is no such archive, or is damaged.
+    """
+    with open(path, 'rb') as file:
+        content = memoryview(file.read())
+        found, sums = _members(file, content, members, needed)
+    for name, data in found.items():
+        if zlib.crc32(data) != sums[name]:
+            raise zipfile.BadZipFile(f'{name} inside is damaged')
+    return found
+
+
+def _members(
+    file: BinaryIO, content: memoryview, allowed: re.Pattern[str] = MEMBERS, needed: str = 'data.pkl'
+) -> tuple[dict[str, memoryview], dict[str, int]]:
     """Check the members of a zip file: each is a plain, separate part of `content`.
 
     Args:
         file: the zip file.
         content: its bytes.
+        allowed: the names that it may have.
+        needed: a name that it must have, without the leading folder.
 
     Returns:
         Name without the leading folder → bytes, and name → CRC-32.
@@ -102,15 +129,15 @@ def _members(file: BinaryIO, content: memoryview) -> tuple[dict[str, memoryview]
         )
     with zipfile.ZipFile(file) as archive:
         infos, last = sorted(archive.infolist(), key=lambda info: info.header_offset), archive.start_dir
-    if not any(info.filename.endswith('/data.pkl') for info in infos):
-        raise zipfile.BadZipFile('no pickled data inside')
+    if not any(info.filename.endswith(f'/{needed}') for info in infos):
+        raise zipfile.BadZipFile('no pickled data inside' if needed == 'data.pkl' else f'no {needed} inside')
     found: dict[str, memoryview] = {}
     sums: dict[str, int] = {}
     folders: set[str] = set()
     end = 0
     for info in infos:
         folder, _, name = info.filename.partition('/')
-        if not MEMBERS.fullmatch(info.filename):
+        if not allowed.fullmatch(info.filename):
             kind = (
                 'a TorchScript archive, which is a program'
                 if name.startswith(('code/', 'constants'))
@@ -131,7 +158,7 @@ def _members(file: BinaryIO, content: memoryview) -> tuple[dict[str, memoryview]
         found[name], sums[name] = content[start:end], info.CRC
     if len(folders) > 1:
         raise Refused('its members are in more than one folder')
-    if len(found['data.pkl']) > MOST_PICKLE:
+    if needed == 'data.pkl' and len(found['data.pkl']) > MOST_PICKLE:
         raise Refused(
             f'its pickle has {len(found["data.pkl"]) / 1e6:.0f} MB, at most {MOST_PICKLE / 1e6:.0f} MB are read'
         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from utils.qat.config.export import INCLUDE, INT8_LIMITS
+from utils.qat.core.next_command import typed_sides
+from utils.qat.evaluation.compare import excess
+from utils.qat.evaluation.compare_classes import excess_of_classes
 from utils.qat.verify.bench import Bench, Failed, Skipped
 
 # thresholds at which AP of a file with NMS inside can be compared with another
@@ -51,14 +55,20 @@ KINDS = {
     ),
     'deepstream': Kind('INT8, for DeepStream', include=''),
     'segment': Kind('INT8, segmentation', 'segment'),
+    'classify': Kind('INT8, classifier, batch of 1 to 8', 'classify', ('--dynamic',), ('--batch', '1,4,8')),
     'segment-end2end': Kind('INT8, segmentation, NMS and masks inside', 'segment', INSIDE, include='onnx_end2end'),
 }
 
 
-def onnx_of(name: str) -> str:
-    """Return the file name of an exported kind."""
+def stem_of(name: str, batch: int | None = None) -> str:
+    """Return the name of the files of a kind, without suffix; `batch`: see `export`."""
+    return f'{name}-{batch}' if batch else name
+
+
+def onnx_of(name: str, batch: int | None = None) -> str:
+    """Return the file name of an exported kind; `batch`: see `export`."""
     include = KINDS[name].include
-    return f'{name}{INCLUDE[include]}' if include else f'{name}.pt.onnx'
+    return stem_of(name, batch) + (INCLUDE[include] if include else '.pt.onnx')
 
 
 def engine_of(name: str) -> str:
@@ -67,27 +77,37 @@ def engine_of(name: str) -> str:
 
 
 def data_of(name: str) -> str:
-    """Return the data YAML of a kind, which scripts/verify_tensorrt.py has written to the folder."""
-    return 'segment.yaml' if KINDS[name].weights == 'segment' else 'detect.yaml'
+    """Return the data of a kind: a YAML or a link to a folder, which scripts/verify_tensorrt.py has put into the folder."""
+    return {'segment': 'segment.yaml', 'classify': 'classify'}.get(KINDS[name].weights, 'detect.yaml')
 
 
-def export(bench: Bench, name: str) -> None:
-    """Export a kind. The checkpoint gets the name of the kind, because the file takes the name of its checkpoint."""
+def export(bench: Bench, name: str, batch: int | None = None) -> None:
+    """Export a kind.
+
+    Args:
+        bench: where.
+        name: the kind.
+        batch: another fixed batch than the kind's own; None = its own.
+    """
     kind, config, major = KINDS[name], bench.config, bench.machine.major
-    source = {'int8': config.weights, 'float': config.float_weights, 'segment': config.segment}[kind.weights]
+    size = typed_sides(config.imgsz)
+    sources: dict[str, Path | None] = {'int8': config.weights, 'float': config.float_weights}
+    sources |= {'segment': config.segment, 'classify': config.classify}
+    source = sources[kind.weights]
     if source is None:
-        raise Skipped('no segmentation model (--segment)')
+        raise Skipped(f'no checkpoint of that task (--{kind.weights})')
     if '--trt' in kind.export and major < 10:
         raise Skipped(f'{bench.machine.product} has no strongly typed networks')
-    weights = bench.folder / f'{name}.pt'
+    weights = bench.folder / f'{stem_of(name, batch)}.pt'  # the file takes the name of its checkpoint
     weights.unlink(missing_ok=True)
     weights.symlink_to(source.resolve())
     trt = () if '--trt' in kind.export else ('--trt', major)
     if kind.include:
-        words = ('--include', kind.include, '--imgsz', config.imgsz, '--simplify', *trt, *kind.export)
-        bench.run('export_qat.py', '--weights', weights.name, *words)
+        sides = () if kind.weights == 'classify' else ('--imgsz', *size)  # a classifier has its own
+        words = ('--include', kind.include, *sides, '--simplify', *trt, *kind.export)
+        bench.run('export_qat.py', '--weights', weights.name, *words, *(('--batch-size', batch) if batch else ()))
     else:
-        bench.run('export_yoloV9.py', '-w', weights.name, '-s', config.imgsz, '--simplify', *trt)
+        bench.run('export_yoloV9.py', '-w', weights.name, '-s', *size, '--simplify', *trt)
 
 
 def build(bench: Bench, name: str, engine: str, *words: object) -> dict[str, Any]:
@@ -122,7 +142,7 @@ def export_and_build(bench: Bench, name: str) -> str:
 
 
 def compare_with_onnx(bench: Bench, name: str) -> str:
-    """Check that the engine of a kind detects in the val images what ONNX Runtime detects with the file.
+    """Check that the engine of a kind finds in the val images what ONNX Runtime finds with the file.
 
     The limits are those of export_qat.py --verify.
     """
@@ -143,19 +163,16 @@ def within_limits(found: dict[str, Any]) -> str:
     Raises:
         Failed: a difference is beyond INT8_LIMITS.
     """
-    reference, other, limits = found['reference'], found['other'], INT8_LIMITS
-    checks = [
-        (f'AP {other["ap"]:.4f}, ONNX Runtime {reference["ap"]:.4f}', abs(found['ap_difference']) <= limits.ap),
-        (f'{found["matched"]:.1%} of the detections matched', found['matched'] >= limits.matched),
-        (f'their scores {found["matched_score"]:.4f} apart', found['matched_score'] <= limits.score),
-    ]
-    if found['matched_mask'] is not None:
-        checks.append((f'IoU of their masks {found["matched_mask"]:.3f}', found['matched_mask'] >= limits.mask))
-        checks.append(
-            (f'mask AP apart by {abs(found["mask_ap_difference"]):.4f}', abs(found['mask_ap_difference']) <= limits.ap)
+    classes = 'matched' not in found  # of a classifier
+    if beyond := (excess_of_classes if classes else excess)(found, INT8_LIMITS):
+        raise Failed(f'beyond the limits of export_qat.py --verify: {"; ".join(beyond)}')
+    if classes:
+        return (
+            f'top-1 {found["other"]["top1"]:.4f}, ONNX Runtime {found["reference"]["top1"]:.4f}; '
+            f'the best class is the same in {1 - found["ranks"][0]["disagreement"]:.1%} of the images'
         )
-    text = '; '.join(words for words, _ in checks)
-    wrong = [words for words, right in checks if not right]
-    if wrong:
-        raise Failed(f'beyond the limits of export_qat.py --verify: {"; ".join(wrong)}')
-    return text
+    text = (
+        f'AP {found["other"]["ap"]:.4f}, ONNX Runtime {found["reference"]["ap"]:.4f}; '
+        f'{found["matched"]:.1%} of the detections matched, their scores {found["matched_score"]:.4f} apart'
+    )
+    return text if found['matched_mask'] is None else f'{text}; IoU of their masks {found["matched_mask"]:.3f}'

@@ -1,4 +1,4 @@
-"""The outputs of two runs of exported files on the same images: python -m utils.qat.verify.raw_outputs A B DATA SIZE BACKEND OUT.json.
+"""The outputs of two runs of exported files on the same images: python -m utils.qat.verify.raw_outputs A B DATA BACKEND OUT.json.
 
 A and B are .onnx or .engine files with one input. Where they are the same engine, the second run is a CUDA graph. It serves the
 files that an evaluation does not take, such as DeepStream's, and asks what no AP can show: whether a CUDA graph gives the same bits.
@@ -32,6 +32,14 @@ def open_session(file: Path, device: torch.device, backend: str, cuda_graph: boo
     return session_of('onnxruntime').to_evaluate(file, device, 'onnxruntime')
 
 
+def images_for(session: Session, data: str, device: torch.device) -> torch.Tensor:
+    """Load IMAGES of the val images of a data YAML, FP32 [N, 3, H, W] in 0..1, letterboxed to the fixed size of a file."""
+    ((height, width),) = (shape[2:] for shape in session.signature().inputs.values())
+    settings = LoaderConfig(batch_size=1, imgsz=(height, width), workers=0, device=str(device))
+    loader = val_loader(load_data(data), settings, 32, square=True, limit=IMAGES)
+    return torch.cat([batch[0] for batch in loader]).float().to(device) / 255
+
+
 def compare(first: Session, second: Session, images: torch.Tensor) -> dict[str, float | bool | None]:
     """Run both on each image.
 
@@ -59,16 +67,13 @@ def compare(first: Session, second: Session, images: torch.Tensor) -> dict[str, 
 
 def main() -> None:
     """Write the differences to a JSON file."""
-    a, b, data, size, backend, out = sys.argv[1:]
+    a, b, data, backend, out = sys.argv[1:]
     device = select_device('')
-    settings = LoaderConfig(batch_size=1, imgsz=(int(size), int(size)), workers=0, device=str(device))
-    loader = val_loader(load_data(data), settings, 32, square=True, limit=IMAGES)
-    images = torch.cat([batch[0] for batch in loader]).float().to(device) / 255
     with (
         open_session(Path(a), device, backend, False) as first,
         open_session(Path(b), device, backend, a == b) as second,
     ):
-        write_json(out, compare(first, second, images))
+        write_json(out, compare(first, second, images_for(first, data, device)))
 
 
 if __name__ == '__main__':

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from utils.qat.config.export import INT8_LIMITS
@@ -19,6 +19,7 @@ from utils.qat.verify.kinds import (
     compare_with_onnx,
     data_of,
     engine_of,
+    export,
     export_and_build,
     onnx_of,
     within_limits,
@@ -81,6 +82,33 @@ def trtexec_outputs(bench: Bench) -> str:
     return within_limits(bench.json('compared/trtexec/compare.json')['comparisons'][0])
 
 
+def torch_tensorrt(bench: Bench) -> str:
+    """Check that Torch-TensorRT compiles the model, that its engine detects what ONNX Runtime detects, and measure it."""
+    if bench.config.backend == 'rtx':
+        raise Skipped('Torch-TensorRT for TensorRT-RTX is another package, which is not supported')
+    if find_spec('torch_tensorrt') is None:
+        raise Skipped(
+            "no package torch_tensorrt; python export_qat.py --include torch_tensorrt says how to get this torch's"
+        )
+    bench.need('build plain')
+    bench.need_gpu()
+    weights = bench.folder / 'compiled.pt'
+    weights.unlink(missing_ok=True)
+    weights.symlink_to(bench.config.weights.resolve())
+    options = ('--formats', 'ep', 'ts', 'engine', '--imgsz', bench.config.imgsz, '--device', 0)
+    bench.run('export_qat.py', '--weights', weights.name, '--include', 'torch_tensorrt', *options)
+    engine = 'compiled-torch_tensorrt.engine'
+    words = ('--data', data_of('plain'), '--images', bench.config.images, '--batch-size', 8)
+    folder = ('--project', 'compared', '--name', 'torch_tensorrt', '--exist-ok')
+    bench.run('compare_outputs.py', onnx_of('plain'), engine, *words, *folder)
+    text = within_limits(bench.json('compared/torch_tensorrt/compare.json')['comparisons'][0])
+    ms = [
+        benchmark(bench, f'torch_tensorrt-{name}', file, '--backend', bench.config.backend)[0]['compute']['median']
+        for name, file in (('own', engine), ('onnx', engine_of('plain')))
+    ]
+    return f'{text}; {ms[0]:.3f} ms, by way of ONNX {ms[1]:.3f} ms'
+
+
 def deepstream_outputs(bench: Bench) -> str:
     """Check the raw outputs of DeepStream's file: an evaluation does not take it, because it has the best class of a box only."""
     bench.need('build deepstream')
@@ -106,8 +134,7 @@ def cuda_graph(bench: Bench) -> str:
 def raw_outputs(bench: Bench, a: str, b: str) -> dict[str, Any]:
     """Run two files on the same images, see raw_outputs.py."""
     bench.need_gpu()
-    config = bench.config
-    bench.run('-m utils.qat.verify.raw_outputs', a, b, data_of('plain'), config.imgsz, config.backend, 'outputs.json')
+    bench.run('-m utils.qat.verify.raw_outputs', a, b, data_of('plain'), bench.config.backend, 'outputs.json')
     return bench.json('outputs.json')
 
 
@@ -120,7 +147,7 @@ def val_trt(bench: Bench) -> str:
         ('engine', engine_of('dynamic'), ('--backend', bench.config.backend)),
         ('onnx', onnx_of('dynamic'), ('--device', 'cpu')),
     ):
-        words = ('--data', data_of('dynamic'), '--imgsz', bench.config.imgsz, '--batch-size', 10)
+        words = ('--data', data_of('dynamic'), '--batch-size', 10)
         bench.run(
             'val_trt.py', '--weights', file, *words, '--project', 'scored', '--name', name, '--exist-ok', *options
         )
@@ -148,7 +175,7 @@ def refused(bench: Bench, name: str, engine: bytes, sidecar: dict[str, Any] | No
     file.write_bytes(engine)
     if sidecar:
         (bench.folder / f'{name}.engine.json').write_text(json.dumps(sidecar), encoding='utf-8')
-    words = ('--data', data_of('plain'), '--imgsz', bench.config.imgsz, '--backend', bench.config.backend)
+    words = ('--data', data_of('plain'), '--backend', bench.config.backend)
     said = bench.run('val_trt.py', '--weights', file.name, *words, code=2)
     (line,) = [line for line in said.splitlines() if 'error: ' in line] or ['no line with an error']
     if message not in line:
@@ -217,16 +244,16 @@ def layers(bench: Bench) -> str:
 
 def speed(bench: Bench) -> str:
     """Measure INT8 against FP16 and FP32, with the samples of NVML beside them."""
-    typed = bench.machine.major >= 11
-    bench.need('build plain', 'build float', *['build half'] * typed)
+    kinds = ['plain', 'float', *['half'] * (bench.machine.major >= 11)]
+    bench.need(*(f'build {name}' for name in kinds))
     bench.need_gpu()
-    files = [onnx_of('plain'), onnx_of('float'), *[onnx_of('half')] * typed]
     found = []
     for batch in SPEED_BATCHES:
-        # a file with a fixed batch of 1 is measured at no other
-        names = [onnx if batch == 1 else _at_batch(bench, onnx, batch) for onnx in files]
+        for name in kinds:  # their batch is fixed
+            export(bench, name, batch)
+        files = [onnx_of(name, batch) for name in kinds]
         words = ('--batch', batch, '--precision', ','.join(PRECISIONS), '--backend', bench.config.backend)
-        results = benchmark(bench, f'speed-{batch}', *names, *words)
+        results = benchmark(bench, f'speed-{batch}', *files, *words)
         ms = {result['precision']: result['compute']['median'] for result in results}
         missing = [p for p in PRECISIONS if p not in ms]
         if missing:
@@ -238,28 +265,6 @@ def speed(bench: Bench) -> str:
         )
     busy = [percent for *_, percent in bench.json(f'measured/speed-{batch}/benchmark.json')['usage']]
     return '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
-
-
-def _at_batch(bench: Bench, onnx: str, batch: int) -> str:
-    """Export the checkpoint of an .onnx file again, with another fixed batch; return the new file."""
-    name = onnx.removesuffix('.onnx')
-    weights = bench.folder / f'{name}-{batch}.pt'
-    shutil.copy(bench.folder / f'{name}.pt', weights, follow_symlinks=False)
-    kind = KINDS[name]
-    trt = () if '--trt' in kind.export else ('--trt', bench.machine.major)
-    words = (
-        '--include',
-        'onnx',
-        '--imgsz',
-        bench.config.imgsz,
-        '--batch-size',
-        batch,
-        '--simplify',
-        *trt,
-        *kind.export,
-    )
-    bench.run('export_qat.py', '--weights', weights.name, *words)
-    return f'{name}-{batch}.onnx'
 
 
 def onnxruntime_cuda(bench: Bench) -> str:
@@ -293,7 +298,7 @@ ROWS = (
     *(
         Row(
             f'outputs {name}',
-            f'{kind.title}: detections and AP as in ONNX Runtime',
+            f'{kind.title}: {"classes and top-1" if kind.weights == "classify" else "detections and AP"} as in ONNX Runtime',
             partial(compare_with_onnx, name=name),
         )
         for name, kind in KINDS.items()
@@ -301,6 +306,7 @@ ROWS = (
     ),
     Row('outputs deepstream', f'{KINDS["deepstream"].title}: outputs as in ONNX Runtime', deepstream_outputs),
     Row('outputs trtexec', 'the engine of trtexec: detections and AP as in ONNX Runtime', trtexec_outputs),
+    Row('torch_tensorrt', '--include torch_tensorrt: compiled, detections as in ONNX Runtime', torch_tensorrt),
     Row('val_trt.py', 'val_trt.py in batches of 10, engine of 1 to 8', val_trt),
     Row('other GPU', 'the engine of another GPU is refused', other_gpu),
     Row('other version', 'the engine of another TensorRT is refused', other_version),

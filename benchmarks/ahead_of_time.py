@@ -1,0 +1,203 @@
+"""Time a float model and its INT8 form in turns: eager PyTorch, AOTInductor, OpenVINO, ONNX Runtime; on a GPU also as a CUDA graph.
+
+Run it in a patched tree. It compiles and exports into a temporary folder.
+
+    cd yolov9
+    python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --int8 qat_best_yolov9-c.pt     # on the CPU
+    python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --device 0                      # on a GPU, float only
+
+It needs g++ (or CXX), for INT8 also torchao. On a GPU it needs the headers of CUDA too (CUDA_HOME, or the pip packages of torch) and
+Triton, which torch brings. What cannot run is named and left out. On the CPU the time is CPU time of the process, with one thread: it
+stays stable beside other work, but is no wall time. On a GPU the time is that of CUDA events. Prints a Markdown table.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, os.getcwd())
+import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+
+# isort: split
+import torch
+
+from models.deploy.aot_package import export_aoti
+from models.deploy.onnx_export import export_onnx, made_images, traceable_copy
+from models.quantize.checkpoint import load_any
+from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.device import describe, instruction_sets, select_device
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import quiet_upstream
+from utils.qat.core.machine import cpu_name
+from utils.qat.core.markdown import markdown_table
+from utils.qat.prediction.aoti import AotPackage
+from utils.qat.prediction.onnxruntime import OnnxRuntime
+from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.prediction.session import Session
+
+Run = Callable[[], object]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; None = the arguments of this process."""
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--weights', type=Path, required=True, help='float checkpoint (.pt)')
+    p.add_argument('--int8', type=Path, help='quantized checkpoint of it, for the CPU')
+    p.add_argument('--device', default='cpu', help="'cpu' or a GPU number")
+    p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
+    p.add_argument('--batch', type=int, default=1, help='images per run')
+    p.add_argument('--rounds', type=int, default=20, help='turns of each')
+    return p.parse_args(argv)
+
+
+def load(path: Path, device: torch.device) -> torch.nn.Module:
+    """Load the model of a checkpoint."""
+    require_file(path, '--weights', ('.pt', '.pth'))
+    with quiet_upstream():
+        return load_any(path, device)[0]
+
+
+def prepared(session: Session, images: torch.Tensor) -> Run:
+    """Return one run of a session, whose inputs and outputs are in place."""
+    (name,) = session.signature().inputs
+    session.prepare({name: (torch.float32, tuple(images.shape))})
+    return session.compute
+
+
+def exported(model: torch.nn.Module, file: Path, images: torch.Tensor) -> Path:
+    """Export a model to `file`, unless it is there."""
+    if not file.exists():
+        export_onnx(model, file, tuple(images.shape[2:]), len(images), simplify=True)
+    return file
+
+
+def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: bool = False) -> Run:
+    """Return one run of the model in a package, which is written to `file`."""
+    export_aoti(model, file, tuple(images.shape[2:]), len(images), half=half)
+    package = AotPackage(file, images.device)
+    return lambda: package.call(images)
+
+
+def in_openvino(onnx: Callable[[], Path], images: torch.Tensor) -> Run:
+    """Return one run of an .onnx file in OpenVINO."""
+    return prepared(OpenVINO(onnx(), images.device), images)
+
+
+def in_onnxruntime(onnx: Callable[[], Path], images: torch.Tensor, kind: str) -> Run:
+    """Return one run of an .onnx file in ONNX Runtime, with its own optimizations."""
+    return prepared(OnnxRuntime(onnx(), images.device, kind, fused=True), images)
+
+
+def on_cpu(
+    float_model: torch.nn.Module, int8: torch.nn.Module | None, images: torch.Tensor, folder: Path
+) -> dict[str, Callable[[], Run]]:
+    """Return what is timed on the CPU: name → a function that makes its run."""
+    ways: dict[str, Callable[[], Run]] = {'eager FP32': partial(eager, float_model, images, False)}
+    for kind, model in (('FP32', float_model), ('INT8', int8)):
+        if model is not None:
+            onnx = partial(exported, model, folder / f'{kind}.onnx', images)
+            ways[f'AOTInductor {kind}'] = partial(compiled, model, folder / f'{kind}.pt2', images)
+            ways[f'OpenVINO {kind}'] = partial(in_openvino, onnx, images)
+            ways[f'ONNX Runtime {kind}'] = partial(in_onnxruntime, onnx, images, kind)
+    return ways
+
+
+def on_gpu(model: torch.nn.Module, images: torch.Tensor, folder: Path) -> dict[str, Callable[[], Run]]:
+    """Return what is timed on a GPU: name → a function that makes its run."""
+    ways: dict[str, Callable[[], Run]] = {}
+    for kind, half in (('FP32', False), ('FP16', True)):
+        plain = partial(eager, model, images, half)
+        package = partial(compiled, model, folder / f'{kind}.pt2', images, half)
+        ways[f'eager {kind}'] = plain
+        ways[f'CUDA graph {kind}'] = partial(graphed, plain)
+        ways[f'AOTInductor {kind}'] = package
+        ways[f'AOTInductor {kind} in a CUDA graph'] = partial(graphed, package)
+    return ways
+
+
+def eager(model: torch.nn.Module, images: torch.Tensor, half: bool) -> Run:
+    """Return one run of a model in PyTorch."""
+    copy = traceable_copy(model)
+    copy, own = (copy.half(), images.half()) if half else (copy, images)
+    return lambda: copy(own)
+
+
+def graphed(make: Callable[[], Run]) -> Run:
+    """Capture a run on a GPU, and return its replay."""
+    run = make()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def ms_of(run: Run, gpu: bool) -> float:
+    """Time one run, in ms."""
+    if not gpu:
+        start = time.process_time()
+        run()
+        return 1000 * (time.process_time() - start)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make everything that can run here, time it in turns, and print the table."""
+    args = parse_args(argv)
+    device = select_device(args.device)
+    gpu = device.type == 'cuda'
+    if not gpu:
+        torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False  # as the commands do
+    model = load(args.weights, device)
+    images = made_images(args.batch, (args.imgsz, args.imgsz)).to(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        int8 = load(args.int8, device) if args.int8 else None
+        ways = on_gpu(model, images, Path(scratch)) if gpu else on_cpu(model, int8, images, Path(scratch))
+        runs: dict[str, Run] = {}
+        for name, make in ways.items():
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    runs[name] = make()
+                for _ in range(3):
+                    runs[name]()
+            except (QatError, RuntimeError) as e:
+                runs.pop(name, None)
+                print(f'left out: {name}: {" ".join(str(e).split())[:300]}', file=sys.stderr)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(args.rounds):
+            for name, run in runs.items():
+                times[name].append(ms_of(run, gpu) / args.batch)
+    base = statistics.median(times['eager FP32'])
+    where = describe(device) if gpu else f'{cpu_name()} ({", ".join(instruction_sets())}), CPU time of one thread'
+    print(f'\n{where}; torch {torch.__version__}; {args.imgsz} px, batch {args.batch}, {args.rounds} rounds in turns\n')
+    print(
+        markdown_table(
+            ('ms per image', 'median', 'min', 'times eager FP32'),
+            [
+                (name, f'{statistics.median(t):.2f}', f'{min(t):.2f}', f'{base / statistics.median(t):.2f}')
+                for name, t in times.items()
+            ],
+        )
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(run_command(main))

@@ -1,0 +1,172 @@
+"""Model → package of AOTInductor (.pt2): compiled code for the CPU or GPU at hand, which a C++ program runs without Python.
+
+On a CPU a quantized model computes in INT8. Three things are needed for that: unsigned activations, weights stored as integers
+(decomposed.py), and `freezing`, which folds them into oneDNN's convolutions and linear layers; torchao has the patterns for that. If one of them is
+missing, everything runs in FP32 and nobody is told. So these layers are counted in the compiled code. Inductor has no INT8
+convolution for GPUs.
+
+The compiler writes to a temporary folder, which is removed when the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.nn as nn
+
+from models.deploy.decomposed import StoredWeight, on_integers
+from models.deploy.exported_program import package_metadata, trace, with_example
+from models.deploy.onnx_export import Agreement, require_agreement
+from models.quantize.quantizers import named_quantizers
+from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.core.device import instruction_flags
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
+from utils.qat.prediction.aoti import AotPackage, compiled_layers
+from utils.qat.prediction.file_model import FileModel
+from utils.qat.prediction.pt2 import require_pt2
+
+CACHE = 'TORCHINDUCTOR_CACHE_DIR'
+PATTERNS = 'torchao.quantization.pt2e.quantizer.x86_inductor_quantizer'  # its import registers the patterns
+
+
+@cache
+def _scratch() -> TemporaryDirectory:
+    """Make the folder of the compiler. One for the process: the compiler keeps paths in it."""
+    return TemporaryDirectory(prefix='yolov9-qat-inductor-')
+
+
+def _silence() -> None:
+    """Keep from the user what torchao and the compiler say about themselves at each start."""
+    for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """Let the compiler write to a temporary folder, unless the user named another by its variable."""
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = before or _scratch().name
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(CACHE, None)
+
+
+def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
+    """Raise QatError if a package of such a model cannot be compiled here.
+
+    Args:
+        device: that it is for.
+        quantized: whether the model is.
+        half: FP16 between images and outputs.
+    """
+    require_pt2('--include aoti')
+    _silence()
+    if device.type not in ('cpu', 'cuda'):
+        raise QatError(f'--include aoti: for --device cpu or a GPU of NVIDIA, and this is --device {device}')
+    if half and device.type == 'cpu':
+        raise QatError('--half: with --include aoti for GPUs only; leave it out, or give --device 0')
+    if quantized and device.type == 'cuda':
+        raise QatError(
+            '--include aoti: AOTInductor has no INT8 convolutions for GPUs; give the float checkpoint (and --half), --device cpu, or '
+            'build a TensorRT engine'
+        )
+    if not any(shutil.which(name) for name in (os.environ.get('CXX', ''), 'g++', 'clang++') if name):
+        raise QatError('--include aoti: no C++ compiler, which AOTInductor needs (apt install g++; or set CXX)')
+    if quantized:
+        try:
+            importlib.import_module(PATTERNS)
+        except Exception as e:  # an extension of torchao for another PyTorch raises whatever it met
+            raise QatError(
+                f'--include aoti: INT8 needs torchao, which cannot be loaded here ({str(e)[:100]}); pip install torchao'
+            ) from e
+
+
+@torch.no_grad()
+def export_aoti(
+    model: nn.Module,
+    path: Path,
+    imgsz: Sequence[int] = (640, 640),
+    batch: int = 1,
+    dynamic: bool = False,
+    half: bool = False,
+    kept_float: Sequence[str] = (),
+    target: str = DEFAULT_TARGET,
+) -> tuple[Agreement, str]:
+    """Compile a model to a package for the device that it is on.
+
+    Args:
+        model: fused; float or quantized.
+        path: of the new file, which ends in .pt2.
+        imgsz: height and width, multiples of the stride.
+        batch: number of images.
+        dynamic: leave the batch axis open.
+        half: FP16 between images and outputs; of a float model on a GPU only.
+        kept_float: see onnx_export.metadata_of.
+        target: likewise.
+
+    Returns:
+        How far the package is from PyTorch, and how many layers are in INT8, in words ('' for a float model).
+
+    Raises:
+        QatError: it cannot be compiled here, a quantized layer is not in INT8, or the package does not agree with PyTorch. No
+            file is left.
+    """
+    quantized, device = bool(named_quantizers(model)), next(model.parameters()).device
+    require_compiler(device, quantized, half)
+    traced, images, theirs = with_example(model, imgsz, batch, dynamic)
+    integers = on_integers(traced, unsigned=True)
+    wanted = sum(isinstance(m, StoredWeight) for m in integers.modules())
+    convs, linear = (sum(isinstance(m, kind) for m in integers.modules()) for kind in (nn.Conv2d, nn.Linear))
+    layers = f'{convs + linear} convolutions{" and linear layers" * bool(linear)}'
+    said = f'INT8: {wanted} of {layers} ({convs + linear - wanted} float by design)' if quantized else ''
+    kind = (
+        {'gpu': '.'.join(map(str, torch.cuda.get_device_capability(device)))}
+        if device.type == 'cuda'
+        else {'cpu': ' '.join(instruction_flags())}
+    )
+    metadata = package_metadata(
+        model,
+        quantized,
+        half,
+        dynamic,
+        images,
+        kept_float,
+        target,
+        device=device.type,
+        **kind,
+        **({'int8': said} if said else {}),
+    )
+    with atomic(path) as tmp, _own_cache():
+        try:
+            torch._inductor.aoti_compile_and_package(
+                trace(integers, images, half, dynamic),
+                package_path=str(tmp),
+                inductor_configs={'freezing': True, 'aot_inductor.metadata': metadata},
+            )
+        except (RuntimeError, torch._dynamo.exc.UserError) as e:
+            raise QatError(
+                f'--include aoti: AOTInductor cannot compile the model: {" ".join(str(e).split())[:300]}'
+            ) from e
+        made, _ = compiled_layers(tmp)
+        if made != wanted:
+            raise QatError(
+                f'--include aoti: {wanted - made} of {wanted} quantized layers are in float in the compiled code, which is no '
+                'INT8 package; no file was written'
+            )
+        ours = FileModel(AotPackage(tmp, device))(images)
+        return (
+            require_agreement(traced, images, ours, theirs, 'AOTInductor', 'FP16' if half else 'FP32', quantized),
+            said,
+        )

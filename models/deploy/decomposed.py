@@ -1,0 +1,84 @@
+"""Quantized model → the same model on integers: PyTorch's quantize and dequantize operators, and weights stored as INT8.
+
+The operators (`torch.ops.quantized_decomposed`) are those that compilers behind torch.export look for. The values are the values of
+the fake-quantizers, bit for bit: rounding and limits are the same, and an INT8 weight times its scale is the rounded weight.
+"""
+
+from copy import deepcopy
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the operators
+import torch.nn as nn
+
+from models.quantize.quantizers import QMAX, QMIN, Quantizer
+
+SIGNED, UNSIGNED = (0, QMIN, QMAX, torch.int8), (-QMIN, 0, QMAX - QMIN, torch.uint8)  # shift, limits and type
+
+
+class RoundedActivation(nn.Module):
+    """Q and DQ of an activation, with one scale and zero point."""
+
+    rounds = True
+
+    def __init__(self, quantizer: Quantizer, unsigned: bool) -> None:
+        super().__init__()
+        shift, *limits = UNSIGNED if unsigned else SIGNED
+        self.numbers = (quantizer.scale.item(), int(quantizer._zero_point) + shift, *limits)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Quantize and dequantize `x`, of any shape."""
+        ops = torch.ops.quantized_decomposed
+        return ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *self.numbers), *self.numbers)
+
+
+class StoredWeight(nn.Module):
+    """An INT8 weight with a scale for each output channel, and its DQ."""
+
+    def __init__(self, quantizer: Quantizer, weight: torch.Tensor) -> None:
+        super().__init__()
+        scale = quantizer.scale.detach().clone()
+        steps = weight.detach() * scale.reciprocal().view(-1, *[1] * (weight.dim() - 1))
+        self.register_buffer('int8', steps.round().clamp(QMIN, QMAX).to(torch.int8))
+        self.register_buffer('scale', scale)
+        self.register_buffer('zero_point', torch.zeros_like(scale, dtype=torch.int64))
+
+    def forward(self, _: None) -> torch.Tensor:
+        """Return the weight as the convolution takes it, FP32; the float weight is gone."""
+        return torch.ops.quantized_decomposed.dequantize_per_channel(
+            self.int8, self.scale, self.zero_point, 0, QMIN, QMAX, torch.int8
+        )
+
+
+class Passed(nn.Module):
+    """A quantizer that is off."""
+
+    rounds = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`."""
+        return x
+
+
+def on_integers(model: nn.Module, unsigned: bool = False) -> nn.Module:
+    """Copy a model with each quantizer replaced; a float model is copied as it is.
+
+    Args:
+        model: in eval mode, calibrated.
+        unsigned: activations as unsigned integers, with zero points 128 higher, which the INT8 kernels for x86 take; the values are
+            the same.
+    """
+    model = deepcopy(model)
+    made: dict[Quantizer, nn.Module] = {}
+    for block in list(model.modules()):
+        for name, quantizer in list(block._modules.items()):
+            if not isinstance(quantizer, Quantizer):
+                continue
+            if not quantizer.rounds:
+                made[quantizer] = Passed()
+            elif quantizer._axis is not None:
+                made[quantizer] = StoredWeight(quantizer, block.weight)
+                block.weight = None  # or it would be stored beside the INT8 one
+            elif quantizer not in made:
+                made[quantizer] = RoundedActivation(quantizer, unsigned)
+            setattr(block, name, made[quantizer])
+    return model

@@ -1,0 +1,193 @@
+"""Model → exported program in the form that Torch-TensorRT takes: `torch.ops.tensorrt.quantize_op` in place of Q and DQ.
+
+ModelOpt defines the operator, and Torch-TensorRT makes Q and DQ of it, with scale = amax / 127 in FP32. This was read in the sources
+of torch-tensorrt 2.14.0 (dynamo/conversion/impl/quantize.py) and nvidia-modelopt 0.47.0 (torch/quantization/tensor_quant.py):
+
+- amax of an activation is one number; amax of a weight has the shape of its axis 0, [K, 1, 1, 1]. Other axes are refused.
+- An amax must be a constant. Ours is a buffer, and the view of it is folded by the compiler.
+- DQ has the type of the operator's input. So the types of the program are the types of the engine.
+- ModelOpt's `export_torch_mode` is read by its own quantizers alone. Ours are switched by `QuantizeOps`.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node
+
+from models.deploy.onnx_export import traceable_copy
+from models.quantize.head_outputs import require_known_head
+from models.quantize.quantizers import FixedScales, Quantizer, _along, named_quantizers
+
+aten = torch.ops.aten
+# Operators that only move values, as the exporter writes them; see utils/qat/graph/onnx_graph.py
+MOVES = {
+    aten.cat.default,
+    aten.chunk.default,
+    aten.max_pool2d.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.dim,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.upsample_nearest2d.vec,
+    aten.view.default,
+}
+DECODED = 'cv2', 'cv3', 'cv4'  # branches of a head, whose last convolutions the decoding reads
+
+
+class QuantizeOps(FixedScales):
+    """Context in which the quantizers of a model call `quantize_op`. model: quantized, calibrated."""
+
+    def _quantize(self, quantizer: Quantizer, inputs: torch.Tensor) -> torch.Tensor:
+        axis, amax = quantizer._axis, quantizer._amax
+        if axis is not None:
+            amax = _along(axis, amax, inputs)
+        # 8 bits, of which 0 are an exponent; not unsigned; -128 belongs to the range
+        return torch.ops.tensorrt.quantize_op(inputs, amax, 8, 0, False, False)
+
+
+class Detector(nn.Module):
+    """A model with the name of the ONNX file's input. Torch-TensorRT names the inputs of an engine after those of forward.
+
+    Args:
+        model: in the form of `traceable_copy`.
+        half: FP16 up to the convolutions whose outputs are decoded; inputs, decoding and outputs stay FP32.
+    """
+
+    def __init__(self, model: nn.Module, half: bool) -> None:
+        super().__init__()
+        self.model, self.half_inside = model, half
+        if not half:
+            return
+        require_known_head(model, '--dtype fp16', 'give --dtype fp32')
+        head: Any = model.half().model[-1]
+        head.dfl.float()
+        last = [branch[-1] for name in DECODED for branch in getattr(head, name, ())]
+        for layer in (*last, *([head.proto] if hasattr(head, 'proto') else ())):
+            layer.register_forward_hook(lambda _module, _inputs, output: output.float())
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Predict: images FP32 [B, 3, H, W] in 0..1 → what the ONNX file returns, FP32."""
+        return self.model(images.half() if self.half_inside else images)
+
+
+def quantize_op_program(
+    model: nn.Module, imgsz: Sequence[int], batch: int = 1, dynamic: bool = False, half: bool = False
+) -> ExportedProgram:
+    """Export a model with `quantize_op`, and with the Q/DQ of the ONNX file.
+
+    Args:
+        model: fused; float or quantized.
+        imgsz: height and width.
+        batch: number of images; with `dynamic` the largest number.
+        dynamic: leave the batch axis open.
+        half: see `Detector`.
+
+    Raises:
+        QatError: the head of the model has no FP16 form.
+    """
+    detector = Detector(traceable_copy(model), half)
+    images = torch.zeros(batch, 3, *imgsz, device=next(detector.parameters()).device)
+    shapes = {'images': {0: Dim('batch', min=1, max=batch)}} if dynamic else None
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        QuantizeOps(detector) if named_quantizers(detector) else nullcontext(),
+    ):
+        warnings.filterwarnings('ignore', message='The tensor attributes .* were assigned during export')  # its anchors
+        program = torch.export.export(detector, (images,), dynamic_shapes=shapes, strict=False)
+    program = program.run_decompositions({})  # without in-place operators
+    merge_concats(program)
+    merge_duplicates(program)
+    quantize_moves(program)
+    merge_duplicates(program)
+    program.graph.lint()
+    program.graph_module.recompile()
+    return program
+
+
+def quantize_ops(program: ExportedProgram) -> list[Node]:
+    """List the `quantize_op` nodes of a program, in its order."""
+    return [node for node in program.graph.nodes if _quantizes(node)]
+
+
+def amax_of(program: ExportedProgram, node: Node) -> torch.Tensor:
+    """Return the amax of a `quantize_op` node as the quantizer keeps it, [] or [K]."""
+    source: Any = node.args[1]
+    while source.op != 'placeholder':  # the view of a weight's amax
+        source = source.args[0]
+    return program.state_dict[program.graph_signature.inputs_to_buffers[source.name]]
+
+
+def merge_concats(program: ExportedProgram) -> None:
+    """Let a Concat read the inputs of a Concat that it alone reads, as the ONNX exporter does: no Q/DQ goes between the two."""
+    concat = aten.cat.default
+    for node in list(program.graph.nodes):
+        if node.target is not concat:
+            continue
+        parts = [
+            given.args[0]
+            if given.target is concat and len(given.users) == 1 and given.args[1:] == node.args[1:]
+            else [given]
+            for given in node.args[0]
+        ]
+        node.args = ([part for group in parts for part in group], *node.args[1:])
+    program.graph.eliminate_dead_code()
+
+
+def quantize_moves(program: ExportedProgram) -> None:
+    """Put `quantize_op` on the inputs of moves whose outputs are quantized with one amax; passes.quantize_moves says why."""
+    graph = program.graph
+
+    def readers(node: Node) -> list[Node]:
+        return [
+            reader for user in node.users for reader in (readers(user) if user.target is operator.getitem else [user])
+        ]
+
+    for move in reversed(list(graph.nodes)):
+        found = readers(move) if move.target in MOVES else []
+        if not found or not all(_quantizes(r) for r in found) or len({_grid(program, r) for r in found}) > 1:
+            continue
+        wanted = found[0]
+        for given in move.all_input_nodes:
+            if given.op == 'placeholder' or (_quantizes(given) and _grid(program, given) == _grid(program, wanted)):
+                continue
+            with graph.inserting_before(move):
+                new = graph.call_function(wanted.target, (given, *wanted.args[1:]))
+            new.meta = {'val': given.meta['val']}
+            move.replace_input_with(given, new)
+
+
+def merge_duplicates(program: ExportedProgram) -> None:
+    """Merge operators that compute the same. All readers of a tensor that quantize it with one amax then share one `quantize_op`."""
+    first: dict[Any, Node] = {}
+    for node in list(program.graph.nodes):
+        if node.op != 'call_function':
+            continue
+        arguments = (
+            (str(node.args[0]), _grid(program, node)) if _quantizes(node) else (str(node.args), str(node.kwargs))
+        )
+        kept = first.setdefault((node.target, *arguments), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            program.graph.erase_node(node)
+
+
+def _quantizes(node: Node) -> bool:
+    return node.op == 'call_function' and str(node.target).startswith('tensorrt.quantize_op')
+
+
+def _grid(program: ExportedProgram, node: Node) -> bytes:
+    """Return the amax of a `quantize_op` node, to compare."""
+    return amax_of(program, node).cpu().numpy().tobytes()

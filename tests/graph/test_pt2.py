@@ -1,0 +1,253 @@
+"""Laws of .pt2 files: an exported program computes what PyTorch computes, and a package of AOTInductor what it was compiled of.
+
+Compiling takes half a minute, so one small package of each kind is compiled, with --faults.
+"""
+
+import importlib.util
+import json
+import shutil
+import zipfile
+
+import pytest
+import torch
+from faults import answer
+from fresh import fresh
+from segmenters import segmenter
+from zoo import command, program, same, settings
+
+from models.deploy.decomposed import on_integers
+from models.deploy.exported_program import export_pt2
+from models.deploy.onnx_export import made_images, traceable_copy
+from models.quantize.blocks import QuantConv2d
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.scales import tie_scales
+from utils.qat.config.targets import TARGETS
+from utils.qat.core.errors import QatError
+from utils.qat.prediction.pt2 import ExportedProgram
+from utils.qat.prediction.registry import open_file
+from utils.qat.targets.target import load_target
+from utils.qat.untrusted.program_archive import read_program
+
+SIDE = 64
+needs_compiler = pytest.mark.skipif(not shutil.which('g++'), reason='no g++')
+needs_torchao = pytest.mark.skipif(not importlib.util.find_spec('torchao'), reason='no torchao')
+
+
+def outputs(file, images):
+    """The outputs of a .pt2 file, as a tuple."""
+    found = open_file(file)(images)
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.fixture(scope='module')
+def files(small, tmp_path_factory):
+    """Folder with float.{pt,pt2} and int8.{pt,pt2}; the second takes any batch."""
+    folder = tmp_path_factory.mktemp('pt2')
+    shutil.copy(small.single, folder / 'float.pt')
+    shutil.copy(small.quantized, folder / 'int8.pt')
+    command('export_qat.py', '--weights', folder / 'float.pt', '--include', 'pt2', '--imgsz', SIDE)
+    command('export_qat.py', '--weights', folder / 'int8.pt', '--include', 'pt2', 'onnx', '--imgsz', SIDE, '--dynamic')
+    return folder
+
+
+# ---- exported programs ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('target', TARGETS)
+def test_integers_have_the_values_of_the_fake_quantizers(small, target):
+    model = small.float_model()
+    quantize_model(model, target=load_target(target))
+    tie_scales(model)
+    images = made_images(2, (SIDE, SIDE))
+    calibrate(model, [images], settings())
+    model = traceable_copy(model)
+    for unsigned in (False, True):
+        integers = on_integers(model, unsigned)
+        assert same(integers(images), model(images))
+        assert all(m.weight is None for m in integers.modules() if isinstance(m, QuantConv2d))
+
+
+@torch.no_grad()
+def test_a_program_computes_what_pytorch_computes(small, files):
+    for name, model in (('float', small.float_model()), ('int8', small.quantized_model())):
+        traced = traceable_copy(model)
+        for batch in (1, 3) if name == 'int8' else (1,):
+            images = made_images(batch, (SIDE, SIDE))
+            (found,) = outputs(files / f'{name}.pt2', images)
+            assert torch.allclose(found, traced(images), rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('quantized', [False, True])
+def test_a_program_has_masks(tmp_path, quantized):
+    model = segmenter(quantized=quantized)
+    export_pt2(model, tmp_path / 'masks.pt2', (SIDE, SIDE))
+    images = made_images(1, (SIDE, SIDE))
+    found, theirs = outputs(tmp_path / 'masks.pt2', images), traceable_copy(model)(images)
+    assert len(found) == 2 and [f.shape for f in found] == [t.shape for t in theirs]
+    assert read_program(tmp_path / 'masks.pt2')[1]['task'] == 'segment'
+
+
+def test_half_is_near_the_float_program(small, tmp_path):
+    made = export_pt2(small.float_model(), tmp_path / 'half.pt2', (SIDE, SIDE), half=True)
+    assert 0 < made.boxes < 5e-3
+    session = ExportedProgram(tmp_path / 'half.pt2', torch.device('cpu'))
+    assert session.types == 'FP16' and session.signature().inputs == {'images': (1, 3, SIDE, SIDE)}
+    assert {p.dtype for p in session.program.parameters()} == {torch.float16}
+
+
+def test_a_fresh_process_computes_the_same(files):
+    text = (
+        'import torch, sys; from pathlib import Path; from utils.qat.prediction.registry import open_file; '
+        'from models.deploy.onnx_export import made_images; '
+        f'print(open_file(Path(sys.argv[1]))(made_images(1, ({SIDE}, {SIDE}))).double().sum().item())'
+    )
+    here = open_file(files / 'int8.pt2')(made_images(1, (SIDE, SIDE))).double().sum().item()
+    assert float(fresh('-c', text, files / 'int8.pt2').split()[-1]) == here
+
+
+def test_the_metadata_are_those_of_the_onnx_file(files):
+    import onnx
+
+    theirs = {p.key: p.value for p in onnx.load(files / 'int8.onnx').metadata_props}
+    ours = read_program(files / 'int8.pt2')[1]
+    assert {k: ours[k] for k in theirs} == theirs
+    assert ours['imgsz'] == f'{SIDE},{SIDE}' and ours['batch'] == 'dynamic' and ours['precision'] == 'INT8 and FP32'
+    assert str(files.parent) not in json.dumps(ours)
+
+
+def test_the_archive_names_no_file_of_this_machine(files):
+    with zipfile.ZipFile(files / 'int8.pt2') as archive:
+        graph = archive.read(next(n for n in archive.namelist() if n.endswith('model.json'))).decode()
+    assert '.py' not in graph
+
+
+def test_commands_take_programs(files, small, tmp_path):
+    run = ('--device', 'cpu', '--imgsz', SIDE, '--project', tmp_path, '--workers', 0)
+    command('val_trt.py', '--weights', files / 'int8.pt2', '--data', small.data, *run)
+    command('compare_outputs.py', files / 'float.pt2', files / 'float.pt', '--random', 1, *run[:6])
+    command(
+        'benchmark_trt.py',
+        files / 'int8.pt2',
+        files / 'float.pt2',
+        '--duration',
+        0.01,
+        '--batch',
+        1,
+        *run[:2],
+        *run[4:6],
+    )
+    assert 'torch.export' in next(tmp_path.rglob('benchmark.md')).read_text()
+
+
+REFUSED = {
+    'wrong size': ('int8.pt2', ('--imgsz', 2 * SIDE), 'takes 64 x 64'),
+    'wrong backend': ('int8.pt2', ('--backend', 'aoti', '--imgsz', SIDE), 'for'),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(case, files, small, tmp_path, capfd):
+    name, words, said = REFUSED[case]
+    argv = ('--weights', files / name, '--data', small.data, '--device', 'cpu', '--project', tmp_path / 'out', *words)
+    code, line = answer('val_trt.py', argv, capfd, tmp_path)
+    assert code == 2 and said in line
+
+
+def test_options_that_make_no_sense_together(small, tmp_path, capfd):
+    shutil.copy(small.quantized, tmp_path / 'int8.pt')
+    for words, said in (
+        (('--include', 'pt2', '--half'), '--half: not with --include pt2'),
+        (('--include', 'pt2', 'onnx', '--half'), '--trt 11'),
+        (('--include', 'aoti', '--half', '--device', 'cpu'), '--half'),
+    ):
+        code, line = answer(
+            'export_qat.py', ('--weights', tmp_path / 'int8.pt', '--imgsz', SIDE, *words), capfd, tmp_path
+        )
+        assert code == 2 and said in line
+
+
+# ---- packages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def packages(small, tmp_path_factory):
+    """Folder with float-aoti.pt2 and int8-aoti.pt2, of batch 1."""
+    folder = tmp_path_factory.mktemp('aoti')
+    for name, checkpoint in (('float', small.single), ('int8', small.quantized)):
+        shutil.copy(checkpoint, folder / f'{name}.pt')
+        command('export_qat.py', '--weights', folder / f'{name}.pt', '--include', 'aoti', '--imgsz', SIDE)
+    return folder
+
+
+def with_metadata(file, new, **changes):
+    """Write a copy of a package with other metadata."""
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(new, 'w') as archive:
+        for info in old.infolist():
+            part = old.read(info)
+            if info.filename.endswith('_metadata.json'):
+                part = json.dumps({**json.loads(part), **changes}).encode()
+            archive.writestr(info.filename, part)
+    return new
+
+
+@pytest.mark.faults
+@needs_compiler
+@needs_torchao
+def test_a_package_computes_in_integers(small, packages):
+    from utils.qat.prediction.aoti import AotPackage, compiled_layers
+
+    model = small.quantized_model()
+    quantized = sum(isinstance(m, QuantConv2d) for m in model.modules())
+    convs = sum(isinstance(m, torch.nn.Conv2d) for m in model.modules())
+    assert compiled_layers(packages / 'int8-aoti.pt2') == (quantized, convs)
+    assert compiled_layers(packages / 'float-aoti.pt2') == (0, convs)
+    session = AotPackage(packages / 'int8-aoti.pt2', torch.device('cpu'))
+    assert session.notes == [f'INT8: {quantized} of {convs} convolutions ({convs - quantized} float by design)']
+    assert dict(session.loader.get_metadata())['imgsz'] == f'{SIDE},{SIDE}'
+
+
+@pytest.mark.faults
+@needs_compiler
+@needs_torchao
+def test_commands_take_packages(small, packages, tmp_path):
+    run = ('--device', 'cpu', '--project', tmp_path)
+    command('val_trt.py', '--weights', packages / 'int8-aoti.pt2', '--data', small.data, '--imgsz', SIDE, *run)
+    command('benchmark_trt.py', packages / 'int8-aoti.pt2', packages / 'float-aoti.pt2', '--duration', 0.01, *run)
+    assert 'AOTInductor' in next(tmp_path.rglob('benchmark.md')).read_text()
+
+
+@pytest.mark.faults
+@needs_compiler
+@needs_torchao
+def test_a_package_of_another_machine_is_refused(packages, tmp_path):
+    from utils.qat.prediction.aoti import AotPackage
+
+    good = packages / 'float-aoti.pt2'
+    for changes, said in (
+        ({'device': 'cuda'}, 'was compiled for cuda'),
+        ({'torch': '2.4.0'}, 'by PyTorch 2.4.0'),
+        ({'cpu': 'avx2 amx_of_tomorrow'}, 'another CPU, with amx_of_tomorrow'),
+        ({'imgsz': 'large'}, 'do not tell batch and image size'),
+    ):
+        with pytest.raises(QatError, match=said):
+            AotPackage(with_metadata(good, tmp_path / 'other.pt2', **changes), torch.device('cpu'))
+    whole = good.read_bytes()
+    for cut in (0, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / 'cut.pt2').write_bytes(whole[:cut])
+        with pytest.raises(QatError, match='cut short'):
+            AotPackage(tmp_path / 'cut.pt2', torch.device('cpu'))
+
+
+def test_int8_needs_torchao(small, tmp_path, capfd, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, 'torchao', None)
+    shutil.copy(small.quantized, tmp_path / 'int8.pt')
+    monkeypatch.delitem(sys.modules, program('export_qat.py').__name__, raising=False)
+    code, line = answer(
+        'export_qat.py', ('--weights', tmp_path / 'int8.pt', '--include', 'aoti', '--imgsz', SIDE), capfd, tmp_path
+    )
+    assert code == 2 and ('torchao' in line or 'compiler' in line)

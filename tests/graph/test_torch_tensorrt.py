@@ -1,0 +1,195 @@
+"""Laws of the program for Torch-TensorRT: the Q/DQ of the ONNX file, the scales of the quantizers, the outputs of the model.
+
+TensorRT itself needs a GPU: row `torch_tensorrt` of scripts/verify_tensorrt.sh.
+"""
+
+import io
+import json
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from faults import sampled
+from zoo import command
+
+from models.deploy.onnx_export import RELATIVE, export_onnx, made_images, output_differences, traceable_copy
+from models.deploy.quantize_op import amax_of, quantize_op_program, quantize_ops
+from models.deploy.torch_tensorrt_export import compile_settings, write_engine
+from models.quantize.quantizers import QMAX, QMIN, named_quantizers
+from utils.qat.config.export import ExportConfig, TorchTensorRT
+from utils.qat.core.errors import QatError
+from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of
+from utils.qat.graph.onnx_graph import constants, count_qdq
+
+SIDE = 64, 96
+RECORDED = json.loads((Path(__file__).parents[1] / 'data' / 'torch_tensorrt_api.json').read_text(encoding='utf-8'))
+SCHEMA = '(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quantize_op():
+    """The operator as ModelOpt 0.47.0 defines it, with PyTorch's arithmetic. ModelOpt's own kernel is CUDA."""
+    library = torch.library.Library('tensorrt', 'FRAGMENT')
+    library.define(f'quantize_op{SCHEMA}')
+
+    def compute(x, amax, num_bits, exponent_bits, unsigned, narrow_range):
+        assert (num_bits, exponent_bits, unsigned, narrow_range) == (8, 0, False, False)
+        if amax.numel() == 1 and not amax.dim():
+            return torch.fake_quantize_per_tensor_affine(x, (amax / QMAX).item(), 0, QMIN, QMAX)
+        zeros = torch.zeros(amax.numel(), dtype=torch.int32)
+        return torch.fake_quantize_per_channel_affine(x, (amax / QMAX).flatten(), zeros, 0, QMIN, QMAX)
+
+    library.impl('quantize_op', compute, 'CPU')
+    library._register_fake('quantize_op', lambda x, *_: torch.empty_like(x))
+    yield
+    library._destroy()
+
+
+def scales_of(program):
+    return Counter((amax_of(program, n) / QMAX).numpy().tobytes() for n in quantize_ops(program))
+
+
+def scales_in_file(file):
+    graph = onnx.load(file)
+    values = constants(graph)
+    return Counter(
+        np.asarray(values[n.input[1]], np.float32).tobytes() for n in graph.graph.node if n.op_type == 'QuantizeLinear'
+    )
+
+
+def agrees(ours, theirs):
+    figures = output_differences(ours, theirs)
+    return all(figures.get(name, 0) < 1e-3 for name in RELATIVE)
+
+
+@pytest.mark.parametrize('files', sampled(['small', 'demo_seg'], 2))
+def test_the_program_has_the_qdq_of_the_onnx_file_and_computes_the_model(request, files, tmp_path):
+    model = request.getfixturevalue(files).quantized_model()
+    done = export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE)
+    program = quantize_op_program(model, SIDE)
+    nodes = quantize_ops(program)
+    assert len(nodes) == done.qdq[0] == done.qdq[1]
+    assert scales_of(program) == scales_in_file(tmp_path / 'model.onnx')
+    assert {q.scale.numpy().tobytes() for _, q in named_quantizers(model)} == set(scales_of(program))
+    weights = 0
+    for node in nodes:  # as torch_tensorrt's converter takes them: dynamo/conversion/impl/quantize.py
+        given, amax = node.args[0].meta['val'], node.args[1].meta['val']
+        assert tuple(node.args[2:]) == (8, 0, False, False) and amax.dtype == torch.float32
+        if node.args[0].op == 'placeholder' and given.dim() == 4 and node.args[0].name != 'images':
+            assert tuple(amax.shape) == (given.shape[0], 1, 1, 1)
+            weights += 1
+        else:
+            assert amax.shape == ()
+    assert weights == len([m for m in model.modules() if hasattr(m, 'weight_quantizer')])
+    assert [n.name for n in program.graph.nodes if n.op == 'placeholder'][-1] == 'images'  # the engine's input
+
+    images = made_images(1, SIDE)
+    with torch.no_grad():
+        theirs = traceable_copy(model)(images)
+        assert agrees(program.module()(images), theirs)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    again = torch.export.load(buffer)
+    assert scales_of(again) == scales_of(program)
+    with torch.no_grad():
+        assert agrees(again.module()(images), theirs)
+
+
+def test_a_batch_that_is_left_open(small):
+    model = small.quantized_model()
+    program = quantize_op_program(model, SIDE, batch=4, dynamic=True)
+    with torch.no_grad():
+        for batch in (1, 3, 4):
+            images = made_images(batch, SIDE)
+            assert agrees(program.module()(images), traceable_copy(model)(images))
+
+
+def test_a_float_model_has_no_such_operator(small):
+    model = small.float_model()
+    program = quantize_op_program(model, SIDE)
+    assert not quantize_ops(program)
+    with torch.no_grad():
+        assert agrees(program.module()(made_images(1, SIDE)), traceable_copy(model)(made_images(1, SIDE)))
+
+
+@pytest.mark.parametrize('files', sampled(['small', 'demo_seg'], 2))
+def test_fp16_ends_where_the_decoding_begins(request, files, tmp_path):
+    model = request.getfixturevalue(files).quantized_model()
+    program = quantize_op_program(model, SIDE, half=True)
+    convs = [n for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
+    floats = [n for n in convs if n.meta['val'].dtype == torch.float32]
+    assert len(convs) == len([m for m in model.modules() if isinstance(m, torch.nn.Conv2d)])
+    assert len(floats) == 1  # the DFL
+    assert all(n.meta['val'].dtype == torch.float16 for n in quantize_ops(program))
+    (returned,) = [n for n in program.graph.nodes if n.op == 'output']
+    assert {n.meta['val'].dtype for n in returned.all_input_nodes} == {torch.float32}
+    assert len(quantize_ops(program)) == len(quantize_ops(quantize_op_program(model, SIDE)))
+    export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE)
+    assert len(quantize_ops(program)) == count_qdq(onnx.load(tmp_path / 'model.onnx'))[0]
+
+
+# ---- the calls --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('version', [v for v in RECORDED if v != 'source'])
+def test_torch_tensorrt_has_every_argument(version):
+    # unknown arguments are swallowed there (**kwargs), so a wrong name would go unnoticed
+    tt, options = SimpleNamespace(Input=dict), TorchTensorRT(optimization_level=5, workspace=1)
+    settings = compile_settings(tt, torch.device('cpu'), (1, 3, 64, 64), (8, 3, 64, 64), options, Path('model.ep'))
+    for function in ('compile', 'convert_exported_program_to_serialized_trt_engine'):
+        assert set(settings) <= set(RECORDED[version][function])
+    assert {'require_full_compilation', 'min_block_size'} <= set(RECORDED[version]['compile'])
+    assert {'module', 'file_path', 'output_format', 'arg_inputs'} <= set(RECORDED[version]['save'])
+    assert settings['workspace_size'] == 2**20 and settings['optimization_level'] == 5
+    (images,) = settings['arg_inputs']
+    assert images['min_shape'] == (1, 3, 64, 64) and images['max_shape'] == images['opt_shape'] == (8, 3, 64, 64)
+
+
+def test_the_engine_appears_with_its_sidecar_or_not_at_all(tmp_path):
+    engine = tmp_path / 'model-torch_tensorrt.engine'
+    entries = {'weights': 'model.pt', 'workspace_mib': 1, 'inputs': {}, 'metadata': {'stride': '32'}}
+
+    def refuse(_):
+        raise QatError('other outputs')
+
+    with pytest.raises(QatError, match='other outputs'):
+        write_engine(engine, b'plan', 'TensorRT 11.1.0', refuse, **entries)
+    assert not list(tmp_path.iterdir())
+    write_engine(
+        engine,
+        b'plan',
+        'TensorRT 11.1.0',
+        lambda file: require_fit(file, read_sidecar(file), 'TensorRT 11.1.0', None),
+        **entries,
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {engine.name, sidecar_of(engine).name}
+    with pytest.raises(QatError, match=r'--weights model\.pt --include torch_tensorrt'):
+        require_fit(engine, read_sidecar(engine), 'TensorRT 11.2.0', None)
+
+
+@pytest.mark.skipif(find_spec('torch_tensorrt') is not None, reason='torch_tensorrt is installed')
+def test_without_torch_tensorrt(small):
+    said = command('export_qat.py', '--weights', small.quantized, '--include', 'torch_tensorrt', code=2)
+    assert 'no package torch_tensorrt' in said and 'pip install' in said
+    assert not list(small.quantized.parent.glob('*.ep'))
+
+
+@pytest.mark.parametrize(
+    'options, message',
+    [
+        ({'optimization_level': 3}, '--optimization-level: only with --include torch_tensorrt'),
+        ({'include': ('torch_tensorrt',), 'dynamic': True}, '--batch-size'),
+        ({'include': ('torch_tensorrt',), 'verify': Path('data.yaml')}, 'val_trt.py'),
+        ({'include': ('torch_tensorrt',), 'formats': ('onnx',)}, '--formats onnx: must be of ep, ts, engine'),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(QatError) as error:
+        ExportConfig(weights=Path('model.pt'), **options)
+    assert message in str(error.value)

@@ -1,0 +1,266 @@
+"""Classifiers end to end: each command, its files, equal figures from all, and wrong input."""
+
+import json
+import re
+import shutil
+
+import classifiers
+import numpy as np
+import pytest
+import torch
+from conftest import REPO
+from zoo import command, python, same, settings
+
+from models.deploy.pretrained import checkpoint_of
+from models.quantize import checkpoint
+from models.quantize.head_outputs import ClassScores
+from models.quantize.run import Run
+from utils.qat.core.errors import QatError
+from utils.qat.data.dataset import load_any
+from utils.qat.data.loaders import val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.registry import open_file
+
+SIZE = classifiers.SIZE
+CPU = torch.device('cpu')
+OF_DETECTORS = re.compile(
+    r'.*\b(?:detections?|m?AP|AP50|box(?:es)?|masks?|letterbox(?:ed)?|rectangles?|squares?|NMS)\b.*', re.I
+)
+
+
+@pytest.fixture(scope='module')
+def job(tmp_path_factory):
+    """A folder with data/, a float checkpoint resnet18.pt that has learnt it, and run/, a finished run of quantize."""
+    folder = tmp_path_factory.mktemp('classes')
+    data = classifiers.write_images(folder / 'data')
+    classifiers.save(classifiers.learnt(classifiers.build('resnet18'), data), folder / 'resnet18.pt')
+    quantize(folder, 'run')
+    return folder
+
+
+def quantize(folder, name, *more, code=0):
+    return command(
+        *('qat.py', 'quantize', '--weights', folder / 'resnet18.pt', '--data', folder / 'data', '--imgsz', SIZE),
+        *('--epochs', 2, '--iters', 2, '--batch-size', 8, '--workers', 0, '--device', 'cpu', '--task-loss', 0.1),
+        *('--calib-images', 24, '--project', folder, '--name', name, *more),
+        code=code,
+    )
+
+
+def speaks_of_classes(folder, *texts):
+    """No word of detectors in what a command printed, its log and its reports."""
+    files = [*folder.glob('*.md'), *folder.glob('log.txt')]
+    assert files
+    for text in (*texts, *(file.read_text() for file in files)):
+        assert not OF_DETECTORS.findall(text.replace('--square', ''))
+
+
+def score(model, folder):
+    loader = val_loader(load_any(folder / 'data', model), settings(imgsz=SIZE), 32)
+    return evaluate(model, loader, model.names, CPU, resample=True)
+
+
+@pytest.mark.full_tree
+def test_figures_are_those_of_upstream(job):
+    found = score(TorchModel(checkpoint.load_float(job / 'resnet18.pt')), job)
+    assert (found.top1, found.top5) == pytest.approx(upstream(job), abs=1e-3) and 0.5 < found.top1 < found.top5
+
+
+def upstream(job):
+    """Top-1 and top-5 by upstream's classify/val.py, in a process of its own: its imports replace ours."""
+    code = (
+        'import sys, utils.qat; sys.path.insert(0, "classify"); import val\n'
+        f'print("FOUND", *val.run({str(job / "data")!r}, {str(job / "resnet18.pt")!r}, batch_size=8, imgsz={SIZE}, device="cpu", '
+        f'workers=0, verbose=False, project={str(job)!r}, name="upstream")[:2])'
+    )
+    line = next(line for line in python('-c', code).splitlines() if line.startswith('FOUND'))
+    return tuple(map(float, line.split()[1:]))
+
+
+def test_a_run_reports_the_figures_of_its_files(job):
+    report = json.loads((job / 'run' / 'report.json').read_text())
+    assert report['settings']['imgsz'] == [SIZE, SIZE] and len(report['epochs']) == 2
+    assert 0 <= report['ptq']['divergence'] < 0.5 and 0.9 <= report['ptq']['agreement'] <= 1
+    assert report['ptq']['file'].startswith('weights/ptq_top1_') and report['best']['top1'] >= report['ptq']['top1']
+    model, quant = checkpoint.load_quantized(job / 'run' / report['ptq']['file'])
+    found = score(TorchModel(model, quant), job)
+    assert found.plain() == {k: v for k, v in report['ptq'].items() if k in found.plain()}
+    assert found.mean_class == pytest.approx(np.mean([row['top1'] for row in found.per_class]))
+    assert {p.name for p in (job / 'run').glob('*.png')} == {'top1.png', 'classes.png'}
+    speaks_of_classes(job / 'run')
+
+
+def test_an_interrupted_run_ends_as_one_that_was_not(job, monkeypatch):
+    learned = Run.learned
+
+    def interrupted(run, model, epoch):
+        learned(run, model, epoch)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, 'learned', interrupted)
+        quantize(job, 'again', code=130)
+    command('qat.py', 'quantize', '--resume', job / 'again')
+    first, second = (json.loads((job / name / 'report.json').read_text()) for name in ('run', 'again'))
+    assert first['epochs'] == second['epochs'] and first['best'] == second['best']
+    models = [
+        checkpoint.load_quantized(job / name / first['best']['file'])[0].state_dict() for name in ('run', 'again')
+    ]
+    assert same(*models)
+
+
+def test_the_exported_file_scores_as_the_checkpoint(job):
+    weights = job / 'run' / json.loads((job / 'run' / 'report.json').read_text())['best']['file']
+    text = command(
+        'export_qat.py', '--weights', weights, '--imgsz', SIZE, '--verify', job / 'data', '--max-ap-diff', 0.1
+    )
+    assert 'the best class the same in at least 95%: kept' in text
+    model, quant = checkpoint.load_quantized(weights)
+    ours, theirs = score(TorchModel(model, quant), job), score(open_file(weights.with_suffix('.onnx')), job)
+    assert theirs.top1 == pytest.approx(ours.top1, abs=0.03)
+    scored = command(
+        *('qat.py', 'eval', '--weights', weights.with_suffix('.onnx'), '--data', job / 'data', '--workers', 0),
+        *('--baseline', job / 'resnet18.pt', '--device', 'cpu', '--project', job, '--name', 'eval'),
+    )
+    metrics = json.loads((job / 'eval' / 'metrics.json').read_text())
+    assert metrics['top1'] == theirs.top1 and metrics['agreement'] > 0.9 and '| agreement |' in scored
+    compared = command(
+        *('compare_outputs.py', job / 'resnet18.pt', weights, weights.with_suffix('.onnx'), '--data', job / 'data'),
+        *('--workers', 0, '--project', job, '--name', 'compared', '--device', 'cpu'),
+    )
+    assert 'the best class is the same in' in compared and 'top-1' in compared
+    speaks_of_classes(job / 'eval', scored)
+    speaks_of_classes(job / 'compared', compared)
+
+
+def test_the_benchmark_shows_images_of_the_classifiers_size(job):
+    """A quantized checkpoint has its size, a float one takes that of the other files; alone it has 224 pixels."""
+    int8 = job / 'run' / json.loads((job / 'run' / 'report.json').read_text())['ptq']['file']
+    words = '--batch', 1, '--duration', 0.05, '--warmup', 0, '--workers', 0, '--device', 'cpu', '--project', job
+
+    def measured(name, *files):
+        text = command('benchmark_trt.py', *files, *words, '--name', name)
+        return json.loads((job / name / 'benchmark.json').read_text())['results'], text
+
+    results, text = measured('both', job / 'resnet18.pt', int8, '--data', job / 'data')
+    assert [r['imgsz'] for r in results] == [[SIZE, SIZE]] * 2
+    report = json.loads((job / 'run' / 'report.json').read_text())
+    assert [r['accuracy']['top1'] for r in results] == [report[key]['top1'] for key in ('origin', 'ptq')]
+    speaks_of_classes(job / 'both', text)
+    (alone,), _ = measured('alone', job / 'resnet18.pt')
+    assert alone['imgsz'] == [224, 224]
+    command('export_qat.py', '--weights', shutil.copy(int8, job / 'given.pt'))
+    results, _ = measured('exported', job / 'resnet18.pt', job / 'given.onnx', '--backend', 'pytorch,onnxruntime')
+    assert {r['backend'] for r in results} == {'PyTorch', 'ONNX Runtime'} and [SIZE, SIZE] == results[0]['imgsz']
+
+
+def test_sensitive_measures_the_divergence_of_the_scores(job):
+    said = command(
+        *('qat.py', 'sensitive', '--weights', job / 'resnet18.pt', '--data', job / 'data', '--imgsz', SIZE),
+        *('--workers', 0, '--device', 'cpu', '--num-image', 20, '--calib-images', 20, '--project', job, '--name', 's'),
+    )
+    file = job / 's' / 'summary-sensitive-analysis.json'
+    summary = json.loads(file.read_text())
+    assert {'conv1', 'layer1.0', 'avgpool', 'fc'} <= {unit['unit'] for unit in summary['units']}
+    speaks_of_classes(job / 's', said)
+    assert 'top1' in summary['int8'] and summary['int8']['divergence'] > 0
+    text = quantize(job, 'kept', '--sensitive', file, '--max-drop', 50, '--epochs', 0)
+    assert 'points lost beyond chance' in text
+
+
+def test_the_square_of_a_projection_is_twice_the_divergence():
+    """It holds for the mean of many probes and for a small change, as for detectors."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    change = 0.02 * torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    moved, _ = ClassScores(logits + change).divergence_sums(ClassScores(logits))
+    squares = []
+    for _ in range(4000):
+        vector, weight = ClassScores(logits).probe(lambda shape: torch.rand(shape, generator=generator).double())
+        squares.append((vector * change).sum(1).square() / 2)
+    assert weight == 3
+    torch.testing.assert_close(torch.stack(squares).mean(0), moved, rtol=0.1, atol=0)
+
+
+# ---- wrong input ----------------------------------------------------------------------------------------------------------
+
+
+def without(folder, name):
+    shutil.rmtree(folder / name)
+
+
+def emptied(folder, name):
+    for file in (folder / name).iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        (lambda data: without(data, 'val'), 'no folder val or test in it'),
+        (lambda data: without(data, 'train'), 'no folder train in it'),
+        (lambda data: without(data, 'val/class 3'), 'class 3 is a class in train/ and not in val/'),
+        (lambda data: without(data, 'train/class 3'), 'class 3 is a class in val/ and not in train/'),
+        (lambda data: emptied(data, 'val/class 2'), 'class 2: no images in it'),
+        (
+            lambda data: [without(data, f'{part}/class 6') for part in ('train', 'val')],
+            '6 class folders, but the model',
+        ),
+        (
+            lambda data: [(data / part / 'class 6').rename(data / part / 'cat') for part in ('train', 'val')],
+            'cat is no class of the model, which has class 6',
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_one_line(job, tmp_path, change, said):
+    data = tmp_path / 'data'
+    shutil.copytree(job / 'data', data)
+    change(data)
+    text = command(
+        *('qat.py', 'eval', '--weights', job / 'resnet18.pt', '--data', data, '--project', tmp_path, '--device', 'cpu'),
+        code=2,
+    )
+    assert said in text and 'Traceback' not in text and not (tmp_path / 'exp').exists()
+
+
+def test_data_and_models_of_another_task_are_refused(job, small):
+    assert 'labels of boxes are for detectors' in command(
+        'qat.py', 'eval', '--weights', job / 'resnet18.pt', '--data', small.data, code=2
+    )
+    assert 'a folder, and the model is no classifier' in command(
+        'qat.py', 'quantize', '--weights', small.single, '--data', job / 'data', code=2
+    )
+    for words in (
+        ('compare_outputs.py', job / 'resnet18.pt', job / 'resnet18.pt'),
+        ('benchmark_trt.py', job / 'resnet18.pt', '--device', 'cpu', '--project', job / 'nothing'),
+    ):
+        assert ' for detectors' in command(*words, '--data', small.data, code=2)
+    for words in (
+        ('compare_outputs.py', small.single, small.single),
+        ('benchmark_trt.py', small.single, '--device', 'cpu', '--project', job / 'nothing'),
+    ):
+        text = command(*words, '--data', job / 'data', code=2)
+        assert 'a folder, and' in text and 'classifier' in text
+    assert not (job / 'nothing').exists()
+    text = python('classify/qat_cls.py', 'quantize', '--weights', small.single, '--data', small.data, code=2)
+    assert 'classify/qat_cls.py is for classifiers' in text
+    assert 'NMS is for detectors' in command(
+        'export_qat.py', '--weights', job / 'resnet18.pt', '--include', 'onnx_end2end', code=2
+    )
+    assert 'reads detections only' in command('export_yoloV9.py', '--weights', job / 'resnet18.pt', code=2)
+    assert 'has one branch' in command('reparameterization.py', '--weights', job / 'resnet18.pt', code=2)
+    assert 'images of a classifier are not augmented' in quantize(job, 'hyp', '--hyp', REPO / 'demo/hyp.yaml', code=2)
+
+
+def test_a_network_by_its_weights(job, tmp_path, monkeypatch):
+    """A file of weights whose name begins with a network's; without one, and without the network, it is one line."""
+    file = tmp_path / 'resnet18-f37072fd.pth'
+    torch.save(classifiers.build('resnet18').state_dict(), file)
+    monkeypatch.chdir(tmp_path)
+    made = checkpoint_of(file)
+    assert made.name == 'resnet18.pt' and checkpoint.load_float(made).names == {i: str(i) for i in range(7)}
+    file.rename(file.with_name('mobilenet_v2-1.pth'))
+    with pytest.raises(QatError, match='not of mobilenet_v2'):
+        checkpoint_of(file.with_name('mobilenet_v2-1.pth'))
+    assert 'no network of torchvision' in command('qat.py', 'quantize', '--weights', 'resnet9', '--dry-run', code=2)

@@ -1,0 +1,180 @@
+"""Hostile and damaged .pt2 programs: nothing of them runs, and each is refused in one line.
+
+`torch.export.load` itself runs three of them, which the first test shows: the law is about real attacks.
+"""
+
+import contextlib
+import io
+import json
+import pickle
+import zipfile
+
+import pytest
+import torch
+from faults import damaged
+
+from models.deploy.exported_program import export_pt2
+from utils.qat.core.errors import QatError
+from utils.qat.prediction.pt2 import ExportedProgram
+from utils.qat.untrusted.program_archive import AGAIN, OPERATOR, OTHERS, read_program
+
+CPU, SIDE = torch.device('cpu'), 64
+TARGETS = [
+    'torch.hub.load',
+    'torch.load',
+    'torch.ops.aten.from_file.default',
+    'torch.ops.load_library',
+    'math.factorial',
+    '#x',
+]  # callables that no program of ours names
+CUT = [0, 0.1, 0.5, 0.999]  # shares of a file
+DAMAGED = 30  # times TIMES
+
+
+@pytest.fixture(scope='module')
+def program(small, tmp_path_factory):
+    """A program of the small quantized model, of any batch."""
+    file = tmp_path_factory.mktemp('programs') / 'good.pt2'
+    export_pt2(small.quantized_model(), file, (SIDE, SIDE), dynamic=True)
+    return file
+
+
+def changed(program, new, change, extra=()):
+    """Write a copy whose members `change` has changed: name without the folder → bytes."""
+    with zipfile.ZipFile(program) as archive:
+        members = {i.filename.partition('/')[2]: archive.read(i) for i in archive.infolist()}
+    change(members)
+    with zipfile.ZipFile(new, 'w') as archive:
+        for name, part in members.items():
+            archive.writestr(f'x/{name}', part)
+    return new
+
+
+def in_graph(change):
+    """A change of the graph's JSON."""
+
+    def apply(members):
+        graph = json.loads(members['models/model.json'])
+        change(graph)
+        members['models/model.json'] = json.dumps(graph).encode()
+
+    return apply
+
+
+class Runs:
+    """Creates the file `path` when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), 'w')
+
+
+def expression(text):
+    """Put `text` where a size is."""
+
+    def change(graph):
+        values = graph['graph_module']['graph']['tensor_values']
+        sizes = next(v['sizes'] for v in values.values() if any('as_expr' in s for s in v['sizes']))
+        next(s for s in sizes if 'as_expr' in s)['as_expr']['expr_str'] = text
+
+    return in_graph(change)
+
+
+def attacks(mark):
+    """Changes of a program's members by which torch.export.load, or the result of it, runs code, by name."""
+
+    def sample(members):
+        members['data/sample_inputs/model.pt'] = saved(Runs(mark))
+
+    def weight(members):
+        config = json.loads(members['data/weights/model_weights_config.json'])
+        tensor = next(iter(config['config'].values()))
+        tensor['use_pickle'] = True
+        members[f'data/weights/{tensor["path_name"]}'] = saved(Runs(mark))
+        members['data/weights/model_weights_config.json'] = json.dumps(config).encode()
+
+    def opaque(members):
+        config = json.loads(members['data/constants/model_constants_config.json'])
+        config['config']['x'] = {
+            'path_name': 'opaque_obj_0',
+            'is_param': False,
+            'use_pickle': True,
+            'tensor_meta': None,
+        }
+        members['data/constants/opaque_obj_0'] = pickle.dumps(Runs(mark))
+        members['data/constants/model_constants_config.json'] = json.dumps(config).encode()
+
+    return {
+        'sample inputs': sample,
+        'pickled weight': weight,
+        'pickled object': opaque,
+        'size': expression(f"open('{mark}', 'w')"),
+        'guard': in_graph(lambda graph: graph.update(guards_code=[f"open('{mark}', 'w')"])),
+        'legacy weights': lambda members: members.update({'data/weights/model.pt': saved(Runs(mark))}),
+        'native code': lambda members: members.update({'data/aotinductor/model/x.so': b'\x7fELF'}),
+    }
+
+
+def saved(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+NAMES = sorted(attacks(''))
+
+
+@pytest.mark.parametrize('name', ['sample inputs', 'pickled object', 'size'])
+def test_torch_itself_runs_them(name, program, tmp_path):
+    mark = tmp_path / 'ran'
+    file = changed(program, tmp_path / 'bad.pt2', attacks(mark)[name])
+    with contextlib.suppress(AssertionError, AttributeError):  # what the attack returned is no tensor and no size
+        torch.export.load(file)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_nothing_of_a_program_runs(name, program, tmp_path):
+    mark = tmp_path / 'ran'
+    file = changed(program, tmp_path / 'bad.pt2', attacks(mark)[name])
+    try:
+        session = ExportedProgram(file, CPU)
+        session.run({'images': torch.zeros(1, 3, SIDE, SIDE)})
+    except QatError as e:
+        assert AGAIN in str(e) or 'AOTInductor' in str(e)
+    else:
+        assert name in ('sample inputs', 'guard'), 'it was loaded'  # these are left out, the rest is sound
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize('target', TARGETS)
+def test_other_operators_are_refused(target, program, tmp_path):
+    change = in_graph(lambda graph: graph['graph_module']['graph']['nodes'][0].update(target=target))
+    with pytest.raises(QatError, match='not on the list of operators'):
+        ExportedProgram(changed(program, tmp_path / 'bad.pt2', change), CPU)
+
+
+def test_the_list_holds_operators_only():
+    for name in OTHERS - {'_operator.getitem'}:
+        assert OPERATOR.fullmatch(name) is None and name.startswith('torch.ops.quantized_decomposed.')
+
+
+@pytest.mark.faults
+def test_damaged_programs_are_refused_or_equal(program, tmp_path):
+    whole, good = program.read_bytes(), read_program(program)
+    for what, content in damaged(whole, DAMAGED):
+        (tmp_path / 'damaged.pt2').write_bytes(content)
+        try:
+            assert read_program(tmp_path / 'damaged.pt2') == good, what
+        except QatError as e:
+            assert '\n' not in str(e), what
+
+
+@pytest.mark.parametrize('share', CUT)
+def test_a_cut_program_is_refused(share, program, tmp_path):
+    whole = program.read_bytes()
+    (tmp_path / 'cut.pt2').write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(QatError, match='cut short|not loaded'):
+        ExportedProgram(tmp_path / 'cut.pt2', CPU)

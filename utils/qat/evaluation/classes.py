@@ -1,0 +1,104 @@
+"""Scores of a classifier → top-1, top-5 and mean class accuracy, as classify/val.py has them, and its distance from another one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.qat.data.images import ClassTruth
+from utils.qat.evaluation.chance import draw_resamples
+
+TOP = 5
+
+
+def divergence(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Compute the Kullback-Leibler divergence of softmax(scores) from softmax(wanted), both [B, C]: FP64 [B]."""
+    mine, theirs = scores.double().log_softmax(1), wanted.double().log_softmax(1)
+    return (theirs.exp() * (theirs - mine)).sum(1)
+
+
+def agreement(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Tell for which images two classifiers have the same best class: FP64 [B], 0 or 1."""
+    return (scores.argmax(1) == wanted.argmax(1)).double()
+
+
+def distance(scores: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
+    """Compare the scores [n, C] of two classifiers on the same images.
+
+    Returns:
+        'agreement', the share of images with the same best class, and 'divergence', the mean over the images.
+    """
+    return {
+        'agreement': agreement(scores, wanted).mean().item(),
+        'divergence': divergence(scores, wanted).mean().item(),
+    }
+
+
+@dataclass
+class ClassMetrics:
+    """Metrics of a classifier, in 0..1."""
+
+    top1: float  # share of the images whose class has the highest score
+    top5: float  # whose class has one of the five highest scores
+    mean_class: float  # mean over the classes of their top-1
+    images: int
+    per_class: list[dict[str, Any]]  # {class, name, images, top1, top5} of each class that has images
+    ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step
+    resampled: np.ndarray | None = None  # top-1 on resamples, [1 + RESAMPLES, 1]; see chance.py
+    scores: torch.Tensor | None = None  # FP32 [images, C], by the names of the images' files
+    mask: None = None  # as evaluate.Metrics
+    coco: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values, without the times, the scores and the resamples."""
+        shown = 'top1', 'top5', 'mean_class', 'images', 'per_class'
+        return {k: getattr(self, k) for k in shown}
+
+
+class ClassScorer:
+    """Scores of a classifier, collected batch by batch, and their metrics.
+
+    Args:
+        names: class index → name.
+    """
+
+    rows: tuple[()] = ()  # a classifier has no detections
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        # path of each image, class, and the scores, of each batch
+        self.batches: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
+
+    def update(self, scores: torch.Tensor, truth: ClassTruth) -> None:
+        """Add the scores [B, C] of a batch, and the true classes."""
+        self.batches.append((list(truth.paths), truth.labels.cpu(), scores.float().cpu()))
+
+    def metrics(self, resample: bool = False) -> ClassMetrics:
+        """Score all images so far. resample: compute top-1 on resamples as well."""
+        paths = [path for of_batch, *_ in self.batches for path in of_batch]
+        order = torch.tensor(sorted(range(len(paths)), key=paths.__getitem__))
+        labels, scores = (torch.cat(parts)[order] for parts in zip(*((y, s) for _, y, s in self.batches)))
+        ranked = scores.argsort(1, descending=True)[:, :TOP] == labels[:, None]
+        hits = torch.stack((ranked[:, 0], ranked.any(1)), 1).double().numpy()
+        true = labels.numpy()
+        per_class = [
+            {
+                'class': c,
+                'name': self.names[c],
+                'images': int((true == c).sum()),
+                **dict(zip(('top1', 'top5'), hits[true == c].mean(0).tolist())),
+            }
+            for c in np.unique(true).tolist()
+        ]
+        top1, top5 = hits.mean(0).tolist()
+        return ClassMetrics(
+            top1,
+            top5,
+            mean_class=float(np.mean([row['top1'] for row in per_class])),
+            images=len(true),
+            per_class=per_class,
+            resampled=(hits[:, 0] @ draw_resamples(len(true)) / len(true))[:, None] if resample else None,
+            scores=scores,
+        )

@@ -1,0 +1,150 @@
+"""AOTInductor: .pt2 packages with compiled code for one device, one version of PyTorch and one kind of CPU or GPU.
+
+A package is a program: to load it is to run it. Its metadata are read first, without running it, and only a package that names this
+device, this PyTorch and instructions that are here is loaded. This finds mistakes, not malice: load packages of people you trust.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from typing_extensions import override
+
+from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.core.device import instruction_flags
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
+from utils.qat.prediction.pt2 import Pt2, image_shape
+from utils.qat.prediction.session import Load, MeasuredCase
+from utils.qat.untrusted.pickle_records import Refused
+from utils.qat.untrusted.program_archive import is_package, read_metadata
+
+AGAIN = 'export it here with export_qat.py --include aoti'
+PART = re.compile(r'[^/]+/data/aotinductor/model/[^/]+_metadata\.json')
+WRAPPER = re.compile(r'[^/]+/data/aotinductor/model/[^/]+\.wrapper\.cpp')
+WEIGHTED = re.compile(rb'\baoti_torch_\w*(?:conv|linear)\w*(?=\()')  # a call of a kernel, in C++
+
+
+def package_metadata(file: Path) -> dict[str, str]:
+    """Read the metadata of a package without running it.
+
+    Raises:
+        QatError: the file is no such package, or is damaged.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+            if damaged:
+                raise zipfile.BadZipFile(f'{damaged[:80]!r} inside is damaged')
+            parts = [name for name in archive.namelist() if PART.fullmatch(name)]
+            if not parts:
+                raise zipfile.BadZipFile('no metadata inside')
+            return read_metadata(archive.read(parts[0]))
+    except (
+        Refused,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        UnicodeDecodeError,
+        ValueError,
+        EOFError,
+        RuntimeError,
+    ) as e:
+        raise QatError(
+            f'--weights {file}: no package of AOTInductor (or cut short): {e or type(e).__name__}; {AGAIN}'
+        ) from e
+
+
+def compiled_layers(file: Path) -> tuple[int, int]:
+    """Count the convolutions and linear layers that the code in a package calls: in integers, and all. file: a package."""
+    with zipfile.ZipFile(file) as archive:
+        code = b''.join(archive.read(name) for name in archive.namelist() if WRAPPER.fullmatch(name))
+    calls = WEIGHTED.findall(code)
+    return sum(b'qconv' in call or b'qlinear' in call for call in calls), len(calls)
+
+
+def require_match(file: Path, metadata: dict[str, str], device: torch.device) -> None:
+    """Raise QatError if a package was compiled for another device, PyTorch or processor. metadata: of the package."""
+
+    def release(version: str) -> str:
+        return version.split('+')[0][:40]
+
+    made_for, made_by = metadata.get('device', 'no device')[:20], metadata.get('torch', '')
+    if made_for != device.type:
+        raise QatError(f'{file}: was compiled for {made_for}, and this is --device {device}; {AGAIN}')
+    if release(made_by) != release(torch.__version__):
+        raise QatError(
+            f'{file}: was compiled by PyTorch {release(made_by) or "of no version"}, and this is {release(torch.__version__)}; {AGAIN}'
+        )
+    if device.type == 'cuda':
+        here = '.'.join(map(str, torch.cuda.get_device_capability(device)))
+        if metadata.get('gpu') != here:
+            raise QatError(
+                f'{file}: was compiled for compute capability {metadata.get("gpu", "none")[:20]}, and this GPU has {here}; {AGAIN}'
+            )
+        return
+    lacking = sorted(set(metadata.get('cpu', '').split()) - set(instruction_flags()))
+    if lacking or not metadata.get('cpu'):
+        raise QatError(
+            f'{file}: was compiled for another CPU, with {" ".join(lacking)[:100] or "instructions that it does not name"}; {AGAIN}'
+        )
+
+
+@cache
+def _warn(file: Path) -> None:
+    """Say once for each file that it is a program."""
+    LOGGER.warning(f'{file}: a package is a program, and runs when it is loaded; load those of people you trust')
+
+
+class AotPackage(Pt2):
+    """A package of AOTInductor."""
+
+    def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
+        super().__init__(file, device, types)
+        if not is_package(file):
+            raise QatError(f'--weights {file}: no package of AOTInductor (or cut short); {AGAIN}')
+        self.metadata = package_metadata(file)
+        require_match(file, self.metadata, device)
+        self.shape, self.types = image_shape(self.metadata, file), types or self.metadata.get('precision', '')
+        try:
+            # Not torch._inductor.aoti_load_package, which compiles a test program. One thread runs it, and a CUDA graph may hold it.
+            self.loader = torch._C._aoti.AOTIModelPackageLoader(
+                str(file), 'model', True, 1, device.index or 0 if device.type == 'cuda' else -1
+            )
+        except RuntimeError as e:
+            raise QatError(f'{file}: PyTorch cannot load it: {" ".join(str(e).split())[:200]}; {AGAIN}') from e
+
+    @classmethod
+    @override
+    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> AotPackage:
+        _warn(file)
+        return cls(file, device)
+
+    @classmethod
+    @override
+    def to_measure(
+        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
+    ) -> AotPackage:
+        _warn(file)
+        return cls(file, device, case.network.types)
+
+    @property
+    @override
+    def notes(self) -> list[str]:
+        """Return how much of a quantized model runs in INT8."""
+        return [self.metadata['int8']] if 'int8' in self.metadata else []
+
+    @staticmethod
+    @override
+    def takes(file: Path) -> bool:
+        return is_package(file)
+
+    @override
+    def call(self, images: torch.Tensor) -> list[torch.Tensor]:
+        return self.loader.run([images])
+
+
+SESSION = AotPackage  # see registry.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests, set-up included. Arguments go to pytest:
 #
-#   ./run_tests.sh                     every law and every command, in two processes; the last line counts what is left for --faults
+#   ./run_tests.sh                     every law and every command, in two processes; a line near the end counts those left for --faults
 #   ./run_tests.sh --faults            kills, full disks, damaged and hostile files, more models, and only these
 #   ./run_tests.sh -n 0 -k reparam     some of the first, in one process
 #   ./run_tests.sh --slow              those that take more than half a minute too

@@ -26,7 +26,7 @@ import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
 from models.quantize.calibration.calibrate import calibrate_weights, collect_histograms, set_ranges
-from models.quantize.calibration.choose_calibration import CORRECTED, fitted_and_compared, ranges_by
+from models.quantize.calibration.choose_calibration import CORRECTED, every_third, ranges_by
 from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.ptq import COMPARED, prepare
 from models.quantize.head_outputs import Raw
@@ -87,7 +87,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prepare(model, config)
     images = calibration_images(data, config, predict.stride, device)
     histograms = collect_histograms(model, images)
-    fitted, _ = fitted_and_compared(list(few(images, COMPARED, config)))
+    fitted, _ = every_third(list(few(images, COMPARED, config)))
     calibrate_weights(model, config.weight_calib)
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     for method in args.methods:

@@ -15,16 +15,24 @@ from models.quantize.analysis import sqnr
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
-from models.quantize.calibration.bias_correction import correct_biases, own_errors, shrunk_mean
+from models.quantize.calibration.bias_correction import (
+    correct_biases,
+    mean_window,
+    own_errors,
+    quantized_convs,
+    shrunk_mean,
+)
 from models.quantize.calibration.calibrate import collect_histograms
 from models.quantize.calibration.choose_calibration import (
     CANDIDATES,
     CORRECTED,
     UNUSABLE,
     choose_calibration,
-    fitted_and_compared,
+    every_third,
+    is_behind,
+    race,
 )
-from models.quantize.calibration.divergence import divergence_sums, typical_divergence
+from models.quantize.calibration.divergence import divergence_sums, typical, typical_divergence
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
 from utils.qat.data.dataset import load_data
@@ -57,7 +65,9 @@ def test_own_errors_by_hand(small):
             errors.append(
                 (y - torch.nn.functional.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)).mean((2, 3))
             )
-        assert torch.allclose(found[path], torch.cat(errors), atol=1e-6) and found[path].shape == (6, conv.out_channels)
+        size = max(y.mean((2, 3)).abs().max().item() for _, y in seen)  # of the means whose difference an error is
+        assert torch.allclose(found[path], torch.cat(errors), atol=1e-6 * size)
+        assert found[path].shape == (6, conv.out_channels) and found[path].abs().max() > 1e-4 * size
 
 
 def test_certain_is_near_the_mean_and_chance_near_zero():
@@ -91,9 +101,31 @@ def test_the_errors_of_corrected_convolutions_have_no_mean(small):
 
 
 def test_a_float_model_needs_no_correction(small):
-    model = small.quantized_model()
+    model, means = small.quantized_model(), {}
+    for path, conv in quantized_convs(model):
+        conv.register_forward_hook(lambda conv, inputs, y, path=path: means.update({path: y.mean((2, 3)).abs().max()}))
     with quantizers_off(model):
-        assert all(errors.abs().max() < 1e-5 for errors in own_errors(model, BATCHES[:1]).values())
+        errors = own_errors(model, BATCHES[:1])
+    assert errors.keys() == means.keys() and all(errors[path].abs().max() < 1e-6 * means[path] for path in means)
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(kernel_size=1),
+        dict(kernel_size=3, padding=1),
+        dict(kernel_size=3, padding=1, stride=2),
+        dict(kernel_size=3, padding=2, dilation=2, stride=2, groups=4),
+        dict(kernel_size=2),
+        dict(kernel_size=1, stride=2),
+        dict(kernel_size=(1, 7), padding=(0, 3)),
+        dict(kernel_size=5, padding='same', padding_mode='reflect'),
+    ],
+)
+def test_of_the_mean_window_a_convolution_gives_its_mean_output(options):
+    conv, x = torch.nn.Conv2d(8, 12, **options), torch.rand(2, 8, 21, 34)
+    of_window = torch.nn.functional.conv2d(mean_window(conv, x), conv.weight, conv.bias, groups=conv.groups)
+    assert torch.allclose(of_window[:, :, 0, 0], conv(x).mean((2, 3)), atol=1e-6)
 
 
 # ---- which calibration --------------------------------------------------------------------------------------------------
@@ -145,17 +177,41 @@ def calibrated(small, images=BATCHES, **changes):
 
 
 def held_out(small, model, images=BATCHES):
-    _, others = fitted_and_compared(images)
+    _, others = every_third(images)
     return typical_divergence(model, others, raw_maps(small.float_model(), others))
 
 
-def test_no_image_is_both_fitted_and_compared():
+def test_no_image_is_both_every_third():
     images = torch.cat(BATCHES)
-    fitted, compared = fitted_and_compared(BATCHES)
+    fitted, compared = every_third(BATCHES)
     assert torch.equal(torch.cat(fitted), images[[0, 3]]) and torch.equal(torch.cat(compared), images[[1, 2, 4, 5]])
     assert {len(x) for x in (*fitted, *compared)} <= {1, 2}
     one = BATCHES[0][:1]
-    assert all(torch.equal(torch.cat(part), one) for part in fitted_and_compared([one]))
+    assert all(torch.equal(torch.cat(part), one) for part in every_third([one]))
+
+
+def test_a_calibration_that_is_clearly_behind_sees_a_third_of_the_images():
+    """The three differ by a factor that is the same on all images, but for a noise of 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    images, weights = torch.randn(24, generator=generator, dtype=torch.float64), torch.rand(24, generator=generator)
+    factors, parts = {'good': 1.0, 'near': 1.02, 'bad': 3.0}, (slice(0, 8), slice(8, 24))
+    noise = {name: 0.1 * torch.randn(24, generator=generator, dtype=torch.float64) for name in factors}
+    logs = {name: images + noise[name] + math.log(factor) for name, factor in factors.items()}
+    seen = []
+
+    def measure(name, part):
+        seen.append((name, part))
+        return logs[name][part], weights[part]
+
+    found = race(list(factors), parts, measure, lambda names, *_, **__: names)
+    assert seen == [(name, parts[0]) for name in factors] + [(name, parts[1]) for name in ('good', 'near')]
+    for name in ('good', 'near'):
+        assert found[name] == pytest.approx(typical(logs[name], weights))
+    assert found['bad'] > max(found['good'], found['near']) and found['bad'] == pytest.approx(
+        3 * found['good'], rel=0.2
+    )
+    assert not is_behind(logs['bad'][:1], logs['good'][:1]), 'one image is chance'
+    assert not is_behind(logs['good'], logs['good'])
 
 
 @pytest.mark.parametrize('correcting', sampled([True, False], 2))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import RoundedOnce
@@ -20,6 +21,33 @@ from models.quantize.quantizers import RoundedOnce
 def quantized_convs(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
     """List the quantized convolutions that have a bias, each with its path."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
+
+
+def read_by(kernel: int, stride: int, dilation: int, size: int) -> torch.Tensor:
+    """Tell which pixels a row of a kernel reads: FP32 [kernel, size], 1 / number of places where it reads one, else 0."""
+    steps = torch.arange(size) - dilation * torch.arange(kernel)[:, None]
+    places = (size - dilation * (kernel - 1) - 1) // stride + 1
+    return ((steps >= 0) & (steps < places * stride) & (steps % stride == 0)) / places
+
+
+def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """Average the windows that a convolution reads at the places of an image.
+
+    A convolution is linear: of this one window it gives the mean of its outputs, at the cost of a single place.
+
+    Args:
+        conv: with a kernel of k x k.
+        x: its input, FP32 [B, C, H, W].
+
+    Returns:
+        [B, C, k, k].
+    """
+    x = F.pad(
+        x, conv._reversed_padding_repeated_twice, 'constant' if conv.padding_mode == 'zeros' else conv.padding_mode
+    )
+    rows, columns = (read_by(*of).to(x) for of in zip(conv.kernel_size, conv.stride, conv.dilation, x.shape[2:]))
+    of_rows = rows @ x.permute(0, 2, 3, 1).flatten(2)  # no copy on a CPU, where maps lie channels last
+    return (columns @ of_rows.unflatten(2, (x.shape[3], -1))).permute(0, 3, 1, 2)
 
 
 @torch.no_grad()
@@ -38,7 +66,8 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
 
     def note(path: str) -> Callable[..., None]:
         def hook(conv: QuantConv2d, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            errors[path].append((output - conv._conv_forward(inputs[0], conv.weight, conv.bias)).mean((2, 3)))
+            wanted = F.conv2d(mean_window(conv, inputs[0]), conv.weight, conv.bias, groups=conv.groups)
+            errors[path].append(output.mean((2, 3)) - wanted[:, :, 0, 0])
 
         return hook
 

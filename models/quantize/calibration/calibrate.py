@@ -39,16 +39,15 @@ class Histogram:
     Attributes:
         counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
         exponent: INT32 [], the limit is 2 ** exponent.
-        largest: FP32 [], the largest |x| so far; NaN after the first NaN.
-        ends: FP32 [2], the largest -x and the largest x.
+        ends: FP32 [2], the largest -x and the largest x so far; NaN after the first NaN.
     """
 
     def __init__(self, device: torch.device | str = 'cpu', least: float = -float('inf')) -> None:
         self.least = least
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.exponent = torch.tensor(MIN_EXPONENT, dtype=torch.int32, device=device)
-        self.largest = torch.tensor(0.0, device=device)
         self.ends = torch.full((2,), -float('inf'), device=device)
+        self.bins = torch.arange(BINS, device=device)  # constant
 
     def collect(self, x: torch.Tensor) -> None:
         """Count the values of `x`, a float tensor of any shape."""
@@ -56,9 +55,13 @@ class Histogram:
         x = x.clamp(min=self.least) if self.least > -float('inf') else x
         low, high = x.aminmax()
         self.ends = torch.maximum(self.ends, torch.stack((-low, high)))
-        self.largest = torch.maximum(self.largest, self.ends.abs().max())
         self.grow(exponent_above(self.largest))
         self.counts += count_per_bin(x, bin_width(self.exponent))
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """The largest |x|, FP32 []; 0 before the first value, NaN after the first NaN."""
+        return self.ends.max().clamp(min=0)
 
     @property
     def limits(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +70,7 @@ class Histogram:
 
     def grow(self, exponent: torch.Tensor) -> None:
         """Raise the limit to 2 ** `exponent`, INT32 [], which is not below the present exponent."""
-        index = torch.arange(BINS, device=self.counts.device) >> (exponent - self.exponent).clamp(max=BITS)
+        index = self.bins >> (exponent - self.exponent).clamp(max=BITS)
         self.counts = torch.zeros_like(self.counts).index_add_(0, index, self.counts)
         self.exponent = exponent
 
@@ -81,14 +84,14 @@ def merge_histograms(histograms: Sequence[Histogram]) -> None:
         histograms: in the same order on every process.
     """
     inf = float('inf')
-    most = torch.stack([torch.cat((h.largest[None], h.ends)) for h in histograms])
-    most = all_reduce(most.nan_to_num(nan=inf, posinf=inf, neginf=-inf), 'MAX')  # a maximum may lose NaN
+    ends = torch.stack([h.ends for h in histograms])
+    ends = all_reduce(ends.nan_to_num(nan=inf, posinf=inf, neginf=-inf), 'MAX')  # a maximum may lose NaN
     exponents = all_reduce(torch.stack([h.exponent for h in histograms]), 'MAX')
     for histogram, exponent in zip(histograms, exponents):
         histogram.grow(exponent)
     counts = all_reduce(torch.stack([h.counts for h in histograms]))
-    for histogram, of_all, merged in zip(histograms, most, counts):
-        histogram.largest, histogram.ends, histogram.counts = of_all[0], of_all[1:], merged
+    for histogram, of_all, merged in zip(histograms, ends, counts):
+        histogram.ends, histogram.counts = of_all, merged
 
 
 def exponent_above(largest: torch.Tensor) -> torch.Tensor:
@@ -122,12 +125,12 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: FP32 [n]; the bins are of |x|.
-        width: of a bin, FP32 [].
+        width: of a bin, a power of two, FP32 [].
 
     Returns:
         FP64 [BINS]. A value that is not finite is counted in the first bin or in none.
     """
-    x = x / width
+    x = x * width.reciprocal()  # exact, because it is a power of two; a division takes longer
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
         return sum(torch.histc(part, BINS, 0, BINS).double() for part in x.abs_().split(HISTC_CHUNK))
     # torch.histc takes five times as long on a CPU

@@ -103,8 +103,10 @@ def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, to
 
 
 @torch.no_grad()
-def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
-    """Measure how far the detections of `model` are from the detections of the float model on a typical image.
+def log_divergences(
+    model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Measure the divergence of each image.
 
     Args:
         model: with a known head (see head_outputs.py).
@@ -112,10 +114,20 @@ def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], refere
         references: outputs of the float model, one per batch.
 
     Returns:
-        The geometric mean of the sums of the images, divided by the mean of their weights; 0 or more.
+        The logarithms of the sums of the images, and their weights, see `divergence_sums`; FP64 [images].
     """
     bins = bins_of(model.eval())
     with RoundedOnce(model):
         sums = [divergence_sums(Raw.of(model(images)), wanted, bins) for images, wanted in zip(batches, references)]
     totals, weights = map(torch.cat, zip(*sums))
-    return float(totals.clamp(min=0).log().mean().exp() / weights.mean())
+    return totals.clamp(min=torch.finfo(totals.dtype).tiny).log(), weights
+
+
+def typical(logs: torch.Tensor, weights: torch.Tensor) -> float:
+    """Compute the divergence on a typical image: the geometric mean of the sums, divided by the mean of the weights; 0 or more."""
+    return float(logs.mean().exp() / weights.mean())
+
+
+def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
+    """Measure how far the detections of `model` are from the float model's on a typical image. Arguments: see `log_divergences`."""
+    return typical(*log_divergences(model, batches, references))

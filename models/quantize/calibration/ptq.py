@@ -91,7 +91,7 @@ def calibrated(
         histograms,
         list(few(images, COMPARED, config)),
         config,
-        lambda methods: progress(methods, 'choosing ranges', unit='methods'),
+        progress,
     )
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')

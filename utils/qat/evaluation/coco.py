@@ -33,9 +33,10 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
     """
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
+    image = image_id(path)
     return [
         {
-            'image_id': image_id(path),
+            'image_id': image,
             'category_id': categories[int(p[5])],
             'bbox': [round(x, 3) for x in b],
             'score': round(p[4], 5),

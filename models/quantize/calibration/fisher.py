@@ -19,7 +19,7 @@ from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_o
 from utils.qat.config.qat import CalibrationConfig
 
 TRIED = 10  # candidate ranges of each scale
-ON_CPU = 1 << 20  # values that all candidates round one after the other: few enough for a cache, and enough for all threads
+ON_CPU = 1 << 20  # values that all candidates round one after the other: few for a cache, enough for all threads
 AT_ONCE = 4  # images in a backward pass: it keeps all activations in FP32
 
 Draw = Callable[[Sequence[int]], torch.Tensor]  # shape → FP32 of that shape, uniform in 0..1

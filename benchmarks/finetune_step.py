@@ -10,6 +10,7 @@ solution: autocast, GradScaler for FP16, Adam. Images are random and already on 
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -192,6 +193,7 @@ def main() -> None:
             )
         for kind, make in kinds.items():
             if cuda:
+                gc.collect()  # the step before is in cycles
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = make()

@@ -262,14 +262,14 @@ def collecting(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]
 
 @lru_cache
 def gpu_kernels(device: torch.device) -> Any:
-    """Return the module gpu_rounding; None if `device` is no GPU, or if the kernels do not work there, which is logged."""
+    """Return the module gpu/rounding.py; None if `device` is no GPU, or if the kernels do not work there, which is logged."""
     if device.type != 'cuda':
         return None
     try:
-        from models.quantize import gpu_rounding
+        from models.quantize.gpu import rounding
 
-        if gpu_rounding.works_on(device):
-            return gpu_rounding
+        if rounding.works_on(device):
+            return rounding
         why = 'they round otherwise than PyTorch'
     except Exception as e:  # Triton and the C compiler that it calls raise errors of many kinds
         why = f'{type(e).__name__}: {" ".join(str(e).split())[:200]}'

@@ -67,7 +67,7 @@ def test_kernels_are_equal_to_the_operator():
     """By Triton's interpreter. Its conversion to BF16 cuts the last bits off, so BF16 is for the GPU."""
     pytest.importorskip('triton')
     code = """
-from models.quantize.gpu_rounding import rounded
+from models.quantize.gpu.rounding import rounded
 from test_rounding import check, torch
 check(rounded, 'cpu', [torch.float32, torch.float16])
 """
@@ -79,6 +79,6 @@ check(rounded, 'cpu', [torch.float32, torch.float16])
 
 @pytest.mark.gpu
 def test_kernels_are_equal_to_the_operator_on_a_gpu():
-    from models.quantize.gpu_rounding import rounded
+    from models.quantize.gpu.rounding import rounded
 
     check(rounded, 'cuda', [torch.float32, torch.float16, torch.bfloat16])

@@ -9,6 +9,7 @@ import torch.nn as nn
 from utils.loss_tal import ComputeLoss
 from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
 
+from models.quantize.quantizers import gpu_kernels
 from utils.qat.prediction.pytorch import classifies
 
 # Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
@@ -39,6 +40,17 @@ class _SquaredError(torch.autograd.Function):
         return (difference.float() * gradient).to(difference.dtype), None
 
 
+def _error_and_energy(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Sum (student - teacher)² and teacher² of each image: [B, ...] twice → FP32 [B, 2]."""
+    if gpu_kernels(student.device):
+        from models.quantize.gpu.squared_error import squared_error
+
+        sums = squared_error(student, teacher)
+        if sums is not None:
+            return sums
+    return torch.stack((_SquaredError.apply(student, teacher), _energy(teacher.float())), 1)
+
+
 def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute |outputs - targets| / |targets| of one layer, the mean over the images.
 
@@ -53,8 +65,8 @@ def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tens
     Returns:
         FP32 [].
     """
-    error = sum(_SquaredError.apply(s, t) for s, t in zip(outputs, targets))
-    return (error / sum(_energy(t.float()) for t in targets).clamp(min=1e-12) + TINY).sqrt().mean()
+    error, energy = torch.stack([_error_and_energy(s, t) for s, t in zip(outputs, targets)]).sum(0).unbind(1)
+    return (error / energy.clamp(min=1e-12) + TINY).sqrt().mean()
 
 
 def _settings(model: nn.Module) -> SimpleNamespace:

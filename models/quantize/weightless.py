@@ -14,6 +14,7 @@ from models.yolo import parse_model
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from models.quantize.weightless_operators import WEIGHTLESS
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.model_yaml import require_network
 
@@ -30,7 +31,8 @@ class Weightless(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return function(*args, **{**(kwargs or {}), **({'device': 'meta'} if function in self.made else {})})
+        made = {'device': 'meta'} if function in self.made else {}
+        return WEIGHTLESS.get(function, function)(*args, **{**(kwargs or {}), **made})
 
 
 def parameter_shapes(content: dict[str, Any], source: str) -> dict[str, tuple[int, ...]]:

@@ -98,7 +98,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
         raw = Raw.of(model(images))
         if isinstance(raw, ClassScores):
             vector, weight = raw.probe(draw)
-            torch.autograd.backward(raw.logits, vector, inputs=[images])
+            (raw.logits * vector).sum().backward(inputs=[images])
             return weight
         outputs = list(raw.maps)
         vectors, weight = probe([m.detach() for m in raw.maps], bins, draw)
@@ -106,7 +106,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
             logits, vector = probe_masks(raw, bins, draw)
             outputs.append(logits)
             vectors.append(vector)
-        torch.autograd.backward(outputs, vectors, inputs=[images])
+        torch.stack([(x * v).sum() for x, v in zip(outputs, vectors)]).sum().backward(inputs=[images])
     return weight
 
 

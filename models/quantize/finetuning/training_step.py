@@ -7,6 +7,7 @@ the device.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -79,6 +80,21 @@ def head_emits_raw_maps(model: nn.Module) -> None:
         model.model[-1].training = True
 
 
+class Adam(torch.optim.Adam):
+    """PyTorch's Adam without the wrappers for its compiler: their first call imports the compiler, which takes seconds."""
+
+    add_param_group, zero_grad, state_dict, load_state_dict = map(
+        inspect.unwrap,
+        (
+            torch.optim.Adam.add_param_group,
+            torch.optim.Adam.zero_grad,
+            torch.optim.Adam.state_dict,
+            torch.optim.Adam.load_state_dict,
+        ),
+    )
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
 class TrainingStep:
     """One step of fine-tuning, as a callable that takes a batch.
 
@@ -133,7 +149,7 @@ class TrainingStep:
         for group in groups:
             group['lr'] = torch.tensor(group['highest'], device=self.device) if capturable else group['highest']
         options = {'fused': True, 'capturable': capturable} if self.cuda else {}
-        self.optimizer = torch.optim.Adam(groups, **options)
+        self.optimizer = Adam(groups, **options)
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more

@@ -15,6 +15,8 @@ import importlib
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -93,6 +95,26 @@ def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
             ) from e
 
 
+def _require_loading(package: Path, device: torch.device) -> None:
+    """Load a new package in a process of its own, and raise QatError if that process is killed by its code.
+
+    A compiler that brings a C++ library of its own into the code can make it crash.
+    """
+    load = 'import sys, torch; torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))'
+    index = (device.index or 0) if device.type == 'cuda' else -1
+    ended = subprocess.run(
+        [sys.executable, '-c', load, str(package), str(index)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if ended.returncode < 0:
+        raise QatError(
+            f'--include aoti: the compiled code crashes when it is loaded (signal {-ended.returncode}), so no file was written; the C++ '
+            f'compiler {os.environ.get("CXX") or "g++"} does not fit this PyTorch: set CXX to the one of the system, such as CXX=/usr/bin/g++'
+        )
+
+
 @torch.no_grad()
 def export_aoti(
     model: nn.Module,
@@ -120,8 +142,8 @@ def export_aoti(
         How far the package is from PyTorch, and how many layers are in INT8, in words ('' for a float model).
 
     Raises:
-        QatError: it cannot be compiled here, a quantized layer is not in INT8, or the package does not agree with PyTorch. No
-            file is left.
+        QatError: it cannot be compiled here, a quantized layer is not in INT8, or the package cannot be loaded or does not agree
+            with PyTorch. No file is left.
     """
     quantized, device = bool(named_quantizers(model)), next(model.parameters()).device
     require_compiler(device, quantized, half)
@@ -165,6 +187,7 @@ def export_aoti(
                 f'--include aoti: {wanted - made} of {wanted} quantized layers are in float in the compiled code, which is no '
                 'INT8 package; no file was written'
             )
+        _require_loading(tmp, device)
         ours = FileModel(AotPackage(tmp, device))(images)
         return (
             require_agreement(traced, images, ours, theirs, 'AOTInductor', 'FP16' if half else 'FP32', quantized),

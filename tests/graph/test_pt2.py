@@ -5,6 +5,7 @@ Compiling takes half a minute, so one small package of each kind is compiled, wi
 
 import importlib.util
 import json
+import os
 import shutil
 import zipfile
 
@@ -13,7 +14,7 @@ import torch
 from faults import answer
 from fresh import fresh
 from segmenters import segmenter
-from zoo import command, program, same, settings
+from zoo import command, program, python, same, settings
 
 from models.deploy.decomposed import on_integers
 from models.deploy.exported_program import export_pt2
@@ -251,3 +252,27 @@ def test_int8_needs_torchao(small, tmp_path, capfd, monkeypatch):
         'export_qat.py', ('--weights', tmp_path / 'int8.pt', '--include', 'aoti', '--imgsz', SIDE), capfd, tmp_path
     )
     assert code == 2 and ('torchao' in line or 'compiler' in line)
+
+
+COMPILER = """#!/bin/sh
+case " $* " in *" -shared "*) exec g++ "$@" {source};; esac
+exec g++ "$@"
+"""
+
+
+@pytest.mark.faults
+def test_a_package_that_crashes_is_an_error(small, tmp_path):
+    """A compiler brings a library into the package that ends the process; the process of the export goes on."""
+    source, compiler = tmp_path / 'library.cpp', tmp_path / 'g++'
+    source.write_text('#include <csignal>\nstatic int crash = std::raise(SIGSEGV);\n')
+    compiler.write_text(COMPILER.format(source=source))
+    compiler.chmod(0o755)
+    shutil.copy(small.single, tmp_path / 'float.pt')
+    arguments = ('--weights', tmp_path / 'float.pt', '--include', 'aoti', '--imgsz', SIDE)
+    variables = {
+        'CXX': str(compiler),
+        'TORCHINDUCTOR_CACHE_DIR': str(tmp_path / 'cache'),
+    }  # read when PyTorch is imported
+    said = python('export_qat.py', *arguments, code=2, env={**os.environ, **variables})
+    assert 'signal 11' in said and f'compiler {compiler}' in said
+    assert not list(tmp_path.glob('*.pt2'))

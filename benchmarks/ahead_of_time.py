@@ -1,6 +1,6 @@
 """Time a float model and its INT8 form in turns: eager PyTorch, AOTInductor, OpenVINO, ONNX Runtime; on a GPU also as a CUDA graph.
 
-Run it in a patched tree. It compiles and exports into a temporary folder.
+Run it in a patched tree. It compiles and exports into a temporary folder, or into --folder, whose files are used again.
 
     cd yolov9
     python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --int8 qat_best_yolov9-c.pt     # on the CPU
@@ -53,6 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument('--imgsz', type=int, default=640, help='image size in pixels')
     p.add_argument('--batch', type=int, default=1, help='images per run')
     p.add_argument('--rounds', type=int, default=20, help='turns of each')
+    p.add_argument('--folder', type=Path, help='for packages and files of this model, image size and batch')
     return p.parse_args(argv)
 
 
@@ -78,8 +79,9 @@ def exported(model: torch.nn.Module, file: Path, images: torch.Tensor) -> Path:
 
 
 def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: bool = False) -> Run:
-    """Return one run of the model in a package, which is written to `file`."""
-    export_aoti(model, file, tuple(images.shape[2:]), len(images), half=half)
+    """Return one run of the model in a package, which is written to `file` unless it is there."""
+    if not file.exists():
+        export_aoti(model, file, tuple(images.shape[2:]), len(images), half=half)
     package = AotPackage(file, images.device)
     return lambda: package.call(images)
 
@@ -170,7 +172,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     images = made_images(args.batch, (args.imgsz, args.imgsz)).to(device)
     with tempfile.TemporaryDirectory() as scratch:
         int8 = load(args.int8, device) if args.int8 else None
-        ways = on_gpu(model, images, Path(scratch)) if gpu else on_cpu(model, int8, images, Path(scratch))
+        folder = args.folder or Path(scratch)
+        folder.mkdir(exist_ok=True)
+        ways = on_gpu(model, images, folder) if gpu else on_cpu(model, int8, images, folder)
         runs: dict[str, Run] = {}
         for name, make in ways.items():
             try:

@@ -9,7 +9,7 @@ classifier and an image folder:
 
 NNCF quantizes twice: with its preset MIXED (for YOLO by its usual recipe, the arithmetic behind the head's convolutions ignored), and
 with its preset PERFORMANCE. It gets the model converted from PyTorch, in which SiLU is one operator. All files run in this process, in turns.
-Quantizing is counted from the float model in memory to the quantized model in memory. --qat adds fine-tuned checkpoints.
+Quantizing is counted from the float model in memory to the quantized model in memory, ours by batches of 10 images, as `qat.py quantize` does. --qat adds fine-tuned checkpoints.
 Prints a Markdown table; --json FILE writes the same figures.
 """
 
@@ -180,7 +180,6 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         calib_images=args.calib_images,
         device='cpu',
         workers=0,
-        batch_size=1,
         target=args.target,
     )
     times: dict[str, dict[str, float]] = {}
@@ -191,7 +190,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     with quiet_upstream():
         teacher = TorchModel(checkpoint.load_float(args.weights, CPU))
         data = load_any(args.data, teacher)
-        images = list(calibration_images(data, config, teacher.stride, CPU))
+        images = [image for batch in calibration_images(data, config, teacher.stride, CPU) for image in batch.split(1)]
         files = {'float': folder / 'float.onnx', 'ours, PTQ': folder / 'ptq.onnx'}
         write(teacher.model, 'float.onnx')
         write(ours(teacher.model, config, data, times), 'ptq.onnx')

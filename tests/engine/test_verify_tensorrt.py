@@ -59,7 +59,10 @@ def stand_in(tmp_path, **more):
     trtexec.parent.mkdir()
     trtexec.write_text(TRTEXEC)
     trtexec.chmod(0o755)
-    paths = {'PATH': f'{trtexec.parent}:{os.environ["PATH"]}', 'PYTHONPATH': str(STAND_IN)}
+    paths = {
+        'PATH': f'{trtexec.parent}:{os.environ["PATH"]}',
+        'PYTHONPATH': os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get('PYTHONPATH')])]),
+    }
     return {**os.environ, **paths, 'STAND_IN_RECORD': str(tmp_path / 'record'), **more}
 
 
@@ -112,7 +115,7 @@ def test_engines_run_on_a_gpu(small, tmp_path):
     """ONNX Runtime cannot be recorded, so a CUDA graph of the stand-in does nothing: a wrong result is found."""
     rows = 'build plain', 'outputs plain', 'other GPU', 'cut', 'cut alone', 'CUDA graph'
     found, _ = verify(small, tmp_path, '--imgsz', 64, '--only', *rows, code=1, **stand_in(tmp_path))
-    assert [status for status, _ in found.values()] == ['pass'] * 5 + ['fail']
+    assert [status for status, _ in found.values()] == ['pass'] * 5 + ['fail'], found
     assert 'other outputs than without a graph' in found['CUDA graph'][1]
 
 

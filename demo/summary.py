@@ -22,7 +22,8 @@ model. Compare only rows with the same images."""
 ENGINES = """
 PyTorch and ONNX Runtime on a CPU simulate INT8 in float: they show that the file is right. OpenVINO computes it in
 integers."""
-FAST = 'AVX512-VNNI', 'AVX-VNNI', 'AMX-INT8', 'NEON-DOT', 'I8MM'  # instructions that make INT8 fast
+AMX = 'AMX-INT8'
+FAST = 'AVX512-VNNI', 'AVX-VNNI', AMX, 'NEON-DOT', 'I8MM'  # instructions that make INT8 fast
 
 
 def rows(folder: Path) -> Iterator[list[Any]]:
@@ -76,15 +77,22 @@ def speeds(report: dict[str, Any]) -> str:
     ratio = ms[best] / ms['int8']
     verdict = f'INT8 is {ratio:.2f} times as fast as {best.upper()}, the fastest float precision here.'
     if ratio < 1.05:
-        slow = 'so small a model on small images is mostly overhead'
-        cause = (
-            slow if set(machine['instructions'].split(', ')) & {*FAST} else f'this CPU has none of {", ".join(FAST)}'
-        )
-        verdict = f'INT8 is not faster than {best.upper()} here ({ratio:.2f} times as fast): {cause}.'
+        verdict = f'INT8 is not faster than {best.upper()} here ({ratio:.2f} times as fast): {cause(machine["instructions"])}.'
     notes = [line for r in results if r['precision'] == 'int8' for line in r['notes']]
     return '\n'.join(
         [table, '', verdict, f'{machine["device"]}, {machine["threads"]} threads: {machine["instructions"]}', *notes]
     )
+
+
+def cause(instructions: str) -> str:
+    """Say why INT8 gains nothing for a small model on a CPU with these instructions."""
+    if AMX in instructions:
+        return (
+            'AMX multiplies large tiles, and so small a model has few channels; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI'
+        )
+    if set(instructions.split(', ')) & {*FAST}:
+        return 'so small a model on small images is mostly overhead'
+    return f'this CPU has none of {", ".join(FAST)}'
 
 
 def megabytes(file: Path) -> str:

@@ -7,6 +7,7 @@ runs nothing of the file. Its SHA-256 is the hash of the bytes that were read.
 import datetime
 from collections.abc import Iterable
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,12 @@ def fuse(model: nn.Module) -> nn.Module:
     return model.fuse() if hasattr(model, 'fuse') else fold_batch_norms(model)
 
 
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a file has it: contiguous, on the CPU, without a gradient. It may share the memory of `tensor`."""
+    plain = tensor.detach().to('cpu', memory_format=torch.contiguous_format)
+    return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
+
+
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
     """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
 
@@ -261,7 +268,8 @@ def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source:
         'versions': versions(),
         'scale_groups': shared_scales(model),
     }
-    model = deepcopy(model).cpu().to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
+    stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
+    model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
     write_torch(
         path,
         {

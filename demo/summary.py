@@ -87,9 +87,7 @@ def speeds(report: dict[str, Any]) -> str:
 def cause(instructions: str) -> str:
     """Say why INT8 gains nothing for a small model on a CPU with these instructions."""
     if AMX in instructions:
-        return (
-            'AMX multiplies large tiles, and so small a model has few channels; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI'
-        )
+        return 'small models gain little from AMX; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI'
     if set(instructions.split(', ')) & {*FAST}:
         return 'so small a model on small images is mostly overhead'
     return f'this CPU has none of {", ".join(FAST)}'

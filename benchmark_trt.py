@@ -7,16 +7,18 @@ python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.ya
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.options import read
+from utils.qat.config.tasks import TASKS, Task, load_task, task_named
 from utils.qat.core.command import require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
-from utils.qat.core.next_command import command, data_of
+from utils.qat.core.next_command import command
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -35,15 +37,10 @@ def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
     return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
 
 
-def next_command(models: Sequence[Path], data: Path | None, classify: Collection[Path]) -> str:
-    """Return the command to type next: the audit of an ONNX file, the score of an engine, or the export of a checkpoint.
-
-    Args:
-        models: the files that were measured.
-        data: of --data.
-        classify: the files among them that are known to be classifiers.
-    """
+def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path, Task]) -> str:
+    """Return the command to type next: the audit of an ONNX file, the score of an engine, or the export of a checkpoint."""
     from utils.qat.engine.sidecar import read_sidecar
+    from utils.qat.untrusted.program_archive import is_package
 
     onnx, xml, pt2, engines = (
         [m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.pt2', '.engine')
@@ -53,40 +50,24 @@ def next_command(models: Sequence[Path], data: Path | None, classify: Collection
     if engines:
         built = read_sidecar(engines[-1])
         size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
-        scored = data or data_of(None, engines[-1] in classify)
+        scored = data or tasks[engines[-1]].placeholder
         return command('val_trt.py', '--engine-file', engines[-1], '--data', scored, *size)
     if xml or pt2:
         file = (xml or pt2)[-1]
-        return command('val_trt.py', '--weights', file, '--data', data or data_of(None, file in classify))
+        backend = ['--backend', 'aoti'] * is_package(file)
+        return command('val_trt.py', '--weights', file, '--data', data or tasks[file].placeholder, *backend)
     return command('export_qat.py', '--weights', models[-1])
 
 
-def require_labels(data: Path, tasks: Collection[str]) -> None:
-    """Check --data before anything is measured.
-
-    Args:
-        data: a data YAML, whose val images need labels, or the folder of a classifier's images.
-        tasks: of the models, where they are known.
-
-    Raises:
-        QatError: it is neither, or for none of the models.
-    """
-    from utils.qat.config.common import LoaderConfig
-    from utils.qat.data.dataset import load_data
-    from utils.qat.data.image_folders import split_folders
-    from utils.qat.data.loaders import val_loader
-
-    if not data.is_dir():
-        if {*tasks} == {'classify'}:
-            raise QatError(
-                f'--data {data}: for detectors; a classifier takes a folder with train/ and val/, and in each a folder of images for '
-                'each class'
-            )
-        val_loader(load_data(data), LoaderConfig(workers=0), 32, square=True)
-    elif 'classify' in tasks:
-        split_folders(data)
-    elif tasks:
-        raise QatError(f'--data {data}: a folder, and no model is a classifier; a detector takes a data YAML')
+def require_labels(data: Path, tasks: Collection[Task]) -> None:
+    """Check --data before anything is measured. Raises QatError if it is for none of the tasks of the models."""
+    if not data.exists():
+        raise QatError(f'--data {data}: no such file or folder')
+    suitable = [task for task in tasks if task.has_data(data)]
+    if not suitable:
+        takes = ', '.join(f'{task.title} takes {task.takes}' for task in tasks)
+        raise QatError(f'--data {data}: not for these models; {takes}')
+    suitable[0].require_labels(data)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     import torch
 
-    from models.quantize.checkpoint import kind_of, load_any
+    from models.quantize.checkpoint import CheckpointFile
     from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import give_sizes, networks_of
@@ -109,21 +90,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def open_checkpoint(file: Path) -> TorchModel:
         with quiet_upstream():
-            return TorchModel(*load_any(file))
+            return TorchModel(*CheckpointFile(file).load_any())
 
     def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
         with quiet_upstream():
-            model, quant = load_any(file, device)
+            model, quant = CheckpointFile(file).load_any(device)
         return model, quant is not None
 
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
     device = select_device(config.device)
-    networks = networks_of(config.files, kind_of)
+    networks = networks_of(config.files, lambda file: CheckpointFile(file).kind)
     give_sizes(networks, open_checkpoint)
     if config.data:
-        require_labels(config.data, {network.task for network in networks} - {''})
-    classify = {network.file for network in networks if network.task == 'classify'}
+        known = {load_task(network.task) for network in networks if network.task in TASKS}
+        if known or not config.data.is_dir():  # the folders of a classifier of others are read when it is scored
+            require_labels(config.data, known or {load_task('detect')})
+    tasks = {network.file: task_named(network.task) for network in networks}
     cases, left_out = cases_of(networks, config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
     report: dict[str, Any] = {
@@ -167,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if said := disturbance(report['results']):
                     LOGGER.warning(said)
                 written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
-                finish(next_command(config.models, config.data, classify), results=folder, **written)
+                finish(next_command(config.models, config.data, tasks), results=folder, **written)
     if not report['results']:
         raise QatError('; '.join(dict.fromkeys(left_out)))
 

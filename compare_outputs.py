@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
-from utils.qat.config.common import LoaderConfig, usual_size
 from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
 from utils.qat.config.settings import Sides, require_multiples
+from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.command import explain_out_of_memory, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
@@ -28,6 +30,7 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
+    from utils.qat.config.tasks import Task
     from utils.qat.evaluation.side_by_side import Example
     from utils.qat.prediction.file_model import FileModel
     from utils.qat.prediction.pytorch import TorchModel
@@ -45,7 +48,7 @@ def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) 
     given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
     # a file whose image size is open takes any, as a checkpoint does
     sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {
-        config.imgsz or _of_checkpoints(models) or usual_size(models[0].classifies)
+        config.imgsz or _of_checkpoints(models) or models[0].task.imgsz
     }
     if len(sizes) > 1:
         raise QatError(
@@ -73,32 +76,27 @@ def listed(config: CompareConfig) -> str:
     return ', '.join(map(str, config.models))
 
 
-def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> bool:
-    """Tell whether all models are classifiers. Raises QatError for a mixture of tasks."""
-    classify = [m.classifies for m in models]
-    if any(classify) != all(classify):
-        raise QatError(f'{listed(config)}: one is a detector and the other a classifier')
-    if not all(classify) and len({m.segments for m in models}) > 1:
-        raise QatError(f'{listed(config)}: one gives masks and the other boxes only')
-    return all(classify)
+def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Task:
+    """Return the task of the models. Raises QatError for a mixture."""
+    tasks = [task for task in map(load_task, TASKS) if task in {m.task for m in models}]
+    if len(tasks) > 1:
+        raise QatError(f'{listed(config)}: one is {tasks[0].title} and the other {tasks[1].title}')
+    return tasks[0]
 
 
-def compare_detectors(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
+def compare_models(
+    config: CompareConfig, models: Sequence[FileModel | TorchModel], task: Task, device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
-    """Compare detectors with the first. Returns the plain compare.Comparison of each other one, and examples."""
-    from utils.qat.data.dataset import load_any
-    from utils.qat.data.loaders import random_images, val_loader
+    """Compare models with the first. Returns the plain comparison of each other one, and examples."""
+    from utils.qat.data.loaders import random_images
     from utils.qat.evaluation.compare import compare_all
     from utils.qat.evaluation.side_by_side import Examples
 
-    names, examples = None, None
+    names = examples = None
     if config.data:
-        data = load_any(config.data, models[0])
-        settings = LoaderConfig(batch_size=config.batch_size, imgsz=size, workers=config.workers, device=config.device)
-        stride, names = max(m.stride for m in models), data.names
-        loader = val_loader(data, settings, stride, square=True, limit=config.images or None)
-        examples = Examples(config.show, len(loader.dataset), names, config.top)
+        data = task.labelled(config, max(models, key=lambda m: m.stride), size)
+        loader, names = data.loader, data.names
+        examples = Examples(config.show, len(loader.dataset), task, names, config.top, data.mean, data.std)
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models
@@ -113,34 +111,8 @@ def compare_detectors(
         config.top,
         lambda it: bar(it, 'comparing'),
         examples.look if examples else None,
+        task,
     )
-    return [c.plain() for c in found], examples.found if examples else []
-
-
-def compare_classifiers(
-    config: CompareConfig, models: Sequence[FileModel | TorchModel], device: torch.device, size: Sides
-) -> tuple[list[dict[str, Any]], list[Example]]:
-    """Compare classifiers with the first. Returns the plain compare_classes.ClassComparison of each other one, and examples."""
-    from utils.qat.data.class_folders import class_images, paths_of
-    from utils.qat.data.image_folders import MEAN, STD
-    from utils.qat.data.loaders import random_images
-    from utils.qat.evaluation.compare_classes import compare_classes
-    from utils.qat.evaluation.side_by_side import Examples
-
-    examples = None
-    if config.data:
-        batches = class_images(config, size, models[0])
-        paths = paths_of(batches.dataset)
-        colours = (MEAN, STD) if models[0].task == 'classify' else (config.mean, config.std)
-        examples = Examples(config.show, len(paths), models[0].names or {}, config.top, paths, *colours)
-    elif config.random:
-        batches = [
-            (images.float() / 255, None)
-            for images, *_ in random_images(config.random, config.batch_size, size, config.seed)
-        ]
-    reference, *others = models
-    settings = bar(batches, 'comparing'), device, config.rtol, config.atol, config.top
-    found = compare_classes(reference, others, *settings, examples.look if examples else None)
     return [c.plain() for c in found], examples.found if examples else []
 
 
@@ -162,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with own_folder(config) as folder, explain_out_of_memory(config.batch_size):
         backends = backends_for(config.models, config.backend)
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
-        compare = compare_classifiers if require_alike(config, models) else compare_detectors
+        task = require_alike(config, models)
         size = image_size(config, models)
-        comparisons, examples = compare(config, models, device, size)
+        comparisons, examples = compare_models(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, backends[-1])
-        tables = write_comparison(folder, config, comparisons, examples, size, machine(device), following)
+        tables = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))
     images = f'{comparisons[0]["images"]} images of {size[0]} x {size[1]}'
     LOGGER.log(RESULT, f'{others} compared with {config.reference}, {images}\n\n{tables}\n')

@@ -9,6 +9,8 @@ set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PYTHON=${PYTHON:-python3}
+# shellcheck source=demo/setup.sh
+source "$HERE/demo/setup.sh"
 
 usage() {
     cat <<EOF
@@ -21,10 +23,6 @@ Usage: [PYTHON=python3] install_dependencies.sh [--defaults] [--tests] [--trex |
   --latest    install the newest versions, not those of constraints.txt, which the tests ran with
   --dry-run   print the packages to install, and change nothing
 EOF
-}
-fail() { # reason, next step
-    printf 'install_dependencies.sh: %s\n' "$@" >&2
-    exit 2
 }
 
 TESTS=no TREX=no TENSORRT='' LATEST=no DRY_RUN=no
@@ -47,16 +45,16 @@ while (($#)); do
 done
 command -v "$PYTHON" >/dev/null || fail "no $PYTHON on this machine" "set PYTHON to a Python 3.10 or newer"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$("$PYTHON" -V) is too old, 3.10 or newer is needed"
-"$PYTHON" -m pip --version >/dev/null 2>&1 || fail "$PYTHON has no pip" "make an environment: $PYTHON -m venv .venv, PYTHON=.venv/bin/python"
+run_module "$PYTHON" pip --version >/dev/null 2>&1 || fail "$PYTHON has no pip" "make an environment: $PYTHON -m venv .venv, PYTHON=.venv/bin/python"
 
 TMP=$(mktemp -d)
 trap 'rm -rf "$TMP"' EXIT
 
 # ---- plan: requirements.txt minus what is there -> $TMP/install.txt, $TMP/keep.txt, and $TMP/constraints.txt: keep.txt and pins
 "$PYTHON" - "$HERE/requirements.txt" "$HERE/constraints.txt" "$TESTS" "$TREX" "$LATEST" "$TMP" <<'EOF'
+import sys; sys.path[:] = filter(None, sys.path)  # see demo/setup.sh
 import importlib.util
 import re
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -119,9 +117,9 @@ if [[ ! -s $TMP/install.txt ]]; then
 elif [[ $DRY_RUN == yes ]]; then
     echo "Dry run: nothing was changed. pip would have to keep: $(tr '\n' ' ' <"$TMP/keep.txt")"
 else
-    "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/install.txt" -c "$TMP/constraints.txt" ||
+    run_module "$PYTHON" pip install --disable-pip-version-check -r "$TMP/install.txt" -c "$TMP/constraints.txt" ||
         fail "pip could not install the packages above (its message says which)" \
-            "offline: set PIP_FIND_LINKS to a folder of wheels; system Python: $PYTHON -m venv .venv, then PYTHON=.venv/bin/python $0"
+            "offline: set PIP_FIND_LINKS to a folder of wheels; system Python: $PYTHON -m venv .venv, then PYTHON=.venv/bin/python ${0@Q}"
 fi
 
 # ---- TensorRT, if asked for. The package index has TensorRT-RTX itself; of TensorRT it has small packages that load the libraries
@@ -132,7 +130,7 @@ install_tensorrt() {
         wheels=$(grep -o '^tensorrt-rtx-[^#]*' "$HERE/requirements.txt")
     else
         wheels="tensorrt>=$TENSORRT.0,<$((TENSORRT + 1))"
-        if have=$("$PYTHON" -c 'import tensorrt; print(tensorrt.__version__)' 2>/dev/null); then
+        if have=$(apart "$PYTHON" 'import tensorrt; print(tensorrt.__version__)' 2>/dev/null); then
             [[ $have == "$TENSORRT".* ]] || fail "TensorRT $have is installed and is never replaced" "another version: make an environment of its own"
             echo "  keep     tensorrt $have" && return
         fi
@@ -140,7 +138,7 @@ install_tensorrt() {
     echo "TensorRT: $wheels"
     [[ $DRY_RUN == no ]] || return 0
     echo "$wheels" >"$TMP/tensorrt.txt"
-    "$PYTHON" -m pip install --disable-pip-version-check -r "$TMP/tensorrt.txt" -c "$TMP/constraints.txt" ||
+    run_module "$PYTHON" pip install --disable-pip-version-check -r "$TMP/tensorrt.txt" -c "$TMP/constraints.txt" ||
         fail "pip could not install TensorRT ($wheels): its libraries come from NVIDIA's package index, pypi.nvidia.com, which this machine does not reach" \
             "or has no version for this Python. Use the container nvcr.io/nvidia/pytorch, which has TensorRT, or NVIDIA's .deb or .tar of it;" \
             "or fetch the wheels elsewhere (pip download 'tensorrt>=$TENSORRT.0') and set PIP_FIND_LINKS to their folder." \
@@ -151,8 +149,8 @@ install_tensorrt() {
 
 # ---- what is there now -----------------------------------------------------------------------------------------------------
 "$PYTHON" - "$HERE/requirements.txt" <<'EOF'
+import sys; sys.path[:] = filter(None, sys.path)  # see demo/setup.sh
 import re
-import sys
 from importlib import metadata
 
 

@@ -20,6 +20,7 @@ SELF=$(realpath -- "${BASH_SOURCE[0]}")
 HERE=${SELF%/*}
 VERSION=$(<"$HERE/VERSION")
 MANIFEST=.yolov9-qat.manifest
+LARGEST=200000 LONGEST=1000                   # bytes of it and of its lines: bash takes minutes for much longer ones
 BACKUP=.yolov9-qat.backup                     # files of other tools that --force moved aside
 NEW=.yolov9-qat.new                           # what shall lie in the tree, each file under its own path
 HOOKED=(utils/__init__.py models/__init__.py) # the two upstream files that get the block
@@ -69,12 +70,14 @@ overlay_files() {
     cd "$HERE"
     local f
     for f in *.py models/**/*.py utils/**/*.py segment/*.py classify/*.py scripts/*.{py,sh}; do
-        if [[ -f $f ]] && ours "$f"; then echo "$f"; fi
+        # verify_tensorrt runs our tests, which stay here
+        if [[ -f $f && $f != scripts/verify_tensorrt.* ]] && ours "$f"; then echo "$f"; fi
     done
 }
 
 sum() { sha256sum "$1" | cut -d' ' -f1; }
 exists() { [[ -e $1 || -L $1 ]]; } # -e alone misses a dangling link
+quoted() { printf "'%s'" "${1//\'/\'\\\'\'}"; } # for a shell: 'it'\''s'
 among() { [[ " ${*:2} " == *" $1 "* ]]; }
 with_block() { # the hooked file as it shall be: block, then the file as upstream wrote it
     printf '%s\nfrom utils.qat import compat as _qat_compat\n\n_qat_compat.apply_before_upstream()\n%s\n' "$BEGIN" "$END"
@@ -98,9 +101,13 @@ declare -A ORIGINAL=() # hooked file -> checksum before the block
 read_manifest() {
     exists "$MANIFEST" || return 0
     [[ -f $MANIFEST && ! -L $MANIFEST ]] || refuse "$TREE/$MANIFEST is no file" 'move it away'
-    local line f n=0 moved=()
+    local line f n=0
+    local -A moved=()
+    (($(wc -c <"$MANIFEST") <= LARGEST)) || refuse "$TREE/$MANIFEST has more than $LARGEST bytes, and is none of this toolkit's" 'move it away'
     while IFS= read -r line || [[ -n $line ]]; do
-        n=$((n + 1)) f=${line##* }
+        n=$((n + 1))
+        ((${#line} <= LONGEST)) || refuse "$TREE/$MANIFEST, line $n, is longer than any of this toolkit's" 'remove that line'
+        f=${line##* }
         if [[ $line =~ ^[0-9a-f]{64}'  '[^' ']+$ ]] && ours "$f"; then
             LISTED[$f]+=" ${line::64}"
         elif [[ $line =~ ^'# original '[0-9a-f]{64}'  '[^' ']+$ ]] && among "$f" "${HOOKED[@]}"; then
@@ -112,14 +119,14 @@ read_manifest() {
         elif [[ $line =~ ^'# folder '($FOLDER|segment|classify|scripts)$ ]]; then
             FOLDERS+=("$f")
         elif [[ $line =~ ^'# moved '[^' ']+$ ]] && { ours "$f" || among "$f" "${OTHERS[@]}"; }; then
-            moved+=("$f")
+            moved[$f]=1
         elif [[ $line == '# unfinished' ]]; then
             UNFINISHED=yes
         elif [[ $line != '# Files of yolov9-qat '* ]] && ! { [[ $line =~ ^[0-9a-f]{64}'  ' ]] && among "$f" "${HOOKED[@]}"; }; then
             refuse "$TREE/$MANIFEST, line $n, is none of this toolkit's or names a file that it does not write" 'remove that line'
         fi
     done <"$MANIFEST"
-    for f in "${moved[@]}"; do # what was not moved yet, or is back already, is not ours
+    for f in "${!moved[@]}"; do # what was not moved yet, or is back already, is not ours
         if exists "$BACKUP/$f"; then
             MOVED+=("$f")
         elif exists "$f" && ! untouched "$f"; then
@@ -128,6 +135,20 @@ read_manifest() {
     done
 }
 
+launcher() { # of a command: it finds the toolkit by a link of ours, so that no name of a folder has to be quoted in Python
+    local up=.
+    [[ $1 != */* ]] || up=..
+    cat <<EOF
+import os
+import runpy
+import sys
+
+TREE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "$up")
+TOOLKIT = os.path.join(os.path.dirname(os.path.realpath(os.path.join(TREE, "utils/qat/compat.py"))), "../..")
+sys.path.insert(0, os.path.abspath(TREE))
+runpy.run_path(os.path.abspath(os.path.join(TOOLKIT, "$1")), run_name="__main__")
+EOF
+}
 stage() { # writes to $NEW what shall lie in the tree
     local f
     for f in $(folders_of "${FILES[@]}" "${HOOKED[@]}"); do mkdir -p "$NEW/$f"; done
@@ -136,7 +157,7 @@ stage() { # writes to $NEW what shall lie in the tree
             cp --preserve=mode "$HERE/$f" "$NEW/$f"
         elif [[ $f != */* || $f == scripts/*.py || $f == segment/*.py || $f == classify/*.py ]]; then
             # A command cannot be a symlink: Python puts the folder of the real file on sys.path, which is not the patched tree.
-            printf 'import runpy\n\nrunpy.run_path("%s", run_name="__main__")\n' "$HERE/$f" >"$NEW/$f"
+            launcher "$f" >"$NEW/$f"
         else
             ln -s "$HERE/$f" "$NEW/$f"
         fi
@@ -187,7 +208,7 @@ untouched() { # is this file in the tree as we left it (so that it may be replac
 check() {
     local f differs=()
     if [[ ! -f $MANIFEST ]]; then
-        echo "$TREE: not patched. Next: $SELF '$TREE'"
+        echo "$TREE: not patched. Next: $AGAIN"
         return 1
     fi
     MODE=$OLD_MODE
@@ -210,7 +231,7 @@ check() {
     if ((${#differs[@]})); then
         printf '%s: patched, but not up to date\n' "$TREE"
         printf '  %s\n' "${differs[@]}"
-        echo "Next: $SELF '$TREE'"
+        echo "Next: $AGAIN"
         return 1
     fi
     echo "$TREE: patched and up to date (yolov9-qat $VERSION, $MODE, ${#FILES[@]} files)"
@@ -247,13 +268,13 @@ patch() {
     done
     attempt stage_manifests
     if ((${#changed[@]} + ${#foreign[@]} + ${#gone[@]})) || ! cmp -s "$NEW/manifest" "$MANIFEST"; then
-        STATE="half done: mend that and run it again, or: $SELF '$TREE' --revert"
+        STATE="half done: mend that and run it again, or: $AGAIN --revert"
         attempt lay
         echo "yolov9-qat $VERSION: $((${#changed[@]} - blocks)) files written to $TREE ($MODE), $blocks of upstream's with our block; listed in $MANIFEST"
     else
         echo "yolov9-qat $VERSION: $TREE is up to date, nothing written"
     fi
-    echo "Next: cd '$TREE' && python qat.py quantize --help"
+    echo "Next: cd $(quoted "$TREE") && python qat.py quantize --help"
 }
 lay() { # what `patch` found to do
     local f
@@ -274,9 +295,10 @@ lay() { # what `patch` found to do
 }
 
 remove_ours() { # a file of ours and its bytecode
-    local stem=${1##*/}
+    local stem=${1##*/} cache
+    cache=$(dirname "$1")/__pycache__
     rm -f "$1"
-    [[ -L ${1%/*}/__pycache__ ]] || rm -f "$(dirname "$1")/__pycache__/${stem%.py}".cpython-*.pyc
+    [[ -L $cache ]] || rm -f "$cache/${stem%.py}".cpython-*.pyc # a link may lead out of the tree
 }
 
 revert() {
@@ -293,7 +315,7 @@ revert() {
     done
     if [[ $FORCE == no ]] && ((${#edited[@]})); then
         refuse "$TREE was left as it is; edited since they were written: ${edited[*]}" \
-            "save what you need of them, then: $SELF '$TREE' --revert --force"
+            "save what you need of them, then: $AGAIN --revert --force"
     fi
     attempt stage_hooked without_block
     STATE="half done: mend that and run it again"
@@ -334,22 +356,23 @@ for arg in "$@"; do
         --force) FORCE=yes ;;
         -h | --help) usage && exit 0 ;;
         -*) refuse "unknown option $arg; allowed: --check --revert --link --force" ;;
-        *) [[ -z $TARGET ]] || refuse "one folder at a time, got '$TARGET' and '$arg'"; TARGET=$arg ;;
+        *) [[ -z $TARGET ]] || refuse "one folder at a time, got $TARGET and $arg"; TARGET=$arg ;;
     esac
 done
 if [[ -z $TARGET ]]; then
     usage >&2
     exit 2
 fi
-[[ -d $TARGET ]] || refuse "no such folder: $TARGET" "Next: $HERE/scripts/get_yolov9.sh '$TARGET'"
+[[ -d $TARGET ]] || refuse "no such folder: $TARGET" "Next: $(quoted "$HERE/scripts/get_yolov9.sh") $(quoted "$TARGET")"
 cd -P -- "$TARGET" 2>/dev/null || refuse "$TARGET cannot be entered"
 TREE=$PWD
+AGAIN="$(quoted "$SELF") $(quoted "$TREE")"
 [[ $TREE != "$HERE" ]] || refuse "$TREE is the toolkit itself; name the folder of a YOLOv9 clone"
 for f in val.py models/yolo.py models/common.py utils/general.py "${HOOKED[@]}"; do
-    [[ -f $f ]] || refuse "$TREE is not a YOLOv9 folder: it has no $f" "Next: $HERE/scripts/get_yolov9.sh NEW_DIR"
+    [[ -f $f ]] || refuse "$TREE is not a YOLOv9 folder: it has no $f" "Next: $(quoted "$HERE/scripts/get_yolov9.sh") NEW_DIR"
 done
 grep -q 'class RepNCSPELAN4' models/common.py ||
-    refuse "$TREE is not YOLOv9: models/common.py has no RepNCSPELAN4" "Next: $HERE/scripts/get_yolov9.sh NEW_DIR"
+    refuse "$TREE is not YOLOv9: models/common.py has no RepNCSPELAN4" "Next: $(quoted "$HERE/scripts/get_yolov9.sh") NEW_DIR"
 mapfile -t FILES < <(overlay_files)
 
 # ---- may it be written to, and by nobody else ------------------------------------------------------------------------------

@@ -8,16 +8,18 @@ python reparameterization.py --weights yolov9-c.pt --save yolov9-c-converted.pt
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.backends import CHECKPOINTS
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.config.tasks import load_task
+from utils.qat.core.command import Parser, require_file, require_source, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
-from utils.qat.core.next_command import command, converted, data_of
+from utils.qat.core.next_command import command, converted
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -28,15 +30,13 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
     parser.add_argument('--save', type=Path, help='file to write; default: WEIGHTS-converted.pt beside the checkpoint')
-    parser.add_argument(
-        '--device', default='cpu', help='accepted for old command lines; the conversion runs on the CPU'
-    )
-    checked = parser.add_argument_group('accepted for old command lines, and checked against the checkpoint')
-    checked.add_argument('--cfg', type=Path, help='YAML of the single-branch model, e.g. models/detect/gelan-c.yaml')
-    checked.add_argument('--model', choices=list('tsmce'), help='model size')
-    checked.add_argument('--classes_num', type=int, help='number of classes')
+    # of earlier tools: not needed; all but --device are checked against the checkpoint
+    parser.add_argument('--device', help=SUPPRESS)
+    parser.add_argument('--cfg', type=Path, help=SUPPRESS)
+    parser.add_argument('--model', choices=list('tsmce'), help=SUPPRESS)
+    parser.add_argument('--classes_num', type=int, help=SUPPRESS)
     args = parser.parse_args(argv)
-    require_file(args.weights, '--weights', CHECKPOINTS)
+    require_source(args.weights, '--weights', CHECKPOINTS)
     if args.cfg:
         require_file(args.cfg, '--cfg', ('.yaml', '.yml'))
     args.save = args.save or converted(args.weights)
@@ -48,12 +48,9 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
 
 
 def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
-    """Compare --cfg, --model and --classes_num with the checkpoint. Raises QatError that names both sides of a mismatch.
+    """Compare --cfg, --model and --classes_num with the checkpoint's `model`, and `single`, converted from it.
 
-    Args:
-        args: the command line.
-        model: the checkpoint's, with two branches.
-        single: the converted one.
+    Raises QatError that names both sides of a mismatch.
     """
     from models.quantize.weightless import parameter_shapes
     from utils.qat.untrusted.yaml_file import read_yaml
@@ -83,17 +80,17 @@ def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
-    from models.quantize.checkpoint import load_dual_or_float
+    from models.quantize.checkpoint import CheckpointFile
     from models.quantize.head_outputs import head_of
     from models.quantize.reparameterize import HEADS, main_branch
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
-        ckpt, model = load_dual_or_float(args.weights)
+        ckpt, model = CheckpointFile(args.weights).load_dual_or_float()
         if type(head_of(model)).__name__ not in HEADS:
             raise QatError(
                 f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
-                f'go on with: python qat.py quantize --weights {args.weights}'
+                f'go on with: {command("qat.py", "quantize", "--weights", args.weights)}'
             )
         parameters = sum(p.numel() for p in model.parameters())
         result, difference = main_branch(model, f'--weights {args.weights}')
@@ -121,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
     options = ckpt.get('opt')  # of the training, where they are kept
-    trained_on = data_of(options.get('data') if isinstance(options, dict) else None)
+    trained_on = load_task('detect').data_of(options.get('data') if isinstance(options, dict) else None)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 

@@ -3,14 +3,15 @@
     python val_trt.py --engine-file yolov9-c-qat.engine --data data/coco.yaml --imgsz 640
     python val_trt.py --weights yolov9-c-qat.onnx --data data/coco.yaml --imgsz 640 --device cpu --backend openvino
 
-The evaluation is the same as in `qat.py eval`. Images are letterboxed to the size of the file. scripts/val_trt.sh exports, builds and
-evaluates with one command.
+The evaluation is that of `qat.py eval`. scripts/val_trt.sh exports, builds and evaluates with one command.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.deploy.load import load_model
     from utils.qat.evaluation.score_file import score_files
-    from utils.qat.prediction.registry import open_file
+    from utils.qat.prediction.file_model import open_file
 
     score_files(configs, open_file, load_model)
 

@@ -27,9 +27,12 @@ import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sl
 # isort: split
 import torch
 
-from models.deploy.aot_package import export_aoti
-from models.deploy.onnx_export import export_onnx, made_images, traceable_copy
-from models.quantize.checkpoint import load_any
+from models.deploy.agreement import made_images, traceable_copy
+from models.deploy.formats.aoti import export_aoti
+from models.deploy.formats.onnx import export_onnx
+from models.quantize.checkpoint import CheckpointFile
+from utils.qat.benchmark.measured import MeasuredSession
+from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.device import describe, instruction_sets, select_device
 from utils.qat.core.errors import QatError
@@ -37,9 +40,6 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import cpu_name
 from utils.qat.core.markdown import markdown_table
 from utils.qat.prediction.aoti import AotPackage
-from utils.qat.prediction.onnxruntime import OnnxRuntime
-from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.session import Session
 
 Run = Callable[[], object]
 
@@ -61,14 +61,14 @@ def load(path: Path, device: torch.device) -> torch.nn.Module:
     """Load the model of a checkpoint."""
     require_file(path, '--weights', ('.pt', '.pth'))
     with quiet_upstream():
-        return load_any(path, device)[0]
+        return CheckpointFile(path).load_any(device)[0]
 
 
-def prepared(session: Session, images: torch.Tensor) -> Run:
-    """Return one run of a session, whose inputs and outputs are in place."""
-    (name,) = session.signature().inputs
-    session.prepare({name: (torch.float32, tuple(images.shape))})
-    return session.compute
+def prepared(measured: MeasuredSession, images: torch.Tensor) -> Run:
+    """Return one run of what is measured, whose inputs and outputs are in place."""
+    (name,) = measured.session.signature().inputs
+    measured.prepare({name: (torch.float32, tuple(images.shape))})
+    return measured.compute
 
 
 def exported(model: torch.nn.Module, file: Path, images: torch.Tensor) -> Path:
@@ -88,12 +88,12 @@ def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: boo
 
 def in_openvino(onnx: Callable[[], Path], images: torch.Tensor) -> Run:
     """Return one run of an .onnx file in OpenVINO."""
-    return prepared(OpenVINO(onnx(), images.device), images)
+    return prepared(MeasuredOpenVINO(onnx(), images.device), images)
 
 
 def in_onnxruntime(onnx: Callable[[], Path], images: torch.Tensor, kind: str) -> Run:
     """Return one run of an .onnx file in ONNX Runtime, with its own optimizations."""
-    return prepared(OnnxRuntime(onnx(), images.device, kind, fused=True), images)
+    return prepared(MeasuredOnnxRuntime(onnx(), images.device, kind), images)
 
 
 def on_cpu(

@@ -37,7 +37,7 @@ from utils.qat.core.files import write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.markdown import markdown_table
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import calibration_images, few, val_loader
+from utils.qat.data.loaders import calibration_images, spread_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.pytorch import TorchModel
 
@@ -70,9 +70,9 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         workers=0,
     )
     with quiet_upstream():
-        reference = checkpoint.load_float(config.weights, device)
+        reference = checkpoint.CheckpointFile(config.weights).load_float(device)
     predict = TorchModel(reference)
-    data = load_data(config.data, predict.nc, segments=predict.segments)
+    data = load_data(config.data, predict.nc, masks=predict.task.masks)
     val = list(val_loader(data, config, predict.stride))
     shown = [batch[0].to(device).float() / 255 for batch in val]
     wanted = [Raw.of(reference.eval()(images)) for images in shown]
@@ -87,8 +87,8 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prepare(model, config)
     images = calibration_images(data, config, predict.stride, device)
     histograms = collect_histograms(model, images)
-    fitted, _ = every_third(list(few(images, COMPARED, config)))
-    calibrate_weights(model, config.weight_calib)
+    fitted, _ = every_third(list(spread_images(images, COMPARED, config)))
+    calibrate_weights(model)
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
     for method in args.methods:
         correct_biases(model, biases, {})

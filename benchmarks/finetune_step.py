@@ -4,9 +4,8 @@ Run it inside a patched YOLOv9 tree:
 
     python TOOLKIT/benchmarks/finetune_step.py --weights yolov9-t-converted.pt --batch-size 10 --imgsz 640 --amp fp16 bf16 off
 
-The float step is the least work of any distillation: student forward and backward, teacher forward, in the same precision. The
-stock step also distils layer by layer, into a student with pytorch-quantization's own TensorQuantizers. It is the textbook
-solution: autocast, GradScaler for FP16, Adam. Images are random and already on the device; loading is not measured.
+The float step is the least work of any distillation: student forward and backward, teacher forward, in the same precision. Images are
+random and already on the device; loading is not measured.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sl
 
 # isort: split
 import torch
-import torch.nn.functional as F
 
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
@@ -36,7 +34,6 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
 from models.quantize.scales import tie_scales
-from stock import with_stock_quantizers
 from utils.qat.config.qat import AMP, QuantizeConfig
 from utils.qat.core.device import describe, select_device
 from utils.qat.core.log import quiet_upstream
@@ -59,67 +56,20 @@ def float_step(student: torch.nn.Module, teacher: torch.nn.Module, amp: str) -> 
     return step
 
 
-def stock_step(
-    student: torch.nn.Module, teacher: torch.nn.Module, layers: Sequence[int], amp: str
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make a stock step, images → loss, which updates the weights of the student.
-
-    Args:
-        student: the model with stock quantizers.
-        teacher: the float model.
-        layers: indices of the layers to compare; the last is the head.
-        amp: one of AMP.
-    """
-    head_emits_raw_maps(student.requires_grad_())
-    head_emits_raw_maps(teacher)
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-5)
-    scaler = torch.amp.GradScaler(next(student.parameters()).device.type, enabled=amp == 'fp16')
-    outputs: list[torch.Tensor] = []
-    for model in (student, teacher):
-        for index in layers[:-1]:
-            model.model[index].register_forward_hook(
-                lambda module, inputs, output: outputs.extend(output if isinstance(output, tuple) else (output,))
-            )
-
-    def step(images: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        outputs.clear()
-        with torch.autocast(images.device.type, DTYPES[amp], enabled=amp != 'off'):
-            with torch.no_grad():
-                targets = [*teacher(images), *outputs]
-            outputs.clear()
-            outputs[:0] = student(images)
-            loss = sum(F.mse_loss(s.float(), t.float()) for s, t in zip(outputs, targets, strict=True)) / len(layers)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step
-
-
 def measure(
-    step: Callable[[torch.Tensor], Any], images: torch.Tensor, steps: int, repeats: int, may_wait: bool = False
+    step: Callable[[torch.Tensor], Any], images: torch.Tensor, steps: int, repeats: int
 ) -> tuple[float, float, float]:
-    """Measure a step.
+    """Return the ms per step, median of the repeats, and the peak MiB allocated and reserved, 0 without a GPU.
 
-    Args:
-        step: the step, a function of the images.
-        images: FP32 [B, 3, H, W] in 0..1.
-        steps: number of steps in a repeat.
-        repeats: number of repeats.
-        may_wait: allow the step to wait for the device.
-
-    Returns:
-        Milliseconds per step, the median of the repeats; and the peak memory in MiB, allocated and reserved, 0 without a GPU.
+    The step must not wait for the device. images: FP32 [B, 3, H, W] in 0..1.
     """
     cuda = images.device.type == 'cuda'
     wait = torch.cuda.synchronize if cuda else lambda: None
     for _ in range(5 if cuda else 1):
         step(images)
     wait()
-    if cuda and not may_wait:
-        torch.cuda.set_sync_debug_mode('error')  # a step must not wait for the device
+    if cuda:
+        torch.cuda.set_sync_debug_mode('error')
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -134,24 +84,15 @@ def measure(
 
 
 def prepare(
-    args: argparse.Namespace, device: torch.device, seed: int
+    args: argparse.Namespace, device: torch.device
 ) -> tuple[torch.Tensor, torch.nn.Module, torch.nn.Module, list[int]]:
-    """Set PyTorch as qat.py does, and make all that a step needs.
-
-    Args:
-        args: weights, batch_size and imgsz.
-        device: where to compute.
-        seed: seed of the images.
-
-    Returns:
-        Random images, the float teacher, the calibrated model, and the indices of the layers to compare.
-    """
+    """Set PyTorch as qat.py does; return random images, the float teacher, the calibrated model, and indices of layers to compare."""
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     images = torch.rand(args.batch_size, 3, args.imgsz, args.imgsz, device=device)
     with quiet_upstream():
-        teacher = checkpoint.load_float(args.weights, device)
+        teacher = checkpoint.CheckpointFile(args.weights).load_float(device)
     quantized = deepcopy(teacher)
     quantize_model(quantized)
     tie_scales(quantized)
@@ -169,13 +110,12 @@ def main() -> None:
     parser.add_argument('--amp', nargs='+', choices=AMP, default=['off'])
     parser.add_argument('--steps', type=int, default=30, help='per repeat')
     parser.add_argument('--repeats', type=int, default=3)
-    parser.add_argument('--stock', action='store_true', help="also with pytorch-quantization's own quantizers")
     parser.add_argument('--json', type=Path, default=Path('finetune_step.json'))
     args = parser.parse_args()
 
     device = select_device(args.device)
     cuda = device.type == 'cuda'
-    images, teacher, quantized, layers = prepare(args, device, seed=0)
+    images, teacher, quantized, layers = prepare(args, device)
 
     rows: list[dict[str, Any]] = []
     for amp in args.amp:
@@ -183,10 +123,6 @@ def main() -> None:
             'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
             'step': lambda: TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
         }
-        if args.stock:
-            kinds['stock quantizers'] = lambda: stock_step(
-                with_stock_quantizers(quantized), deepcopy(teacher), layers, amp
-            )
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
                 TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True)
@@ -197,9 +133,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = make()
-            ms, allocated, reserved = measure(
-                step, images, args.steps, args.repeats, may_wait=kind == 'stock quantizers'
-            )
+            ms, allocated, reserved = measure(step, images, args.steps, args.repeats)
             if kind.startswith('step'):
                 step.check()
             del step

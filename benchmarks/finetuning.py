@@ -32,7 +32,7 @@ from utils.general import xyxy2xywhn
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import learning_rate_share, supervised_layers
-from models.quantize.finetuning.losses import label_loss, relative_error
+from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
@@ -44,7 +44,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.detections import detect
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.prediction.pytorch import TorchModel, task_of
 
 WAYS: dict[str, dict[str, Any]] = {  # name → differences from the default
     'default': {},
@@ -74,15 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def teachers_labels(teacher: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """Turn the float model's detections into labels.
-
-    Args:
-        teacher: the float model.
-        images: uint8 [N, 3, H, W].
-
-    Returns:
-        For each image a tensor [n, 5]: class, and box as centre, width and height in 0..1.
-    """
+    """Turn detections of the float model in uint8 images into labels [n, 5]: class; centre, width, height in 0..1."""
     found: list[torch.Tensor] = []
     height, width = images.shape[2:]
     predict = TorchModel(teacher)
@@ -107,19 +99,10 @@ def follow(
     head_only: bool = False,
     weight: float = 0.0,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Fine-tune a student so that it follows the teacher.
+    """Fine-tune a calibrated student, in place, so that it follows the float teacher on uint8 images [N, 3, H, W].
 
-    Args:
-        student: the calibrated model, changed in place.
-        teacher: the float model.
-        images: uint8 [N, 3, H, W].
-        labels: a tensor [n, 5] for each image, see `teachers_labels`; used only if `weight` is not 0.
-        seed: seed of the order of the images.
-        epochs: number of epochs.
-        lr: learning rate.
-        batch: images per step.
-        head_only: compare only the outputs of the head.
-        weight: weight of the loss of the labels.
+    `labels` (see `teachers_labels`) count only with a `weight` other than 0. head_only: compare only the outputs of the
+    head.
 
     Returns:
         The student, and a copy with the mean of its weights over the last three epochs.
@@ -133,7 +116,7 @@ def follow(
         lr,
         'fp16' if images.is_cuda else 'off',
         capturable=images.is_cuda and not weight,
-        label_loss=label_loss(student, weight) if weight else None,
+        label_loss=task_of(student).label_loss(student, weight) if weight else None,
     )
     step = GraphedStep(step) if images.is_cuda and not weight else step
     batch = min(batch, len(images))
@@ -169,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         workers=args.workers,
     )
     with quiet_upstream():
-        teacher = TorchModel(checkpoint.load_float(args.weights, device))
+        teacher = TorchModel(checkpoint.CheckpointFile(args.weights).load_float(device))
         data = load_data(args.data, teacher.nc)
         scored = {split: list(val_loader(data, config, teacher.stride, split=split)) for split in ('val', 'train')}
         batches = [

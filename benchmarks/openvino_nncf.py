@@ -31,7 +31,8 @@ import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sl
 # isort: split
 import torch
 
-from models.deploy.onnx_export import export_onnx, metadata_of, traceable_copy
+from models.deploy.agreement import metadata_of, traceable_copy
+from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from utils.qat.config.qat import QuantizeConfig
@@ -41,15 +42,15 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_json
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.markdown import markdown_table
-from utils.qat.data.dataset import Data, load_any
+from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.openvino_model import load_openvino
 from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.pytorch import TorchModel, classifies
+from utils.qat.prediction.openvino import OpenVINO, float_precisions
+from utils.qat.prediction.pytorch import TorchModel, task_of
 from utils.qat.targets.target import load_target
 
 CPU = torch.device('cpu')
@@ -97,16 +98,9 @@ def recipes(nncf: Any, head: str | None) -> dict[str, dict[str, Any]]:
 def quantized_by_nncf(
     model: torch.nn.Module, images: Sequence[torch.Tensor], folder: Path, times: dict[str, dict[str, float]]
 ) -> dict[str, Path]:
-    """Quantize by NNCF, both ways.
+    """Quantize by NNCF, both ways, calibrated on FP32 images [1, 3, H, W]: name → .xml with our metadata.
 
-    Args:
-        model: the float model.
-        images: FP32 [1, 3, H, W], to calibrate on.
-        folder: where the files are written.
-        times: name of a way → see `stopwatch`; filled here.
-
-    Returns:
-        Name → .xml file, with the metadata of our exports.
+    `times` gets the time of each way, see `stopwatch`.
     """
     try:
         import nncf
@@ -120,7 +114,7 @@ def quantized_by_nncf(
         value.get_tensor().set_names({name})
     for key, text in metadata_of(model).items():
         converted.set_rt_info(str(text), ['framework', key])
-    head = None if classifies(model) else f'model.{len(model.model) - 1}'
+    head = None if not task_of(model).boxes else f'model.{len(model.model) - 1}'
     for name, options in recipes(nncf, head).items():
         times[name] = {}
         with stopwatch(times[name]):
@@ -188,18 +182,18 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         export_onnx(model, folder / name, (args.imgsz, args.imgsz), target=load_target(args.target))
 
     with quiet_upstream():
-        teacher = TorchModel(checkpoint.load_float(args.weights, CPU))
-        data = load_any(args.data, teacher)
+        teacher = TorchModel(checkpoint.CheckpointFile(args.weights).load_float(CPU))
+        data = teacher.task.load_data(args.data, teacher)
         images = [image for batch in calibration_images(data, config, teacher.stride, CPU) for image in batch.split(1)]
         files = {'float': folder / 'float.onnx', 'ours, PTQ': folder / 'ptq.onnx'}
         write(teacher.model, 'float.onnx')
         write(ours(teacher.model, config, data, times), 'ptq.onnx')
         for i, path in enumerate(args.qat):
             files[f'ours, {path.name}'] = folder / f'qat{i}.onnx'
-            write(checkpoint.load_quantized(path, CPU)[0], f'qat{i}.onnx')
+            write(checkpoint.CheckpointFile(path).load_quantized(CPU)[0], f'qat{i}.onnx')
     files |= quantized_by_nncf(teacher.model, images, folder, times)
     sessions = {name: OpenVINO(file, CPU) for name, file in files.items()}
-    if 'bf16' in OpenVINO.precisions(argparse.Namespace(precision='fp32'), CPU):
+    if 'bf16' in float_precisions():
         with suppress(QatError):  # ONEDNN_MAX_CPU_ISA takes BF16 away, which OpenVINO does not know
             bf16 = OpenVINO(files['float'], CPU, 'bf16')
             bf16.run({'images': images[0]})

@@ -1,8 +1,7 @@
-"""Run `qat.py` for classifiers only, with the same verbs and options.
+"""Run `qat.py` for classifiers only, with the same verbs and options; a detector is refused.
 
-A detector is refused.
-
-python classify/qat_cls.py quantize --weights runs/train-cls/exp/weights/best.pt --data datasets/imagenet --name resnet50_qat
+python classify/qat_cls.py quantize --weights runs/train-cls/exp/weights/best.pt --data datasets/imagenet --name
+resnet50_qat
 """
 
 import runpy
@@ -10,11 +9,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(sys.path[0]).parent))  # the patched tree; Python starts in classify/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in classify/
 
 from utils.qat.core.command import run_command
 
 if __name__ == '__main__':
     # by its path: with `patch_yolov9.sh --link`, `import qat` finds the launcher, which runs the command
     main = runpy.run_path(str(Path(__file__).resolve().parents[1] / 'qat.py'))['main']
-    sys.exit(run_command(partial(main, needs_classes=True)))
+    sys.exit(run_command(partial(main, only_task='classify')))

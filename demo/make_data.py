@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Make a small data set for detection, segmentation or classification: handwritten digits on textured canvases.
 
+    python demo/make_data.py --out .work/demo-data
+
 in:  the digits of scikit-learn (1797 grey images of 8x8 pixels), which are in its package, so nothing is downloaded
 out: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in 0..1) and DIR/data.yaml
 
@@ -11,16 +13,10 @@ out: DIR/images/{train,val}/*.jpg, DIR/labels/{train,val}/*.txt (YOLO format, in
 A sticker is a digit that is cut out with a border around it. Pen strokes are too thin for masks at a quarter of the
 resolution, and this is the resolution at which upstream predicts and compares masks.
 
-Why: the quickstart, the tests and the demo weights need tasks that are real (handwriting, not rectangles), small, and
-the same on every machine. These rules hold:
-
 * No digit of a val image is in a train image: the 1797 digits are split first.
 * Image i of a split depends only on --seed, --size and i. So `--train 400` makes the first 400 images of
   `--train 4000`, and the val images stay the same: weights trained on more images are tested on the same images.
 * The same arguments give the same bytes. A second run with the same arguments does nothing.
-* The folder appears complete or not at all: it is written beside its destination and renamed.
-
-    python demo/make_data.py --out .work/demo-data
 """
 
 from __future__ import annotations
@@ -61,11 +57,7 @@ def source_split(seed: int, count: int) -> dict[str, np.ndarray]:
 
 
 def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Paint a canvas: noise of several octaves between two colours, plus a gradient.
-
-    Returns:
-        FP32 [height, width, 3] in 0..255.
-    """
+    """Paint a canvas, FP32 [height, width, 3] in 0..255: noise between two colours, plus a gradient."""
     noise = np.zeros((height, width), np.float32)
     for octave in range(1, 7):  # coarse to fine: each octave has twice the cells and about half the weight
         cells = rng.random((2**octave + 1, 2**octave + 1), dtype=np.float32) - 0.5
@@ -82,18 +74,10 @@ def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 
 
 def glyph(rng: np.random.Generator, digit: np.ndarray, side: float) -> np.ndarray:
-    """Draw a digit as a soft mask, scaled, and slightly rotated and stretched.
+    """Draw a digit [8, 8] as a soft mask, FP32 [height, width] in 0..1, scaled, and slightly rotated and stretched.
 
-    One cubic warp does all three. The warp alone leaves edges of side/8 pixels, too soft for the sides of a box. So a steep
-    ramp sharpens them to one or two pixels.
-
-    Args:
-        rng: source of chance.
-        digit: [8, 8].
-        side: approximate height of the result in pixels.
-
-    Returns:
-        FP32 [height, width] in 0..1, cropped to the visible part.
+    It is about `side` pixels high, and cropped to the visible part. One cubic warp does all three. The warp alone
+    leaves edges of side/8 pixels, too soft for the sides of a box. So a steep ramp sharpens them to one or two pixels.
     """
     angle = np.deg2rad(rng.uniform(-12, 12))
     stretch = rng.uniform(0.85, 1.2)
@@ -121,17 +105,10 @@ def visible(mask: np.ndarray) -> tuple[slice, slice]:
 
 
 def sticker(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a sticker around a digit.
+    """Cut a sticker around a digit: soft masks of the sticker and of the digit, of one shape, cropped to the sticker.
 
-    The outline follows the digit at some distance. Holes are filled, and the border is wide enough to hold a broken digit
-    together, so a sticker is one piece with one outline.
-
-    Args:
-        rng: source of chance.
-        ink: soft mask of the digit, see `glyph`.
-
-    Returns:
-        Soft masks of the sticker and of the digit, FP32 of one shape in 0..1, cropped to the sticker.
+    The outline follows the digit at some distance. Holes are filled, and the border is wide enough to hold a broken
+    digit together, so a sticker is one piece with one outline.
     """
     border = round(rng.uniform(0.09, 0.15) * max(ink.shape))
     ink = np.pad(ink, 4 * border)
@@ -164,18 +141,10 @@ def free_place(
     overlap: float,
     tries: int = 30,
 ) -> tuple[int, int] | None:
-    """Find a place for a box on a canvas, at random.
+    """Find the top-left corner (y, x) of a place for a box on a canvas, at random; None if no place was found.
 
-    Args:
-        rng: source of chance.
-        taken: boxes on the canvas, x1, y1, x2, y2 in pixels.
-        box_hw: height and width of the new box.
-        canvas_hw: height and width of the canvas.
-        overlap: largest share of the smaller of two boxes that they may have in common.
-        tries: number of places to try.
-
-    Returns:
-        The top-left corner (y, x); None if no place was found.
+    `taken` are boxes x1, y1, x2, y2 in pixels. `overlap` is the largest share of the smaller of two boxes that they may
+    have in common.
     """
     (h, w), (height, width) = box_hw, canvas_hw
     if h > height or w > width:
@@ -194,18 +163,11 @@ def free_place(
 def make_image(
     rng: np.random.Generator, digits: np.ndarray, targets: np.ndarray, size: int, task: Task
 ) -> tuple[np.ndarray, list[tuple[int, int, int, np.ndarray]]]:
-    """Paint one picture.
-
-    Args:
-        rng: source of chance.
-        digits: [n, 8, 8], the digits to choose from.
-        targets: [n], their classes.
-        size: longer side of the picture in pixels.
-        task: contents of the pictures.
+    """Paint one picture, whose longer side has `size` pixels, with some of the digits [n, 8, 8].
 
     Returns:
-        The picture, BGR uint8 [height, width, 3]; and (class, x, y, mask) of each digit on it. The mask is bool [h, w], cropped
-        to the visible part. x and y are the place of its top-left corner in the picture, in pixels.
+        The picture, BGR uint8 [height, width, 3]; and (class, x, y, mask) of each digit on it. The mask is bool [h, w],
+        cropped to the visible part. x and y are the place of its top-left corner in the picture, in pixels.
     """
     height, width = (round(size * side) for side in ASPECTS[rng.integers(len(ASPECTS))])
     canvas = texture(rng, height, width)
@@ -241,8 +203,8 @@ def box_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
 def polygon_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
     """Write the outline of a mask for a label file: x1 y1 x2 y2 ..., relative to the picture of `height` x `width`.
 
-    The points are the centres of the mask's outermost pixels. Upstream rounds points down to whole pixels and fills up to and
-    including these pixels, which gives exactly the same mask.
+    The points are the centres of the mask's outermost pixels. Upstream rounds points down to whole pixels and fills up
+    to and including these pixels, which gives exactly the same mask.
     """
     [outline], _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(x, y))
     return ' '.join(f'{(px + 0.5) / width:.6f} {(py + 0.5) / height:.6f}' for px, py in outline[:, 0])
@@ -304,21 +266,9 @@ def data_yaml(out: Path) -> str:
 def make_data(
     out: str | Path, task: str = 'detect', train: int = 400, val: int = 100, size: int = 320, seed: int = 0
 ) -> bool:
-    """Make a data set.
+    """Make a data set in the folder `out`; return False if it was already there with the same arguments, else True.
 
-    Args:
-        out: folder to make.
-        task: a key of TASKS.
-        train: number of training images.
-        val: number of validation images.
-        size: longer side of an image in pixels.
-        seed: seed of all chance.
-
-    Returns:
-        False if the folder was already there with the same arguments, else True.
-
-    Raises:
-        ValueError: the folder has other content; nothing is overwritten.
+    Nothing is overwritten: ValueError is raised if the folder has other content.
     """
     out = Path(out).absolute()
     stamp = json.dumps(dict(version=VERSION[task], train=train, val=val, size=size, seed=seed)) + '\n'

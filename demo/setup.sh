@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh, run_tests.sh and scripts/test_matrix.sh: what they need first. Whatever is there already is left as it is.
+# Sourced by the scripts that set up: what they need first. Whatever is there already is left as it is.
 #
 #   make_environment FOLDER
 #                   an environment with nothing but pip in it; from then on `python` is the one in it
@@ -15,21 +15,30 @@ fail() { # reason, next step
 }
 say() { printf '\n== %s\n' "$*"; }
 
+# Python imports from the current folder with -c, -m and -, and a pip.py that lies there must not run. -I would leave out PYTHONPATH
+# and the user's own packages as well, and -P is of Python 3.11.
+apart() { # PYTHON CODE ARGUMENT...
+    "$1" -c "import sys; sys.path[:] = filter(None, sys.path); $2" "${@:3}"
+}
+run_module() { # PYTHON MODULE ARGUMENT..., as python -m
+    apart "$1" "import runpy; runpy.run_module('$2', run_name='__main__', alter_sys=True)" "${@:3}"
+}
+
 make_environment() {
     local venv=$1 python=${PYTHON:-python3}
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or one that was interrupted
+    if ! run_module "$venv/bin/python" pip --version >/dev/null 2>&1; then # none yet, or one that was interrupted
         command -v "$python" >/dev/null || fail "no $python on this machine" "install Python 3.10 or newer, or name one with PYTHON="
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
             fail "$("$python" -V) is too old" "install Python 3.10 or newer, or name one with PYTHON="
         # Debian and Ubuntu cut ensurepip out of Python and put it into a package of its own
-        "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        apart "$python" 'import ensurepip, venv' 2>/dev/null ||
             fail "$python cannot make environments: it lacks the module venv or ensurepip" \
                 "Debian, Ubuntu: apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); or name another Python with PYTHON="
         # in a container that brings its own torch, use that one rather than download another
         local share=()
-        "$python" -c 'import sys; from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("torchvision")))' &&
+        apart "$python" 'from importlib.util import find_spec as f; sys.exit(not (f("torch") and f("torchvision")))' &&
             share=(--system-site-packages)
-        "$python" -m venv --clear ${share[@]+"${share[@]}"} "$venv" || fail "$python -m venv $venv failed, its message is above"
+        run_module "$python" venv --clear ${share[@]+"${share[@]}"} "$venv" || fail "$python -m venv $venv failed, its message is above"
     fi
     # Not `source activate`: it holds the absolute path of the day it was made, and this folder may have been moved.
     export PATH="$venv/bin:$PATH" PYTHON="$venv/bin/python"

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.evaluation.figures import KEYS, columns, figures, keys_of
+from utils.qat.evaluation.figures import columns, figures, task_in
 
 SHAPES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
@@ -27,10 +27,7 @@ FAST = 'AVX512-VNNI', 'AVX-VNNI', AMX, 'NEON-DOT', 'I8MM'  # instructions that m
 
 
 def rows(folder: Path) -> Iterator[list[Any]]:
-    """Yield a row for each scored file of the quickstart's `folder`.
-
-    A row is: name of the model, runtime, images, plain metrics, MB on disk.
-    """
+    """Yield a row for each scored file of the quickstart: model, runtime, images, plain metrics, MB on disk."""
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / report['best']['file']
     trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'
@@ -39,9 +36,9 @@ def rows(folder: Path) -> Iterator[list[Any]]:
         ('PTQ', report['ptq'], folder / 'qat' / report['ptq']['file']),
         (trained, report['best'], best),
     ):
-        seen = 'rectangles' if keys_of(metrics) == KEYS else '{} x {}'.format(*report['settings']['imgsz'])
+        seen = 'rectangles' if task_in(metrics).augments else '{} x {}'.format(*report['settings']['imgsz'])
         yield [name, 'PyTorch', seen, metrics, megabytes(file)]
-    again = [(trained, 'PyTorch', best)] * (keys_of(report['best']) == KEYS)  # a classifier has one shape of images
+    again = [(trained, 'PyTorch', best)] * task_in(report['best']).augments  # a classifier has one shape of images
     for name, runtime, file in (
         *again,
         (trained, 'ONNX Runtime', best.with_suffix('.onnx')),
@@ -54,11 +51,7 @@ def rows(folder: Path) -> Iterator[list[Any]]:
 
 
 def speeds(report: dict[str, Any]) -> str:
-    """Lay out a benchmark in OpenVINO: a table, and what it says about INT8 on this CPU.
-
-    Args:
-        report: benchmark.json of benchmark_trt.py, of the float file and the INT8 file at one batch.
-    """
+    """Lay out benchmark.json, of the float file and the INT8 file in OpenVINO: a table, and what it says about INT8."""
     results, machine = report['results'], report['machine']
     ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(
@@ -118,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             [[*what, *figures(metrics, masks), size] for *what, metrics, size in found],
         )
     )
-    notes = SHAPES + ENGINES if keys_of(found[0][3]) == KEYS else ENGINES
+    notes = SHAPES + ENGINES if task_in(found[0][3]).augments else ENGINES
     print(notes, speeds(json.loads((folder / 'speed' / 'benchmark.json').read_text())), sep='\n\n')
 
 
 if __name__ == '__main__':
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, torch=False))

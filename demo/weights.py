@@ -56,11 +56,7 @@ def save(content: dict[str, Any], path: str | Path) -> None:
 
 
 def half(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a floating tensor to FP16; others stay as they are.
-
-    Raises:
-        Mistake: a value is not finite in FP16.
-    """
+    """Convert a floating tensor to FP16; others stay as they are."""
     if not tensor.is_floating_point():
         return tensor
     if not tensor.half().isfinite().all():
@@ -96,19 +92,11 @@ def classifier_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
 
 
 def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
-    """Build upstream's model in FP16 from the content of a packed file.
+    """Build upstream's model in FP16 from the content of a packed file, see `state_of`, which must fit exactly.
 
-    It has the attributes that upstream's training adds. The head, the last layer of the config, decides its class. It is built
-    only if it needs exactly the tensors of the file.
-
-    Args:
-        state: content of the file, see `state_of`.
-        upstream: upstream's models.yolo.
-
-    Raises:
-        Mistake: tensors are missing, left over or of another shape.
+    It has the attributes that upstream's training adds. The head, the last layer of the config, decides its class.
     """
-    from models.quantize.weightless import parameter_shapes
+    from models.quantize.weightless import parameter_shapes, require_small_maps
 
     if 'cutoff' in state['yaml']:
         return classifier_from(state, upstream)
@@ -120,6 +108,7 @@ def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
     if needed != given:
         wrong = [key for key in {**needed, **given} if needed.get(key) != given.get(key)]
         raise Mistake(f'{len(wrong)} tensors are missing, left over or of another shape, the first is {wrong[0]}')
+    require_small_maps(content, 'its config')
     kind = upstream.SegmentationModel if content['head'][-1][2].endswith('Segment') else upstream.DetectionModel
     model = kind(content)
     model.load_state_dict(state['state_dict'], strict=True)
@@ -128,14 +117,10 @@ def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
 
 
 def pack(checkpoint: str, out: str) -> None:
-    """Convert an upstream checkpoint to a packed file; the averaged weights (`ema`) come first, as in upstream.
+    """Convert an upstream checkpoint to a packed file; the averaged weights (`ema`) come first, as in upstream."""
+    from models.quantize.checkpoint import CheckpointFile  # of the patched tree
 
-    Raises:
-        Mistake: it is no upstream checkpoint, or its weights are larger than MAX_BYTES.
-    """
-    from models.quantize.checkpoint import load_dual_or_float  # of the patched tree
-
-    _, model = load_dual_or_float(checkpoint)
+    _, model = CheckpointFile(checkpoint).load_dual_or_float()
     if not hasattr(model, 'yaml') and type(model).__name__ != 'ClassificationModel':
         raise Mistake(f'{checkpoint}: not an upstream checkpoint (its model has no yaml)')
     state = state_of(model)
@@ -148,16 +133,7 @@ def pack(checkpoint: str, out: str) -> None:
 
 
 def build(packed: str, out: str, upstream: ModuleType) -> None:
-    """Convert a packed file to an upstream checkpoint, as of a finished training (epoch -1, no optimizer).
-
-    Args:
-        packed: the packed file.
-        out: the checkpoint to write.
-        upstream: upstream's models.yolo.
-
-    Raises:
-        Mistake: it is no packed file, or its tensors do not fit its config.
-    """
+    """Convert a packed file to an upstream checkpoint, as of a finished training (epoch -1, no optimizer)."""
     from utils.qat.untrusted.plain_values import read_values  # of the patched tree
 
     state = read_values(packed, 'STATE.pt')

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / 'scripts'))  # not needed if both files are in one folder
-from infer_onnx import fail, main, missing
+from infer_onnx import fail, missing, run
 
 try:
     import numpy as np
@@ -30,17 +30,7 @@ TYPES = {'FLOAT': 'float32', 'INT32': 'int32', 'INT64': 'int64'}
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Check the result of a call of the CUDA runtime.
-
-    Args:
-        result: error code, and the value if there is one.
-
-    Returns:
-        The value; None if there is none.
-
-    Raises:
-        RuntimeError: the call failed.
-    """
+    """Return the value, if there is one, of a call of the CUDA runtime; raise RuntimeError if the call failed."""
     error, *values = result
     if error != cudart.cudaError_t.cudaSuccess:
         raise RuntimeError(f'CUDA: {cudart.cudaGetErrorString(error)[1].decode()}')
@@ -49,10 +39,6 @@ def check(result: tuple[Any, ...]) -> Any:
 
 class EngineModel:
     """An engine with one input, and its memory until the process ends.
-
-    Args:
-        path: file of the engine.
-        device: number of the GPU.
 
     Attributes:
         shape: [B, 3, H, W] of its input.
@@ -93,10 +79,7 @@ class EngineModel:
         self.names = ast.literal_eval(metadata.get('names', '{}'))
 
     def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Run the engine on an image; a larger batch is filled with this image.
-
-        Args:
-            image: RGB FP32 [3, H, W] in 0..1.
+        """Run the engine on an image, RGB FP32 [3, H, W] in 0..1; a larger batch is filled with this image.
 
         Returns:
             Output name → array with a batch axis, valid until the next call.
@@ -119,4 +102,4 @@ class EngineModel:
 
 
 if __name__ == '__main__':
-    sys.exit(main(EngineModel, '.engine', __doc__.splitlines()[0]))
+    sys.exit(run(EngineModel, '.engine', (__doc__ or '').partition('\n')[0]))

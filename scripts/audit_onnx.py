@@ -35,15 +35,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple[str, dict[str, Any]]:
-    """Compile and time a file in OpenVINO.
+    """Compile and time a file in OpenVINO; return an account as text and as values. An open batch takes one image.
 
-    Args:
-        file: an .onnx file; an open batch takes one image.
-        reasons: name of a convolution → why it is in float in the file.
-        shown: lines of each list; None = all.
-
-    Returns:
-        The account to read, and as plain values.
+    `reasons` says why convolutions are in float in the file; of each list `shown` lines are written, None = all.
     """
     import torch
 
@@ -67,13 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from utils.qat.core.files import write_json
     from utils.qat.graph import audit
+    from utils.qat.graph.audit_rules import rules_of
+    from utils.qat.graph.onnx_file import load, naming
     from utils.qat.graph.onnx_graph import has_zero_points
     from utils.qat.targets.target import target_of
 
-    model = audit.load(args.model)
-    with audit.naming(args.model):
+    model = load(args.model)
+    with naming(args.model):
         target = target_of(model)
-        found = audit.audit(model, target.checks)
+        found = audit.audit(model, rules_of(target.name))
     shown, written = None if is_verbose() else SHOWN, {'file': str(args.model), **audit.plain_audit(found)}
     LOGGER.log(RESULT, f'{args.model}, for {target.title}\n{audit.audit_text(found, shown)}\n')
     if args.openvino:
@@ -92,4 +88,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, torch=False))

@@ -16,10 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.config.engine import BuildConfig
 from utils.qat.config.options import add_options
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.config.tasks import task_named
+from utils.qat.core.command import Parser, require_source, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar, finish
-from utils.qat.core.next_command import command, data_of
+from utils.qat.core.next_command import command
 
 
 class Which(Action):
@@ -40,12 +41,12 @@ class Which(Action):
 
 def parse_args(argv: Sequence[str] | None) -> tuple[BuildConfig, bool]:
     """Read the command line; None = the arguments of this process. Returns the settings, and whether to draw the engine."""
-    parser = Parser(description=__doc__.splitlines()[0])
-    add_options(parser, BuildConfig)
-    parser.add_argument(
+    parser = Parser(description=__doc__.splitlines()[0], add_help=False)
+    group = add_options(parser, BuildConfig)
+    group.add_argument(
         '--generate-graph', action='store_true', help='measure every layer and draw the engine; needs the GPU'
     )
-    parser.add_argument(
+    group.add_argument(
         '--which',
         action=Which,
         help='print the major version of TensorRT here, for export_qat.py --trt, and stop',
@@ -56,16 +57,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[BuildConfig, bool]:
 
 
 def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
-    """Measure the layers of config.engine on random images of the best batch.
-
-    Args:
-        config: settings of the build.
-        layer: JSON file to write, with the layers.
-        profile: JSON file to write, with their times.
-
-    Raises:
-        QatError: PyTorch sees no GPU.
-    """
+    """Measure the layers of config.engine on random images of the best batch, and write the JSON files."""
     import torch
 
     from utils.qat.core.files import write_json
@@ -84,7 +76,7 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
-    require_file(config.onnx, 'MODEL', ('.onnx',))
+    require_source(config.onnx, 'MODEL', ('.onnx',))
 
     from utils.qat.engine.api import VERSIONS
     from utils.qat.engine.build import EngineFromOnnx
@@ -122,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = next(iter(built['inputs'].values()))['opt']
         backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
         if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # a YOLOv9, which val_trt.py can score
-            data = data_of(None, built['metadata'].get('task') == 'classify')
+            data = task_named(built['metadata'].get('task')).placeholder
             following = command(
                 'val_trt.py', '--engine-file', config.engine, '--data', data, '--imgsz', shape[-1], *backend
             )

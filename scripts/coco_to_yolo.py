@@ -9,9 +9,8 @@ order of their COCO ids; the command prints them as `names:` of a data YAML. Cro
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_text
 from utils.qat.core.log import LOGGER, RESULT, bar
+from utils.qat.data.coco_file import SIZE, read_coco
+from utils.qat.untrusted.names import class_names, is_printable_text
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -46,14 +47,7 @@ def label_of(image: Path) -> Path:
 
 
 def line(box: Sequence[float], width: float, height: float, number: int) -> str | None:
-    """Write a box as a line of a label; None if nothing of it lies in the image.
-
-    Args:
-        box: x and y of the upper left corner, width and height, in pixels.
-        width: of the image, in pixels.
-        height: of the image, in pixels.
-        number: of the class.
-    """
+    """Write a box (x and y of its upper left corner, width, height, in pixels) as a line; None if it is outside."""
     x, y, w, h = map(float, box)
     left, right = (min(max(0.0, at), width) / width for at in (x, x + w))
     top, bottom = (min(max(0.0, at), height) / height for at in (y, y + h))
@@ -62,44 +56,30 @@ def line(box: Sequence[float], width: float, height: float, number: int) -> str 
     return f'{number} {(left + right) / 2:.6f} {(top + bottom) / 2:.6f} {right - left:.6f} {bottom - top:.6f}'
 
 
-def read(file: Path) -> Any:
-    """Read a COCO file with pycocotools. Raises QatError if it is none."""
-    from pycocotools.coco import COCO
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = COCO(str(file))
-            missing = [
-                key for key in ('images', 'annotations', 'categories') if not isinstance(found.dataset.get(key), list)
-            ]
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as e:
-        raise QatError(
-            f'ANNOTATIONS {file}: no COCO JSON ({" ".join(str(e).split())[:100] or type(e).__name__})'
-        ) from e
-    if missing:
-        raise QatError(f'ANNOTATIONS {file}: no COCO JSON of objects: {", ".join(missing)} missing')
-    return found
+def _is_path(value: Any) -> bool:
+    return type(value) is str and is_printable_text(value)
 
 
-def labels(coco: Any, folder: Path, annotations: Path) -> dict[Path, str]:
+def labels(coco: dict[str, Any], folder: Path, annotations: Path) -> dict[Path, str]:
     """Make the labels of all images of a COCO file that lie in `folder`: file → text."""
-    numbers = {category: number for number, category in enumerate(sorted(coco.getCatIds()))}
+    numbers = {number: i for i, number in enumerate(sorted(category['id'] for category in coco['categories']))}
     root, made = folder.resolve(), {}
-    try:
-        for image in bar(coco.loadImgs(coco.getImgIds()), 'converting', unit='images'):
-            file = (root / image['file_name']).resolve()
-            if not (file.is_relative_to(root) and file.is_file()):  # a file is data: nothing is written elsewhere
-                continue
-            boxes = coco.loadAnns(coco.getAnnIds(imgIds=image['id'], iscrowd=False))
-            rows = [line(b['bbox'], image['width'], image['height'], numbers[b['category_id']]) for b in boxes]
-            made[label_of(file)] = ''.join(f'{row}\n' for row in rows if row)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as e:
-        raise QatError(
-            f'ANNOTATIONS {annotations}: an image or a box lacks a value or has a wrong one ({type(e).__name__}: {str(e)[:100]})'
-        ) from e
+    boxes: dict[int | str, list[dict[str, Any]]] = {image['id']: [] for image in coco['images']}
+    for box in coco['annotations']:
+        if not box.get('iscrowd'):
+            boxes[box['image_id']].append(box)
+    for image in bar(coco['images'], 'converting', unit='images'):
+        file = Path(os.path.realpath(root / image['file_name']))
+        if not (file.is_relative_to(root) and os.path.isfile(file)):  # a file is data: nothing is written elsewhere
+            continue
+        rows = [
+            line(box['bbox'], image['width'], image['height'], numbers[box['category_id']])
+            for box in boxes[image['id']]
+        ]
+        made[label_of(file)] = ''.join(f'{row}\n' for row in rows if row)
     if not made:
         raise QatError(
-            f'IMAGES {folder}: has none of the {len(coco.getImgIds())} images that {annotations} names; give their folder'
+            f'IMAGES {folder}: has none of the {len(coco["images"])} images that {annotations} names; give their folder'
         )
     return made
 
@@ -107,7 +87,9 @@ def labels(coco: Any, folder: Path, annotations: Path) -> dict[Path, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     args = parse_args(argv)
-    coco = read(args.annotations)
+    who = f'ANNOTATIONS {args.annotations}'
+    coco = read_coco(args.annotations, who, {'file_name': _is_path, **SIZE}, category={'name': str})
+    names = class_names([c['name'] for c in sorted(coco['categories'], key=lambda c: c['id'])], who)
     made = labels(coco, args.images, args.annotations)
     there = sorted(file for file in made if file.exists())
     if there and not args.exist_ok:
@@ -115,16 +97,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for file, text in made.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
-    left_out = len(coco.getImgIds()) - len(made)
+    left_out = len(coco['images']) - len(made)
     if left_out:
         LOGGER.warning(f'{left_out} of {left_out + len(made)} images are not in {args.images} and got no label')
-    names = [str(category['name']) for category in coco.loadCats(sorted(coco.getCatIds()))]
     objects = sum(text.count('\n') for text in made.values())
     LOGGER.log(
         RESULT,
-        f'{objects} objects in {len(made)} labels, the first is {min(made)}\nnames: {json.dumps(names, ensure_ascii=False)}',
+        f'{objects} objects in {len(made)} labels, the first is {min(made)}\nnames: {json.dumps([*names.values()], ensure_ascii=False)}',
     )
 
 
 if __name__ == '__main__':
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, torch=False))

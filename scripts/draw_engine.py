@@ -42,11 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def next_command(args: argparse.Namespace) -> str:
-    """Choose the next command for the user.
-
-    If the engine is beside its layers, as build_engine.py leaves it, this is its benchmark. Else it is this command with whole
-    lists.
-    """
+    """Choose the next command: the benchmark if the engine is beside its layers, else this command with whole lists."""
     built = args.layer.with_name(f'{args.layer.name.removesuffix(".layer.json")}.engine')
     if built.is_file():
         return command('benchmark_trt.py', built)
@@ -89,4 +85,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, torch=False))

@@ -16,10 +16,8 @@ SHA256=3b14c5dd040db0d38da5ae580907e716c4fada9c672cbcee98719d476a5c8336
 PYTHON=${PYTHON:-python3}
 CONNECT_S=15 # a firewall that drops packets must not hold us longer than this
 
-fail() { # reason, next step
-    printf 'get_yolov9.sh: %s\n' "$@" >&2
-    exit 2
-}
+# shellcheck source=demo/setup.sh
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/../demo/setup.sh"
 complete() { [[ -f $1/val.py && -f $1/models/yolo.py && -f $1/utils/general.py ]]; }
 
 if [[ $# -ne 1 || $1 == -* ]]; then
@@ -65,7 +63,7 @@ unpack_sdist() {
     rm -rf "$TREE"
     # pip runs an sdist's setup.py to read its metadata; with a hash it checks the file before that
     echo "$SDIST --hash=sha256:$SHA256" >"$TMP/requirements.txt"
-    "$PYTHON" -m pip download -q --disable-pip-version-check --no-deps --no-binary :all: --require-hashes \
+    run_module "$PYTHON" pip download -q --disable-pip-version-check --no-deps --no-binary :all: --require-hashes \
         -r "$TMP/requirements.txt" -d "$TMP" >"$TMP/pip.log" 2>&1 || {
         cat "$TMP/pip.log" >&2
         fail "neither $URL nor $SDIST from the package index could be fetched" \
@@ -100,4 +98,4 @@ fi
 complete "$TREE" || fail "what was fetched is not a YOLOv9 tree (val.py, models/yolo.py, utils/general.py)"
 [[ ! -d $DIR ]] || rmdir "$DIR"
 mv "$TREE" "$DIR"
-echo "$DIR: ready. Next: ./patch_yolov9.sh '$DIR'"
+echo "$DIR: ready. Next: ./patch_yolov9.sh ${DIR@Q}"

@@ -26,6 +26,7 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,12 +63,7 @@ except ImportError as e:
 
 
 def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, float, tuple[float, float]]:
-    """Fit an image into height x width, with its sides in proportion and equal grey borders.
-
-    Args:
-        image: BGR uint8 [h, w, 3].
-        height: height of the result in pixels.
-        width: width of the result in pixels.
+    """Fit a BGR uint8 image [h, w, 3] into height x width pixels, with its sides in proportion and equal grey borders.
 
     Returns:
         RGB FP32 [3, height, width] in 0..1, the gain, and the border (left, top). A point (x, y) of the image is at
@@ -97,16 +93,9 @@ def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, f
 
 
 def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: float) -> list[int]:
-    """Drop each box that overlaps a better box of its class.
+    """Drop each box (x1, y1, x2, y2) that overlaps a better one of its class; return the others' indices, best first.
 
-    Args:
-        boxes: [n, 4], x1, y1, x2, y2.
-        scores: [n].
-        classes: [n].
-        iou_thres: largest overlap of two boxes: area of the intersection / area of the union.
-
-    Returns:
-        Indices of the boxes that stay, highest score first.
+    iou_thres: largest overlap of two boxes: area of the intersection / area of the union.
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     kept: list[int] = []
@@ -122,10 +111,9 @@ def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: f
 
 
 def wanted(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
-    """Choose the detections [n, 6] with a score above conf_thres.
+    """Choose the detections [n, 6] with a score above conf_thres: bool [n].
 
-    Returns:
-        Whether each is chosen, bool [n]; and the number of detections that are left out because a value is NaN or infinite.
+    The second value is the number of detections that are left out because a value is NaN or infinite.
     """
     asked, finite = (found[:, 4] > conf_thres) | ~np.isfinite(found[:, 4]), np.isfinite(found).all(1)
     return asked & finite, int((asked & ~finite).sum())
@@ -134,18 +122,14 @@ def wanted(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
 def read_outputs(
     outputs: dict[str, np.ndarray], size: Sequence[int], conf_thres: float, iou_thres: float
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None, int]:
-    """Read the detections in an image from the outputs of the file.
+    """Read the detections in an image from the outputs of the file: name → array with a batch axis.
 
-    Args:
-        outputs: name → array with a batch axis.
-        size: height and width of the letterboxed image.
-        conf_thres: lowest score.
-        iou_thres: see `nms`.
+    `size` is height and width of the letterboxed image.
 
     Returns:
         detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of the letterboxed image, score, class.
-        masks: None, or FP32 [n, rows, columns] in 0..1, and their areas [n, 4] in the letterboxed image as x1, y1, x2, y2. The
-            cells of a mask divide its area.
+        masks: None, or FP32 [n, rows, columns] in 0..1, and their areas [n, 4] in the letterboxed image as x1, y1, x2,
+            y2. The cells of a mask divide its area.
         skipped: number of detections that are left out, see `wanted`.
     """
     if 'num_dets' in outputs:
@@ -184,14 +168,7 @@ def unscaled(boxes: np.ndarray, gain: float, border: tuple[float, float]) -> np.
 
 
 def to_image(found: np.ndarray, gain: float, border: tuple[float, float], shape: Sequence[int]) -> np.ndarray:
-    """Convert detections [n, 6] to pixels of the image itself, and clip their boxes to it.
-
-    Args:
-        found: detections in the letterboxed image.
-        gain: see `letterbox`.
-        border: see `letterbox`.
-        shape: height and width of the image.
-    """
+    """Convert detections [n, 6] of a letterboxed image to pixels of the image itself, and clip their boxes to it."""
     found = found.copy()
     found[:, :4] = unscaled(found[:, :4], gain, border).clip(0, [shape[1], shape[0], shape[1], shape[0]])
     return found
@@ -200,14 +177,8 @@ def to_image(found: np.ndarray, gain: float, border: tuple[float, float], shape:
 def paste(mask: np.ndarray, area: np.ndarray, box: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Find the pixels of an image that belong to a mask: their centres are in the box, and the mask is above 0.5 there.
 
-    Args:
-        mask: FP32 [rows, columns] in 0..1; between the centres of its cells it is linear.
-        area: x1, y1, x2, y2 in pixels of the image; the cells of the mask divide this area.
-        box: x1, y1, x2, y2 in pixels of the image.
-        shape: height and width of the image.
-
-    Returns:
-        bool [height, width].
+    The mask, FP32 [rows, columns] in 0..1, is linear between the centres of its cells, which divide `area`. Boxes are
+    x1, y1, x2, y2 in pixels of the image.
     """
     (x1, y1, x2, y2), (rows, columns) = area, mask.shape
     if x2 <= x1 or y2 <= y1:
@@ -224,14 +195,7 @@ def paste(mask: np.ndarray, area: np.ndarray, box: np.ndarray, shape: Sequence[i
 def draw(
     image: np.ndarray, found: np.ndarray, names: dict[int, str], masks: Sequence[np.ndarray] | None = None
 ) -> None:
-    """Draw detections into an image, with a colour for each class; no label hides another as long as there is room.
-
-    Args:
-        image: BGR uint8 [height, width, 3], changed in place.
-        found: [n, 6], detections in pixels of the image.
-        names: class index → name.
-        masks: mask of each detection, see `paste`; None without masks.
-    """
+    """Draw detections [n, 6] and their masks (see `paste`) into a BGR uint8 image, in place, one colour per class."""
     thick, font = max(1, round(sum(image.shape[:2]) / 800)), cv2.FONT_HERSHEY_SIMPLEX
     labels: list[tuple[int, int, int, int]] = []  # left, top, right, bottom of those that are placed
     drawn = []
@@ -253,12 +217,7 @@ def place(
 ) -> tuple[int, int, int, int]:
     """Find a place for a label: above its box, in it, below it or beside it, where no other label is; else above it.
 
-    Args:
-        box: x1, y1, x2, y2 of the object.
-        width: of the label, in pixels.
-        height: of the label, in pixels.
-        shape: height and width of the image; the label stays inside.
-        labels: left, top, right, bottom of the labels so far; gets this one.
+    `labels` are left, top, right and bottom of the labels so far, and gets this one. All lie inside the image.
     """
     x1, y1, x2, y2 = map(round, box)
     places = []
@@ -279,12 +238,7 @@ def place(
 
 
 def save(image: np.ndarray, path: Path) -> None:
-    """Write an image under a hidden name and rename it, so that no picture is incomplete.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: OpenCV cannot encode the image in the format of the suffix.
-    """
+    """Write an image under a hidden name and rename it, so that no picture is incomplete."""
     try:
         written, content = cv2.imencode(path.suffix, image)
     except cv2.error:
@@ -300,12 +254,41 @@ def save(image: np.ndarray, path: Path) -> None:
         hidden.unlink(missing_ok=True)
 
 
-class OnnxModel:
-    """An ONNX file that is loaded in ONNX Runtime.
+FUNCTIONS = 25  # field of a model in an ONNX file
 
-    Args:
-        path: the file.
-        device: 'cpu', or the number of a GPU.
+
+def has_functions(path: Path) -> bool:
+    """Tell whether an ONNX file defines functions: 3 kB of them can be 2^40 nodes for whoever loads it.
+
+    The outermost fields are walked, as protobuf has them: a number for field and kind, then a number, 8 or 4 bytes, or
+    a length and that many bytes.
+    """
+    with open(path, 'rb') as file:
+
+        def number() -> int:
+            value, shift = 0, 0
+            while shift < 64 and (byte := file.read(1)):
+                value |= (byte[0] & 127) << shift
+                shift += 7
+                if byte[0] < 128:
+                    return value
+            return 0  # the end
+
+        while tag := number():
+            field, kind = divmod(tag, 8)
+            if field == FUNCTIONS:
+                return True
+            if kind == 0:
+                number()
+            elif kind in (1, 2, 5):
+                file.seek({1: 8, 5: 4}[kind] if kind != 2 else number(), os.SEEK_CUR)
+            else:
+                return False  # no such file; the library that loads it says so
+    return False
+
+
+class OnnxModel:
+    """An ONNX file that is loaded in ONNX Runtime; `device` is 'cpu', or the number of a GPU.
 
     Attributes:
         shape: [B, 3, H, W] of its input.
@@ -344,14 +327,7 @@ class OnnxModel:
         self.shape = [1 if isinstance(n, str) and not i else n for i, n in enumerate(self.input.shape)]
 
     def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Run the file on an image; a larger fixed batch is filled with this image.
-
-        Args:
-            image: RGB FP32 [3, H, W] in 0..1.
-
-        Returns:
-            Output name → array with a batch axis.
-        """
+        """Run the file on an RGB FP32 image [3, H, W] in 0..1; a larger fixed batch is filled with this image."""
         names = [o.name for o in self.session.get_outputs()]
         return dict(zip(names, self.session.run(names, {self.input.name: np.repeat(image[None], self.shape[0], 0)})))
 
@@ -407,16 +383,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and end the program if it is wrong.
-
-    Args:
-        description: first line of the help.
-        suffix: suffix of the model file.
-        argv: the arguments; None = those of this process.
-
-    Returns:
-        The arguments; `files` has the images.
-    """
+    """Read the command line, and end the program if it is wrong; `files` of the result has the images."""
     parser = Parser(description=description)
     parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
     parser.add_argument(
@@ -472,21 +439,16 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
 def main(
     open_model: Callable[[Path, str], Any] | None = None,
     suffix: str = '.onnx',
-    description: str = __doc__.splitlines()[0],
+    description: str = (__doc__ or '').partition('\n')[0],  # python -OO has no texts
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Detect objects in all images, and print or draw them.
+    """Detect objects in all images, and print or draw them; return 1 if an image could not be read, else 0.
 
-    Args:
-        open_model: file and device → the model, with the attributes and the call of OnnxModel; None = what --backend says.
-        suffix: suffix of the model file.
-        description: first line of the help.
-        argv: the arguments; None = those of this process.
-
-    Returns:
-        The exit code: 1 if an image could not be read, else 0.
+    open_model: file and device → the model, with the attributes and the call of OnnxModel; None = what --backend says.
     """
     args = parse_args(description, suffix, argv)
+    if args.model.suffix == '.onnx' and has_functions(args.model):
+        fail(f'{args.model}: defines functions, which no export of export_qat.py does; export it again')
     model = (open_model or BACKENDS[args.backend])(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
@@ -494,7 +456,7 @@ def main(
     for file in args.files:
         name = file.relative_to(args.images) if args.images.is_dir() else Path(file.name)
         try:
-            image = cv2.imread(str(file))
+            image = cv2.imread(str(file)) if file.is_file() else None  # to read a pipe takes for ever
         except (cv2.error, UnicodeEncodeError):  # too many pixels for OpenCV; a name that is no text
             image = None
         if image is None:
@@ -552,5 +514,18 @@ def main(
     return 1 if unread else 0
 
 
+def run(*arguments: Any) -> int:
+    """Run `main` as a program: it ends quietly where nobody reads its output any more (`| head`), and in one line on a full disk."""
+    if hasattr(signal, 'SIGPIPE'):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        code = main(*arguments)
+        sys.stdout.flush()
+        return code
+    except OSError as e:
+        sys.stdout = open(os.devnull, 'w')  # Python writes what is left when it ends
+        fail(f'{e.filename or "output"}: {e.strerror}')
+
+
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(run())

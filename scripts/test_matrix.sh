@@ -53,11 +53,12 @@ run_row() { # ROW, pytest's arguments → its tests.log; in a subshell of its ow
     make_environment "$folder/.venv"
     if [[ $(cat "$folder/packages" 2>/dev/null) != "${PACKAGES[$row]}" ]]; then
         # shellcheck disable=SC2086  # several words
-        python -m pip install --disable-pip-version-check ${PACKAGES[$row]} || fail "pip could not install the packages of $row, its message is above"
+        run_module python pip install --disable-pip-version-check ${PACKAGES[$row]} || fail "pip could not install the packages of $row, its message is above"
         echo "${PACKAGES[$row]}" >"$folder/packages"
     fi
     "$HERE/install_dependencies.sh" --tests --trex ${OPTIONS[$row]:+"${OPTIONS[$row]}"}
     python - >"$folder/versions" <<'PYTHON'
+import sys; sys.path[:] = filter(None, sys.path)  # see demo/setup.sh
 import platform
 from importlib.metadata import version
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Check everything that this toolkit does with TensorRT on this machine: scripts/verify_tensorrt.py, set-up included.
 #
-# In the toolkit's own folder without --weights it takes the embedded demo: it sets up .venv and .work/yolov9 as quickstart.sh does,
-# makes the data, and quantizes a detector, a segmentation model and a classifier. In a patched tree it takes your weights and data.
-# TensorRT is installed first if there is none.
+# Without --weights it takes the embedded demo: it sets up .venv and .work/yolov9 as quickstart.sh does, makes the data, and quantizes a
+# detector, a segmentation model and a classifier. With --weights it takes your model, your data and your Python. TensorRT and pytest are
+# installed first if there is none.
 set -euo pipefail
 
 HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,7 +11,7 @@ HERE=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 usage() {
     cat <<USAGE
 Usage: [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh [--backend rtx] [--tensorrt 10|11] [OPTION...]
-       [PYTHON=python3] verify_tensorrt.sh --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640 [OPTION...]
+       [PYTHON=python3] [YOLOV9_DIR=an/existing/tree] verify_tensorrt.sh --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640 [OPTION...]
   --tensorrt 10|11  the version to install if there is none (default 10)
   --backend rtx     TensorRT-RTX, whose builder needs no GPU
   OPTION            of scripts/verify_tensorrt.py: --minutes, --images, --only, --project, --name and others
@@ -36,25 +36,29 @@ while (($#)); do
 done
 [[ $BACKEND != rtx ]] || VERSION=rtx
 
-install_tensorrt() { # unless it is there; says why where it cannot
-    (cd "$1" && "$PYTHON" -c "from utils.qat.engine.api import load_tensorrt; load_tensorrt('$BACKEND')") 2>/dev/null ||
+install_missing() { # TensorRT, and pytest with the packages of the tests; says why where it cannot
+    # the folder in place of the current one, whose files must not run
+    "$PYTHON" -c 'import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]
+from utils.qat.engine.api import load_tensorrt
+load_tensorrt(sys.argv[2])' "$HERE" "$BACKEND" 2>/dev/null ||
         "$HERE/install_dependencies.sh" --tensorrt "$VERSION"
+    "$PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest' 2>/dev/null || "$HERE/install_dependencies.sh" --tests
 }
-
-if [[ $OWN == yes || ! -f $HERE/demo/setup.sh ]]; then
-    PYTHON=${PYTHON:-python3}
-    [[ ! -x $HERE/install_dependencies.sh ]] || install_tensorrt "$HERE" # a patched tree does not have it
-    exec "$PYTHON" "$HERE/scripts/verify_tensorrt.py" ${OPTIONS[@]+"${OPTIONS[@]}"}
-fi
 
 # shellcheck source=demo/setup.sh
 source "$HERE/demo/setup.sh"
 mkdir -p "$HERE/.work"
 exec 9>"$HERE/.work/quickstart.lock" # held until this process and its children have ended; quickstart.sh works in the same folder
 flock -n 9 || fail "another quickstart.sh or verify_tensorrt.sh is at work in $HERE" "wait for it, or stop it"
+if [[ $OWN == yes ]]; then
+    export PYTHON=${PYTHON:-python3}
+    install_missing
+    [[ -n ${YOLOV9_DIR:-} ]] || set_up_yolov9
+    exec "$PYTHON" "$HERE/scripts/verify_tensorrt.py" ${OPTIONS[@]+"${OPTIONS[@]}"}
+fi
 # shellcheck disable=SC2119  # it takes no options of ours
 set_up_python
-install_tensorrt "$HERE"
+install_missing
 set_up_yolov9
 "$HERE/patch_yolov9.sh" "$HERE/.work/yolov9"
 cd "$HERE/.work/yolov9"
@@ -82,7 +86,7 @@ for task in detect segment classify; do
     mv "$OUT/$task"/ptq/weights/ptq_*.pt "$OUT/$task/int8.pt"
 done
 say "The rows"
-exec "$PYTHON" scripts/verify_tensorrt.py --weights "$OUT/detect/int8.pt" --float "$OUT/detect/float.pt" \
+exec "$PYTHON" "$HERE/scripts/verify_tensorrt.py" --weights "$OUT/detect/int8.pt" --float "$OUT/detect/float.pt" \
     --data "$OUT/detect/data/data.yaml" --imgsz 320 --segment "$OUT/segment/int8.pt" --segment-data "$OUT/segment/data/data.yaml" \
     --classify "$OUT/classify/int8.pt" --classify-data "$OUT/classify/data" \
     --project "$OUT" --name report ${OPTIONS[@]+"${OPTIONS[@]}"}

@@ -46,23 +46,19 @@ def build(name, classes=CLASSES):
 
 
 def save(model, path):
-    """Write a checkpoint as classify/train.py does, and return its path."""
     torch.save({'epoch': 0, 'model': model, 'ema': None, 'optimizer': None}, path)
     return path
 
 
 def loaded(name, folder):
-    """The float model in the form that all commands use."""
-    return checkpoint.load_float(save(build(name), folder / f'{name}.pt'))
+    return checkpoint.CheckpointFile(save(build(name), folder / f'{name}.pt')).load_float()
 
 
 def images(batch=2, seed=0):
-    """Normalized images of noise."""
     return torch.randn(batch, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def quantized(model, **changes):
-    """Quantize and calibrate a float model, in place, and return it."""
     config = zoo.settings(imgsz=SIZE, **changes)
     prepare(model, config)
     calibrate(model, [images(4)], config)

@@ -123,8 +123,17 @@ def pytest_addoption(parser):
     parser.addoption('--faults', action='store_true', help='run the tests marked faults, and only these')
 
 
+def asks_for_tensorrt(config):
+    """Whether the rows of tests/verify are asked for, by -m tensorrt; they take many minutes."""
+    return 'tensorrt' in config.getoption('markexpr')
+
+
 def pytest_configure(config):
-    if not config.getoption('--gpu'):
+    if 'VERIFY_TENSORRT' in os.environ:  # set by scripts/verify_tensorrt.py
+        from verify_report import Report, settings_of_the_command
+
+        config.pluginmanager.register(Report(settings_of_the_command().only))
+    if not config.getoption('--gpu') and not asks_for_tensorrt(config):
         os.environ['CUDA_VISIBLE_DEVICES'] = (
             ''  # the others are the same on every machine; some fork, after which CUDA fails
         )
@@ -147,6 +156,8 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=keep(items, only))
     if not config.getoption('--faults') and not config.getoption('--gpu'):
         getattr(config, 'workeroutput', vars(config))[LEFT] = len(keep(items, 'faults', wanted=False))
+    if not asks_for_tensorrt(config):
+        keep(items, 'tensorrt', wanted=False)
     for item in items:
         if item.get_closest_marker('full_tree') and not FULL_TREE:
             item.add_marker(

@@ -31,8 +31,8 @@ START.set_forkserver_preload(LIBRARIES)
 def fresh(*words, code=0, env=None, first=''):
     """Run `python WORDS...` in the patched tree, with one thread and torch loaded; returns stdout + stderr.
 
-    The words are `-c CODE ARGUMENTS...`, `-m MODULE ARGUMENTS...` or `FILE ARGUMENTS...`. `env` is the environment
-    (default: of this process), `first` is Python code that runs before. Fails unless the process exits with `code`.
+    The words are `-c CODE ...`, `-m MODULE ...` or `FILE ...`; `first` is Python code that runs before. Fails unless
+    the process exits with `code`.
     """
     from conftest import TREE
 
@@ -48,7 +48,6 @@ def fresh(*words, code=0, env=None, first=''):
 
 
 def _run(words, cwd, env, first, said):
-    """The new process, as `python WORDS...` would be after its imports."""
     with open(said, 'wb') as file, open(os.devnull, 'rb') as nothing:
         for to, stream in ((0, nothing), (1, file), (2, file)):
             os.dup2(stream.fileno(), to)

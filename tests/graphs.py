@@ -132,3 +132,18 @@ def in_onnxruntime(file, folder):
     options.optimized_model_filepath, options.log_severity_level = str(folder / 'optimized.onnx'), 3
     onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
     return Counter(node.op_type for node in onnx.load(folder / 'optimized.onnx').graph.node)
+
+
+def behind_functions(model, node, calls, depth):
+    """Put a Relu behind the first output of a node, in place, inside `depth` functions that call each other `calls` times, 1 or 2."""
+    sets = [helper.make_opsetid('', 17), helper.make_opsetid('f', 1)]
+    for i in range(depth):
+        inner, domain = (f'f{i - 1}', 'f') if i else ('Relu', '')
+        ways = [('x', 'y')] if calls == 1 else [('x', 'm'), ('m', 'y')]
+        nodes = [helper.make_node(inner, [a], [b], domain=domain) for a, b in ways]
+        model.functions.append(helper.make_function('f', f'f{i}', ['x'], ['y'], nodes, sets))
+    model.opset_import.append(sets[1])
+    name, node.output[0] = node.output[0], 'before'
+    at = [*model.graph.node].index(node)
+    model.graph.node.insert(at + 1, helper.make_node(f'f{depth - 1}', ['before'], [name], domain='f'))
+    return model

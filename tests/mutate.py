@@ -63,14 +63,54 @@ COMMANDS = {  # kind → the calls that read such a file, by turns. FILE is the 
         ('qat.py', 'eval', '--weights', 'QUANTIZED', '--data', 'FILE', '--imgsz', SIZE, *RUN),
     ],
     'network': [('reparameterization.py', '--weights', 'DUAL', '--save', 'OUT/saved.pt', '--cfg', 'FILE')],
-    'report': [('qat.py', 'quantize', '--resume', 'exp')],
+    'resume': [('qat.py', 'quantize', '--resume', 'exp')],
     'sensitivity': [
         ('qat.py', 'quantize', '--dry-run', '--weights', 'SINGLE', '--sensitive', 'FILE', '--keep-float', 1)
     ],
     'manifest': [(PATCH, 'tree', '--check'), (PATCH, 'tree'), (PATCH, 'tree', '--revert'), (PATCH, 'tree', '--link')],
 }
-COMMANDS |= {'label': COMMANDS['data'], 'image': COMMANDS['data'], 'resume': COMMANDS['report']}
-KINDS = 'checkpoint', 'onnx', 'data', 'network', 'label', 'image', 'report', 'resume', 'sensitivity', 'manifest'
+COMMANDS |= {'label': COMMANDS['data'], 'image': COMMANDS['data']}
+COMMANDS |= {
+    'coco': COMMANDS['data'],
+    'copy': COMMANDS['data'],
+    'convert': [('scripts/coco_to_yolo.py', 'FILE', 'IMAGES', '--exist-ok')],
+    'sidecar': [('benchmark_trt.py', 'model.engine', '--duration', 0.01, '--project', 'OUT')],
+    'pth': [('qat.py', 'quantize', '--dry-run', '--weights', 'FILE')],
+    'class image': [
+        ('qat.py', 'eval', '--weights', 'CLASSIFIER', '--data', 'FILE', '--imgsz', SIZE, *RUN),
+        ('val_trt.py', '--weights', 'CLASSES', '--data', 'FILE', '--imgsz', SIZE, *RUN),
+        (
+            'benchmark_trt.py',
+            'UNKNOWN',
+            '--data',
+            'VAL',
+            '--duration',
+            0.01,
+            '--batch',
+            1,
+            '--device',
+            'cpu',
+            '--project',
+            'OUT',
+        ),
+    ],
+    'openvino': [
+        ('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN),
+        ('scripts/infer_onnx.py', 'FILE', 'IMAGE', '--backend', 'openvino'),
+    ],
+    'openvino weights': [('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN)],
+    'program': [('val_trt.py', '--weights', 'FILE', '--data', 'DATA', '--imgsz', SIZE, *RUN)],
+    'hyp': [
+        (
+            *('qat.py', 'quantize', '--weights', 'SINGLE', '--data', 'DATA', '--hyp', 'FILE', '--imgsz', SIZE, *RUN),
+            *('--epochs', 1, '--iters', 1, '--batch-size', 2, '--calib-images', 1, '--calib-method', 'max'),
+        )
+    ],
+    'layers': [('scripts/draw_engine.py', '--layer', 'FILE')],
+}
+KINDS = tuple(COMMANDS)
+LEFT = 'log.txt', 'exp', 'out', 'mobilenet_v3_small.pt'
+WITHOUT_GPU = 'sidecar'  # its whole file is refused where no GPU is
 
 
 # ---- what is mutated ------------------------------------------------------------------------------------------------------------
@@ -101,7 +141,7 @@ def make_material(folder, kinds):
     Output(folder)
     os.chdir(folder)
     demo = make_demo(folder)
-    network = checkpoint.load_dual_or_float(demo.single)[1].yaml
+    network = checkpoint.CheckpointFile(demo.single).load_dual_or_float()[1].yaml
     (folder / 'network.yaml').write_text(yaml.safe_dump(json.loads(json.dumps(network)), sort_keys=False))
     call('export_qat.py', '--weights', demo.quantized, '--imgsz', SIZE)
     small = folder / 'set'
@@ -138,22 +178,25 @@ def make_material(folder, kinds):
         '--project',
         folder,
     )
-    if {'report', 'resume'} & {*kinds}:
-        from models.quantize.run import Run
+    if 'resume' in kinds:
+        from models.quantize.run import stages
 
-        learned = Run.learned
+        finish_epoch = stages.finish_epoch
 
-        class Interrupted(Run):
-            def learned(self, student, epoch):
-                if epoch.number == 2:
-                    raise KeyboardInterrupt
-                learned(self, student, epoch)
+        def interrupted(student, epoch, *others):
+            if epoch.number == 2:
+                raise KeyboardInterrupt
+            finish_epoch(student, epoch, *others)
 
-        import models.quantize.run
-
-        models.quantize.run.Run = Interrupted
+        stages.finish_epoch = interrupted
         call('qat.py', 'quantize', *common, '--epochs', 2, '--iters', 1, '--batch-size', 2, '--name', 'run', code=130)
-        settle(folder / 'run/report.json')
+    if {'openvino', 'openvino weights'} & {*kinds}:
+        call('export_qat.py', '--weights', demo.quantized, '--imgsz', SIZE, '--include', 'openvino')
+    if 'program' in kinds:
+        call('export_qat.py', '--weights', demo.quantized, '--imgsz', SIZE, '--include', 'pt2')
+    if {'class image', 'pth'} & {*kinds}:
+        make_classes(folder, call)
+    make_small(folder, small)
     if 'sensitivity' in kinds:
         call(
             'qat.py',
@@ -174,6 +217,62 @@ def make_material(folder, kinds):
         subprocess.run([REPO / PATCH, tree], check=True, stdout=subprocess.DEVNULL)
 
 
+def make_classes(folder, call):
+    """Write images of classes, a classifier that learnt them, its export with and without metadata, and weights of torchvision."""
+    import classifiers
+    import onnx
+    import torch
+
+    data = classifiers.write_images(folder / 'classes', train=3, val=2)
+    network = classifiers.learnt(classifiers.build('mobilenet_v3_small'), data)
+    classifiers.save(network, folder / 'classifier.pt')
+    call('export_qat.py', '--weights', folder / 'classifier.pt', '--imgsz', SIZE)
+    model = onnx.load(folder / 'classifier.onnx')
+    del model.metadata_props[:]
+    onnx.save(model, folder / 'unknown.onnx')
+    torch.save(classifiers.build('mobilenet_v3_small', 1000).state_dict(), folder / 'mobilenet_v3_small-00000000.pth')
+
+
+def make_small(folder, data):
+    """Write the small files of other tools: COCO's annotations of a data set, a copy of pixels, a sidecar, settings, layers."""
+    import cv2
+    import numpy as np
+    import yaml
+    from conftest import REPO
+    from utils.general import coco80_to_coco91_class
+
+    categories, images, things = coco80_to_coco91_class()[:10], [], []
+    for file in sorted((data / 'images/val').iterdir()):
+        height, width = cv2.imread(str(file)).shape[:2]
+        images.append({'id': int(file.stem), 'file_name': file.name, 'width': width, 'height': height})
+        for line in (data / f'labels/val/{file.stem}.txt').read_text().splitlines():
+            c, x, y, w, h = map(float, line.split())
+            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
+            of = {'id': len(things) + 1, 'image_id': int(file.stem), 'category_id': categories[int(c)]}
+            things.append({**of, 'bbox': box, 'area': box[2] * box[3], 'iscrowd': 0})
+    named = [{'id': number, 'name': str(i)} for i, number in enumerate(categories)]
+    (folder / 'coco.json').write_text(json.dumps({'images': images, 'annotations': things, 'categories': named}))
+    (data / 'val2017.txt').write_text(''.join(f'./images/val/{image["file_name"]}\n' for image in images))
+    of_coco = yaml.safe_load((data / 'data.yaml').read_text())
+    (data / 'coco.yaml').write_text(yaml.safe_dump({**of_coco, 'val': 'val2017.txt'}))
+    np.save(folder / 'copy.npy', cv2.imread(str(min((data / 'images/val').iterdir()))))
+    shapes = {key: [1, 3, SIZE, SIZE] for key in ('min', 'opt', 'max')}
+    built = {
+        'sidecar': 1,
+        'built_by': 'TensorRT 10.13.3',
+        'gpu': None,
+        'bytes': 6,
+        'onnx': 'model.onnx',
+        'onnx_sha256': '0' * 64,
+    }
+    more = {'precision': 'INT8', 'typed': False, 'inputs': {'images': shapes}, 'metadata': {'names': "{0: 'a'}"}}
+    (folder / 'sidecar.json').write_text(json.dumps({**built, **more, 'workspace_mib': 1024, 'level': None}))
+    shutil.copy(REPO / 'demo/hyp.yaml', folder / 'hyp.yaml')
+    tensor = {'Name': 'x', 'Dimensions': [1, 3, 8, 8], 'Format/Datatype': 'Row major linear FP32'}
+    layer = {'Name': 'a', 'LayerType': 'Convolution', 'Inputs': [tensor], 'Outputs': [{**tensor, 'Name': 'y'}]}
+    (folder / 'layers.json').write_text(json.dumps({'Layers': [layer], 'Bindings': ['x', 'y']}))
+
+
 def prepare(kind, number, chance, material):
     """Make a case in the current folder: (what was done, the mutated file, arguments of the command)."""
     from mutations import mutated
@@ -183,39 +282,69 @@ def prepare(kind, number, chance, material):
         'onnx': 'quantized.onnx',
         'data': 'set/data.yaml',
         'network': 'network.yaml',
-        'report': 'run/report.json',
         'resume': 'run/weights/resume.pt',
         'sensitivity': 'sensitive/summary-sensitive-analysis.json',
         'manifest': 'tree/.yolov9-qat.manifest',
+        'coco': 'coco.json',
+        'convert': 'coco.json',
+        'copy': 'copy.npy',
+        'sidecar': 'sidecar.json',
+        'pth': 'mobilenet_v3_small-00000000.pth',
+        'class image': 'classes/val/class 0/0.png',
+        'openvino': 'quantized.xml',
+        'openvino weights': 'quantized.bin',
+        'program': 'quantized.pt2',
+        'hyp': 'hyp.yaml',
+        'layers': 'layers.json',
     }.get(kind)
     file = here / {
         'onnx': 'model.onnx',
         'network': 'network.yaml',
-        'report': 'exp/report.json',
         'resume': 'exp/weights/resume.pt',
         'label': 'set/labels/val/00000.txt',
         'sensitivity': 'summary.json',
         'manifest': 'tree/.yolov9-qat.manifest',
         'checkpoint': 'weights.pt',
+        'coco': 'set/annotations/instances_val2017.json',
+        'convert': 'coco.json',
+        'copy': 'set/images/val/00000.npy',
+        'sidecar': 'model.engine.json',
+        'pth': 'mobilenet_v3_small-00000000.pth',
+        'class image': 'classes/val/class 0/0.png',
+        'openvino': 'quantized.xml',
+        'openvino weights': 'quantized.bin',
+        'program': 'quantized.pt2',
+        'hyp': 'hyp.yaml',
+        'layers': 'layers.json',
     }.get(kind, 'set/data.yaml')
     given = file
     if kind == 'checkpoint':
         source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]  # each command gets its own
-    elif kind in ('report', 'resume'):
+    elif kind == 'resume':
         linked(material / 'run', here / 'exp')
         shutil.copy(material / 'run/log.txt', here / 'log.txt')  # it is written on
         os.replace(here / 'log.txt', here / 'exp/log.txt')
     elif kind == 'manifest':
         linked(material / 'tree', here / 'tree')
-    elif kind in ('data', 'label', 'image'):
+    elif kind in ('data', 'label', 'image', 'coco', 'copy', 'convert'):
         shutil.copytree(material / 'set', here / 'set', ignore=shutil.ignore_patterns('*.cache'))
-        given = here / 'set/data.yaml'
+        given = file if kind == 'convert' else here / 'set' / ('coco.yaml' if kind == 'coco' else 'data.yaml')
+        file.parent.mkdir(exist_ok=True)
         if kind == 'label':
             source = 'set/labels/val/00000.txt'
         elif kind == 'image':
             picture = chance.choice(sorted((material / 'pictures').iterdir()))
             source, file = picture, here / 'set/images/val' / picture.name
             (here / 'set/labels/val/x.txt').write_text('3 0.5 0.5 0.2 0.2\n')
+    elif kind == 'class image':
+        linked(material / 'classes', here / 'classes')
+        given = here / 'classes'
+    elif kind == 'sidecar':
+        (here / 'model.engine').write_bytes(b'engine')
+    elif kind.startswith('openvino'):
+        given = here / 'quantized.xml'
+        for name in 'quantized.xml', 'quantized.bin':
+            os.link(material / name, here / name)
     whole = (material / source).read_bytes()
     what, content = mutated(kind, whole, chance) if number >= 0 else ('nothing', whole)
     file.unlink(missing_ok=True)  # it may be a link
@@ -228,6 +357,11 @@ def prepare(kind, number, chance, material):
         'SINGLE': 'single.pt',
         'DUAL': 'dual.pt',
         'IMAGE': 'pictures/x.jpg',
+        'IMAGES': here / 'set/images/val',
+        'VAL': here / 'classes/val',
+        'CLASSIFIER': 'classifier.pt',
+        'CLASSES': 'classifier.onnx',
+        'UNKNOWN': 'unknown.onnx',
     }
     return (
         what,
@@ -296,7 +430,7 @@ def one(args, material, kind, number, folder, pipe):
             code = patched(arguments, output, work)
         else:
             sys.argv = [str(REPO / command), *arguments]
-            code, _ = answer(command, arguments, output, work, leaves=('log.txt', 'exp', 'out'))
+            code, _ = answer(command, arguments, output, work, leaves=LEFT)
         pipe.send((REFUSED if code else FINE, what, ''))
     except AssertionError as e:
         pipe.send((TRACEBACK, what, str(e)))
@@ -363,7 +497,7 @@ def work_through(args, material, root):
             -len(COMMANDS[kind]), 0
         ):  # a file that is whole has to be fine, or its mutations would show nothing
             outcome, what, said = attempt(args, material, kind, number, root)
-            if outcome != FINE:
+            if outcome != (REFUSED if kind == WITHOUT_GPU else FINE):
                 sys.exit(f'{kind}, {what}: {outcome}: {said}')
     todo, results = FORK.Queue(), FORK.Queue()
     numbers = range(args.count) if args.only is None else [args.only]

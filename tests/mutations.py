@@ -10,9 +10,11 @@ import struct
 import zipfile
 import zlib
 
+import numpy as np
 import onnx
 import yaml
 from faults import damage, pickle_in, with_pickle
+from graphs import behind_functions
 from onnx import AttributeProto, helper
 
 ODD = (
@@ -183,6 +185,19 @@ def change_archive(whole, chance):
     return f'{chosen} {how}', out.getvalue()
 
 
+def change_program(whole, chance):
+    """A value of the graph of an exported program, or of its metadata."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(out, 'w') as new:
+        chosen = chance.choice([name for name in old.namelist() if name.endswith('.json')])
+        for name in old.namelist():
+            content = old.read(name)
+            if name == chosen:
+                what, content = change_json(content, chance)
+            new.writestr(zipfile.ZipInfo(name), content)
+    return f'{chosen}: {what}', out.getvalue()
+
+
 def change_pickle(pickled, chance):
     """One opcode left out, doubled, swapped with the next, another one, or with another argument."""
     starts = [position for _, _, position in pickletools.genops(pickled)]
@@ -284,6 +299,9 @@ def change_onnx(whole, chance):
             )
         )()
 
+    def functions():
+        behind_functions(model, node, *chance.choice(((2, 40), (1, 3000), (1, 2))))
+
     def repeated():
         for field in (graph.node, graph.initializer, graph.input, graph.output, model.metadata_props):
             if field and chance.random() < 0.4:
@@ -305,6 +323,7 @@ def change_onnx(whole, chance):
             value,
             versions,
             repeated,
+            functions,
         )
     )
     change()
@@ -324,6 +343,20 @@ def change_image(whole, chance):
     return f'byte {at} is {value}', whole[:at] + bytes([value]) + whole[at + 1 :]
 
 
+# ---- arrays of NumPy ------------------------------------------------------------------------------------------------------------
+
+
+def change_array(whole, chance):
+    """An array of another shape or type, with a right header."""
+    array = np.load(io.BytesIO(whole))
+    kind = chance.choice((np.uint8, np.uint8, np.int64, np.float32, np.complex128, bool, 'S3', object))
+    axes = [n + chance.choice((0, 0, 0, 1, -1, -n)) for n in array.shape]
+    shape = chance.choice((axes, axes[:2], axes[:1], [], [*axes, 1], [*axes[:2], 4], axes[::-1]))
+    out = io.BytesIO()
+    np.save(out, np.zeros(shape, kind, order=chance.choice('CF')))
+    return f'{kind} {shape}', out.getvalue()
+
+
 FORMATS = {
     'checkpoint': change_archive,
     'onnx': change_onnx,
@@ -331,8 +364,18 @@ FORMATS = {
     'network': change_yaml,
     'label': change_lines,
     'image': change_image,
-    'report': change_json,
     'resume': change_archive,
     'sensitivity': change_json,
     'manifest': change_lines,
+    'coco': change_json,
+    'convert': change_json,
+    'copy': change_array,
+    'sidecar': change_json,
+    'pth': change_archive,
+    'class image': change_image,
+    'openvino': change_lines,
+    'openvino weights': lambda whole, chance: damage(whole, chance, chance.randrange(5)),
+    'program': change_program,
+    'hyp': change_yaml,
+    'layers': change_json,
 }

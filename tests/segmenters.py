@@ -4,7 +4,7 @@ import pytest
 import torch
 from zoo import build, fuse, settings
 
-from models.deploy.onnx_export import made_images
+from models.deploy.agreement import made_images
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales

@@ -1,7 +1,7 @@
 """Models for the tests: real upstream models with weights of a useful size, and the trained demo.
 
-In: the patched tree, which conftest.py puts on sys.path before it imports this file. Out: functions that build models,
-the configs as pytest parameters, and session fixtures for expensive files (each pytest-xdist worker makes them, so keep them cheap).
+conftest.py puts the patched tree on sys.path before it imports this file. Each pytest-xdist worker makes the session
+fixtures anew, so keep them cheap.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def _take_statistics(norm, inputs):
 def build(name, seed=0, **changes):
     """An upstream model in eval mode, FP32, not fused, with random weights and batch norms that are far from identity.
 
-    The running statistics are those of `image(batch=4)`, so that activations keep their size through all layers.
+    Their statistics are those of `image(batch=4)`, so that activations keep their size through all layers.
     """
     torch.manual_seed(seed)
     Conv.default_act = RepConvN.default_act = torch.nn.SiLU()  # upstream keeps the activation: of the last config there
@@ -92,6 +92,16 @@ def fuse(model):
     """Fuse as `load_float` does it, in place."""
     with quiet_upstream():
         return checkpoint.fuse(model)
+
+
+def loader(name):
+    """The method `name` of CheckpointFile as a function of the file."""
+    return lambda file: getattr(checkpoint.CheckpointFile(file), name)()
+
+
+LOADERS = load_float, load_quantized, load_dual_or_float, load_any = tuple(
+    loader(f'load_{what}') for what in ('float', 'quantized', 'dual_or_float', 'any')
+)
 
 
 def image(size=SIZE, batch=1, seed=0):
@@ -121,7 +131,6 @@ def output(model, images):
 
 
 def state(model):
-    """A copy of the state dict."""
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
@@ -151,9 +160,9 @@ def program(file):
 
 
 def command(file, *arguments, code=0):
-    """Run `python FILE ARGUMENTS...`, a command of ours, in this process and the patched tree; returns stdout + stderr.
+    """Run `python FILE ARGUMENTS...`, a command of ours, in this process, which saves its start; returns stdout + stderr.
 
-    This saves the seconds in which a new process loads its libraries. Fails unless it exits with `code`.
+    Fails unless it exits with `code`.
     """
     said, before, argv = (
         io.TextIOWrapper(io.BytesIO(), 'utf-8', write_through=True),
@@ -176,10 +185,7 @@ def command(file, *arguments, code=0):
 
 
 def python(*arguments, code=0, env=None, **options):
-    """Run `python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr.
-
-    Fails unless it exits with `code`.
-    """
+    """Run `python ARGUMENTS...` in the patched tree with one thread; returns stdout + stderr. Fails unless it exits with `code`."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=TREE,
@@ -209,13 +215,11 @@ class Demo:
         return cls(folder / 'data' / 'data.yaml', *(folder / f'{name}.pt' for name in ('dual', 'single', 'quantized')))
 
     def float_model(self):
-        """A new fused float model."""
         with quiet_upstream():
-            return checkpoint.load_float(self.single)
+            return checkpoint.CheckpointFile(self.single).load_float()
 
     def quantized_model(self):
-        """A new calibrated model."""
-        return checkpoint.load_quantized(self.quantized)[0]
+        return checkpoint.CheckpointFile(self.quantized).load_quantized()[0]
 
 
 def calibrated_demo(demo):
@@ -232,7 +236,7 @@ def calibrated_demo(demo):
 def reparameterized_demo(demo):
     """Write demo.single, the main branch of demo.dual; returns `demo`."""
     with quiet_upstream():
-        _, dual = checkpoint.load_dual_or_float(demo.dual)
+        _, dual = checkpoint.CheckpointFile(demo.dual).load_dual_or_float()
         torch.save({'model': reparameterize(dual).model.half(), 'ema': None}, demo.single)
     return demo
 
@@ -250,7 +254,6 @@ def make_demo(folder):
 
 @pytest.fixture(scope='session')
 def demo(tmp_path_factory):
-    """The files of `make_demo`, for all tests of this process."""
     return make_demo(tmp_path_factory.mktemp('demo files'))
 
 

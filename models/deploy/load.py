@@ -4,13 +4,12 @@ from pathlib import Path
 
 import torch
 
-from models.quantize.checkpoint import load_any
+from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import RoundedOnce
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
-from utils.qat.prediction.file_model import FileModel
+from utils.qat.prediction.file_model import FileModel, open_file
 from utils.qat.prediction.pytorch import TorchModel
-from utils.qat.prediction.registry import open_file
 
 
 def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
@@ -30,5 +29,5 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
     if path.suffix.lower() not in CHECKPOINTS:
         return open_file(path, device, backend)
     with quiet_upstream():
-        model, quant = load_any(path, device)
+        model, quant = CheckpointFile(path).load_any(device)
         return TorchModel(model, quant, RoundedOnce(model))

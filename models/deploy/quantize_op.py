@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 
-from models.deploy.onnx_export import traceable_copy
+from models.deploy.agreement import traceable_copy
 from models.quantize.head_outputs import require_known_head
 from models.quantize.quantizers import FixedScales, Quantizer, _along, named_quantizers
 

@@ -1,9 +1,8 @@
 """Quantized twins of upstream blocks: the same block, with fake-quantizers where TensorRT needs its Q/DQ pairs.
 
-A twin is a subclass of the upstream block. `from_float` makes it and `to_float` undoes it; the result shares parameters
-and submodules with the block that it was made from. Convolutions are replaced at the leaf (`nn.Conv2d`), so the
-convolutions of every upstream block, known or not, are quantized. A block needs its own twin only for its other
-operations (residual Add, average pooling, the fusing sum), whose inputs must be INT8 for an INT8 kernel.
+A twin is a subclass of the upstream block. It shares parameters and submodules with the block that it was made from.
+Convolutions are replaced at the leaf (`nn.Conv2d`), so those of every upstream block, known or not, are quantized. A
+block needs its own twin only for its other operations (residual Add, average pooling, the fusing sum).
 
 Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
@@ -23,8 +22,7 @@ from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 def _without_copy(cls: Any, module: Any) -> Any:
     """Make an instance of `cls` with the state of `module`: new containers, the same parameters and submodules.
 
-    The attributes that upstream gives its layers (.i .f .type .np) are copied too. The `forward` that upstream's
-    `fuse()` sets on an instance is left out: it would hide the forward of the class.
+    The `forward` that upstream's `fuse()` sets on an instance is left out: it would hide the forward of the class.
     """
     new = cls.__new__(cls)
     new.__dict__ = {
@@ -36,12 +34,7 @@ def _without_copy(cls: Any, module: Any) -> Any:
 
 
 class Twin:
-    """Mixin of every quantized block.
-
-    Attributes:
-        float_class: the upstream class.
-        quantizer_names: attributes of the quantizers that the twin adds.
-    """
+    """Mixin of every quantized block: the twin of `float_class`, with quantizers in the attributes `quantizer_names`."""
 
     # Comments, because torch.jit reads the annotations of modules
     float_class = None  # type: Any
@@ -86,7 +79,7 @@ class WeightedTwin(Twin):
 
 
 class QuantConv2d(WeightedTwin, nn.Conv2d):
-    """Convolution with its input quantized per tensor and its weight per output channel (axis 0)."""
+    """Convolution with a quantized input and weight."""
 
     float_class = nn.Conv2d
 
@@ -98,18 +91,17 @@ class QuantConv2d(WeightedTwin, nn.Conv2d):
 class QuantResidual(Twin):
     """Bottleneck with its residual Add in INT8.
 
-    Attributes:
-        add_policy: the addends that are quantized. 'both': with one scale, so the Add is an INT8 kernel by itself.
-            'residual': only the shortcut, so that a compiler can let the last convolution add it before rounding
-            (NVIDIA's advice for Conv+Add; here an activation is between the two). 'each': both, each with a scale of its
-            own. Change it by `set_add_policy`.
+    `add_policy`, set by `set_add_policy`, names the addends that are quantized. 'both': with one scale, so the Add is
+    an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler can let the last convolution add it
+    before rounding (NVIDIA's advice for Conv+Add; here an activation is between the two). 'each': both, each with its
+    own scale.
     """
 
     add_policy = 'both'
 
     @property
     def quantizer_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Attributes of the quantizers: of the shortcut, or of both; and of the branch, if it has its own."""
+        """Attributes of the quantizers: the branch has its own only by the policy 'each'."""
         return ('add_quantizer', 'branch_quantizer') if self.add_policy == 'each' else ('add_quantizer',)
 
     def set_add_policy(self: Any, policy: str) -> None:
@@ -154,13 +146,12 @@ class QuantRepNBottleneck(QuantResidual, RepNBottleneck):
 
 
 class _QuantPoolInput(Twin):
-    """Down-sampling block that starts with an average pooling: INT8 only if its input and its output are quantized.
+    """Down-sampling block that starts with an average pooling, whose input is quantized.
 
-    The input quantizers of the next convolutions quantize the output.
+    The pooling is INT8 because the input quantizers of the next convolutions quantize its output.
     """
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Quantize the input of the block: [B, C, H, W] → [B, K, H / 2, W / 2]."""
         return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of the upstream block
 
 
@@ -182,14 +173,7 @@ class QuantCBFuse(Twin, CBFuse):
     float_class = CBFuse
 
     def forward(self, xs: Sequence[Any]) -> torch.Tensor:
-        """Add the maps.
-
-        Args:
-            xs: a tuple of maps [B, C, h, w] per CBLinear, and at last one map [B, C, H, W].
-
-        Returns:
-            [B, C, H, W].
-        """
+        """Add the maps: a tuple of maps [B, C, h, w] per CBLinear, and at last one map [B, C, H, W]."""
         # One Add after the other, in upstream's order: an engine has INT8 kernels for Add, none for a sum over a stack
         size = xs[-1].shape[2:]
         maps = [F.interpolate(self.input_quantizer(x[j]), size=size, mode='nearest') for x, j in zip(xs[:-1], self.idx)]
@@ -197,7 +181,7 @@ class QuantCBFuse(Twin, CBFuse):
 
 
 class QuantSiLU(Twin, nn.SiLU):
-    """SiLU in INT8 for an engine that does not fuse it into the convolution: x, sigmoid(x) and their product are rounded.
+    """SiLU in INT8 for an engine that does not fuse it into the convolution: x and sigmoid(x) are rounded.
 
     The sigmoid lies in 0..1, so its scale is fixed. The next quantizer rounds the product.
     """
@@ -236,14 +220,12 @@ class _QuantActivation(Twin):
 
     @classmethod
     def from_float(cls, block: nn.Module) -> Any:
-        """Make the quantized twin of `block`, without a calibration."""
         twin = super().from_float(block)
         if hasattr(twin, 'inplace'):
             twin.inplace = False  # others look at the input after the call: calibrators, the backward pass
         return twin
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Compute the function of the rounded input: any shape → the same shape."""
         return super().forward(self.input_quantizer(x))  # type: ignore[misc]  # of PyTorch's module
 
 

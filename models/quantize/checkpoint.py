@@ -17,20 +17,22 @@ from models.common import RepConvN
 
 from models.quantize.convert import is_quantized
 from models.quantize.head_outputs import head_of
-from models.quantize.network import CLASSIFIER_STRIDE, fold_batch_norms, prepare_classifier
+from models.quantize.network import fold_batch_norms
 from models.quantize.pickled_modules import TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
+from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import write_torch
+from utils.qat.core.files import sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.core.next_command import command
-from utils.qat.prediction.pytorch import classifies
+from utils.qat.prediction.pytorch import task_of
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive
+from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'
 FORMAT = 2  # since 2 every scale is an FP16 number
@@ -38,64 +40,43 @@ LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
 
 class CheckpointFile:
-    """A checkpoint that was read and not built yet.
-
-    Args:
-        path: of the file, given with --weights.
+    """A checkpoint that was read, and whose model `load_*` builds: FP32, in eval mode, on `device`.
 
     Attributes:
-        path: of the file.
-        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model), 'ultralytics',
-            'state_dict' (tensors without a network) or 'other'.
+        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model, or weights of a
+            network of torchvision), 'ultralytics', 'state_dict' (tensors without a network) or 'other'.
 
     Raises:
-        QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later).
+        QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
+            kind or format, or its model cannot be built or run.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = require_file(path, '--weights', ('.pt', '.pth'))
-        self.archive = read_archive(self.path)
-        self.digest, self.kind = self.archive.digest, _kind(self.archive.names)
+        self.path = require_file(path, '--weights', CHECKPOINTS)
+        of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
+        self.state = old_state(self.path) if of_network else None
+        if self.state is None:
+            self.archive = read_archive(self.path)
+            self.digest = self.archive.digest
+        kind = _kind(self.archive.names) if self.state is None else 'state_dict'
+        self.of_torchvision = of_network and kind == 'state_dict'
+        self.kind = 'float' if self.of_torchvision else kind
 
     @property
     def sha256(self) -> str:
         """The SHA-256 of the file as it was read, hex digits."""
-        return self.digest.result()
+        return sha256(self.path) if self.state is not None else self.digest.result()
 
     def load_dual_or_float(self, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], nn.Module]:
-        """Build a float model with any head.
-
-        Returns:
-            The checkpoint dict and the model: not fused, FP32, in eval mode, on `device`.
-
-        Raises:
-            QatError: the file has another kind, or its model cannot be built or run.
-        """
+        """Build the checkpoint dict and its float model, not fused, with any head."""
         self._expect('float')
         return self._load(device)
 
-    def load_float(self, device: torch.device | str = 'cpu', reparameterized: bool = True) -> nn.Module:
-        """Build the model of a float checkpoint, without its auxiliary branches.
-
-        Args:
-            device: of the model.
-            reparameterized: turn a dual-branch model into the model that reparameterization.py makes of it, and log that;
-                False = refuse such a model.
-
-        Returns:
-            The model: fused, FP32, in eval mode, on `device`.
-
-        Raises:
-            QatError: see `load_dual_or_float` and reparameterize.main_branch.
-        """
+    def load_float(self, device: torch.device | str = 'cpu') -> nn.Module:
+        """Build the model of a float checkpoint, fused: of a dual-branch model what reparameterization.py makes of it."""
         _, model = self.load_dual_or_float()
         head = type(head_of(model)).__name__
         if head.startswith(('Dual', 'Triple')):
-            if not reparameterized:
-                raise QatError(
-                    f'--weights {self.path}: still has its auxiliary branch ({head}); leave --no-reparameterize out, or remove the '
-                    f'branch: {command("reparameterization.py", "--weights", self.path)}'
-                )
             made, _ = main_branch(model, f'--weights {self.path}')
             model = made.model
             LOGGER.info(
@@ -105,14 +86,7 @@ class CheckpointFile:
         return fuse(model).to(device)
 
     def load_quantized(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
-        """Build a model that `save_quantized` wrote.
-
-        Returns:
-            The quantized model, in eval mode, on `device`, and its `quant` dict.
-
-        Raises:
-            QatError: the file has another kind or format, or its model cannot be built or run.
-        """
+        """Build a model that `save_quantized` wrote, and its `quant` dict."""
         self._expect('quantized')
         ckpt, model = self._load(device)
         quant = ckpt.get('quant') or {}
@@ -124,14 +98,7 @@ class CheckpointFile:
         return model, quant
 
     def load_any(self, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any] | None]:
-        """Build a quantized model, or a float model, fused.
-
-        Returns:
-            The model and its `quant` dict; None for a float model.
-
-        Raises:
-            QatError: see `load_quantized` and `load_float`.
-        """
+        """Build a quantized model and its `quant` dict, or a float model, fused, and None."""
         return self.load_quantized(device) if self.kind == 'quantized' else (self.load_float(device), None)
 
     def _expect(self, wanted: str) -> None:
@@ -143,7 +110,7 @@ class CheckpointFile:
                     'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
                     'start again from its float model: python qat.py quantize --weights FLOAT.pt',
                     'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
-                    'float': f'is not quantized; quantize it first: python qat.py quantize --weights {self.path}',
+                    'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
                     'ultralytics': f'made by Ultralytics, whose models are other classes than those of YOLOv9; {NEEDED}',
                     'state_dict': f'has weights without their network (a state_dict); {NEEDED}',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
@@ -152,6 +119,18 @@ class CheckpointFile:
 
     def _load(self, device: torch.device | str) -> tuple[dict[str, Any], nn.Module]:
         """Build the checkpoint dict and the model: FP32, in eval mode, with EMA weights if the file has any."""
+        ckpt: Any = self._built() if self.state is None else self.state
+        if self.of_torchvision:
+            ckpt = {'model': network_with(ckpt, self.path)}
+        model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
+        if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
+            raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
+        self._require_running(model.float().eval())
+        require_names(model, f'--weights {self.path}')
+        return ckpt, model.to(device)
+
+    def _built(self) -> Any:
+        """Build the content of the archive."""
         archive = self.archive
         del self.archive  # its bytes are freed when the model needs them no more
         try:
@@ -163,21 +142,13 @@ class CheckpointFile:
                 f'--weights {self.path}: damaged: {type(e).__name__}: {" ".join(str(e).split())[:200]}'
             ) from e
         self.digest.result()  # FP32 weights share the bytes that are hashed: no change before the hash is done
-        model: Any = (ckpt.get('ema') or ckpt.get('model')) if isinstance(ckpt, dict) else None
-        if not isinstance(getattr(model, 'model', None), torch.nn.Sequential) and not _of_torchvision(model):
-            raise QatError(f'--weights {self.path}: holds no model (neither "ema" nor "model")')
-        self._require_running(model.float().eval())
-        require_names(model, f'--weights {self.path}')
-        return ckpt, model.to(device)
+        return ckpt
 
     @torch.no_grad()
     def _require_running(self, model: nn.Module) -> None:
         """Run the model once: only a run tells whether its layers, built without a call, are whole and of this tree."""
         try:
-            if classifies(model):
-                prepare_classifier(model, 2 * CLASSIFIER_STRIDE)
-            else:
-                len(model.names), model.model[-1].nc  # attributes that upstream's training sets
+            task_of(model).prepare(model)
             stride = int(max(model.stride))
             if not 0 < stride <= LARGEST_STRIDE:
                 raise ValueError(f'stride {stride}')
@@ -208,31 +179,6 @@ def _kind(names: Iterable[str]) -> str:
     return 'state_dict' if tensors and not any(n.startswith(('torch.nn.', 'models.')) for n in names) else 'other'
 
 
-def kind_of(path: str | Path) -> str:
-    """Tell the kind of a checkpoint, see CheckpointFile."""
-    return CheckpointFile(path).kind
-
-
-def load_dual_or_float(path: str | Path, device: torch.device | str = 'cpu') -> tuple[dict[str, Any], nn.Module]:
-    """Read and build a checkpoint, see CheckpointFile.load_dual_or_float."""
-    return CheckpointFile(path).load_dual_or_float(device)
-
-
-def load_float(path: str | Path, device: torch.device | str = 'cpu', reparameterized: bool = True) -> nn.Module:
-    """Read and build a checkpoint, see CheckpointFile.load_float."""
-    return CheckpointFile(path).load_float(device, reparameterized)
-
-
-def load_quantized(path: str | Path, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any]]:
-    """Read and build a checkpoint, see CheckpointFile.load_quantized."""
-    return CheckpointFile(path).load_quantized(device)
-
-
-def load_any(path: str | Path, device: torch.device | str = 'cpu') -> tuple[nn.Module, dict[str, Any] | None]:
-    """Read and build a checkpoint, see CheckpointFile.load_any."""
-    return CheckpointFile(path).load_any(device)
-
-
 @torch.no_grad()  # with gradients the folded weights would be results of a graph, which cannot be trained
 def fuse(model: nn.Module) -> nn.Module:
     """Fold batch norms into convolutions and each RepConvN into one 3x3 convolution, in place, and return the model."""
@@ -244,7 +190,7 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a file has it: contiguous, on the CPU, without a gradient. It may share the memory of `tensor`."""
+    """Return a tensor as a file has it: contiguous, on the CPU, without a gradient. It may share memory."""
     plain = tensor.detach().to('cpu', memory_format=torch.contiguous_format)
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 

@@ -20,7 +20,7 @@ from models.quantize.blocks import QuantResidual, Twin, WeightedTwin
 
 
 class QuantLinear(WeightedTwin, nn.Linear):
-    """Linear layer with its input quantized per tensor and its weight per output (axis 0)."""
+    """Linear layer with a quantized input and weight."""
 
     float_class = nn.Linear
 
@@ -40,30 +40,27 @@ class QuantAdaptiveAvgPool2d(Twin, nn.AdaptiveAvgPool2d):
 
 
 class _QuantBlock(QuantResidual):
-    """Residual block of torchvision, as QuantResidual.
+    """Residual block of torchvision, whose branch ends with a convolution, without an activation function.
 
-    Its branch ends with a convolution, without an activation function. So only the shortcut is quantized by default: the
-    convolution takes the Add along, and its sum is rounded once.
+    So only the shortcut is quantized by default: the convolution takes the Add along, and the sum is rounded once.
     """
 
     add_policy = 'residual'
 
     @classmethod
     def suits(cls, block: Any) -> bool:
-        """Tell whether `block` has a residual Add: some change the shape, and have none."""
         return type(block) is cls.float_class and getattr(block, 'use_res_connect', True)
 
 
 class _QuantResNetBlock(_QuantBlock):
     """ResNet's block with an INT8 Add.
 
-    torchvision calls one ReLU several times. The ReLUs before the Add are functions here: where a ReLU has a quantizer, the
+    torchvision calls one ReLU several times. Those before the Add are functions here: where a ReLU has a quantizer, the
     results inside the block would share its scale with the result of the block.
     """
 
     @classmethod
     def suits(cls, block: Any) -> bool:
-        """Tell whether `block` is torchvision's, with its ReLU."""
         return super().suits(block) and isinstance(block.relu, nn.ReLU)
 
 
@@ -110,10 +107,7 @@ class QuantInvertedResidualV3(_QuantBlock, InvertedResidualV3):
 
 
 class _QuantMBConv(_QuantBlock):
-    """EfficientNet's block with an INT8 Add."""
-
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Add the input to the branch: [B, C, H, W] → the same shape."""
         return self.added(x, self.stochastic_depth(self.block(x)))
 
 

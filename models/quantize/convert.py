@@ -16,7 +16,7 @@ from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.pytorch import classifies
+from utils.qat.prediction.pytorch import task_of
 from utils.qat.targets.target import Target, load_target
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
@@ -68,8 +68,7 @@ class Conversion:
     Attributes:
         swapped: path of a block → its float class.
         kept_float: path of a block → its reason to stay in float.
-        unknown: path → class of a module that this toolkit does not know. Its convolutions are quantized; its other
-            operations are not looked at.
+        unknown: path → class of a module that this toolkit does not know: only its convolutions are quantized.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -84,43 +83,42 @@ class Conversion:
 
 
 def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
-    """Find the blocks that stay in float.
+    """Find the blocks that stay in float: path → reason. Raises QatError for a detector without a YOLOv9 head."""
+    inside = float_inside_blocks(model, target)
+    return {**inside, **_float_in_head(model, target)} if task_of(model).boxes else inside
 
-    Of a classifier these are the two convolutions and the pooling of each squeeze-and-excitation. They compute a factor
-    for every channel from maps of one place: INT8 gains nothing there, and the factor changes a whole map. In ConvNeXt
-    they are the depthwise convolutions of the blocks: the sum that they read is float, because LayerNorm reads it too.
 
-    The last 1x1 convolutions of the head feed DFL, softmax and sigmoid directly, and DFL's own convolution has the
-    integers 0..15 as weights: INT8 costs precision of the boxes there. Whether it gains anything depends on the engine.
+def float_inside_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
+    """Find the parts of torchvision's blocks that stay in float: path → reason.
 
-    Args:
-        model: float, a classifier or with a YOLOv9 head.
-        target: the engine; its int8_outputs are left out.
-
-    Returns:
-        Path → reason.
-
-    Raises:
-        QatError: the last layer of a detector is no YOLOv9 head.
+    A squeeze-and-excitation computes a factor for every channel from maps of one place: INT8 gains nothing there, and
+    the factor changes a whole map. In ConvNeXt the sum that the depthwise convolutions read is float, because LayerNorm
+    reads it.
     """
-    if classifies(model):
-        reasons = {
-            SqueezeExcitation: 'squeeze-and-excitation',
-            CNBlock: 'reads the float sum',
-            ConvNeXt: 'LayerNorm reads it',
-        }
-        gate = '', 'avgpool', 'fc1', 'fc2', *(('activation', 'scale_activation') if target.activations else ())
-        # The stem and the reductions have no Q behind them, and an engine that fuses nothing wants one
-        outside = ('features.0.0', 'features.2.1', 'features.4.1', 'features.6.1') if target.activations else ()
-        inside = {SqueezeExcitation: gate, CNBlock: ('block.0',), ConvNeXt: ('avgpool', *outside)}
-        return {
-            f'{path}.{name}'.strip('.'): reasons[type(m)]
-            for path, m in model.named_modules()
-            for name in inside.get(type(m), ())
-        }
-    head_index = len(model.model) - 1
+    reasons = {
+        SqueezeExcitation: 'squeeze-and-excitation',
+        CNBlock: 'reads the float sum',
+        ConvNeXt: 'LayerNorm reads it',
+    }
+    gate = '', 'avgpool', 'fc1', 'fc2', *(('activation', 'scale_activation') if target.activations else ())
+    # The stem and the reductions have no Q behind them, and an engine that fuses nothing wants one
+    outside = ('features.0.0', 'features.2.1', 'features.4.1', 'features.6.1') if target.activations else ()
+    inside = {SqueezeExcitation: gate, CNBlock: ('block.0',), ConvNeXt: ('avgpool', *outside)}
+    return {
+        f'{path}.{name}'.strip('.'): reasons[type(m)]
+        for path, m in model.named_modules()
+        for name in inside.get(type(m), ())
+    }
+
+
+def _float_in_head(model: nn.Module, target: Target) -> dict[str, str]:
+    """Find the convolutions of a YOLOv9 head that stay in float: path → reason.
+
+    The last 1x1 convolutions feed DFL, softmax and sigmoid directly, and DFL's own has the integers 0..15 as weights:
+    INT8 costs precision of the boxes there. Whether it gains anything depends on the engine.
+    """
     kept, outputs = {}, 0
-    for name, module in model.model[-1].named_modules(prefix=f'model.{head_index}'):
+    for name, module in model.model[-1].named_modules(prefix=f'model.{len(model.model) - 1}'):
         if isinstance(module, DFL):
             kept[f'{name}.conv'] = 'integral over the box distribution'
         # A branch of the head is a Sequential (Conv, Conv, nn.Conv2d): the bare last one is an output.
@@ -146,20 +144,12 @@ def unknown_modules(model: nn.Module) -> dict[str, str]:
 
 def twins_of(model: nn.Module, target: Target) -> dict[type, Any]:
     """Return the twins for a model and a target: class → twin."""
-    twins = TWINS | class_blocks.TWINS if classifies(model) else TWINS
+    twins = TWINS if task_of(model).boxes else TWINS | class_blocks.TWINS
     return twins | ACTIVATIONS if target.activations else twins
 
 
 def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
-    """Find the blocks of a fused float model that `quantize_model` swaps.
-
-    Args:
-        model: float, fused.
-        target: the engine.
-
-    Returns:
-        Path → class, in the order of the network.
-    """
+    """Find the blocks of a fused float model that `quantize_model` swaps: path → class, in the order of the network."""
     kept, twins = float_blocks(model, target), twins_of(model, target)
     return {
         path: type(m).__name__
@@ -170,26 +160,12 @@ def find_twins(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
 
 def quantize_model(
     model: nn.Module,
-    add_policy: str | None = None,
     keep_float: Sequence[str] = (),
     target: Target = TENSORRT,
 ) -> Conversion:
-    """Swap the blocks of a model for their quantized twins, in place.
+    """Swap the blocks of a fused float model for their quantized twins, in place; blocks inside blocks too.
 
-    Blocks inside blocks are swapped too: a RepNCSPELAN4 keeps its class, its convolutions and bottlenecks change
-    theirs.
-
-    Args:
-        model: float, fused.
-        add_policy: see blocks.QuantResidual; None = the default of each block.
-        keep_float: paths of blocks (of `find_twins`) that are not swapped.
-        target: the engine.
-
-    Returns:
-        The record.
-
-    Raises:
-        QatError: see `float_blocks`.
+    `keep_float` has paths of `find_twins`. Raises QatError, see `float_blocks`.
     """
     done = Conversion(
         kept_float={**float_blocks(model, target), **dict.fromkeys(keep_float, CHOSEN)}, unknown=unknown_modules(model)
@@ -205,7 +181,7 @@ def quantize_model(
             if twin and twin.suits(child) and path not in done.kept_float:
                 parent._modules[name] = new = twin.from_float(child)
                 if isinstance(new, QuantResidual):
-                    wanted = add_policy or target.add_policies.get(new.add_policy, new.add_policy)
+                    wanted = target.add_policies.get(new.add_policy, new.add_policy)
                     if wanted != new.add_policy:
                         new.set_add_policy(wanted)
                 done.swapped[path] = twin.float_class.__name__

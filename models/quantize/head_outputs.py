@@ -10,26 +10,19 @@ import torch.nn as nn
 from models.quantize.network import layers
 from utils.qat.core.errors import QatError
 from utils.qat.evaluation.classes import divergence
-from utils.qat.prediction.pytorch import classifies
+from utils.qat.prediction.pytorch import task_of
 
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 
 
 @dataclass
 class ClassScores:
-    """Outputs of a classifier, as Raw for a detector: one logit for each class.
-
-    Softmax makes the distribution of one categorical variable of them. So the divergence is the Kullback-Leibler divergence
-    of the distributions, and each image has the weight 1.
-
-    Attributes:
-        logits: [B, classes].
-    """
+    """Outputs of a classifier, as Raw for a detector: the logits [B, classes] of one categorical variable."""
 
     logits: torch.Tensor
 
     def divergence_sums(self, wanted: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the divergence from the float model's scores, `wanted`, and the weight of each image: FP64 [B] both."""
+        """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
         found = divergence(self.logits, wanted.logits)
         return found, torch.ones_like(found)
 
@@ -39,10 +32,9 @@ class ClassScores:
         return torch.stack((t.square().sum(), (s - t).square().sum()))[None]
 
     def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a random v whose covariance is the Fisher information of the logits, see fisher.probe.
+        """Draw a random v whose covariance is the Fisher information of the logits, and its weight, FP32 [].
 
-        Returns:
-            v, the shape of the logits, and the weight, FP32 [].
+        See fisher.probe.
         """
         p = self.logits.detach().softmax(1)
         one = (len(p), 1)
@@ -58,8 +50,8 @@ class Raw:
     Attributes:
         maps: of each level [B, 4 bins + classes, H, W]: logits of the distances to the four sides, and of the classes.
         boxes: [B, 4, N], decoded: centre, width and height in pixels.
-        coefficients: tensor of masks, [B, nm, N]; None for a detector.
-        prototypes: tensor of masks, [B, nm, H / 4, W / 4]; None for a detector.
+        coefficients: of masks, [B, nm, N]; None for a detector.
+        prototypes: of masks, [B, nm, H / 4, W / 4]; None for a detector.
     """
 
     maps: Sequence[torch.Tensor]
@@ -87,11 +79,7 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def output_parts(output: Any) -> list[list[torch.Tensor]]:
-    """Group the tensors of a layer's output.
-
-    Returns:
-        Maps, coefficients and prototypes for a segmentation head in training mode; one group for any other layer.
-    """
+    """Group a layer's tensors: maps, coefficients and prototypes of a segmentation head in training mode, else one group."""
     if isinstance(output, tuple) and isinstance(output[0], list):
         return [output_tensors(part) for part in output]
     return [output_tensors(output)]
@@ -104,25 +92,16 @@ def head_of(model: nn.Module) -> nn.Module:
 
 def bins_of(model: nn.Module) -> int:
     """Return the number of bins in the head's distribution of a distance; 0 for a classifier."""
-    return 0 if classifies(model) else head_of(model).reg_max
+    return getattr(head_of(model), 'reg_max', 0)
 
 
 def has_known_head(model: nn.Module) -> bool:
     """Tell whether the outputs of `model` fit Raw: it is a classifier, or its head is one of HEADS."""
-    return classifies(model) or type(head_of(model)).__name__ in HEADS
+    return not task_of(model).boxes or type(head_of(model)).__name__ in HEADS
 
 
 def require_known_head(model: nn.Module, purpose: str, instead: str) -> None:
-    """Refuse a model whose head is not one of HEADS.
-
-    Args:
-        model: of upstream, float or quantized.
-        purpose: option or command that needs such a head.
-        instead: advice, a clause.
-
-    Raises:
-        QatError: with `purpose` and `instead`.
-    """
+    """Raise QatError if the model's head is not one of HEADS; `purpose` needs one, `instead` is a clause of advice."""
     if not has_known_head(model):
         raise QatError(
             f"{purpose}: only for the heads {', '.join(HEADS)}, and the model's is {type(head_of(model)).__name__}; {instead}"

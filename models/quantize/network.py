@@ -1,21 +1,17 @@
-"""The layers of a network, whatever its task; and the form of a classifier that all later steps take."""
+"""The layers of a network, whatever its task, and the folding of its batch norms."""
 
 import torch
 import torch.nn as nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from utils.qat.prediction.pytorch import classifies
-
-CLASSIFIER_STRIDE = 32  # pixels, of a network of torchvision; upstream takes the same
-
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """List the layers that a network computes one after the other, by path.
 
-    Of an upstream model these are its numbered layers. Of a network of torchvision they are its parts; a plain Sequential is
-    no layer, its parts are.
+    Of an upstream model these are its numbered layers; of a network of torchvision its parts, and those of a
+    Sequential.
     """
-    if not classifies(model):
+    if hasattr(model, 'model'):
         return {f'model.{i}': layer for i, layer in enumerate(model.model)}
     found: dict[str, nn.Module] = {}
 
@@ -28,34 +24,6 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
     visit(model, '')
     return found
-
-
-@torch.no_grad()
-def prepare_classifier(model: nn.Module, size: int) -> None:
-    """Give a classifier as classify/train.py saves it the attributes and the form of the other models, in place.
-
-    It gets a stride and names if it has none, and no activation function overwrites its input: tensors are told apart by
-    identity.
-
-    Args:
-        model: upstream's or torchvision's, in eval mode.
-        size: side of an image that it is run on, in pixels.
-
-    Raises:
-        ValueError: it does not return one score for each class.
-    """
-    for m in model.modules():
-        if getattr(m, 'inplace', False):
-            m.inplace = False
-    if not hasattr(model, 'stride'):
-        model.stride = torch.tensor([float(CLASSIFIER_STRIDE)])
-    scores = model(torch.zeros(1, 3, size, size))
-    if not isinstance(scores, torch.Tensor) or scores.dim() != 2:
-        raise ValueError('a classifier returns one score for each class')
-    if not getattr(model, 'names', None):
-        model.names = {i: str(i) for i in range(scores.shape[1])}
-    if len(model.names) != scores.shape[1]:
-        raise ValueError(f'{len(model.names)} names of classes and {scores.shape[1]} scores')
 
 
 @torch.no_grad()

@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 import models
 from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
-from utils.qat.untrusted.plain_values import TRUST, Values
+from utils.qat.untrusted.plain_values import TRUST, Values, is_empty
 from utils.qat.untrusted.torch_archive import Archive
 
-TWINS = (
-    'models.quantize.blocks',
-    'models.quantize.class_blocks',
-    'models.quantize.quantizers',
-)  # modules of this toolkit
+TWINS = 'models.quantize.blocks', 'models.quantize.class_blocks', 'models.quantize.quantizers'  # of this toolkit
 TORCH = {
     f'torch.nn.modules.{module}.{name}'
     for module, names in {  # layers of YOLOv9's networks
@@ -52,27 +49,15 @@ TORCHVISION = {  # module → its classifiers, and the layers that only they hav
     'torchvision.models.efficientnet': {'EfficientNet', 'FusedMBConv', 'MBConv'},
     'torchvision.models.mobilenetv2': {'InvertedResidual', 'MobileNetV2'},
     'torchvision.models.mobilenetv3': {'InvertedResidual', 'MobileNetV3'},
-    'torchvision.models.regnet': {
-        'AnyStage',
-        'BottleneckTransform',
-        'RegNet',
-        'ResBottleneckBlock',
-        'SimpleStemIN',
-    },
+    'torchvision.models.regnet': {'AnyStage', 'BottleneckTransform', 'RegNet', 'ResBottleneckBlock', 'SimpleStemIN'},
     'torchvision.models.resnet': {'BasicBlock', 'Bottleneck', 'ResNet'},
     'torchvision.ops.misc': {'Conv2dNormActivation', 'Permute', 'SqueezeExcitation'},
     'torchvision.ops.stochastic_depth': {'StochasticDepth'},
 }
 # Attributes of classifiers that only training needs, left out: a class, and the preparation of images, which are code
 UNUSED = '_norm_layer', 'transforms'
-WRAPPERS = {  # classes of the tree that read files or wrap whole models
-    'AutoShape',
-    'DetectMultiBackend',
-    'Ensemble',
-    'ONNX_ORT',
-    'ONNX_TRT',
-    'End2End',
-}
+# classes of the tree that read files or wrap whole models
+WRAPPERS = 'AutoShape', 'DetectMultiBackend', 'Ensemble', 'ONNX_ORT', 'ONNX_TRT', 'End2End'
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
 
@@ -83,19 +68,15 @@ def build(archive: Archive) -> Any:
         Refused: the pickle is damaged, or asks for more than a checkpoint needs.
     """
     with without_collector():
-        return Modules(archive.members).value(archive.content)
+        return _Modules(archive.members).value(archive.content)
 
 
-class Modules(Values):
+class _Modules(Values):
     """A builder of plain values that builds modules too."""
 
+    @override
     def other(self, record: Call) -> torch.nn.Module:
-        """Build a module.
-
-        Raises:
-            Refused: the record is no module, its class may not be built, or an attribute is not data.
-        """
-        cls: Any = layer_class(record.function)
+        cls: Any = _layer_class(record.function)
         if not record.new or record.arguments or record.items or type(record.state) is not dict:
             raise Refused(
                 f'its pickle calls {record.function.text}, which was not done: modules of a checkpoint are made without their '
@@ -103,25 +84,15 @@ class Modules(Values):
             )
         _require_names(cls, tuple(record.state))
         module = object.__new__(cls)
-        state = {name: self.attribute(module, name, item, record) for name, item in record.state.items()}
+        state = {name: self._attribute(module, name, item, record) for name, item in record.state.items()}
         for name, kind in (('_parameters', torch.Tensor), ('_buffers', torch.Tensor), ('_modules', torch.nn.Module)):
             _require_parts(state.get(name), name, kind)
         fill_in: Any = next(c for c in cls.__mro__ if '__setstate__' in vars(c) and c.__module__.startswith('torch.'))
         fill_in.__setstate__(module, state)  # PyTorch's own adds what older versions did not store
         return module
 
-    def attribute(self, module: torch.nn.Module, name: str, item: Any, record: Call) -> Any:
-        """Build the value of an attribute.
-
-        Args:
-            module: that has the attribute.
-            name: of the attribute.
-            item: record of the value, or a plain value.
-            record: of the module.
-
-        Raises:
-            Refused: the value is code.
-        """
+    def _attribute(self, module: torch.nn.Module, name: str, item: Any, record: Call) -> Any:
+        """Build the value of an attribute from its record `item`; `record` is the module's. Refuse code."""
         kind = type(item)
         if name in UNUSED:
             return None
@@ -133,13 +104,9 @@ class Modules(Values):
         if kind is bool or item is None:
             return item
         if 'hook' in name:
-            if (
-                kind is Call
-                and item.function.text == 'collections.OrderedDict'
-                and not (item.items or item.state or item.arguments)
-            ) or item == {}:
-                return OrderedDict()
-            raise Refused(f'a {type(module).__name__} has hooks ({name}), which are code; {TRUST}')
+            if item != {} and not is_empty(item):
+                raise Refused(f'a {type(module).__name__} has hooks ({name}), which are code; {TRUST}')
+            return OrderedDict()
         value = self.value(item)
         if name != '_modules' and kind not in (int, float, str):
             _require_data(value, f'{type(module).__name__}.{name}')
@@ -150,7 +117,7 @@ class Modules(Values):
 def _require_names(cls: type, names: tuple[Any, ...]) -> None:
     """Refuse names that are no identifiers, and attributes that hide a method or a property of `cls`.
 
-    Two attributes may hide one, `forward` and `type`: `attribute` checks these.
+    Two attributes may hide one, `forward` and `type`: `_attribute` checks these.
     """
     for name in names:
         if type(name) is not str or not name.isidentifier() or name.startswith('__') or name == '_compiled_call_impl':
@@ -189,7 +156,7 @@ def _method(module: torch.nn.Module, call: Any, owner: Call) -> Any:
     ):
         raise Refused(f'its pickle gives a {type(module).__name__} a method that is not its own; {TRUST}')
     of, name = call.arguments
-    cls = type(module) if of is owner else layer_class(of) if type(of) is Name else None
+    cls = type(module) if of is owner else _layer_class(of) if type(of) is Name else None
     found = (
         inspect.getattr_static(cls, name, None) if cls and type(name) is str and name.startswith('forward') else None
     )
@@ -198,12 +165,8 @@ def _method(module: torch.nn.Module, call: Any, owner: Call) -> Any:
     return types.MethodType(found, module) if of is owner else found
 
 
-def layer_class(name: Name) -> type[torch.nn.Module]:
-    """Find the class of modules that a pickle names: PyTorch's on the list, this tree's, or this toolkit's.
-
-    Raises:
-        Refused: there is no such class, or it may not be built.
-    """
+def _layer_class(name: Name) -> type[torch.nn.Module]:
+    """Find the class of modules that a pickle names: PyTorch's on the list, this tree's, or this toolkit's."""
     if name.text in TORCH:
         return getattr(torch.nn, name.text.rpartition('.')[2])
     module, _, cls = name.text.rpartition('.')

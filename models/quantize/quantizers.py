@@ -1,8 +1,8 @@
 """The fake-quantizer: one class for activations and weights, and the contexts that switch it.
 
 This is the only file that imports pytorch_quantization (2.1.3). The state machine (enabled, quantizing, collecting) is
-its TensorQuantizer, under names that users of such checkpoints know. The arithmetic is PyTorch's native
-`fake_quantize_*` operators, because the ONNX exporter turns these into QuantizeLinear/DequantizeLinear:
+its TensorQuantizer. The arithmetic is PyTorch's native `fake_quantize_*` operators, because the ONNX exporter turns
+these into QuantizeLinear/DequantizeLinear:
 
     scale = amax / 127,  q = clamp(round_half_even(x / scale) + zero_point, -128, 127),  y = (q - zero_point) * scale
 
@@ -44,27 +44,15 @@ logging.getLogger('absl').propagate = False
 
 
 def usable_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Round amax / 127 to FP16 numbers, within the limits of MIN_AMAX and MAX_AMAX.
-
-    Args:
-        amax: 0 or more, any shape.
-
-    Returns:
-        Scales, FP32 with values of FP16, the same shape.
-    """
+    """Round amax / 127 (any shape) to FP16 numbers, within MIN_AMAX and MAX_AMAX; the result is FP32."""
     return (amax.float().clamp(MIN_AMAX, MAX_AMAX) / QMAX).half().float()
 
 
 def shifted_range(amax: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay the INT8 steps over the part of -amax..amax that has values, instead of all of it.
+    """Lay the INT8 steps over the part of -amax..amax that has values, `lowest` to `highest`, FP32 [].
 
-    Args:
-        amax: 0 or more, any shape.
-        lowest: smallest value, FP32 [].
-        highest: largest value, FP32 [].
-
-    Returns:
-        Scales and zero points, FP32 and INT32 in the shape of `amax`. The range contains 0, because convolutions pad with it.
+    Returns scales (FP32) and zero points (INT32), in the shape of `amax`. The range contains 0, because convolutions
+    pad with it.
     """
     low, high = torch.maximum(-amax, lowest.clamp(max=0)), torch.minimum(amax, highest.clamp(min=0))
     scale = usable_scale((high - low) * QMAX / (QMAX - QMIN))
@@ -72,14 +60,11 @@ def shifted_range(amax: torch.Tensor, lowest: torch.Tensor, highest: torch.Tenso
 
 
 class Quantizer(TensorQuantizer):
-    """Fake quantization of a tensor to INT8: per tensor (activations) or per slice of an axis (weights).
+    """Fake quantization to INT8: per tensor (`axis` None, activations) or per slice of an axis (weights).
 
     It has two buffers. `_amax` is 127 steps, with zero point 0 the largest magnitude that INT8 represents: FP32 at any
     precision of the model, shape [] or [C]. `_zero_point` is INT32 of the same shape. Before `set_amax` the quantizer
     can only collect statistics.
-
-    Args:
-        axis: of the slices; None = per tensor.
     """
 
     least = -float('inf')  # smaller values do not widen the range
@@ -95,26 +80,16 @@ class Quantizer(TensorQuantizer):
         return self._if_quant and not self._disabled
 
     def steps(self, amax: torch.Tensor, *ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute scales and zero points for values up to `amax`.
+        """Compute scales (FP32) and zero points (INT32) for values up to `amax`, of its shape.
 
-        Args:
-            amax: 0 or more, any shape.
-            *ends: the smallest and the largest value, FP32 []; read if the zero point follows from them.
-
-        Returns:
-            FP32 and INT32, the same shape.
+        `ends` are the smallest and the largest value, FP32 []; read if the zero point follows from them.
         """
         if self.shifts and ends:
             return shifted_range(amax, *ends)
         return usable_scale(amax), torch.zeros_like(amax, dtype=torch.int32)
 
     def set_amax(self, amax: torch.Tensor, *ends: torch.Tensor) -> None:
-        """Set the range, rounded so that the scale is an FP16 number, and raised to MIN_AMAX if it is smaller.
-
-        Args:
-            amax: 0 or more, [] or [C].
-            *ends: see `steps`.
-        """
+        """Set the range [] or [C], with an FP16 number as scale, raised to MIN_AMAX if it is smaller; `ends`: see `steps`."""
         scale, zero_point = self.steps(amax.detach(), *ends)
         self.register_buffer('_amax', scale * QMAX)  # 11 bits times 7: exact in FP32
         self.register_buffer('_zero_point', zero_point)
@@ -125,7 +100,6 @@ class Quantizer(TensorQuantizer):
         return self._amax / QMAX
 
     def _quant_forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize `inputs` (any float dtype; shape unchanged)."""
         fixed = self.__dict__.get('_fixed')
         return fixed(self, inputs) if fixed else self._fake_quantize(inputs, self.scale, self._zero_point)
 
@@ -178,8 +152,8 @@ def rounded_unit(x: torch.Tensor) -> torch.Tensor:
 def _without_gradient(inputs: torch.Tensor) -> bool:
     """Tell whether nothing needs PyTorch's operators: FP32 on a CPU, without a backward pass and without an exporter.
 
-    The operators make a mask for the backward pass, and on a CPU their rounding takes ten times as long. On a GPU they
-    are used in any case: they are one kernel, and the number of kernels counts there.
+    On a CPU their rounding takes ten times as long. On a GPU they are one kernel, and the number of kernels counts
+    there.
     """
     return not (torch.is_grad_enabled() or torch.jit.is_tracing()) and _rounds_slowly(inputs)
 
@@ -190,25 +164,18 @@ def _rounds_slowly(inputs: torch.Tensor) -> bool:
 
 
 def rounded(inputs: torch.Tensor, scale: torch.Tensor, zero_point: int = 0) -> torch.Tensor:
-    """Quantize and dequantize as PyTorch's operators do, step by step, without a gradient.
-
-    Args:
-        inputs: FP32, any shape.
-        scale: FP32, a shape that broadcasts.
-        zero_point: -128..127.
-    """
+    """Quantize and dequantize FP32 as PyTorch's operators do, step by step, without a gradient; `scale` broadcasts."""
     return (inputs * scale.reciprocal()).round_().clamp_(QMIN - zero_point, QMAX - zero_point).mul_(scale)
 
 
 class _Rounded(torch.autograd.Function):
-    """Fake quantization that rounds as `rounded` does and has a gradient, which passes where the input is inside the range.
+    """Fake quantization as `rounded`, with a gradient that passes where the input is inside the range.
 
     On a CPU the forward pass takes a third of the time of PyTorch's operator.
     """
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor:
-        """Round FP32 inputs of any shape."""
         steps = (inputs * torch.tensor(scale).reciprocal()).round_()
         kept = steps.clamp(QMIN - zero_point, QMAX - zero_point)
         ctx.save_for_backward(kept == steps)
@@ -216,7 +183,6 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the inputs."""
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None
 
@@ -238,7 +204,7 @@ def has_zero_points(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _switched(model: nn.Module, **flags: bool) -> Iterator[nn.Module]:
-    """Set flags of all quantizers inside this context, and restore them after it."""
+    """Set flags of all quantizers inside this context."""
     quantizers = [q for _, q in named_quantizers(model)]
     before = [{k: getattr(q, k) for k in flags} for q in quantizers]
     try:
@@ -278,17 +244,15 @@ def gpu_kernels(device: torch.device) -> Any:
 
 
 class FixedScales:
-    """Context in which a model keeps its present scales and does not compute them again at every call.
+    """Context in which a calibrated model keeps its present scales and does not compute them again at every call.
 
     The results are the same, with fewer kernels, and the host never waits for the device. Per tensor the operator also
     takes a plain number as scale. Per channel it reads back only integer zero points, to check them, so here they are
     not integers.
 
-    Args:
-        model: quantized, calibrated.
-        share: round a tensor once per context, and keep it once for the backward pass, although it passes one quantizer
-            on several ways (residual Add and convolution, two branches). The gradients of these ways are then added in
-            another order.
+    With `share` a tensor is rounded once per context, and kept once for the backward pass, although it passes one
+    quantizer on several ways (residual Add and convolution). The gradients of these ways are then added in another
+    order.
     """
 
     def __init__(self, model: nn.Module, share: bool = False) -> None:
@@ -336,8 +300,7 @@ class FixedScales:
 class RoundedOnce(FixedScales):
     """Context of passes without gradients: a weight is rounded once, and a tensor once per pass. The results are the same.
 
-    Args:
-        model: quantized, calibrated. Its weights and scales must not change after that.
+    The model's weights and scales must not change after this is made.
     """
 
     def __init__(self, model: nn.Module) -> None:

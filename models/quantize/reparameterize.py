@@ -1,8 +1,8 @@
 """Reparameterization: a model with two branches becomes a model with one branch and the same main outputs.
 
 YOLOv9 trains with an auxiliary branch that inference does not need. The graph defines this branch: the main inputs of
-the head do not depend on its layers. They are dropped, the other layers are renumbered, and the Dual head becomes its
-single twin. Nothing depends on the model's size, so custom widths and numbers of classes work too.
+the head do not depend on its layers. They are dropped, the other layers are renumbered, and the parts of the Dual head's
+main branch become its single twin. Nothing depends on the model's size, so custom widths and numbers of classes work too.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch.nn as nn
 from models.common import Silence
 
 from models import yolo
-from models.quantize.weightless import parameter_shapes
+from models.quantize.weightless import network_layers, shapes_of
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.model_yaml import require_network
 
@@ -30,6 +30,7 @@ HEADS = {
     'DualDSegment': ('DSegment', {'cv4': 'cv2', 'cv5': 'cv3', 'dfl2': 'dfl', 'cv7': 'cv4', 'proto2': 'proto'}),
 }
 
+OTHER = "is not that of its model; use a checkpoint of upstream's training"
 DIFFERENCE = 1e-3  # of the outputs before and after, at most; it is 0 but for the order of sums
 
 
@@ -37,7 +38,7 @@ DIFFERENCE = 1e-3  # of the outputs before and after, at most; it is 0 but for t
 class Reparameterized:
     """A single-branch model, and the layers that it was made from."""
 
-    model: nn.Module
+    model: nn.Module  # FP32, in eval mode, on the CPU
     kept: list[int]  # old indices of its layers, in order
     dropped: list[int]  # old indices
     head: str  # class of the new head
@@ -92,29 +93,8 @@ def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], h
     return {**deepcopy(model.yaml), 'backbone': layers[:in_backbone], 'head': layers[in_backbone:]}
 
 
-def _single_state(model: nn.Module, kept: Sequence[int], renames: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Collect the state dict of the single model: layers renumbered, parts of the head's main branch renamed."""
-    new_index = {old: new for new, old in enumerate(kept)}
-    head_index, state = len(model.model) - 1, {}
-    for key, value in model.state_dict().items():
-        _, layer, rest = key.split('.', 2)
-        if int(layer) in new_index:
-            state[f'model.{new_index[int(layer)]}.{rest}'] = value
-        elif int(layer) == head_index:
-            part, _, tail = rest.partition('.')
-            if part in renames:
-                state[f'model.{len(kept)}.{renames[part]}.{tail}'] = value
-    return state
-
-
 def reparameterize(model: nn.Module) -> Reparameterized:
-    """Make a single-branch model that computes the same outputs as the main branch of `model`.
-
-    Args:
-        model: with one of HEADS, on the CPU; it becomes FP32.
-
-    Returns:
-        The new model, FP32, in eval mode, on the CPU, and the old layers.
+    """Make a single-branch model that computes the main outputs of `model`, which is on the CPU and becomes FP32.
 
     Raises:
         QatError: the head has no auxiliary branch, or no single twin in this upstream tree; the YAML in the checkpoint
@@ -132,37 +112,44 @@ def reparameterize(model: nn.Module) -> Reparameterized:
     content: Any = getattr(model, 'yaml', None)
     require_network(content, source)
     if not isinstance(model, yolo.DetectionModel) or len(content['backbone'] + content['head']) != len(model.model):
-        raise QatError(f"{source}: is not that of its model; use a checkpoint of upstream's training")
+        raise QatError(f'{source}: {OTHER}')
     inputs = _main_inputs(old_head)
     kept = _reached(model, inputs)
 
     content = _single_yaml(model, kept, inputs, head)
-    ours, state = parameter_shapes(content, source), _single_state(model.float(), kept, renames)
-    wrong = sorted(set(ours) ^ set(state)) or [k for k in ours if ours[k] != state[k].shape]
+    described, read = network_layers(content, source)
+    new_head = described[-1]
+    parts = {new: getattr(old_head, old) for old, new in renames.items()}
+    layers, parts = deepcopy(([model.float().model[i] for i in kept], parts))  # at once: they share activations
+    if [type(layer) for layer in layers] != [type(layer) for layer in described[:-1]]:
+        raise QatError(f'{source}: {OTHER}')
+    for ours, theirs in zip(layers, described):
+        ours.i, ours.f = theirs.i, theirs.f
+    wanted = shapes_of(described)
+    for name, part in parts.items():
+        setattr(new_head, name, part)
+    new_head.stride, new_head.inplace = old_head.stride.clone(), old_head.inplace
+    found = nn.Sequential(*layers, new_head)
+    shapes = shapes_of(found)
+    wrong = sorted(set(wanted) ^ set(shapes)) or [k for k in wanted if wanted[k] != shapes[k]]
     if wrong:
         raise QatError(
             f'reparameterization: {len(wrong)} parameters do not match, the first is {wrong[0]}; '
             'please report this model'
         )
-    single = type(model)(content, ch=content.get('ch') or 3)
-    single.load_state_dict(state, strict=True)
-    for attribute in ('names', 'nc', 'hyp', 'args', 'task'):
-        if hasattr(model, attribute):
-            setattr(single, attribute, deepcopy(getattr(model, attribute)))
+    single = deepcopy(model, {id(model.model): found})  # all else is the model's
+    single.yaml, single.save = content, read
+    vars(single).pop('yaml_file', None)  # of the network with two branches
     dropped = [i for i in range(len(model.model) - 1) if i not in kept]
     return Reparameterized(single.eval(), kept, dropped, head)
 
 
 def main_branch(model: nn.Module, source: str) -> tuple[Reparameterized, float]:
-    """Reparameterize a model, and check the result.
-
-    Args:
-        model: see `reparameterize`.
-        source: of the model, for messages: '--weights FILE'.
+    """Reparameterize a model, and check the result. source: of the model, for messages.
 
     Returns:
-        What `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and how far the outputs were
-        from the main branch before the rounding, see `largest_difference`.
+        What `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and the
+        `largest_difference` before the rounding.
 
     Raises:
         QatError: see `reparameterize`; or the outputs differ.
@@ -179,13 +166,7 @@ def main_branch(model: nn.Module, source: str) -> tuple[Reparameterized, float]:
 
 @torch.no_grad()
 def largest_difference(dual: nn.Module, single: nn.Module, size: int = 64) -> float:
-    """Compute the largest absolute difference between the main outputs of `dual` and the outputs of `single`.
-
-    Args:
-        dual: with two branches or more.
-        single: made from it.
-        size: side of the random image, in pixels.
-    """
+    """Compute the largest absolute difference between the main outputs of `dual` and those of `single`, on noise of `size` pixels."""
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     ours, theirs = (m.eval()(image)[0] for m in (single, dual))
     return (ours - (theirs[-1] if isinstance(theirs, (list, tuple)) else theirs)).abs().max().item()

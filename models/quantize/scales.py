@@ -6,8 +6,8 @@ So all tensors joined by such operations form one group with one scale. Tensors 
 of a residual Add) are in one group too. Sources: NVIDIA-AI-IOT/yolo_deepstream,
 yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md, and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
-Nothing is guessed from names: the dry run records every operation on every tensor, and union-find does the rest. Such a
-run also tells which tensors are never negative, for an engine that takes these as unsigned integers.
+Nothing is guessed from names: the run records every operation on every tensor. Another such run tells which tensors are
+never negative, for an engine that takes these as unsigned integers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -68,7 +68,6 @@ class _Groups:
         return key
 
     def join(self, items: Iterable) -> None:
-        """Make one group of the groups of `items`."""
         roots = [self.find(i) for i in items]
         for root in roots[1:]:
             self.parent[root] = roots[0]
@@ -131,14 +130,7 @@ class _Signs(TorchFunctionMode):
 def _dry_run(
     model: nn.Module, size: int, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]
 ) -> None:
-    """Run a quantized model in float on one blank image, and show `met` each activation quantizer with its input, in order.
-
-    Args:
-        model: quantized; it need not be calibrated.
-        size: side of the image, in pixels.
-        watch: context of the run.
-        met: takes a quantizer and its input.
-    """
+    """Run a quantized model in float on a blank image, and show `met` each activation quantizer with its input."""
     hooks = [
         q.register_forward_pre_hook(lambda quantizer, inputs: met(quantizer, inputs[0]))
         for _, q in named_quantizers(model)
@@ -155,15 +147,7 @@ def _dry_run(
 
 @torch.no_grad()
 def never_negative(model: nn.Module, size: int = 64) -> list[tuple[str, Quantizer]]:
-    """Find the activation quantizers whose inputs are never negative, such as behind a ReLU, by a dry run.
-
-    Args:
-        model: quantized; it need not be calibrated.
-        size: side of the image, in pixels.
-
-    Returns:
-        Path and quantizer, in the order of the model.
-    """
+    """Find the activation quantizers, by path, whose inputs are never negative, such as behind a ReLU, by a dry run."""
     signs, never = _Signs(), dict[Quantizer, bool]()
 
     def met(quantizer: Quantizer, x: torch.Tensor) -> None:
@@ -175,14 +159,9 @@ def never_negative(model: nn.Module, size: int = 64) -> list[tuple[str, Quantize
 
 @torch.no_grad()
 def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
-    """Find the groups of activation quantizers that must share a scale, by a dry run on one blank image.
+    """Find the groups of activation quantizers (paths) that must share a scale, by a dry run on one blank image.
 
-    Args:
-        model: quantized; it need not be calibrated.
-        size: side of the image, in pixels.
-
-    Returns:
-        Paths by group, in the order of the network. A quantizer that shares with no other is a group of one.
+    They are in the order of the network. A quantizer that shares with no other is a group of one.
     """
     groups = _Groups()
     order: list[int] = []
@@ -201,15 +180,7 @@ def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
 
 
 def tie_scales(model: nn.Module, size: int = 64) -> list[list[str]]:
-    """Replace the quantizers of each group by one, in place: it is calibrated on the inputs of all of them.
-
-    Args:
-        model: quantized.
-        size: see `scale_groups`.
-
-    Returns:
-        The groups, see `scale_groups`.
-    """
+    """Replace the quantizers of each of `scale_groups` by one, in place: it is calibrated on the inputs of all of them."""
     found = scale_groups(model, size)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
     for path, module in model.named_modules():
@@ -227,14 +198,7 @@ def tie_scales(model: nn.Module, size: int = 64) -> list[list[str]]:
 
 
 def shared_scales(model: nn.Module) -> list[list[str]]:
-    """Read the groups of activation quantizers that are one and the same object; see `scale_groups`.
-
-    Args:
-        model: quantized; with tied scales, if they were asked for.
-
-    Returns:
-        Paths by group.
-    """
+    """Read the groups of activation quantizers (paths) that are one and the same object; see `scale_groups`."""
     groups: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Quantizer) and module._axis is None:

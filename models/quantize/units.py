@@ -27,8 +27,8 @@ def layer_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
 def _block(model: nn.Module, path: str) -> str:
     """Find the path of the block that the twin at `path` belongs to.
 
-    A layer that is built of blocks (ELAN, the head) keeps them in containers. Its blocks are the parts that are no
-    containers. Any other layer is one block, and so is each layer of a classifier of torchvision.
+    A layer that is built of blocks (ELAN, the head) keeps them in containers: its blocks are the parts that are none.
+    Any other layer is one block, and so is each layer of a classifier of torchvision.
     """
     unit, module = layer_of(model, path)
     names = path[len(unit) + 1 :].split('.') if path != unit else []
@@ -42,16 +42,7 @@ def _block(model: nn.Module, path: str) -> str:
 
 
 def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> dict[str, list[str]]:
-    """Group twins into units.
-
-    Args:
-        model: quantized or float.
-        twins: paths, as in Conversion.swapped.
-        granularity: one of GRANULARITIES (config/qat.py).
-
-    Returns:
-        Unit → paths of its twins, in the order of the network.
-    """
+    """Group twins (paths) into units, by one of GRANULARITIES: unit → paths of its twins, in the order of the network."""
     unit_of: dict[str, Callable[[str], str]] = {  # granularity → (path of a twin → its unit)
         'layer': lambda path: layer_of(model, path)[0],
         'block': lambda path: _block(model, path),
@@ -80,21 +71,11 @@ def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
 
 
 def left_out(paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
-    """Select the twins that stay in float by --exclude and --only.
+    """Select the twins, of `paths`, that stay in float by the regular expressions of --exclude and --only.
 
-    A regular expression is matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer
-    22.
-
-    Args:
-        paths: of all twins.
-        exclude: regular expressions; a twin that one of them matches stays in float.
-        only: regular expressions; if there are any, a twin that none of them matches stays in float.
-
-    Returns:
-        Paths, in the order of `paths`.
-
-    Raises:
-        QatError: an expression is invalid or matches nothing, or no twin is left to quantize.
+    They are matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer 22. With `only`,
+    a twin that none of them matches stays in float. Raises QatError if an expression is invalid or matches nothing, or
+    if no twin is left to quantize.
     """
     chosen: set[str] = set().union(*(_matching(paths, regex, '--only') for regex in only)) if only else set(paths)
     chosen -= set().union(*(_matching(paths, regex, '--exclude') for regex in exclude))

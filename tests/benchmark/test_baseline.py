@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from zoo import command as run
 
-from models.deploy.onnx_export import export_onnx
+from models.deploy.formats.onnx import export_onnx
 from utils.qat.benchmark.baseline import baseline_of
 from utils.qat.benchmark.tables import baseline_table, with_short_names
 from utils.qat.config.engine import BenchmarkConfig, image_sizes
@@ -28,7 +28,6 @@ def files(small, tmp_path_factory):
 
 
 def measured(files, names, *more):
-    """Results of a short run, and its folder."""
     given = [files / name for name in names]
     short = '--duration', 0.05, '--warmup', 0, '--device', 'cpu', '--workers', 0
     run('benchmark_trt.py', *given, *short, '--project', files, '--name', 'runs', '--exist-ok', *more)
@@ -82,7 +81,7 @@ def test_several_sizes_and_formats(files):
     results = json.loads((folder / 'benchmark.json').read_text())
     assert [r['imgsz'] for r in results['results']] == [[64, 64], [96, 64]]
     assert [r['against']['latency_speed_up'] for r in results['results']] == [1, 1], 'each size has its own baseline'
-    assert sorted(f.name for f in folder.iterdir()) == ['benchmark.csv', 'benchmark.json']
+    assert sorted(f.name for f in folder.iterdir()) == ['.lock', 'benchmark.csv', 'benchmark.json']
     rows = list(csv.DictReader((folder / 'benchmark.csv').open()))
     assert [(row['height'], row['width'], row['batch axis']) for row in rows] == [
         ('64', '64', 'open'),

@@ -22,10 +22,11 @@ from conftest import TREE
 from onnx import TensorProto, helper, numpy_helper
 from zoo import program
 
-from models.deploy.onnx_export import export_onnx
-from models.quantize.checkpoint import kind_of, load_any
+from models.deploy.formats.onnx import export_onnx
+from models.quantize.checkpoint import CheckpointFile
 from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
+from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO, MeasuredPyTorch
 from utils.qat.benchmark.model_files import BATCHES, Network, give_sizes, networks_of, shapes_of
 from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.timing import LEAST_QUERIES, HostClock, in_line, measure, statistics
@@ -33,13 +34,11 @@ from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.onnxruntime import OnnxRuntime
-from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.pytorch import PyTorch, TorchModel
+from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
-NO_OPENVINO = OpenVINO.missing('openvino', CPU)
-FLOATS = () if NO_OPENVINO else OpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
+NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
+FLOATS = () if NO_OPENVINO else MeasuredOpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
 needs_openvino = pytest.mark.skipif(bool(NO_OPENVINO), reason=NO_OPENVINO)
 SIZE = 64  # pixels
 
@@ -90,11 +89,11 @@ def classifier():
 
 
 def network(file):
-    return networks_of([file], kind_of)[0]
+    return networks_of([file], lambda file: CheckpointFile(file).kind)[0]
 
 
 def load(file, device):
-    model, quant = load_any(file, device)
+    model, quant = CheckpointFile(file).load_any(device)
     return model, quant is not None
 
 
@@ -126,7 +125,7 @@ def test_statistics_by_hand():
 
 
 def test_figures_of_a_measurement_belong_together(files):
-    with OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True) as runner:
+    with MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32') as runner:
         runner.prepare(shapes_of(network(files / 'demo.onnx').inputs, 2, None, files / 'demo.onnx'))
         found = measure(runner, warmup=0, duration=0.001)
     assert found['queries'] >= LEAST_QUERIES and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
@@ -138,7 +137,7 @@ def test_figures_of_a_measurement_belong_together(files):
 
 
 def test_every_query_in_line_is_waited_for(files):
-    runner = OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True)
+    runner = MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32')
     runner.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
     waited = []
 
@@ -261,7 +260,7 @@ def test_inputs_of_several_types_and_ranks(tmp_path):
     net = network(file)
     inputs = shapes_of(net.inputs, 3, None, file)
     assert inputs == {'tokens': (torch.int64, (3, 7)), 'mask': (torch.bool, (3, 7, 1)), 'factor': (torch.float32, ())}
-    with OnnxRuntime(file, CPU, net.types, fused=True) as runner:
+    with MeasuredOnnxRuntime(file, CPU, net.types) as runner:
         runner.prepare(inputs)
         assert runner.binding.get_outputs()[0].shape() == [3, 7, 4]
 
@@ -278,11 +277,10 @@ def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
 
 
 def test_what_is_measured_is_the_network(files):
-    """The outputs of a runner are those of the file, computed elsewhere."""
     inputs = {'images': (torch.float32, (2, 3, SIZE, SIZE))}
     with (
-        OnnxRuntime(files / 'demo.onnx', CPU, 'FP32', fused=True) as runner,
-        PyTorch(files / 'demo.pt', CPU, False, load) as eager,
+        MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32') as runner,
+        MeasuredPyTorch(files / 'demo.pt', CPU, False, load) as eager,
     ):
         runner.prepare(inputs)
         eager.prepare(inputs)
@@ -298,9 +296,9 @@ def test_what_is_measured_is_the_network(files):
 
 
 def test_a_simulation_and_a_fallback_are_called_so(files):
-    assert PyTorch(files / 'int8.pt', CPU, False, load).types == 'INT8 simulated'
-    assert OnnxRuntime(files / 'int8.onnx', CPU, 'INT8 and FP32', fused=True).types == 'INT8 and FP32'
-    half = OnnxRuntime(files / 'half.onnx', CPU, 'INT8 and FP16', fused=True)
+    assert MeasuredPyTorch(files / 'int8.pt', CPU, False, load).types == 'INT8 simulated'
+    assert MeasuredOnnxRuntime(files / 'int8.onnx', CPU, 'INT8 and FP32').types == 'INT8 and FP32'
+    half = MeasuredOnnxRuntime(files / 'half.onnx', CPU, 'INT8 and FP16')
     half.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
     assert half.types in (
         'INT8 and FP16',
@@ -328,8 +326,8 @@ def test_memory_and_load_of_a_process_are_sampled():
 
 def cases(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
-    networks = networks_of(config.files, kind_of)
-    give_sizes(networks, lambda file: TorchModel(*load_any(file)))
+    networks = networks_of(config.files, lambda file: CheckpointFile(file).kind)
+    give_sizes(networks, lambda file: TorchModel(*CheckpointFile(file).load_any()))
     found, out = cases_of(networks, config, CPU)
     return [(c.file.name, c.backend, c.precision, c.batch) for c in found], out
 
@@ -469,6 +467,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     out = capsys.readouterr().out
     folder = tmp_path / 'all'
     assert sorted(p.name for p in folder.iterdir()) == [
+        '.lock',
         'benchmark.csv',
         'benchmark.json',
         'benchmark.md',

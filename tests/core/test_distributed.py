@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,41 +40,29 @@ def torchrun(*arguments, code=0):
     return fresh('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *arguments, code=code)
 
 
-def two_forks(*arguments):
+def two_forks(*arguments, **how):
     """Run `python ARGUMENTS...` in two forks with torchrun's environment variables; returns their output."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
     shared = {**os.environ, 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
     with ThreadPoolExecutor(2) as pool:
         ranks = [{**shared, 'RANK': rank, 'LOCAL_RANK': rank} for rank in '01']
-        return ''.join(pool.map(lambda env: fresh(*arguments, env=env), ranks))
+        return ''.join(pool.map(lambda env: fresh(*arguments, env=env, **how), ranks))
+
+
+def nearly(figures):
+    """Equal but for the last bits of sums over batches (SQNR, divergence), which two processes add in another order."""
+    if isinstance(figures, dict):
+        return {key: nearly(value) for key, value in figures.items()}
+    if isinstance(figures, list):
+        return [nearly(value) for value in figures]
+    return pytest.approx(figures, rel=1e-12) if isinstance(figures, float) else figures
 
 
 def quantize(small, folder, *more):
-    return (
-        'qat.py',
-        'quantize',
-        '--weights',
-        small.single,
-        '--data',
-        small.data,
-        '--hyp',
-        HYP,
-        '--imgsz',
-        128,
-        '--batch-size',
-        BATCH,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--no-eval-origin',
-        '--calib-method',
-        'mse',
-        '--project',
-        folder,
-        *more,
-    )
+    given = '--weights', small.single, '--data', small.data, '--hyp', HYP, '--project', folder
+    quick = f'--imgsz 128 --batch-size {BATCH} --device cpu --workers 0 --no-eval-origin --calib-method mse'
+    return 'qat.py', 'quantize', *given, *quick.split(), *more
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -85,7 +74,7 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     program('qat.py').main([str(a) for a in quantize(demo, tmp_path, '--name', 'alone', '--epochs', 0)[1:]])
     said = started(*quantize(demo, tmp_path, '--name', 'pair', '--epochs', 1))
     first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
-    assert first['ptq'] == second['ptq'] and first['ptq']['ap'] > 0.2
+    assert first['ptq'] == nearly(second['ptq']) and first['ptq']['ap'] > 0.2
     assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
     models = [
         torch.load(tmp_path / name / report['ptq']['file'], weights_only=False)['model']
@@ -95,14 +84,10 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
 
     assert said.count('calibrated on 12 images') == said.count('epoch 1        AP') == 1 and 'arning' not in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ['alone', 'pair']
-    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {
-        'weights',
-        'report.json',
-        'report.md',
-        'ap.png',
-        'classes.png',
-        'log.txt',
-    }
+    names = 'weights report.json report.md ap.png classes.png log.txt .lock'
+    assert {p.name for p in (tmp_path / 'pair').iterdir()} == {*names.split()}
+    made_by = 'torchrun --nproc_per_node 2 qat.py quantize --'
+    assert made_by in (tmp_path / 'pair/report.md').read_text()
     written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
     assert written == sorted(
         [Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt']
@@ -120,9 +105,22 @@ def test_a_classifier_is_calibrated_and_scored_as_in_one_process(tmp_path, monke
     program('qat.py').main([str(a) for a in (*words[1:], '--name', 'alone', '--epochs', 0)])
     said = started(*words, '--name', 'pair', '--epochs', 1)
     first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
-    assert first['ptq'] == second['ptq'] and first['ptq']['top1'] > 0.4 and len(second['epochs']) == 1
+    assert first['ptq'] == nearly(second['ptq']) and first['ptq']['top1'] > 0.4 and len(second['epochs']) == 1
     assert said.count('epoch 1        top-1') == 1 and 'arning' not in said
     assert (tmp_path / 'pair' / 'weights' / 'qat_best_net.pt').is_file()
+
+
+FULL = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (900_000,) * 2)'
+
+
+@pytest.mark.faults
+def test_two_processes_are_resumed_as_two(small, tmp_path):
+    said = two_forks(*quantize(small, tmp_path, '--epochs', 1), first=FULL, code=2)
+    again = f'go on with: torchrun --nproc_per_node 2 qat.py quantize --resume {tmp_path}/exp'
+    [line] = [line for line in said.splitlines() if 'resume.pt: File too large' in line]
+    assert line.endswith(again)
+    two_forks(*again.split()[again.split().index('qat.py') :])
+    assert (tmp_path / 'exp/weights/qat_best_single.pt').is_file()
 
 
 @pytest.mark.faults
@@ -203,12 +201,12 @@ me = distributed.rank()
 data = load_data(job['data'])
 
 def student():
-    return checkpoint.load_quantized(job['quantized'])[0]
+    return checkpoint.CheckpointFile(job['quantized']).load_quantized()[0]
 
 def state(model):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
-result, teacher = {}, checkpoint.load_float(job['single'])
+result, teacher = {}, checkpoint.CheckpointFile(job['single']).load_float()
 model = student()
 step = TrainingStep(model, teacher, supervised_layers(model, 1), relative_error, job['lr'])
 result['loss'], result['step'] = step(job['batches'][me]), state(model)
@@ -393,6 +391,9 @@ def test_training_shards_are_full_batches_and_equally_many(small):
 @pytest.mark.parametrize(
     'world, gpus, text, says',
     [
+        (1, 2, '1', 'cuda:1'),
+        (1, 2, '', 'cuda:0'),
+        (2, 4, '', 'cuda:1'),
         (2, 4, '0', r'--device 0: the 2 processes.*leave --device out'),
         (2, 4, 'mps', r'--device mps: the 2 processes'),
         (3, 2, '', r'--nproc_per_node 3: this machine has 2 GPUs.*--device cpu'),
@@ -402,12 +403,23 @@ def test_training_shards_are_full_batches_and_equally_many(small):
     ],
 )
 def test_device_of_a_process(monkeypatch, world, gpus, text, says):
-    for name, value in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', world)):
+    """A GPU is the current device from then on: synchronize(), streams and Triton take that one."""
+    started = (
+        ('RANK', world - 1),
+        ('LOCAL_RANK', world - 1),
+        ('WORLD_SIZE', world),
+        ('MASTER_ADDR', 'localhost'),
+        ('MASTER_PORT', 29500),
+    )
+    for name, value in started:
         monkeypatch.setenv(name, str(value))
+    current = []
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpus > 0)
-    if says == 'cpu':
-        assert select_device(text) == CPU
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    if re.fullmatch(r'cpu|cuda:\d', says):
+        device = torch.device(says)
+        assert select_device(text) == device and current == [device] * (device != CPU)
     else:
         with pytest.raises(QatError, match=says):
             select_device(text)

@@ -19,6 +19,7 @@ from zoo import program, same
 from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
+from utils.qat.core.run_folder import LOCK
 
 pytestmark = pytest.mark.faults
 
@@ -61,7 +62,7 @@ def test_quantize(demo, whole, tmp_path, limit):
     assert code == 2 and re.search(
         rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line
     ), line
-    assert not list(folder.rglob('.*'))
+    assert [f.name for f in folder.rglob('.*')] == [LOCK]
     require_whole(folder)
     if resumes:
         assert line.endswith(f'go on with: python qat.py quantize --resume {folder}')
@@ -71,83 +72,38 @@ def test_quantize(demo, whole, tmp_path, limit):
 
 
 OTHERS = {  # command → its arguments, the limit
-    'reparameterization.py': (('--weights', 'DUAL', '--save', 'OUT/x.pt'), 500 * KB),
-    'export_qat.py': (('--weights', 'OUT/w.pt', '--imgsz', 64), 500 * KB),
-    'export_yoloV9.py': (('--weights', 'OUT/w.pt', '--size', 64), 500 * KB),
+    'reparameterization.py': ('--weights DUAL --save OUT/x.pt', 500 * KB),
+    'export_qat.py': ('--weights OUT/w.pt --imgsz 64', 500 * KB),
+    'export_yoloV9.py': ('--weights OUT/w.pt --size 64', 500 * KB),
     'qat.py sensitive': (
-        (
-            'sensitive',
-            '--weights',
-            'SINGLE',
-            '--data',
-            'DATA',
-            '--imgsz',
-            64,
-            '--calib-images',
-            2,
-            '--num-image',
-            1,
-            '--metric',
-            'distortion',
-            '--granularity',
-            'layer',
-            '--calib-method',
-            'max',
-            '--device',
-            'cpu',
-            '--workers',
-            0,
-            '--project',
-            'OUT',
-        ),
+        'sensitive --weights SINGLE --data DATA --imgsz 64 --calib-images 2 --num-image 1 --metric distortion --granularity layer '
+        '--calib-method max --device cpu --workers 0 --project OUT',
         2 * KB,
     ),
-    'qat.py eval': (
-        (
-            'eval',
-            '--weights',
-            'QUANTIZED',
-            '--data',
-            'DATA',
-            '--imgsz',
-            64,
-            '--device',
-            'cpu',
-            '--workers',
-            0,
-            '--project',
-            'OUT',
-        ),
-        KB // 2,
-    ),
-    'compare_outputs.py': (
-        ('SINGLE', 'QUANTIZED', '--random', 1, '--imgsz', 64, '--device', 'cpu', '--project', 'OUT'),
-        KB,
-    ),
-    'benchmark_trt.py': (
-        ('SINGLE', '--imgsz', 64, '--batch', 1, '--duration', 0.01, '--device', 'cpu', '--project', 'OUT'),
-        KB,
-    ),
-    'scripts/audit_onnx.py': (('OUT/x.onnx', '--json', 'OUT/audit.json'), KB),
+    'qat.py eval': ('eval --weights QUANTIZED --data DATA --imgsz 64 --device cpu --workers 0 --project OUT', KB // 2),
+    'compare_outputs.py': ('SINGLE QUANTIZED --random 1 --imgsz 64 --device cpu --project OUT', KB),
+    'benchmark_trt.py': ('SINGLE --imgsz 64 --batch 1 --duration 0.01 --device cpu --project OUT', KB),
+    'scripts/audit_onnx.py': ('OUT/x.onnx --json OUT/audit.json', KB),
 }
 
 
 @pytest.mark.parametrize('command', OTHERS)
 def test_other_commands(demo, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    argv, limit = OTHERS[command]
+    words, limit = OTHERS[command]
     names = {'DUAL': demo.dual, 'SINGLE': demo.single, 'QUANTIZED': demo.quantized, 'DATA': demo.data}
     shutil.copy(demo.single, tmp_path / 'w.pt')
     if 'audit' in command:
         assert run_command(program('export_qat.py').main, ['--weights', str(tmp_path / 'w.pt'), '--imgsz', '64']) == 0
         (tmp_path / 'w.onnx').rename(tmp_path / 'x.onnx')
     before = {f: f.read_bytes() for f in tmp_path.rglob('*.*')}
-    code, line = in_child(command.split()[0], [str(names.get(a, a)).replace('OUT', str(tmp_path)) for a in argv], limit)
+    argv = [str(names.get(word, word)).replace('OUT', str(tmp_path)) for word in words.split()]
+    code, line = in_child(command.split()[0], argv, limit)
     assert code == 2 and re.search(rf'error: {tmp_path}/\S+: File too large, [\d.]+ MB are free', line), line
     left = set(tmp_path.rglob('*.*')) - before.keys()
-    assert not [
-        f for f in left if f.name.startswith('.') or (f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size)
-    ], left
+    hidden = {f for f in left if f.name.startswith('.') and f.name != LOCK}
+    empty = {f for f in left if f.suffix in ('.pt', '.onnx', '.json') and not f.stat().st_size}
+    assert not hidden and not empty, left
     assert all(f.read_bytes() == content for f, content in before.items())
 
 
@@ -157,7 +113,9 @@ def test_a_disk_of_six_megabytes(demo, whole, small_disk):
     code, line = in_child('qat.py', arguments(demo, disk))
     folder = disk / 'exp'
     assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
-    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not list(folder.rglob('.*'))
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and [
+        f.name for f in folder.rglob('.*')
+    ] == [LOCK]
     require_whole(folder)
     subprocess.run(['mount', '-o', 'remount,size=99M', disk], check=True)
     assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0

@@ -24,11 +24,10 @@ from PIL import Image
 from zoo import program, settings
 
 from utils.qat.config.defaults import options
-from utils.qat.config.qat import QuantizeConfig, SensitiveConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.markdown import markdown_table, width
-from utils.qat.core.next_command import DATA, command
+from utils.qat.core.next_command import command
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
 
@@ -91,30 +90,23 @@ def unread(small, folder):
     return copy
 
 
+def evaluation(small, folder):
+    data = '--weights', small.quantized, '--data', unread(small, folder)
+    return ['qat.py', 'eval', *data, *SMALL, '--project', folder / 'runs']
+
+
 @pytest.fixture(scope='module')
 def chain(small, tmp_path_factory):
     """The pipeline, each command taken from the `next:` line of the one before: {command: (options, stdout, stderr)}.
 
-    The commands run as printed, with the data filled in and with options that make them quick.
+    The data are filled in, and options that make the commands quick.
     """
     folder, said = tmp_path_factory.mktemp('chain'), {}
     quick = {
         'quantize': [
             *SMALL,
-            '--epochs',
-            1,
-            '--iters',
-            2,
-            '--calib-method',
-            'mse',
-            '--batch-size',
-            4,
-            '--calib-images',
-            8,
-            '--hyp',
-            REPO / 'demo/hyp.yaml',
-            '--project',
-            folder / 'runs',
+            *'--epochs 1 --iters 2 --calib-method mse --batch-size 4 --calib-images 8'.split(),
+            *('--hyp', REPO / 'demo/hyp.yaml', '--project', folder / 'runs'),
         ],
         'eval': ['--device', 'cpu', '--workers', 0, '--project', folder / 'eval'],
     }
@@ -122,7 +114,7 @@ def chain(small, tmp_path_factory):
         ['python', 'reparameterization.py', '--weights', str(small.dual), '--save', str(folder / 'single.pt')]
     )
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
-        python, file, *words = shlex.split(following.replace(DATA, shlex.quote(str(small.data))))
+        python, file, *words = shlex.split(following.replace('DATA.yaml', shlex.quote(str(small.data))))
         assert (python, [file, *words][name in quick]) == ('python', name)
         words += quick.get(name, [])
         said[name] = [words, *say(file, *words)]
@@ -140,7 +132,7 @@ def test_each_command_ends_with_the_next(chain):
     for name in ('reparameterization.py', 'quantize', 'export_qat.py', 'eval'):
         assert chain[name][1].rstrip().splitlines()[-1].startswith('next: python '), name
     assert NEXT.findall(chain['eval'][1]) == [f'python scripts/build_engine.py {onnx_of(chain)}']
-    assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith(f'--data {DATA}'), (
+    assert NEXT.findall(chain['reparameterization.py'][1])[0].endswith('--data DATA.yaml'), (
         'the checkpoint does not tell its data'
     )
 
@@ -148,74 +140,24 @@ def test_each_command_ends_with_the_next(chain):
 def other_commands(chain, small):
     """(file, options) of the other commands that run without a GPU."""
     folder, model = chain['folder'], onnx_of(chain)
-    yield (
-        'qat.py',
-        [
-            'sensitive',
-            '--weights',
-            small.single,
-            '--data',
-            small.data,
-            *SMALL,
-            '--imgsz',
-            64,
-            '--granularity',
-            'layer',
-            '--metric',
-            'distortion',
-            '--num-image',
-            2,
-            '--calib-images',
-            2,
-            '--calib-method',
-            'mse',
-            '--project',
-            folder / 'sensitive',
-        ],
+    float_file, data = ('--weights', small.single), ('--data', small.data)
+    quick = (
+        '--imgsz 64 --granularity layer --metric distortion --num-image 2 --calib-images 2 --calib-method mse'.split()
     )
-    yield (
-        'qat.py',
-        [
-            'quantize',
-            '--dry-run',
-            '--weights',
-            small.single,
-            '--data',
-            small.data,
-            '--exclude',
-            r'model\.2',
-            'model.9',
-            '--no-eval-ptq',
-        ],
-    )
-    yield (
-        'qat.py',
-        ['eval', '--weights', small.quantized, '--data', small.data, *SMALL, '--project', folder / 'checkpoint'],
-    )
-    yield 'val_trt.py', ['--weights', model, '--data', small.data, *SMALL, '--project', folder / 'val']
-    yield 'compare_outputs.py', [small.single, model, '--data', small.data, *SMALL, '--project', folder / 'compare']
-    yield (
-        'benchmark_trt.py',
-        [
-            model,
-            '--backend',
-            'onnxruntime',
-            '--device',
-            'cpu',
-            '--duration',
-            0.1,
-            '--warmup',
-            '0ms',
-            '--project',
-            folder / 'benchmark',
-        ],
-    )
+    plan = ['--exclude', r'model\.2', 'model.9', '--no-eval-ptq']
+    short = '--backend onnxruntime --device cpu --duration 0.1 --warmup 0ms'.split()
+    yield 'qat.py', ['sensitive', *float_file, *data, *SMALL, *quick, '--project', folder / 'sensitive']
+    yield 'qat.py', ['quantize', '--dry-run', *float_file, *data, *plan]
+    yield 'qat.py', ['eval', '--weights', small.quantized, *data, *SMALL, '--project', folder / 'checkpoint']
+    yield 'val_trt.py', ['--weights', model, *data, *SMALL, '--project', folder / 'val']
+    yield 'compare_outputs.py', [small.single, model, *data, *SMALL, '--project', folder / 'compare']
+    yield 'benchmark_trt.py', [model, *short, '--project', folder / 'benchmark']
     yield 'scripts/audit_onnx.py', [model]
     yield (
         'export_qat.py',
-        ['--weights', small.single, '--imgsz', 64, '--verify', small.data, '--verify-images', 2, '--max-ap-diff', 1],
+        [*float_file, '--imgsz', 64, '--verify', small.data, '--verify-images', 2, '--max-ap-diff', 1],
     )
-    yield 'export_yoloV9.py', ['--weights', small.single, '--size', 64]
+    yield 'export_yoloV9.py', [*float_file, '--size', 64]
     if importlib.util.find_spec('tensorrt_rtx_bindings'):
         yield 'scripts/build_engine.py', [model, '--engine', folder / 'model.engine', '--backend', 'rtx']
 
@@ -244,7 +186,9 @@ def test_what_is_next_can_be_typed(chain, others):
                 continue
             program(file).parse_args(words)  # raises QatError if they are wrong
             assert python == 'python' and all(
-                Path(w).is_file() for w in words if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != DATA
+                Path(w).is_file()
+                for w in words
+                if Path(w).suffix in ('.pt', '.onnx', '.json', '.yaml') and w != 'DATA.yaml'
             )
 
 
@@ -280,24 +224,8 @@ def test_no_bars_and_no_colours_in_a_pipe(chain, others):
 
 def test_nor_in_the_pipe_of_a_process(small, tmp_path):
     """Labels are read for the first time, and output that bypasses sys.stderr counts too."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            'qat.py',
-            'eval',
-            '--weights',
-            small.quantized,
-            '--data',
-            unread(small, tmp_path),
-            *SMALL,
-            '--project',
-            tmp_path / 'runs',
-            '--verbose',
-        ],
-        cwd=TREE,
-        capture_output=True,
-        text=True,
-    )
+    words = evaluation(small, tmp_path)
+    done = subprocess.run([sys.executable, *words, '--verbose'], cwd=TREE, capture_output=True, text=True)
     assert (
         done.returncode == 0 and not re.search('[\r\033]', done.stdout + done.stderr) and 'Scanning' not in done.stderr
     )
@@ -366,19 +294,7 @@ def test_the_reference_client_too(chain, small):
 
 
 def test_bars_and_colours_on_a_terminal(small, tmp_path):
-    words = [
-        'qat.py',
-        'eval',
-        '--weights',
-        small.quantized,
-        '--data',
-        unread(small, tmp_path),
-        *SMALL,
-        '--batch-size',
-        3,
-        '--project',
-        tmp_path / 'runs',
-    ]
+    words = [*evaluation(small, tmp_path), '--batch-size', 3]
     seen = in_terminal(*words)
     assert re.search(r'evaluating +\d+% \|.* \d/4 \[\d+:\d+, \d+:\d+ left, +[\d.]+ batches/s\]', seen)
     assert seen.count('Scanning') >= 1 and '100%|' not in seen, 'one bar of upstream, which does not stay'
@@ -498,7 +414,7 @@ def test_a_report_before_and_without_any_score(tmp_path):
     }
     write_report(tmp_path, report)
     assert links(tmp_path / 'report.md') == [] and '## Next' not in (tmp_path / 'report.md').read_text()
-    compared = {'method': 'l3', 'biases': 'none', 'divergence': {'mse': 0.02, 'l3': 0.01}}
+    compared = {'method': 'l2.4', 'biases': 'none', 'divergence': {'mse': 0.02, 'l2.4': 0.01}}
     write_report(
         tmp_path, {**report, 'ptq': {'file': 'weights/ptq.pt'}, 'calibration': compared, 'kept_float': ['model.3']}
     )
@@ -508,7 +424,7 @@ def test_a_report_before_and_without_any_score(tmp_path):
         and not list(tmp_path.glob('*.png'))
         and 'Left in float: model.3.' in text
     )
-    assert re.search(r'(?m)^\| l3 +\| +0.01000 \| chosen \|$', text)
+    assert re.search(r'(?m)^\| l2\.4 +\| +0.01000 \| chosen \|$', text)
 
 
 def test_tables_align_with_wide_names():
@@ -529,22 +445,18 @@ def test_a_picture_of_any_class_names(tmp_path, recwarn):
 @pytest.mark.parametrize(
     'line',
     [
-        '',
-        '--overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
-        '--sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words" --learn-scales',
+        'quantize',
+        'quantize --overlap --mask-ratio 4 --epochs 3 --exclude model.1 a.b --no-bias-correction --no-eval-ptq --val-split 0.1 --lr 1e-4 --compile',
+        'quantize --sensitive s.json --max-drop 0.2 --calib-method percentile --percentile 99 --amp bf16 --name "two words"',
+        'sensitive --granularity conv --num-image 0',
     ],
 )
 def test_settings_as_options(line):
-    config = parse_args(['quantize', '--weights', 'w.pt', '--data', 'd.yaml', *shlex.split(line)])
-    assert parse_args(['quantize', *options(vars(config), QuantizeConfig)]) == config
-    assert parse_args(['quantize', *options(config.plain(), QuantizeConfig)]) == config
-
-
-def test_settings_of_sensitive_as_options():
-    config = parse_args(
-        ['sensitive', '--weights', 'w.pt', '--data', 'd.yaml', '--granularity', 'conv', '--num-image', '0']
-    )
-    assert parse_args(['sensitive', *options(vars(config), SensitiveConfig)]) == config
+    verb, *words = shlex.split(line)
+    config = parse_args([verb, '--weights', 'w.pt', '--data', 'd.yaml', *words])
+    reached = [replace(config, **needs) for needs in ({'only_task': 'classify'}, {'only_task': 'segment'})]
+    for values in (vars(config), config.plain(), *map(vars, reached)):
+        assert parse_args([verb, *options(values, type(config))]) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):

@@ -24,9 +24,6 @@ WITHOUT = {  # file → why it is not here
     'examples/infer_engine.py': 'loads neither',
     'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat',
     'scripts/infer_onnx.py': 'has its own session, below',
-    'benchmarks/stock.py': 'is imported by others',
-    'benchmarks/threads.py': 'measures both ways',
-    'benchmarks/loading.py': 'loads it in processes of their own',
 }
 DATA = ('--data', 'data.yaml')
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
@@ -109,7 +106,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU
 
 @needs_two
 def test_threads_of_pytorch_sleep():
-    assert busy('import utils.qat') < 0.1 < 0.3 < busy('import utils.qat', OMP_WAIT_POLICY='active')
+    assert 3 * busy('import utils.qat') < busy('import utils.qat', OMP_WAIT_POLICY='active')
 
 
 @needs_two
@@ -126,13 +123,13 @@ def test_threads_of_pytorch_sleep():
     ),
 )
 def test_they_sleep_where_upstream_loads_torch_first(first):
-    assert busy(first) < 0.1
+    assert busy(first) < 0.2
 
 
 @needs_two
 @pytest.mark.faults
 def test_upstream_does_as_the_user_said():
-    assert busy('import val', OMP_WAIT_POLICY='active') > 0.3
+    assert 3 * busy('import val') < busy('import val', OMP_WAIT_POLICY='active')
 
 
 def test_processes_that_are_started(tmp_path):
@@ -196,16 +193,19 @@ def test_threads_of_onnx_runtime_sleep():
         options = onnx_options()
         options.intra_op_num_threads = 2
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
-        session.run(None, {'x': numpy.zeros(1 << 20, numpy.float32)})
-        time.sleep(0.01)
-        wall, cpu = time.perf_counter(), time.process_time()
-        time.sleep(0.04)
-        print((time.process_time() - cpu) / (time.perf_counter() - wall))
+        spent = 0
+        for _ in range(10):
+            session.run(None, {'x': numpy.zeros(1 << 20, numpy.float32)})
+            time.sleep(0.01)
+            before = time.process_time()
+            time.sleep(0.04)
+            spent += time.process_time() - before
+        print(spent)
         """
     asleep, active = (
         float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'})
     )
-    assert 10 * asleep < active
+    assert 3 * asleep < active
 
 
 def test_every_session_has_them():

@@ -327,6 +327,25 @@ def test_a_sidecar_that_is_none_of_ours_is_refused(engine):
     assert read_sidecar(engine) is None
 
 
+@pytest.mark.parametrize(
+    'changed, place',
+    [
+        ({'built_by': 3}, 'built_by'),
+        ({'gpu': {'name': 'NVIDIA A'}}, 'gpu.capability'),
+        ({'bytes': '600'}, 'bytes'),
+        ({'inputs': []}, 'inputs'),
+        ({'inputs': {}}, 'inputs'),
+        ({'inputs': {'images': {'min': [1], 'opt': [1], 'max': []}}}, 'inputs.images.max'),
+        ({'metadata': {'names': None}}, 'metadata.names'),
+        ({'onnx': None}, 'onnx'),
+    ],
+)
+def test_a_sidecar_with_another_value_names_it(engine, changed, place):
+    sidecar_of(engine).write_text(json.dumps({**json.loads(sidecar_of(engine).read_text()), **changed}))
+    with pytest.raises(QatError, match=rf'engine\.json: damaged \({place} is missing, or not what it writes\)'):
+        read_sidecar(engine)
+
+
 def test_shapes_outside_the_profile_are_refused():
     profile = (1, 3, 320, 320), (4, 3, 320, 320), (8, 3, 640, 640)
     for shape in (profile[0], profile[2], (5, 3, 320, 640)):

@@ -15,14 +15,14 @@ from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, node, w
 from segmenters import CLASSES, NM, segmenter
 from zoo import build, fuse, image, settings
 
-from models.deploy import onnx_export
+from models.deploy.formats.deepstream import deepstream_layout
+from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from utils.qat.config.export import NMS_LIMITS, Nms, Pooling
 from utils.qat.graph import onnx_graph
-from utils.qat.graph.deepstream import deepstream_layout
-from utils.qat.graph.half import fp32_scales, to_half
+from utils.qat.graph.half import to_half
 from utils.qat.graph.nms import add_nms
 
 trt = pytest.importorskip(
@@ -34,8 +34,6 @@ KERNEL = re.compile(r'Name: .*?, LayerType: (\w+), Inputs: \[(.*?)\], Constants:
 
 
 class Log(trt.ILogger):
-    """Keeps what TensorRT says."""
-
     def __init__(self):
         trt.ILogger.__init__(self)
         self.said = []
@@ -56,8 +54,6 @@ class Layer:
 
 @dataclass
 class Compiled:
-    """The result of compiling a graph."""
-
     errors: list  # of the parser
     layers: list
     inputs: dict  # name → (type, shape)
@@ -148,7 +144,7 @@ def exported(small, tmp_path_factory):
         if key not in done:
             model = small.float_model() if kind == 'float' else small.quantized_model()
             file = tmp_path_factory.mktemp('onnx') / 'model.onnx'
-            onnx_export.export_onnx(model, file, (64, 64), **options)
+            export_onnx(model, file, (64, 64), **options)
             done[key] = onnx.load(file), sum(isinstance(m, QuantConv2d) for m in model.modules())
         return copy(done[key][0]), done[key][1]
 
@@ -163,39 +159,31 @@ DEMOS = [
     ('int8', {}, 'fp32'),
     ('int8', DYNAMIC, 'fp32'),
     ('int8', DYNAMIC, 'fp16'),
-    ('int8', DYNAMIC, 'fp32 scales'),
 ]
-TYPED = {'fp32': lambda graph: graph, 'fp16': to_half, 'fp32 scales': lambda graph: fp32_scales(to_half(graph))}
+TYPED = {'fp32': lambda graph: graph, 'fp16': to_half}
 
 
+LAYOUTS = {  # what a client reads → its input, its output, and the shape of the output of an image
+    'YOLOv9': (lambda graph: graph, 'images', 'output0', (14, 84)),
+    'DeepStream': (deepstream_layout, 'input', 'output', (84, 6)),
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize(
     'kind, options, typing',
     sampled(DEMOS, 7, 5),
     ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static',
 )
-def test_an_engine_of_a_whole_model(exported, kind, options, typing):
+def test_an_engine_of_a_whole_model(exported, kind, options, typing, layout):
+    laid_out, given, made, shape = LAYOUTS[layout]
     graph, int8 = exported(kind, **options)
-    graph = TYPED[typing](graph)
+    graph = laid_out(TYPED[typing](graph))
     done = compile_graph(graph)
     assert_compiled(graph, done, int8)
     batch = -1 if options.get('dynamic') else 1
-    assert done.inputs == {'images': ('FLOAT', (batch, 3, 64, 64))}
-    assert done.outputs == {'output0': ('FLOAT', (batch, 14, 84))}
-
-
-@pytest.mark.parametrize(
-    'kind, options, typing',
-    sampled(DEMOS, 7, 5),
-    ids=lambda x: x if isinstance(x, str) else 'dynamic' if x else 'static',
-)
-def test_an_engine_for_deepstream(exported, kind, options, typing):
-    graph, int8 = exported(kind, **options)
-    graph = deepstream_layout(TYPED[typing](graph))
-    done = compile_graph(graph)
-    assert_compiled(graph, done, int8)
-    batch = -1 if options.get('dynamic') else 1
-    assert done.inputs == {'input': ('FLOAT', (batch, 3, 64, 64))}
-    assert done.outputs == {'output': ('FLOAT', (batch, 84, 6))}
+    assert done.inputs == {given: ('FLOAT', (batch, 3, 64, 64))}
+    assert done.outputs == {made: ('FLOAT', (batch, *shape))}
 
 
 @pytest.mark.faults
@@ -205,7 +193,7 @@ def test_engines_of_gelan(tmp_path):
     model = fuse(build('gelan-t'))
     quantize_model(model)
     calibrate(model, [image()], settings(calib_method='max'))
-    onnx_export.export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19)
+    export_onnx(model, tmp_path / 'model.onnx', (64, 64), opset=19)
     graph, int8 = onnx.load(tmp_path / 'model.onnx'), sum(isinstance(m, QuantConv2d) for m in model.modules())
     assert_compiled(graph, compile_graph(graph), int8)
     typed = to_half(copy(graph))
@@ -238,7 +226,6 @@ INSIDE = [
     ('float', DYNAMIC, 'fp16', {}),
     ('int8', DYNAMIC, 'fp32', {'class_agnostic': True}),
     ('int8', DYNAMIC, 'fp16', {}),
-    ('int8', DYNAMIC, 'fp32 scales', {'class_agnostic': True}),
 ]
 
 
@@ -248,10 +235,7 @@ INSIDE = [
     ids=lambda x: x if isinstance(x, str) else '-'.join(x) or 'defaults',
 )
 def test_engines_with_nms_inside(exported, kind, options, typing, settings):
-    """The parser accepts the whole graph, with outputs of fixed size; all but NonMaxSuppression builds.
-
-    TensorRT has NonMaxSuppression, the compiler of TensorRT-RTX has not (NVIDIA/TensorRT-RTX issue 5, open).
-    """
+    """All but NonMaxSuppression builds: TensorRT has it, TensorRT-RTX has not (NVIDIA/TensorRT-RTX issue 5, open)."""
     graph, int8 = exported(kind, **options)
     graph = with_nms(TYPED[typing](copy(graph)), **settings)
     done, batch = compile_graph(graph), -1 if options else 1
@@ -272,11 +256,8 @@ def test_engines_with_nms_inside(exported, kind, options, typing, settings):
 
 @pytest.mark.parametrize('batch, typing', [(1, 'fp32'), (2, 'fp16')])
 def test_engines_with_masks_inside(tmp_path, batch, typing):
-    """The parser accepts all but RoiAlign, and all but NonMaxSuppression builds.
-
-    RoiAlign is a plugin of TensorRT that needs a GPU even to be parsed.
-    """
-    onnx_export.export_onnx(segmenter(quantized=True), tmp_path / 'model.onnx', (64, 64), batch=batch, opset=19)
+    """The parser accepts all but RoiAlign, a plugin of TensorRT that needs a GPU even to be parsed."""
+    export_onnx(segmenter(quantized=True), tmp_path / 'model.onnx', (64, 64), batch=batch, opset=19)
     plain = TYPED[typing](onnx.load(tmp_path / 'model.onnx'))
     done = compile_graph(plain)
     assert done.errors == [] and done.engine

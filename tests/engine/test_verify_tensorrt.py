@@ -11,14 +11,14 @@ import subprocess
 
 import classifiers
 import pytest
-from conftest import REPO, TREE
+from conftest import REPO
 from zoo import command, python
 
+from bench import Bench, reason
+from kinds import within_limits
 from models.quantize import checkpoint
-from utils.qat.config.verify import VerifyConfig
-from utils.qat.verify.bench import Bench, Failed, Machine, reason
-from utils.qat.verify.kinds import within_limits
 
+SCRIPT = REPO / 'scripts/verify_tensorrt.py'
 STAND_IN = REPO / 'tests/engine/stand_in'
 NAMES = json.loads((REPO / 'tests/data/tensorrt_api.json').read_text())['10.13']
 TRTEXEC = """#!/bin/sh
@@ -30,17 +30,7 @@ for a; do case $a in --saveEngine=*) printf 'an engine of a stand-in' > "${a#*=}
 def verify(demo, out, *options, code=0, **environment):
     """Run the command on the files of a demo; returns {row: (status, what was found)} and the content of verify.json."""
     files = '--weights', demo.quantized, '--float', demo.single, '--data', demo.data
-    said = python(
-        TREE / 'scripts/verify_tensorrt.py',
-        *files,
-        *options,
-        '--project',
-        out,
-        '--name',
-        'v',
-        code=code,
-        env=environment,
-    )
+    said = python(SCRIPT, *files, *options, '--project', out, '--name', 'v', code=code, env=environment)
     report = json.loads((out / 'v' / 'verify.json').read_text())
     assert report['verdict'] in said and report['verdict'] in (out / 'v' / 'verify.md').read_text()
     return {row['name']: (row['status'], row['found']) for row in report['rows']}, report
@@ -106,7 +96,7 @@ def test_a_classifier_has_its_own_size_and_images(small, tmp_path):
     )
     same = json.loads((tmp_path / 'exp' / 'compare.json').read_text())['comparisons'][0]
     assert 'the best class is the same in 100.0% of the images' in within_limits(same)
-    with pytest.raises(Failed, match='top-1 differs'):
+    with pytest.raises(pytest.fail.Exception, match='top-1 differs'):
         within_limits({**same, 'other': {'top1': 1 - same['reference']['top1'], 'top5': 1.0}})
 
 
@@ -136,23 +126,35 @@ def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
 
 def test_bad_input_is_one_line_and_leaves_nothing(small, tmp_path):
     files = '--weights', small.quantized, '--float', small.single, '--data', small.data, '--project', tmp_path
-    assert 'allowed are build plain, ' in command('scripts/verify_tensorrt.py', *files, '--only', 'build', code=2)
     assert 'give both or none' in command('scripts/verify_tensorrt.py', *files, '--segment', small.quantized, code=2)
-    if importlib.util.find_spec('tensorrt') is None:
-        assert 'no TensorRT here' in command('scripts/verify_tensorrt.py', *files, code=2)
+    assert 'no such file' in command(
+        'scripts/verify_tensorrt.py', *files, '--segment', 'none.pt', '--segment-data', 'd', code=2
+    )
     assert not list(tmp_path.iterdir())
     done = subprocess.run([REPO / 'scripts/verify_tensorrt.sh', '-h'], capture_output=True, text=True)
     assert done.returncode == 0 and '--backend rtx' in done.stdout
+
+
+@pytest.mark.faults
+def test_an_unknown_row_and_no_tensorrt(small, tmp_path):
+    """The command refuses both. The rows alone are skipped without TensorRT, with the reason."""
+    files = '--weights', small.quantized, '--float', small.single, '--data', small.data, '--project', tmp_path
+    assert '--only build: allowed are build plain, ' in python(SCRIPT, *files, '--only', 'build', code=2)
+    if importlib.util.find_spec('tensorrt') is None:
+        assert 'no TensorRT here' in python(SCRIPT, *files, code=2)
+        said = python('-m', 'pytest', '-m', 'tensorrt', REPO / 'tests/verify')
+        assert '37 skipped' in said and 'no TensorRT here' in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_end_of_a_command_in_words(tmp_path):
     assert reason('a.py', -9, 0, '') == 'a.py was ended by SIGKILL'
     assert reason('a.py', 0, 2, 'fine\n') == 'a.py: exit code 0, not 2: fine'
     assert reason('a.py', 2, 0, 'a.py: error: no\nmore\n') == 'a.py: exit code 2, not 0: no'
-    config = VerifyConfig(tmp_path, tmp_path, tmp_path, minutes=0.01)
-    late = Bench(config, Machine('', 10, None, None, {}), tmp_path, deadline=0.0)
-    with pytest.raises(Failed, match='had not ended when the 0.01 minutes'):
-        late.run('-m timeit', '-n', '1', 'import time; time.sleep(60)')
+    slow = tmp_path / 'slow.py'
+    slow.write_text('import time; time.sleep(60)')
+    with pytest.raises(pytest.fail.Exception, match=r'slow.py had not ended .*--minutes'):
+        Bench(None, {}, tmp_path, 0.0, []).run(slow)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_differences_beyond_the_limits_fail(change, says):
     found |= {'ranks': [{}], 'top': 10}
     found |= {'matched_mask': None, 'mask_ap_difference': 0.0, **change}
     if says:
-        with pytest.raises(Failed, match=says):
+        with pytest.raises(pytest.fail.Exception, match=says):
             within_limits(found)
     else:
         assert within_limits(found).startswith('AP 0.5000, ONNX Runtime 0.5000')

@@ -18,8 +18,8 @@ from utils.qat.evaluation.chance import difference, draw_resamples, points_lost,
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.pytorch import TorchModel
-from utils.qat.run.resampled import LAST, Resampled
-from utils.qat.run.resume import RESAMPLED
+from utils.qat.run.resume import STATE
+from utils.qat.run.state import LAST
 
 LEVELS = np.arange(10)  # of IoU
 
@@ -52,7 +52,6 @@ def images_of(number, seed, classes=4, found=(0.8,), wrong=3, parts=1):
 
 
 def upstream(images, part=0):
-    """AP by upstream."""
     correct, score, predicted, true = map(np.concatenate, zip(*images))
     return ap_per_class(correct[:, part], score, predicted, true, names={})[5].mean()
 
@@ -86,7 +85,7 @@ def test_blocks_change_nothing(monkeypatch):
     [images] = images_of(60, seed=1)
     whole = resampled_ap(images)
     monkeypatch.setattr(chance, 'AT_ONCE', 5000)
-    assert np.array_equal(whole, resampled_ap(images))
+    assert np.allclose(whole, resampled_ap(images), rtol=0, atol=1e-12), 'sums over other shapes may end otherwise'
 
 
 @pytest.mark.parametrize('kept', [0, 1])
@@ -127,7 +126,7 @@ def test_masks_are_resampled_with_the_boxes(demo_seg):
         predict,
         list(
             val_loader(
-                load_data(demo_seg.data, segments=True),
+                load_data(demo_seg.data, masks=True),
                 EvalConfig(demo_seg.single, demo_seg.data, batch_size=4, imgsz=128, workers=0),
                 32,
             )
@@ -263,7 +262,7 @@ def test_a_run_says_what_chance_is_good_for(finished):
     assert f'{mean["ap"]:.4f}' in row and f'{mean["mask"]:.4f}' in row and rounded(report['last_epochs']) in row
     assert 'The best is the highest of 5 on the 12 images (val)' in text and 'INT8 against float: ' in text
     assert ('Fine-tuning did not help' if not best['epoch'] else 'Fine-tuning against PTQ: ') in text
-    assert (finished / 'log.txt').read_text().count('against float: ') == 6 and not (finished / RESAMPLED).exists()
+    assert (finished / 'log.txt').read_text().count('against float: ') == 6 and not (finished / STATE).exists()
 
 
 @pytest.mark.parametrize(
@@ -284,50 +283,6 @@ def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
     report = json.loads((finished / 'report.json').read_text())
     report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
     assert says in verdicts(report)
-
-
-def stopped(small, folder, monkeypatch):
-    """The folder of a run that was interrupted in its second epoch."""
-    main = program('qat.py')
-
-    def bar(iterable, text, total=None, unit='batches'):
-        if text == 'epoch 2/3':
-            raise KeyboardInterrupt
-        return iterable
-
-    monkeypatch.setattr(main, 'bar', bar)
-    assert run_command(main.main, [*map(str, ('quantize', *common(small, folder), '--epochs', 3, '--iters', 1))]) == 130
-    return folder / 'exp'
-
-
-def test_a_run_is_gone_on_from_its_own_resamples_only(small, tmp_path, monkeypatch, capfd):
-    folder = stopped(small, tmp_path, monkeypatch)
-    file = folder / RESAMPLED
-    content = json.loads(file.read_text())
-    assert content.keys() == {'float', 'PTQ', 'epoch 1'}
-    ptq = content['PTQ']
-    for wrong in (
-        {},
-        [],
-        {**content, 'PTQ': ptq[1:]},
-        {**content, 'PTQ': [[2.0], *ptq[1:]]},
-        {**content, 'PTQ': [[float('nan')], *ptq[1:]]},
-        {**content, 'PTQ': [row * 2 for row in ptq]},
-        {**content, 'more': 1},
-        '',
-        '{',
-        None,
-    ):
-        file.unlink() if wrong is None else file.write_text(wrong if isinstance(wrong, str) else json.dumps(wrong))
-        capfd.readouterr()
-        qat('quantize', '--resume', folder, code=2)
-        line = capfd.readouterr().err.strip().splitlines()[-1]
-        assert f'--resume {folder}: {RESAMPLED} does not fit the run (' in line, line
-    file.write_text(json.dumps(content))
-    assert all(
-        np.array_equal(content[what], values)
-        for what, values in Resampled.read(folder, json.loads((folder / 'report.json').read_text())).items()
-    )
 
 
 def test_no_layer_is_left_in_float_for_a_loss_within_chance(small, tmp_path):

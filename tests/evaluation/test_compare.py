@@ -11,8 +11,8 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.compare import Elements, compare, excess
-from utils.qat.evaluation.compare_report import comparison_tables
+from utils.qat.evaluation.compare import Elements, compare
+from utils.qat.evaluation.compare_detections import excess, tables
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.pytorch import TorchModel
 
@@ -200,23 +200,29 @@ def with_boxes(change):
     return lambda out: torch.cat((change(out[:, :4]), out[:, 4:]), 1)
 
 
-DISTURBED = [  # what is done to the output of the other model, and which limits that exceeds
-    (lambda out: out, []),
-    (lambda out: torch.cat((out[:, :4], out[:, 4:] * 0.9), 1), ['scores differ']),  # which AP alone would not see
-    (with_boxes(lambda boxes: boxes * torch.tensor((1, 1, 0.8, 0.8)).view(1, 4, 1)), ['AP differs', 'are matched']),
-    (lambda out: torch.cat((out[:, :4], out[:, 4:].roll(1, 1)), 1), ['AP differs', 'are matched', 'scores differ']),
-    (with_boxes(lambda boxes: boxes * torch.nan), ['AP differs', 'are matched']),
+AP, MATCHED, SCORES = 'AP differs', 'are matched', 'scores differ'
+DISTURBED = [  # what is done to the output of the other model, which limits that exceeds, and which it may exceed by chance
+    (lambda out: out, [], []),
+    (lambda out: torch.cat((out[:, :4], out[:, 4:] * 0.9), 1), [SCORES], []),  # which AP alone would not see
+    (
+        with_boxes(lambda boxes: boxes * torch.tensor((1, 1, 0.8, 0.8)).view(1, 4, 1)),
+        [AP, MATCHED],
+        [SCORES],  # of the few that are matched all the same
+    ),
+    (lambda out: torch.cat((out[:, :4], out[:, 4:].roll(1, 1)), 1), [AP, MATCHED, SCORES], []),
+    (with_boxes(lambda boxes: boxes * torch.nan), [AP, MATCHED], []),
 ]
 
 
-@pytest.mark.parametrize('disturb, says', DISTURBED, ids=['not', 'scores', 'size', 'classes', 'not a number'])
-def test_a_disturbed_model_exceeds_the_limits(setup, disturb, says):
+@pytest.mark.parametrize('disturb, says, may', DISTURBED, ids=['not', 'scores', 'size', 'classes', 'not a number'])
+def test_a_disturbed_model_exceeds_the_limits(setup, disturb, says, may):
     loader, names, model, _ = setup
     result = compare(model, lambda images: disturb(model(images)), loader, CPU, names)
     plain = json.loads(json.dumps(result.plain(), allow_nan=False))
     said = excess(plain, INT8_LIMITS)
-    assert len(said) == len(says) and all(text in line for line, text in zip(said, says)), said
-    text = comparison_tables(plain, ('PyTorch', 'the other'))
+    found = {text for text in (AP, MATCHED, SCORES) for line in said if text in line}
+    assert {*says} <= found <= {*says, *may} and len(found) == len(said), said
+    text = tables(plain, ('PyTorch', 'the other'))
     assert f'{result.other.ap:.4f}' in text and f'{result.matched:.2%}' in text and 'nan' not in text
 
 

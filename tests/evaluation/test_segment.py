@@ -17,7 +17,6 @@ from zoo import build, fuse, image, program, settings
 
 from models.quantize.calibration.divergence import mask_logits, strongest_places, typical_divergence
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
-from models.quantize.finetuning.losses import label_loss
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, output_parts
 from utils.qat.config.qat import EvalConfig
@@ -27,9 +26,11 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import training_images, val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
 from utils.qat.evaluation.chance import points_lost
-from utils.qat.evaluation.evaluate import IOUS, _correct, evaluate
+from utils.qat.evaluation.detection_scores import IOUS, _correct
+from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import merit
 from utils.qat.prediction.detections import Detections
+from utils.qat.prediction.pytorch import task_of
 
 CPU = torch.device('cpu')
 SIZE, CLASSES, PERFECT = 128, 10, 0.995  # pixels; upstream's interpolation makes 0.995 of a perfect result
@@ -46,13 +47,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def model():
-    """A fused float model with random weights."""
     return fuse(build('demo-seg'))
 
 
 def loader_of(data, square=False, **options):
     config = EvalConfig(Path('w.pt'), data, batch_size=4, imgsz=SIZE, workers=0, **options)
-    return val_loader(load_data(data, segments=True), config, 32, square=square)
+    return val_loader(load_data(data, masks=True), config, 32, square=square)
 
 
 def blobs(number, size=SIZE, seed=0):
@@ -78,9 +78,11 @@ def test_masks_cut_out_and_pasted_are_the_masks_there_were():
     for ours, theirs in ((pasted.coarse(), inside.coarse()), (pasted.fine(), inside.fine())):
         assert ours.shape == theirs.shape and same_place_iou(ours, theirs).min() > 0.9
         assert same_place_iou(ours, theirs).mean() > 0.97
-    assert torch.equal(pasted[[3, 1]].coarse(), pasted.coarse()[[3, 1]]) and torch.equal(
-        inside[2:4].fine(), inside.fine()[2:4]
-    )
+    for ours, theirs in (
+        (pasted[[3, 1]].coarse(), pasted.coarse()[[3, 1]]),
+        (inside[2:4].fine(), inside.fine()[2:4]),  # a product of other rows has other last bits
+    ):
+        assert ours.shape == theirs.shape and same_place_iou(ours, theirs).min() > 0.999
 
 
 def test_masks_are_cut_at_their_box():
@@ -351,7 +353,7 @@ def test_the_loss_on_labels_is_upstreams(data):
     from utils.segment.loss_tal import ComputeLoss
 
     model, config = fuse(build('demo-seg')), settings(imgsz=SIZE, task_loss=1.0, batch_size=4)
-    batches = list(training_images(load_data(data, segments=True), config, 32, CPU))
+    batches = list(training_images(load_data(data, masks=True), config, 32, CPU))
     head_emits_raw_maps(model)
     for images, labels, masks in batches:
         assert masks[0].shape[1:] == (SIZE // 4, SIZE // 4)
@@ -360,7 +362,8 @@ def test_the_loss_on_labels_is_upstreams(data):
             SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
         )(outputs, labels, torch.cat(masks).float())
         assert (
-            label_loss(model, 2.0)(outputs, labels, masks).item() == pytest.approx(2 * theirs.item() / len(images))
+            task_of(model).label_loss(model, 2.0)(outputs, labels, masks).item()
+            == pytest.approx(2 * theirs.item() / len(images))
             and (parts > 0).all()
         )
 
@@ -459,7 +462,7 @@ def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path
     )
     assert (
         said.startswith('qat_seg.py: error: --weights ')
-        and 'a detection model (its head is DDetect)' in said
+        and 'a detector (its head is DDetect)' in said
         and 'use: python qat.py' in said
     )
     assert not (tmp_path / 'runs').exists()
@@ -490,7 +493,6 @@ def test_options_of_masks_are_refused_without_masks(demo, option, tmp_path, capf
 
 
 def test_the_entry_point_holds_no_logic():
-    """It calls qat.py's main, and defines nothing."""
     tree = ast.parse((REPO / 'segment' / 'qat_seg.py').read_text())
     assert not [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.For, ast.While))]
-    assert 'needs_masks=True' in (REPO / 'segment' / 'qat_seg.py').read_text()
+    assert "only_task='segment'" in (REPO / 'segment' / 'qat_seg.py').read_text()

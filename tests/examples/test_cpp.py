@@ -20,12 +20,13 @@ import torch
 from conftest import REPO
 from zoo import program
 
-from models.deploy.aot_package import export_aoti
-from models.deploy.end2end import export_end2end
-from models.deploy.onnx_export import export_onnx
-from models.deploy.openvino_export import export_openvino, export_openvino_end2end
+from models.deploy.formats.aoti import export_aoti
+from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx_end2end import export_end2end
+from models.deploy.formats.openvino import export_openvino
+from models.deploy.formats.openvino_end2end import export_openvino_end2end
 from utils.qat.config.export import Nms
-from utils.qat.prediction.registry import open_file
+from utils.qat.prediction.file_model import open_file
 
 SOURCES = REPO / 'examples/cpp'
 SIZE, CONF, IOU = 128, 0.05, 0.6
@@ -94,7 +95,6 @@ def openvino(built):
 
 @pytest.fixture(scope='module')
 def aoti(built):
-    """Callable: runs yolov9_aoti."""
     return lambda *arguments, **options: run(built / 'yolov9_aoti', *arguments, **options)
 
 
@@ -119,11 +119,11 @@ def files(small, tmp_path_factory):
     """Folder with the quantized demo's plain.onnx and .xml, end2end.onnx and .xml, its validation images and images of odd sizes."""
     folder = tmp_path_factory.mktemp('files')
     model = small.quantized_model()
-    limit = export_onnx(model, folder / 'plain.onnx', (SIZE, SIZE), dynamic=True).limit
+    export_onnx(model, folder / 'plain.onnx', (SIZE, SIZE), dynamic=True)
     nms = Nms('standard', conf_thres=CONF, iou_thres=IOU)
     export_end2end(folder / 'plain.onnx', folder / 'end2end.onnx', nms)
     if importlib.util.find_spec('openvino'):
-        export_openvino(folder / 'plain.onnx', folder / 'plain.xml', limit)
+        export_openvino(folder / 'plain.onnx', folder / 'plain.xml', model)
         export_openvino_end2end(folder / 'end2end.onnx', folder / 'plain.onnx', folder / 'end2end.xml', nms)
     shutil.copytree(small.data.parent / 'images/val', folder / 'images')
     image = cv2.imread(str(next((folder / 'images').iterdir())))
@@ -153,9 +153,9 @@ def python_finds(model, images, capsys):
 
 
 def assert_same_lines(ours, theirs, score=0.002, pixels=0.2):
-    """The same detections, and the same last line.
+    """The same detections, and the same last line; objects of nearly the same score may change places.
 
-    OpenCV of the system and of Python may resize a pixel by one level differently, so objects of nearly the same score may change places.
+    OpenCV of the system and of Python may resize a pixel by one level differently.
     """
     assert ours[-1] == theirs[-1] and len(ours) == len(theirs) > 20, (len(ours), len(theirs))
     left = [parsed(line) for line in theirs[:-1]]
@@ -184,7 +184,6 @@ def test_openvino_finds_what_python_finds(openvino, files, capsys, name):
 
 @pytest.fixture(scope='module')
 def package(small, tmp_path_factory):
-    """A float package of the demo."""
     path = tmp_path_factory.mktemp('package') / 'float.pt2'
     export_aoti(small.float_model(), path, (SIZE, SIZE), batch=2)
     return path

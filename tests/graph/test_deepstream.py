@@ -11,13 +11,13 @@ from graphs import copy, dims, run_onnx
 from onnx import TensorProto, helper
 from zoo import build, full, output, program, same
 
-from models.deploy.onnx_export import export_onnx
-from models.quantize.checkpoint import load_any
+from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
+from models.deploy.formats.onnx import export_onnx
+from models.quantize.checkpoint import CheckpointFile
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
-from utils.qat.graph.deepstream import deepstream_config, deepstream_layout
-from utils.qat.prediction.registry import open_file
+from utils.qat.prediction.file_model import open_file
 
 export_yolov9 = program('export_yoloV9.py').main
 
@@ -198,7 +198,7 @@ def test_the_command(small, tmp_path, monkeypatch, capsys, kind, arguments, says
 def test_the_main_branch_of_a_dual_checkpoint(small):
     """From a dual checkpoint, the command exports the model that reparameterization.py makes."""
     images = torch.from_numpy(images_of(1, 64, 64))
-    (dual, _), (single, _) = (load_any(file) for file in (small.dual, small.single))
+    (dual, _), (single, _) = (CheckpointFile(file).load_any() for file in (small.dual, small.single))
     assert same(output(dual, images), output(single, images))
 
 
@@ -241,4 +241,4 @@ def test_masks_are_refused(tmp_path, monkeypatch, capsys, name):
     torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
     monkeypatch.chdir(tmp_path)
     assert run_command(export_yolov9, ['-w', 'seg.pt', '-s', '64']) == 2
-    assert 'the head is DSegment' in capsys.readouterr().err
+    assert 'its head is DSegment' in capsys.readouterr().err

@@ -11,8 +11,8 @@ from graphs import copy, dims, graph_of, node, run_onnx
 from onnx import TensorProto, helper
 from utils.general import non_max_suppression
 
-from models.deploy.end2end import check_detections, export_end2end, made_predictions, torch_nms
-from models.deploy.onnx_export import export_onnx
+from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx_end2end import check_detections, export_end2end, made_predictions, torch_nms
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -23,7 +23,7 @@ from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.registry import open_file
+from utils.qat.prediction.file_model import open_file
 
 CPU = torch.device('cpu')
 SIZE = 128
@@ -299,7 +299,6 @@ EXPORTS = {
     'float open': {'dynamic': True, 'simplify': True, 'opset': 13, **SMALL},
     'int8': {'opset': 13, **SMALL},
     'typed float': {'half': True, **SMALL},
-    'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True, **SMALL},
 }
 
 
@@ -335,7 +334,7 @@ def images(small):
 def test_what_was_there_is_there_node_for_node(small, exported, tmp_path, name, kind):
     plain = onnx.load(exported(name))
     nms = Nms(kind, 20, 0.5, 0.125, True)
-    export_end2end(exported(name), tmp_path / 'model.onnx', nms, runnable=name != 'fp32 scales')
+    export_end2end(exported(name), tmp_path / 'model.onnx', nms)
     model = onnx.load(tmp_path / 'model.onnx')
     onnx.checker.check_model(model, full_check=True)
     assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
@@ -374,10 +373,9 @@ def test_what_was_there_is_there_node_for_node(small, exported, tmp_path, name, 
 
 @pytest.mark.parametrize('kind', NMS_LIMITS)
 def test_the_audit_finds_nothing_new(exported, kind):
-    for name in ('int8', 'fp32 scales'):
-        plain = onnx.load(exported(name))
-        before, after = audit(plain), audit(add_nms(copy(plain), Nms(kind)))
-        assert after.findings == before.findings and after.convs == before.convs and coverage(after) == coverage(before)
+    plain = onnx.load(exported('int8'))
+    before, after = audit(plain), audit(add_nms(copy(plain), Nms(kind)))
+    assert after.findings == before.findings and after.convs == before.convs and coverage(after) == coverage(before)
 
 
 @pytest.fixture(scope='module')

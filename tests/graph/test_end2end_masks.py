@@ -16,16 +16,18 @@ from segmenters import NM, SEGMENTERS, segmenter
 from torchvision.ops import roi_align
 from zoo import program
 
-from models.deploy.end2end import (
+from models.deploy.agreement import made_images
+from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx_end2end import (
     MASK_TOLERANCE,
     check_detections,
+    choose_nms,
     export_end2end,
     made_predictions,
     torch_detections,
     torch_masks,
     torch_nms,
 )
-from models.deploy.onnx_export import export_onnx, made_images
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -33,7 +35,7 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.prediction.registry import open_file
+from utils.qat.prediction.file_model import open_file
 
 export_qat = program('export_qat.py').main
 SIDE = 64  # of the images that the graphs made by hand are for
@@ -228,17 +230,11 @@ def test_one_channel_is_cut_out_for_each_detection():
         assert dims(made)[1:] == [1, 7, 7]
 
 
-@pytest.mark.parametrize(
-    'sides, scale, says',
-    [
-        ((16, 16), 0.5, 'are 16 x 16 for images of 64 x 64; give 0.25'),
-        ((8, 8), 0.25, 'are 8 x 8 for images of 64 x 64; give 0.125'),
-    ],
-)
-def test_a_scale_that_is_not_that_of_the_prototypes(sides, scale, says):
-    with pytest.raises(QatError, match=f'--pooler-scale {scale}: the prototypes of this model {says}'):
-        bare(Nms('standard', 12), Pooling(7, scale), sides=sides)
-    bare(Nms('standard', 12), Pooling(7, sides[0] / SIDE), sides=sides)
+def test_prototypes_of_another_size_are_refused():
+    with pytest.raises(
+        QatError, match='the prototypes of this model are 8 x 8 for images of 64 x 64, and masks inside'
+    ):
+        bare(Nms('standard', 12), Pooling(7), sides=(8, 8))
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------------
@@ -250,7 +246,6 @@ EXPORTS = {
     'int8 open': {'dynamic': True, 'simplify': True},
     'int8 of 4': {'batch': 4, 'opset': 20},
     'typed': {'half': True, 'opset': 19, 'dynamic': True},
-    'fp32 scales': {'half': True, 'opset': 19, 'fp32_scales': True},
 }
 
 
@@ -272,9 +267,7 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize('head', SEGMENTERS)
 def test_what_was_there_is_there_node_for_node(exported, tmp_path, head, name):
     plain = onnx.load(exported(head, name))
-    export_end2end(
-        exported(head, name), tmp_path / 'model.onnx', Nms('standard', 20), Pooling(28), runnable=name != 'fp32 scales'
-    )
+    export_end2end(exported(head, name), tmp_path / 'model.onnx', Nms('standard', 20), Pooling(28))
     model = onnx.load(tmp_path / 'model.onnx')
     onnx.checker.check_model(model, full_check=True)
     assert [p.name for p in tmp_path.iterdir()] == ['model.onnx']
@@ -435,7 +428,7 @@ def test_the_command(checkpoint, tmp_path, capsys, trt):
     [
         ('--nms plugin', '--nms plugin: EfficientNMS_TRT does not tell'),
         ('--opset 13', '--opset 13: masks take'),
-        ('--pooler-scale 0.5', '--pooler-scale 0.5: the prototypes of this model are 16 x 16'),
+        ('--pooler-scale 0.5', '--pooler-scale 0.5: must be one of 0.25'),
     ],
 )
 def test_the_command_refuses(checkpoint, tmp_path, capsys, arguments, says):
@@ -464,7 +457,7 @@ def test_the_command_refuses_masks_of_a_detector(demo, tmp_path, capsys):
 
 def test_what_cannot_be_exported_leaves_the_old_file(exported, tmp_path):
     (tmp_path / 'model.onnx').write_bytes(b'the old one')
-    with pytest.raises(QatError, match='--pooler-scale 0.5: .* 16 x 24 for images of 64 x 96; give 0.25'):
+    with pytest.raises(QatError, match='the prototypes of this model are 16 x 24 for images of 64 x 96, and masks'):
         export_end2end(
             exported('Segment', 'float'), tmp_path / 'model.onnx', Nms('standard'), Pooling(pooler_scale=0.5)
         )
@@ -497,13 +490,17 @@ def settings_of(**changes):
     return ExportConfig('seg.pt', ['onnx_end2end'], **changes)
 
 
+def kind_of(**changes):
+    return choose_nms(settings_of(**changes), masks=False)[0].kind
+
+
 @pytest.mark.parametrize('trt', [8, 10, 11])
 def test_a_segmentation_model_takes_the_standard_kind(trt):
-    nms, pooling = settings_of(trt=trt, mask_resolution=28).end2end(segments=True)
+    nms, pooling = choose_nms(settings_of(trt=trt, mask_resolution=28), masks=True)
     assert nms.kind == 'standard' and pooling == Pooling(28)
-    assert settings_of(trt=trt).end2end(segments=False)[0].kind == ('standard' if trt == 11 else 'plugin')
+    assert kind_of(trt=trt) == ('standard' if trt == 11 else 'plugin')
     for kind in NMS_LIMITS:
-        assert settings_of(trt=trt, nms=kind).end2end(segments=False)[0].kind == kind
+        assert kind_of(trt=trt, nms=kind) == kind
 
 
 @pytest.mark.parametrize(
@@ -522,7 +519,7 @@ def test_a_segmentation_model_takes_the_standard_kind(trt):
 )
 def test_flags_that_do_not_fit_the_model(changes, segments, says):
     with pytest.raises(QatError, match=says):
-        settings_of(**changes).end2end(segments)
+        choose_nms(settings_of(**changes), segments)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +527,7 @@ def test_flags_that_do_not_fit_the_model(changes, segments, says):
     [
         ({'mask_resolution': 0}, '--mask-resolution 0: must lie in 1 to 1024'),
         ({'sampling_ratio': -1}, '--sampling-ratio -1'),
-        ({'pooler_scale': 0.0}, r'--pooler-scale 0.0: must lie in \(0, 1\]'),
+        ({'pooler_scale': 0.0}, '--pooler-scale 0.0: must be one of 0.25'),
         ({'pooler_scale': float('nan')}, 'nan'),
     ],
 )

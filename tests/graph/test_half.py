@@ -1,4 +1,4 @@
-"""Laws of the FP16 graph, also with FP32 scales: features are FP16; INT8 weights and all Q and DQ stay."""
+"""Laws of the FP16 graph: features are FP16; INT8 weights and all Q and DQ stay."""
 
 import warnings
 
@@ -23,18 +23,17 @@ from graphs import (
     with_values,
 )
 from onnx import TensorProto, numpy_helper
-from onnx.reference import ReferenceEvaluator
 from zoo import build, fuse, image
 
-from models.deploy.onnx_export import LIMITS, export_onnx, output_differences, traceable_copy
+from models.deploy.agreement import LIMITS, output_differences, traceable_copy
+from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
-from utils.qat.graph.audit import audit
-from utils.qat.graph.half import fp32_scales, to_half
+from utils.qat.graph.half import to_half
 from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
-from utils.qat.prediction.registry import open_file
+from utils.qat.prediction.file_model import open_file
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64
 NP = {FLOAT: np.float32, TensorProto.UINT8: np.uint8}
@@ -372,78 +371,7 @@ def test_weights_are_not_rounded_twice():
     assert not np.array_equal(stored, np.rint(weight.astype(np.float16) / np.float16(0.01)))
 
 
-# ---- FP32 scales --------------------------------------------------------------------------------------------------------
-
-
-def scale_types(model):
-    """(operator, type of scale, type of the values beside it) of every Q and DQ."""
-    types = types_of(model)
-    return [
-        (n.op_type, types[n.input[1]], types[n.input[0] if n.op_type == 'QuantizeLinear' else n.output[0]])
-        for n in model.graph.node
-        if n.op_type in onnx_graph.QDQ
-    ]
-
-
-def assert_same_but_scales(wide, typed):
-    """Check `wide`, a graph with FP32 scales that was made from `typed`."""
-    onnx.checker.check_model(wide, full_check=True)
-    assert onnx_graph.opset(wide) == 23 and onnx_graph.count_qdq(wide) == onnx_graph.count_qdq(typed)
-    assert [(op, value) for op, _, value in scale_types(wide)] == [(op, value) for op, _, value in scale_types(typed)]
-    assert {scale for _, scale, _ in scale_types(wide)} <= {FLOAT}
-    assert [n.op_type for n in wide.graph.node] == [n.op_type for n in typed.graph.node]
-    ours, theirs = onnx_graph.Graph(wide), onnx_graph.Graph(typed)
-    for a, b in zip(ours.nodes, theirs.nodes):
-        assert a.op_type not in onnx_graph.QDQ or ours.scale(a) == theirs.scale(b)
-    assert int8_weights(wide) == int8_weights(typed)
-    assert list(wide.graph.input) == list(typed.graph.input) and list(wide.graph.output) == list(typed.graph.output)
-    assert list(wide.metadata_props) == list(typed.metadata_props)
-    unread = [{i.name for i in m.graph.initializer} - onnx_graph.readers(m).keys() for m in (wide, typed)]
-    assert unread[0] == unread[1], 'no scale that nobody reads'
-
-
-@pytest.mark.parametrize('name', [name for name, (*_, qdq) in GRAPHS.items() if any(qdq)])
-def test_fp32_scales_on_every_graph(name):
-    """ONNX's reference runs it, because ONNX Runtime 1.31 has no Q of FP16 values with an FP32 scale.
-
-    The reference has no MaxPool of INT8.
-    """
-    typed = to_half(copy(GRAPHS[name][0]))
-    wide = fp32_scales(copy(typed))
-    assert_same_but_scales(wide, typed)
-    if 'MaxPool' not in {n.op_type for n in wide.graph.node}:
-        x = x_of(typed)
-        for ours, theirs in zip(ReferenceEvaluator(wide).run(None, x), run_onnx(typed, x), strict=True):
-            assert np.linalg.norm(ours - theirs) <= 3e-3 * np.linalg.norm(theirs)
-
-
-@pytest.mark.parametrize('scale', [0.0123, 0.1, 3.3])
-def test_every_fp16_number_is_quantized_as_by_onnx_runtime_with_fp16_scales(scale):
-    """Bit for bit, there and back: what ONNX Runtime was asked about one graph holds for the other. With an FP16 scale a runtime
-    may divide in FP16 as well, as ONNX's reference does, and then takes another step for some. (Two channels of one scale, because NumPy 1
-    has a scalar of any type divide in FP16.)"""
-    x = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    x = {'x': x[np.isfinite(x)].astype(np.float32).reshape(1, 2, -1)}
-    typed = to_half(
-        graph_of(
-            [*pair('x', 'a'), node('Conv', 'a', 'w', 'y')],
-            shape=x['x'].shape,
-            returns=(1, 1, x['x'].shape[2]),
-            opset=19,
-            initializers={
-                'scale': np.float32([scale] * 2),
-                'zero': np.int8([0, 0]),
-                'w': np.ones((1, 2, 1), np.float32),
-            },
-        )
-    )
-    typed.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, kind, x['x'].shape)
-        for name, kind in (('a int8', TensorProto.INT8), ('a', HALF))
-    )
-    (_, *ours), (_, *theirs) = ReferenceEvaluator(fp32_scales(copy(typed))).run(None, x), run_onnx(typed, x)
-    assert all(map(np.array_equal, ours, theirs)) and len(np.unique(theirs[0])) == 256
-    assert (ReferenceEvaluator(typed).run(None, x)[1] != theirs[0]).any()
+# ---- ONNX Runtime's rounding --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('scale', [0.0123, 0.1, 3.3])
@@ -474,25 +402,6 @@ def test_every_version_of_onnx_runtime_rounds_fp16_values(scale):
         _, *ours = run_onnx(model, {'x': x.astype(np.float32)})
         assert all(np.array_equal(wanted, one) for one in ours)
     assert (rounding(typed.SerializeToString()) == typed.SerializeToString()) is rounds_fp16()
-
-
-def test_a_scale_that_others_read_too_stays_for_them():
-    model = nchw(
-        [
-            node('Relu', 'x', 'r'),
-            *pair('r', 'a', scale='two'),
-            node('Mul', 'a', 'two', 'm'),
-            node('Conv', 'm', 'w', 'c'),
-            node('Relu', 'c', 'y'),
-        ]
-    )
-    typed = to_half(copy(model))
-    wide = fp32_scales(copy(typed))
-    assert_same_but_scales(wide, typed)
-    assert {i.name: i.data_type for i in wide.graph.initializer if 'two' in i.name} == {
-        'two_fp16': HALF,
-        'two_fp32': FLOAT,
-    }
 
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
@@ -542,9 +451,6 @@ def test_every_law_on_the_demo(small, tmp_path, kind, options):
             int8_weights(typed) == int8_weights(store_int8_weights(copy(fp32))) and len(int8_weights(typed)) == number
         )
 
-    if kind == 'quantized':
-        assert_same_but_scales(fp32_scales(copy(typed)), typed)
-
     for n in (1, 3) if options.get('dynamic') else (1,):
         images = image(64, n, seed=n)
         with torch.no_grad():
@@ -554,24 +460,9 @@ def test_every_law_on_the_demo(small, tmp_path, kind, options):
         )
 
 
-def test_export_writes_what_it_compared_but_for_the_type_of_the_scales(small, tmp_path):
-    model, options = small.quantized_model(), {'opset': 19, 'half': True}
-    typed = export_onnx(model, tmp_path / 'typed.onnx', (64, 64), **options)
-    wide = export_onnx(model, tmp_path / 'wide.onnx', (64, 64), fp32_scales=True, **options)
-    assert (typed.opset, wide.opset) == (19, 23)
-    assert (wide.qdq, wide.boxes, wide.scores) == (typed.qdq, typed.boxes, typed.scores)
-    assert onnx.load(tmp_path / 'wide.onnx') == fp32_scales(onnx.load(tmp_path / 'typed.onnx'))
-    assert not audit(onnx.load(tmp_path / 'wide.onnx')).findings
-    with pytest.raises(QatError, match='wide.onnx: ONNX Runtime cannot run it .*--fp32-scales'):
-        open_file(tmp_path / 'wide.onnx')(image(64))
-
-
 @pytest.mark.full_tree
 def test_a_segmentation_head(tmp_path):
-    """Prototypes and mask coefficients come from feature convolutions, too.
-
-    Only types are checked, because a deep network with random weights magnifies any rounding.
-    """
+    """Only types are checked, because a deep network with random weights magnifies any rounding."""
     model = fuse(build('gelan-c-seg', width_multiple=0.25))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')

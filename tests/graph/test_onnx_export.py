@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from segmenters import CLASSES, NM, SEGMENTERS, segmenter
 from zoo import image, output, same, state
 
-from models.deploy import onnx_export
-from models.deploy.onnx_export import LIMITS, RELATIVE, export_onnx, made_images, output_differences, traceable_copy
+from models.deploy import agreement
+from models.deploy.agreement import LIMITS, RELATIVE, made_images, output_differences, traceable_copy
+from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
@@ -243,16 +244,16 @@ def test_a_difference_of_the_prototypes_alone_leaves_no_file(tmp_path, monkeypat
 @pytest.mark.faults
 def test_a_file_is_refused_after_several_measurements_of_the_noise(small, tmp_path, monkeypatch):
     """A single measurement may be too small: other noise moves the output more."""
-    monkeypatch.setitem(onnx_export.LIMITS, ('INT8', 'FP32'), -1.0)
+    monkeypatch.setitem(agreement.LIMITS, ('INT8', 'FP32'), -1.0)
     model, asked = small.quantized_model(), []
-    for noises, refused in (([-1.0, -1.0, 1.0], False), ([-1.0] * onnx_export.SAMPLES, True)):
+    for noises, refused in (([-1.0, -1.0, 1.0], False), ([-1.0] * agreement.SAMPLES, True)):
         left = iter(noises)
-        monkeypatch.setattr(onnx_export, 'rounding_noise', lambda *given: asked.append(given[-1]) or next(left))
+        monkeypatch.setattr(agreement, 'rounding_noise', lambda *given: asked.append(given[-1]) or next(left))
         with (
             pytest.raises(QatError, match='ONNX Runtime differs from PyTorch') if refused else contextlib.nullcontext()
         ):
-            assert export_onnx(model, tmp_path / 'x.onnx', (64, 64)).limit == onnx_export.MARGIN
-    assert asked == [1, 2, 3, *range(1, 1 + onnx_export.SAMPLES)]
+            assert export_onnx(model, tmp_path / 'x.onnx', (64, 64)).limit == agreement.MARGIN
+    assert asked == [1, 2, 3, *range(1, 1 + agreement.SAMPLES)]
 
 
 def test_a_model_that_is_not_finite_leaves_the_old_file(small, tmp_path):

@@ -16,17 +16,17 @@ from fresh import fresh
 from segmenters import segmenter
 from zoo import command, program, python, same, settings
 
+from models.deploy.agreement import made_images, traceable_copy
 from models.deploy.decomposed import on_integers
-from models.deploy.exported_program import export_pt2
-from models.deploy.onnx_export import made_images, traceable_copy
+from models.deploy.formats.pt2 import export_pt2
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
 from utils.qat.config.targets import TARGETS
 from utils.qat.core.errors import QatError
+from utils.qat.prediction.file_model import open_file
 from utils.qat.prediction.pt2 import ExportedProgram
-from utils.qat.prediction.registry import open_file
 from utils.qat.targets.target import load_target
 from utils.qat.untrusted.program_archive import read_program
 
@@ -95,14 +95,14 @@ def test_half_is_near_the_float_program(small, tmp_path):
     made = export_pt2(small.float_model(), tmp_path / 'half.pt2', (SIDE, SIDE), half=True)
     assert 0 < made.boxes < 5e-3
     session = ExportedProgram(tmp_path / 'half.pt2', torch.device('cpu'))
-    assert session.types == 'FP16' and session.signature().inputs == {'images': (1, 3, SIDE, SIDE)}
+    assert session.metadata['precision'] == 'FP16' and session.signature().inputs == {'images': (1, 3, SIDE, SIDE)}
     assert {p.dtype for p in session.program.parameters()} == {torch.float16}
 
 
 def test_a_fresh_process_computes_the_same(files):
     text = (
-        'import torch, sys; from pathlib import Path; from utils.qat.prediction.registry import open_file; '
-        'from models.deploy.onnx_export import made_images; '
+        'import torch, sys; from pathlib import Path; from utils.qat.prediction.file_model import open_file; '
+        'from models.deploy.agreement import made_images; '
         f'print(open_file(Path(sys.argv[1]))(made_images(1, ({SIDE}, {SIDE}))).double().sum().item())'
     )
     here = open_file(files / 'int8.pt2')(made_images(1, (SIDE, SIDE))).double().sum().item()
@@ -215,8 +215,11 @@ def test_a_package_computes_in_integers(small, packages):
 @needs_torchao
 def test_commands_take_packages(small, packages, tmp_path):
     run = ('--device', 'cpu', '--project', tmp_path)
-    command('val_trt.py', '--weights', packages / 'int8-aoti.pt2', '--data', small.data, '--imgsz', SIDE, *run)
-    command('benchmark_trt.py', packages / 'int8-aoti.pt2', packages / 'float-aoti.pt2', '--duration', 0.01, *run)
+    by = ('--backend', 'aoti')
+    int8, float_ = packages / 'int8-aoti.pt2', packages / 'float-aoti.pt2'
+    command('val_trt.py', '--weights', int8, '--baseline', float_, '--data', small.data, '--imgsz', SIDE, *run, *by)
+    command('compare_outputs.py', packages / 'float.pt', int8, '--random', 1, *run, *by)
+    command('benchmark_trt.py', int8, float_, '--duration', 0.01, *run, *by)
     assert 'AOTInductor' in next(tmp_path.rglob('benchmark.md')).read_text()
 
 

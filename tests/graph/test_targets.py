@@ -12,16 +12,21 @@ from graphs import in_onnxruntime
 from models.common import CBFuse
 from zoo import DUAL, SEGMENT, SINGLE, SMALL, build, command, full, fuse, image, settings
 
-from models.deploy.onnx_export import export_onnx, made_images
+from models.deploy.agreement import made_images
+from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import ACTIVATIONS
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import find_twins, quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
-from utils.qat.config.targets import TARGETS
+from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
+from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.settings import option_of
+from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
+from utils.qat.graph.audit_rules import rules_of
 from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points
 from utils.qat.graph.passes import unsigned_activations
 from utils.qat.prediction.openvino import OpenVINO
@@ -45,7 +50,7 @@ def exported(name, file, target=ORT, **changes):
 
 
 def assert_in_integers(done, graph, file, folder):
-    assert audit(graph, ORT.checks).findings == []
+    assert audit(graph, rules_of('onnxruntime')).findings == []
     ran, kinds = in_onnxruntime(file, folder), Counter(done.swapped.values())
     assert ran['QLinearConv'] == kinds['Conv2d'] and (ran['QLinearSigmoid'] == kinds['SiLU'] or kinds['Sigmoid'])
     assert ran['Conv'] == len(done.kept_float), 'float by design: outputs of the head, and DFL'
@@ -70,7 +75,7 @@ def test_a_file_for_tensorrt_stays_in_float_there(tmp_path):
     """Without Q/DQ around SiLU: the reason for the target. Its audit names each convolution."""
     done, graph = exported('demo', tmp_path / 'model.onnx', load_target('tensorrt'), **SMALL)
     assert not in_onnxruntime(tmp_path / 'model.onnx', tmp_path)['QLinearConv']
-    open_ends = [finding for finding in audit(graph, ORT.checks).findings if finding.kind == 'open end']
+    open_ends = [finding for finding in audit(graph, rules_of('onnxruntime')).findings if finding.kind == 'open end']
     assert len(open_ends) == Counter(done.swapped.values())['Conv2d'] and audit(graph).findings == []
 
 
@@ -79,9 +84,9 @@ def test_openvino_computes_all_of_the_head_in_integers(name, tmp_path):
     """And all else that is quantized. In float: the coefficients of masks, and DFL, which is no convolution there."""
     file, target = tmp_path / 'model.onnx', load_target('openvino')
     done, graph = exported(name, file, target)
-    assert audit(graph, target.checks).findings == []
+    assert audit(graph, rules_of(target.name)).findings == []
     assert len(done.kept_float) == (4 if name.endswith('seg') else 1)
-    if OpenVINO.missing('openvino', CPU):
+    if MeasuredOpenVINO.missing('openvino', CPU):
         pytest.skip('no OpenVINO')
     session = OpenVINO(file, CPU)
     session.run({'images': made_images(1, (64, 64))})
@@ -93,7 +98,7 @@ def test_a_detector_has_unsigned_integers_for_openvino_only_behind_a_relu(tmp_pa
     target = load_target('openvino')
     for activation, unsigned in (('nn.SiLU()', False), ('nn.ReLU()', True)):
         _, graph = exported('demo', tmp_path / 'model.onnx', target, **SMALL, activation=activation)
-        assert has_zero_points(graph) == unsigned and audit(graph, target.checks).findings == []
+        assert has_zero_points(graph) == unsigned and audit(graph, rules_of(target.name)).findings == []
         assert any(finding.kind == 'zero point' for finding in audit(graph).findings) == unsigned
     with pytest.raises(QatError, match='behind ReLU; quantize with --target tensorrt'):
         target.require_tensorrt('--half', zero_points=True)
@@ -111,12 +116,12 @@ def test_a_block_in_float_by_choice_behind_a_sum_is_no_fault_of_the_sum(name, tm
     tie_scales(model)
     calibrate(model, [image()], settings())
     export_onnx(model, tmp_path / 'model.onnx', (64, 64), simplify=True, target=target, kept_float=kept)
-    assert audit(onnx.load(tmp_path / 'model.onnx'), target.checks).findings == []
+    assert audit(onnx.load(tmp_path / 'model.onnx'), rules_of(target.name)).findings == []
 
 
 def test_what_openvino_loses_by_a_file_for_tensorrt_is_said(small, tmp_path):
     """Both checkpoints go in one command; the float one loses nothing."""
-    if OpenVINO.missing('openvino', CPU):
+    if MeasuredOpenVINO.missing('openvino', CPU):
         pytest.skip('no OpenVINO')
     for source, name in ((small.single, 'float.pt'), (small.quantized, 'int8.pt')):
         (tmp_path / name).write_bytes(source.read_bytes())
@@ -153,7 +158,12 @@ def test_unsigned_is_the_same_number(tmp_path):
 @pytest.mark.parametrize('name', TARGETS)
 def test_a_file_names_its_target(name, tmp_path):
     _, graph = exported('demo', tmp_path / 'model.onnx', load_target(name), **SMALL)
-    assert target_of(graph).checks == load_target(name).checks
+    assert target_of(graph) is load_target(name)
+
+
+def test_help_describes_each_target_that_places_otherwise():
+    said, default = option_of(QuantizeConfig, 'target').help, load_target(DEFAULT_TARGET)
+    assert [name for name in TARGETS if not load_target(name).places_as(default) and f'. {name}: ' not in said] == []
 
 
 @pytest.mark.parametrize('name', ['../other', 'target', '', 7, ['tensorrt'], None])
@@ -195,6 +205,21 @@ def test_from_checkpoint_to_file(small, tmp_path):
         ('export_yoloV9.py', '--weights', best, '--size', 64),
     ):
         assert '--target tensorrt' in command(*argv, code=2)
+
+
+def test_a_file_for_deepstream_names_its_target(small, tmp_path, monkeypatch):
+    """OpenVINO's placement has no zero points in this network, so TensorRT reads the file."""
+    monkeypatch.chdir(tmp_path)
+    command(
+        *('qat.py', 'quantize', '--weights', small.single, '--data', small.data, '--imgsz', 64, '--device', 'cpu'),
+        *('--target', 'openvino', '--epochs', 0, '--calib-images', 2, '--calib-method', 'max', '--no-bias-correction'),
+        *('--no-eval-origin', '--no-eval-ptq', '--workers', 0, '--project', tmp_path, '--name', 'run'),
+    )
+    [weights] = (tmp_path / 'run/weights').glob('*.pt')
+    command('export_yoloV9.py', '--weights', weights, '--size', 64)
+    file = weights.with_name(f'{weights.name}.onnx')
+    assert target_of(onnx.load(file)).name == 'openvino'
+    assert 'for OpenVINO' in command('scripts/audit_onnx.py', file, '--strict')
 
 
 def test_scales_and_zero_points_of_the_file_are_the_models(tmp_path):

@@ -17,9 +17,12 @@ import torch
 from faults import sampled
 from zoo import command
 
-from models.deploy.onnx_export import RELATIVE, export_onnx, made_images, output_differences, traceable_copy
+from models.deploy.agreement import RELATIVE, made_images, output_differences, traceable_copy
+from models.deploy.formats import torch_tensorrt
+from models.deploy.formats.format import with_sources
+from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.torch_tensorrt import compile_settings, write_engine
 from models.deploy.quantize_op import amax_of, quantize_op_program, quantize_ops
-from models.deploy.torch_tensorrt_export import compile_settings, write_engine
 from models.quantize.quantizers import QMAX, QMIN, named_quantizers
 from utils.qat.config.export import ExportConfig, TorchTensorRT
 from utils.qat.core.errors import QatError
@@ -140,20 +143,21 @@ def test_fp16_ends_where_the_decoding_begins(request, files, tmp_path):
 @pytest.mark.parametrize('version', [v for v in RECORDED if v != 'source'])
 def test_torch_tensorrt_has_every_argument(version):
     # unknown arguments are swallowed there (**kwargs), so a wrong name would go unnoticed
-    tt, options = SimpleNamespace(Input=dict), TorchTensorRT(optimization_level=5, workspace=1)
+    tt, options = SimpleNamespace(Input=dict), TorchTensorRT(workspace=1)
     settings = compile_settings(tt, torch.device('cpu'), (1, 3, 64, 64), (8, 3, 64, 64), options, Path('model.ep'))
     for function in ('compile', 'convert_exported_program_to_serialized_trt_engine'):
         assert set(settings) <= set(RECORDED[version][function])
     assert {'require_full_compilation', 'min_block_size'} <= set(RECORDED[version]['compile'])
     assert {'module', 'file_path', 'output_format', 'arg_inputs'} <= set(RECORDED[version]['save'])
-    assert settings['workspace_size'] == 2**20 and settings['optimization_level'] == 5
+    assert settings['workspace_size'] == 2**20
     (images,) = settings['arg_inputs']
     assert images['min_shape'] == (1, 3, 64, 64) and images['max_shape'] == images['opt_shape'] == (8, 3, 64, 64)
 
 
 def test_the_engine_appears_with_its_sidecar_or_not_at_all(tmp_path):
     engine = tmp_path / 'model-torch_tensorrt.engine'
-    entries = {'weights': 'model.pt', 'workspace_mib': 1, 'inputs': {}, 'metadata': {'stride': '32'}}
+    inputs = {'images': {name: [1, 3, 64, 64] for name in ('min', 'opt', 'max')}}
+    entries = {'weights': 'model.pt', 'workspace_mib': 1, 'inputs': inputs, 'metadata': {'stride': '32'}}
 
     def refuse(_):
         raise QatError('other outputs')
@@ -173,6 +177,23 @@ def test_the_engine_appears_with_its_sidecar_or_not_at_all(tmp_path):
         require_fit(engine, read_sidecar(engine), 'TensorRT 11.2.0', None)
 
 
+def test_the_sidecar_names_the_target(small, tmp_path, monkeypatch):
+    model = small.quantized_model()
+    tt = SimpleNamespace(
+        Input=dict,
+        __version__='2.14.0',
+        dynamo=SimpleNamespace(convert_exported_program_to_serialized_trt_engine=lambda *_, **__: b'plan'),
+    )
+    monkeypatch.setattr(torch_tensorrt, 'load_torch_tensorrt', lambda device: tt)
+    monkeypatch.setattr(torch_tensorrt, 'product', lambda trt: 'TensorRT 11.1.0')
+    monkeypatch.setattr(torch_tensorrt, 'load_tensorrt', lambda: None)
+    monkeypatch.setattr(torch_tensorrt, 'open_file', lambda *_: traceable_copy(model))
+    options = TorchTensorRT(formats=('engine',), dtype='fp32')
+    torch_tensorrt.export_torch_tensorrt(model, tmp_path / 'model.ep', SIDE, 1, False, options, ['model.3'], 'openvino')
+    metadata = read_sidecar(tmp_path / 'model-torch_tensorrt.engine')['metadata']
+    assert metadata['target'] == 'openvino' and metadata['kept_float'] == "['model.3']"
+
+
 @pytest.mark.skipif(find_spec('torch_tensorrt') is not None, reason='torch_tensorrt is installed')
 def test_without_torch_tensorrt(small):
     said = command('export_qat.py', '--weights', small.quantized, '--include', 'torch_tensorrt', code=2)
@@ -183,13 +204,18 @@ def test_without_torch_tensorrt(small):
 @pytest.mark.parametrize(
     'options, message',
     [
-        ({'optimization_level': 3}, '--optimization-level: only with --include torch_tensorrt'),
+        ({'workspace': 3}, '--workspace: only with --include torch_tensorrt'),
         ({'include': ('torch_tensorrt',), 'dynamic': True}, '--batch-size'),
         ({'include': ('torch_tensorrt',), 'verify': Path('data.yaml')}, 'val_trt.py'),
+        ({'include': ('torch_tensorrt',), 'half': True}, '--dtype'),
         ({'include': ('torch_tensorrt',), 'formats': ('onnx',)}, '--formats onnx: must be of ep, ts, engine'),
+        ({'half': True}, '--half: only with --trt 11'),
+        ({'include': ('openvino_end2end',), 'nms': 'plugin'}, 'OpenVINO takes --nms standard'),
     ],
 )
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(QatError) as error:
-        ExportConfig(weights=Path('model.pt'), **options)
+        config = ExportConfig(weights=Path('model.pt'), **options)
+        for each in with_sources(config.include):
+            each.require(config, torch.device('cpu'))
     assert message in str(error.value)

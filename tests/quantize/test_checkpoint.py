@@ -4,16 +4,29 @@ import io
 import pickle
 import random
 import zipfile
-from functools import partial
 
 import pytest
 import torch
 from fresh import fresh
-from zoo import SMALL, build, fuse, image, output, same, settings, state
+from zoo import (
+    LOADERS,
+    SMALL,
+    build,
+    fuse,
+    image,
+    load_any,
+    load_dual_or_float,
+    load_float,
+    load_quantized,
+    output,
+    same,
+    settings,
+    state,
+)
 
 from models.quantize import blocks
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.checkpoint import kind_of, load_any, load_dual_or_float, load_float, load_quantized, save_quantized
+from models.quantize.checkpoint import CheckpointFile, save_quantized
 from models.quantize.convert import is_quantized, quantize_model
 from models.quantize.quantizers import Quantizer, SiLUQuantizer
 from models.quantize.reparameterize import reparameterize
@@ -22,7 +35,6 @@ from utils.qat.core.files import sha256
 from utils.qat.targets.target import load_target
 from utils.qat.untrusted.torch_archive import read_archive
 
-EVERY = load_float, load_quantized, load_any, load_dual_or_float
 ACTIVATION_TWINS = {
     f'models.quantize.blocks.Quant{name}'
     for name in 'SiLU ReLU ReLU6 LeakyReLU PReLU ELU CELU SELU GELU Mish Hardswish Softplus Hardsigmoid Sigmoid Tanh'.split()
@@ -42,8 +54,8 @@ import sys, torch
 torch.set_num_threads(1)
 images = torch.load(sys.argv[2])
 if sys.argv[4] == 'ours':
-    from models.quantize.checkpoint import load_quantized
-    model = load_quantized(sys.argv[1])[0]
+    from models.quantize.checkpoint import CheckpointFile
+    model = CheckpointFile(sys.argv[1]).load_quantized()[0]
 else:
     from models.experimental import attempt_load
     model = attempt_load(sys.argv[1], device='cpu')
@@ -140,7 +152,7 @@ def test_a_failed_save_leaves_the_old_file(small, tmp_path):
 
 
 def test_kinds(demo):
-    assert [kind_of(f) for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
+    assert [CheckpointFile(f).kind for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
 
 
 def test_any(small):
@@ -183,8 +195,8 @@ class Malicious:
 def test_judging_executes_nothing(tmp_path):
     for content in ({'model': Malicious(tmp_path / 'executed')}, Malicious(tmp_path / 'executed')):
         torch.save(content, tmp_path / 'bad.pt')
-        assert kind_of(tmp_path / 'bad.pt') == 'other'
-        for load in EVERY:
+        assert CheckpointFile(tmp_path / 'bad.pt').kind == 'other'
+        for load in LOADERS:
             with pytest.raises(QatError, match='bad.pt: holds no YOLOv9 model'):
                 load(tmp_path / 'bad.pt')
     assert not (tmp_path / 'executed').exists()
@@ -199,29 +211,23 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
         ['models.quantize_rules.Anything'],
     ):
         file = archive(tmp_path / 'peer.pt', pickle_of(*names))
-        assert read_archive(file).names == set(names) and kind_of(file) == 'foreign'
+        assert read_archive(file).names == set(names) and CheckpointFile(file).kind == 'foreign'
 
 
 DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'
 MISTAKES = {  # kind of file → who is asked to load it, and what the answer names
-    'missing': [(EVERY, 'no such file')],
-    'folder': [(EVERY, 'not a file')],
-    'text': [(EVERY, 'not a PyTorch checkpoint')],
-    'empty': [(EVERY, 'not a PyTorch checkpoint')],
-    'cut short': [(EVERY, 'not a PyTorch checkpoint .or cut short')],
-    'plain zip': [(EVERY, 'not a PyTorch checkpoint')],
-    'state dict': [(EVERY, 'has weights without their network .a state_dict.*upstream train.py')],
-    'ultralytics': [(EVERY, 'made by Ultralytics.*upstream train.py')],
-    'other module': [(EVERY, 'upstream train.py')],
-    'peer': [(EVERY, 'another yolov9-qat tool.*python qat.py quantize')],
-    'wrong suffix': [(EVERY, 'ending in .pt or .pth')],
-    DUAL: [
-        (
-            (partial(load_float, reparameterized=False),),
-            'auxiliary branch.*python reparameterization.py --weights .*dual.pt',
-        ),
-        ((load_quantized,), 'not quantized.*python qat.py quantize'),
-    ],
+    'missing': [(LOADERS, 'no such file')],
+    'folder': [(LOADERS, 'not a file')],
+    'text': [(LOADERS, 'not a PyTorch checkpoint')],
+    'empty': [(LOADERS, 'not a PyTorch checkpoint')],
+    'cut short': [(LOADERS, 'not a PyTorch checkpoint .or cut short')],
+    'plain zip': [(LOADERS, 'not a PyTorch checkpoint')],
+    'state dict': [(LOADERS, 'has weights without their network .a state_dict.*upstream train.py')],
+    'ultralytics': [(LOADERS, 'made by Ultralytics.*upstream train.py')],
+    'other module': [(LOADERS, 'upstream train.py')],
+    'peer': [(LOADERS, 'another yolov9-qat tool.*python qat.py quantize')],
+    'wrong suffix': [(LOADERS, 'ending in .pt or .pth')],
+    DUAL: [((load_quantized,), 'not quantized.*python qat.py quantize')],
     FLOAT: [((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt')],
     QUANTIZED: [((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py')],
 }
@@ -229,7 +235,6 @@ MISTAKES = {  # kind of file → who is asked to load it, and what the answer na
 
 @pytest.fixture
 def mistakes(demo, tmp_path):
-    """A file for each name in MISTAKES."""
     files = {
         DUAL: demo.dual,
         FLOAT: demo.single,
@@ -291,6 +296,6 @@ def test_damaged_files_are_mistakes_not_bugs(small, tmp_path):
 
 def _judge(file):
     try:
-        assert kind_of(file) in ('float', 'quantized', 'foreign', 'ultralytics', 'state_dict', 'other')
+        assert CheckpointFile(file).kind in ('float', 'quantized', 'foreign', 'ultralytics', 'state_dict', 'other')
     except QatError as e:
         assert str(file) in str(e)

@@ -11,9 +11,9 @@ from classifiers import NETWORKS, images
 from faults import sampled
 from graphs import in_onnxruntime
 
-from models.deploy.aot_package import export_aoti
-from models.deploy.exported_program import export_pt2
-from models.deploy.onnx_export import export_onnx
+from models.deploy.formats.aoti import export_aoti
+from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.pt2 import export_pt2
 from models.quantize import checkpoint
 from models.quantize.blocks import QuantResidual, WeightedTwin
 from models.quantize.convert import dequantize_model, float_blocks
@@ -22,9 +22,10 @@ from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import shared_scales
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
+from utils.qat.graph.audit_rules import rules_of
 from utils.qat.prediction.aoti import compiled_layers
+from utils.qat.prediction.file_model import open_file
 from utils.qat.prediction.openvino import OpenVINO
-from utils.qat.prediction.registry import open_file
 from utils.qat.targets.target import load_target
 
 
@@ -53,7 +54,7 @@ def test_quantizers_off_is_float_and_a_reload_is_the_same(network, tmp_path):
     assert torch.equal(dequantize_model(deepcopy(quantized))(images()), model(images()))
     file = tmp_path / 'q.pt'
     checkpoint.save_quantized(file, quantized, {}, '0' * 64)
-    again, _ = checkpoint.load_quantized(file)
+    again, _ = checkpoint.CheckpointFile(file).load_quantized()
     assert torch.equal(again(images()), quantized(images()))
     assert shared_scales(again) == shared_scales(quantized)
 
@@ -66,7 +67,7 @@ def test_exported_graph_has_no_finding_and_equals_pytorch(network, tmp_path):
     assert not found.findings
     assert done.logits < done.limit
     file = open_file(tmp_path / 'q.onnx')
-    assert file.classifies and file.task == 'classify' and file.names == model.names
+    assert file.ours and file.task.name == 'classify' and file.names == model.names
     assert file(images(1)).shape == (1, classifiers.CLASSES)
 
 
@@ -95,7 +96,6 @@ FOR_ENGINES = {'resnet18', 'mobilenet_v2', 'mobilenet_v3_small'}  # the others w
     params=[n if n in FOR_ENGINES else pytest.param(n, marks=pytest.mark.faults) for n in NETWORKS], scope='module'
 )
 def model(request, tmp_path_factory):
-    """A float model."""
     return classifiers.loaded(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -104,7 +104,7 @@ def exported(model, file, target):
     quantized = classifiers.quantized(deepcopy(model), target=target.name)
     kept = list(float_blocks(quantized, target))
     export_onnx(quantized, file, (classifiers.SIZE,) * 2, simplify=True, target=target, kept_float=kept)
-    assert not audit(onnx.load(file), target.checks).findings
+    assert not audit(onnx.load(file), rules_of(target.name)).findings
     return quantized
 
 
@@ -158,7 +158,7 @@ def test_an_exported_program_computes_what_pytorch_computes(name, tmp_path):
     model = classifiers.quantized(classifiers.loaded(name, tmp_path))
     export_pt2(model, tmp_path / 'q.pt2', (classifiers.SIZE,) * 2, dynamic=True)
     file = open_file(tmp_path / 'q.pt2')
-    assert file.classifies and file.task == 'classify' and file.names == model.names
+    assert file.ours and file.task.name == 'classify' and file.names == model.names
     expected = model(images(3)).detach()
     torch.testing.assert_close(file(images(3)), expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
@@ -180,4 +180,4 @@ def test_a_network_that_is_not_known_is_refused_in_one_line(tmp_path):
 
     file = classifiers.save(torchvision.models.squeezenet1_0(num_classes=7), tmp_path / 's.pt')
     with pytest.raises(QatError, match='torchvision.models.squeezenet.SqueezeNet'):
-        checkpoint.load_float(file)
+        checkpoint.CheckpointFile(file).load_float()

@@ -12,7 +12,7 @@ from faults import sampled
 from models.common import AConv, ADown, CBFuse, RepConvN, RepNCSPELAN4
 from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 
-from models.quantize.blocks import TWINS, QuantConv2d, QuantResidual, Twin
+from models.quantize.blocks import TWINS, QuantConv2d, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from utils.qat.core.errors import QatError
@@ -164,8 +164,6 @@ def test_a_block_of_the_users_is_quantized_at_its_convolution_and_reported():
     model = fuse(build('demo'))
     i, elan = next((m.i, m) for m in model.model if isinstance(m, RepNCSPELAN4))
     elan.cv2[1] = nn.Sequential(elan.cv2[1], UsersBlock(elan.cv2[1].conv.out_channels))
-    done = quantize_model(model, add_policy='residual')
+    done = quantize_model(model)
     assert done.unknown == {f'model.{i}.cv2.1.1': 'UsersBlock', f'model.{len(model.model) - 1}': 'DualDDetect'}
     assert done.swapped[f'model.{i}.cv2.1.1.conv'] == 'Conv2d'
-    policies = {m.add_policy for m in model.modules() if isinstance(m, QuantResidual)}
-    assert policies == {'residual'}

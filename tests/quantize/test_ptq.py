@@ -1,8 +1,4 @@
-"""Laws of PTQ after calibration.
-
-Bias correction removes the mean error of rounding. The chosen calibration has the least divergence on held-out
-images. SQNR follows its formula.
-"""
+"""Laws of PTQ after calibration: biases are corrected, the least divergence on held-out images wins, SQNR is its formula."""
 
 import math
 
@@ -214,6 +210,25 @@ def test_a_calibration_that_is_clearly_behind_sees_a_third_of_the_images():
     assert not is_behind(logs['good'], logs['good'])
 
 
+def test_the_least_divergence_was_measured_on_all_images():
+    """'late' is uncertain on the first third, where it is worse than the dropped 'behind', and the best on the others."""
+    zeros, ones = torch.zeros(8, dtype=torch.float64), torch.ones(24)
+    logs = {
+        'leader': torch.zeros(24, dtype=torch.float64),
+        'behind': torch.full((24,), 0.1, dtype=torch.float64),
+        'late': torch.cat((zeros + torch.tensor([-1.0, 1.5] * 4), zeros - 1, zeros - 1)),
+    }
+    parts, seen = (slice(0, 8), slice(8, 24)), []
+
+    def measure(name, part):
+        seen.append(name)
+        return logs[name][part], ones[part]
+
+    found = race(list(logs), parts, measure, lambda names, *_, **__: names)
+    assert seen.count('behind') == 1 and found['behind'] == pytest.approx(math.exp(0.1)), 'as behind the leader'
+    assert min(found, key=found.get) == 'late' and found['late'] == pytest.approx(typical(logs['late'], ones))
+
+
 @pytest.mark.parametrize('correcting', sampled([True, False], 2))
 def test_no_alternative_is_better_than_the_choice(small, correcting):
     """The measure is the divergence on held-out images."""
@@ -224,9 +239,9 @@ def test_no_alternative_is_better_than_the_choice(small, correcting):
     assert kept == min(found, key=found.get) and held_out(small, best) == pytest.approx(found[kept], rel=1e-9)
     for name in CANDIDATES:
         model, alone, same_name, _ = calibrated(small, calib_method=name, bias_correction=correcting)
-        assert same_name == name and alone == {
-            key: pytest.approx(found.get(key, alone[key]), rel=1e-9) for key in alone
-        }
+        # `found` has estimates of those that were dropped
+        assert same_name == name and min(alone.values()) >= found[kept] * (1 - 1e-9)
+        assert name != method or alone[kept] == pytest.approx(found[kept], rel=1e-9)
         assert same(state(model), state(best)) == (name == method), 'what a candidate changed is undone'
 
 
@@ -247,7 +262,7 @@ def test_a_correction_that_harms_is_not_kept(small):
 
 def test_a_correction_that_helps_is_kept(small):
     """The ranges are so small that clipping shifts the mean."""
-    model, found, _, corrected = calibrated(small, calib_method='percentile', percentile=99.0)
+    model, found, _, corrected = calibrated(small, calib_method='percentile', percentile=90.0)
     assert (
         corrected
         and found['percentile' + CORRECTED] < found['percentile']
@@ -256,7 +271,7 @@ def test_a_correction_that_helps_is_kept(small):
 
 
 def test_without_correction_no_bias_moves(small):
-    model, _, _, corrected = calibrated(small, calib_method='l3', bias_correction=False)
+    model, _, _, corrected = calibrated(small, calib_method='mse', bias_correction=False)
     assert not corrected and same(biases(model), biases(small.float_model()))
 
 

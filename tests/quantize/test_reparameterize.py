@@ -11,7 +11,7 @@ from conftest import FULL_TREE, TREE
 from faults import sampled
 from zoo import build, command, config, config_file, full, image, output, program, python, same, state
 
-from models.quantize.checkpoint import load_float
+from models.quantize.checkpoint import CheckpointFile
 from models.quantize.reparameterize import largest_difference, reparameterize
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -145,7 +145,7 @@ def test_command_converts(small, tmp_path):
     assert sha256(small.dual) == before and [p.name for p in tmp_path.iterdir()] == ['out.pt']
     model = torch.load(tmp_path / 'out.pt', weights_only=False)['model']
     assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {torch.float16}
-    assert same(output(load_float(tmp_path / 'out.pt'), image()), output(small.float_model(), image()))
+    assert same(output(CheckpointFile(tmp_path / 'out.pt').load_float(), image()), output(small.float_model(), image()))
     for word in (
         'DualDDetect',
         'DDetect',
@@ -221,7 +221,7 @@ def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
             )
         )
     )
-    assert load_float(tmp_path / 'out.pt').nc == 3
+    assert CheckpointFile(tmp_path / 'out.pt').load_float().nc == 3
 
 
 @pytest.mark.faults

@@ -1,8 +1,4 @@
-"""Laws of the sensitivity analysis.
-
-Each twin is in one unit. A measurement equals a run of the whole model, and estimates rank as measurements do. A
-damaged block is found. The result can be applied: units stay in float, the model is exported, and a budget is kept.
-"""
+"""Laws of the sensitivity analysis: what it measures and estimates, the damage that it finds, and how it is applied."""
 
 import json
 from dataclasses import asdict
@@ -13,14 +9,14 @@ import pytest
 import torch
 from zoo import build, full, fuse, image, program, same, settings
 
-from models.deploy.onnx_export import export_onnx
+from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.analysis.partly_float import ALONE, FLOAT, INT8, TwinForms, measure_units
 from models.quantize.analysis.sensitivity import DivergenceEstimate, unit_costs
 from models.quantize.blocks import Twin
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.calibration.ptq import Choice, within_budget
+from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import named_quantizers
@@ -313,19 +309,19 @@ def test_the_smallest_number_that_keeps_the_budget(demo, needed):
     assert len(summary['units']) > 20
     attempts = []
 
-    def attempt(choice):
-        n = sum(set(u['twins']) <= set(choice.paths) for u in summary['units'])
+    def attempt(blocks):
+        n = sum(set(u['twins']) <= set(blocks.paths) for u in summary['units'])
         attempts.append(n)
         return (0.1 if n >= needed else 0.5), n
 
-    choice, result = within_budget(Choice([], summary), 0.2, attempt)
-    assert result == needed and set(choice.paths) == {p for u in dearest(summary)[:needed] for p in u['twins']}
+    blocks, result = within_budget(FloatBlocks([], summary), 0.2, attempt)
+    assert result == needed and set(blocks.paths) == {p for u in dearest(summary)[:needed] for p in u['twins']}
     assert len(attempts) == len(set(attempts)) <= 12
 
 
 def test_a_budget_that_cannot_be_kept_is_said(demo):
     with pytest.raises(QatError, match='--max-drop 0.2: not kept .* lose 0.40 points'):
-        within_budget(Choice([], summary_of(demo)), 0.2, lambda choice: (0.5 if choice.paths else 0.4, None))
+        within_budget(FloatBlocks([], summary_of(demo)), 0.2, lambda blocks: (0.5 if blocks.paths else 0.4, None))
 
 
 # ---- a damaged model ----------------------------------------------------------------------------------------------------
@@ -333,10 +329,7 @@ def test_a_budget_that_cannot_be_kept_is_said(demo):
 
 @pytest.fixture(scope='module')
 def damaged(demo, tmp_path_factory):
-    """The demo with a few channels of a convolution 200 times as large; the next convolution divides by 200.
-
-    The float model detects as before.
-    """
+    """The demo with channels of a convolution 200 times as large; the next divides by 200, so in float it detects as before."""
     ckpt = torch.load(demo.single, weights_only=False)
     model = ckpt['model'].float()
     block = model.model[14]  # RepNCSPELAN4: the first channels of cv1 are read by cv4 alone
@@ -401,7 +394,7 @@ def test_the_damaged_block_is_the_worst(analysed):
 
 def test_what_an_analysis_leaves(analysed):
     summary = json.loads((analysed / FILE).read_text())
-    assert {p.name for p in analysed.iterdir()} == {FILE, 'sensitivity.md', 'sensitivity.png', 'log.txt'}
+    assert {p.name for p in analysed.iterdir()} == {FILE, 'sensitivity.md', 'sensitivity.png', 'log.txt', '.lock'}
     table = (analysed / 'sensitivity.md').read_text()
     for unit in summary['units']:
         assert f'| {unit["unit"]} ' in table
@@ -420,7 +413,7 @@ def test_the_budget_is_kept_where_int8_does_not_keep_it(demo, damaged, analysed,
     kept = reports['budget']['kept_float']
     assert reports['all']['kept_float'] == [] and any(path.startswith('model.14.') for path in kept)
     [file] = (tmp_path / 'budget' / 'weights').glob('ptq*.pt')
-    model, quant = checkpoint.load_quantized(file)
+    model, quant = checkpoint.CheckpointFile(file).load_quantized()
     assert quant['recipe']['kept_float'] == kept
     assert not any(isinstance(model.get_submodule(path), Twin) for path in kept)
     assert 'of the FLOPs stay INT8' in (tmp_path / 'budget' / 'log.txt').read_text()

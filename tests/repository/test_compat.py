@@ -34,7 +34,7 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 def fresh(tmp_path):
     """run(code, hide="IPython pkg_resources") -> stdout + stderr of a new process in the tree; it must end well.
 
-    It has torch and other libraries loaded, but nothing of upstream; `bare=True` starts an interpreter that has loaded nothing.
+    It has torch loaded, but nothing of upstream; `bare=True` starts an interpreter that has loaded nothing.
     """
     (tmp_path / 'site').mkdir()
     (tmp_path / 'site' / 'hiding.py').write_text(HIDE)
@@ -214,12 +214,12 @@ def test_missing_packages_are_reported_and_pip_is_not_run(fresh, tmp_path, hide)
         """
         from utils.general import AUTOINSTALL, check_requirements
         assert not AUTOINSTALL
-        check_requirements(["no-such-package>=1.0", "torch", "opencv-python>=4.1.1", "ipython"])
+        check_requirements(["no-such-package>=1.0", "torch", "opencv-python>=4.1.1", "ipython", "gitpython>=3.1.30"])
     """,
-        hide=f'IPython {hide}',
+        hide=f'IPython git {hide}',
         PATH=f'{pip.parent}:{os.environ["PATH"]}',
     )
-    assert 'no-such-package>=1.0' in out and 'opencv' not in out and 'ipython' not in out
+    assert 'no-such-package>=1.0' in out and not [name for name in ('opencv', 'ipython', 'gitpython') if name in out]
     assert not (tmp_path / 'pip ran').exists()
 
 
@@ -238,6 +238,17 @@ def test_without_ipython(fresh):
         MPLBACKEND='agg',
     )
     assert 'shown' in out
+
+
+def test_without_gitpython(fresh):
+    out = fresh(
+        """
+        from utils.general import check_git_info
+        assert check_git_info() == {"remote": None, "branch": None, "commit": None}
+    """,
+        hide='git',
+    )
+    assert 'requirements' not in out, 'nothing is asked for'
 
 
 def test_numpy_names(fresh):
@@ -282,6 +293,27 @@ def test_font_without_network(fresh, tmp_path, name):
     """)
     )
     assert [file.name for file in (tmp_path / 'config').glob('Arial*')] == [name]
+
+
+@pytest.mark.parametrize('home', [False, True], ids=['no_home', 'a_home_without_config'])
+def test_settings_are_in_nobody_elses_folder(fresh, tmp_path, home):
+    """Without a place at home upstream takes a folder of /tmp that all users of the machine share."""
+    if home:
+        (tmp_path / 'home').mkdir()
+    said = fresh(
+        """
+        import os, stat
+        from utils.general import CONFIG_DIR, check_font
+        check_font()
+        found = os.stat(CONFIG_DIR)
+        assert found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700, CONFIG_DIR
+        print("settings:", CONFIG_DIR)
+        """,
+        bare=True,
+        HOME=str(tmp_path / 'home'),
+        YOLOV5_CONFIG_DIR='',
+    )
+    assert not os.path.exists(said.split('settings:')[1].strip()), 'and it goes with the process'
 
 
 def test_font_for_two_threads_that_plot(fresh):
@@ -408,9 +440,23 @@ def test_onnx_export_of_upstream_uses_torchscript(fresh, upstream_caller, tmp_pa
 # ---- upstream's own commands --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('script', sampled(['train_dual.py', 'val.py', 'detect.py', 'export.py'], 4))
+SCRIPTS = [
+    'train_dual.py',
+    'val.py',
+    'detect.py',
+    'export.py',
+    'classify/train.py',
+    'train.py',
+    'segment/train.py',
+    'panoptic/train.py',
+]
+
+
+@pytest.mark.parametrize('script', sampled(SCRIPTS, 4))
 def test_upstream_commands_start_offline(fresh, script):
-    assert '--weights' in fresh([script, '-h'], hide='IPython pkg_resources')
+    if not (TREE / script).exists():
+        pytest.skip(f'this tree has no {script}')
+    assert '--epochs' in (said := fresh([script, '-h'], hide='IPython git pkg_resources')) or '--weights' in said
 
 
 TINY = """

@@ -54,21 +54,24 @@ def counts():
         + len(names.IN_PICKLES)
         + 5 * len(names.OF_FILES)
         + 1
-        + 5,
+        + 5
+        + 2 * 5,
         'labels': met(data.LABELS, data.COMMANDS) + 1 + len(data.FINE_LABELS),
         'caches of labels': 3 + 1 + 9,
         'images': 2 * len(pictures),
         'names of images, folders, links': len(data.COMMANDS) + 2 + 1 + 2,
+        'copies of pixels': len(data.COPIES) * len(data.COMMANDS) + 1,
+        'pipes among the data': 3,
         'damaged images': 2 * data.DAMAGED_IMAGES,
         'exported programs': len(programs.NAMES) + len(programs.TARGETS) + len(programs.CUT) + programs.DAMAGED,
         'strange ONNX files': len(exports.strange()) * len(exports.COMMANDS),
         'damaged ONNX files': (exports.DAMAGED + 2) * len(exports.COMMANDS),
         'weights in another file': len(exports.ELSEWHERE) * len(exports.COMMANDS),
         'graphs to walk': len(endless.FINE) + len(endless.BROKEN),
-        'manifest of a patched tree': len(patched.SPOILT) * len(patched.VERBS),
+        'manifest of a patched tree': len(patched.SPOILT) * len(patched.VERBS) + 3,
         'report.json': json + 5 * len(exports.PARTS['a run']),
         'summary of a sensitivity analysis': json + 5 * len(exports.PARTS['a summary']),
-        'folders of runs that were tampered with': len(runs.REPORTS) + len(runs.FILES) + len(runs.STATES) + 1,
+        'folders of runs that were tampered with': len(runs.VALUES) + len(runs.FILES) + len(runs.STATES) + 1,
         'summaries that were tampered with': len(runs.SUMMARIES) + 1,
         'two runs in one folder': 7 + 7 + 1 + 1 + 1 + 3 + 3 + 1,
         'what the system refuses': 1 + 1 + 4 + 4 + 1 + 1,

@@ -11,7 +11,7 @@ from mutations import FORMATS
 
 pytestmark = pytest.mark.faults
 
-COUNT = 6  # of each kind; the large round has 1000
+COUNT = 4  # of each kind; the large round has 1000
 
 
 def run(*arguments):

@@ -55,9 +55,12 @@ def test_no_upstream_file_is_overwritten(clone):
     patch(clone)
     after = contents(clone)
     assert {name for name in before if after[name] != before[name]} == {'utils/__init__.py', 'models/__init__.py'}
-    assert not {'README.md', 'requirements.txt', 'scripts/get_yolov9.sh', 'scripts/test_matrix.sh'} & (
-        after.keys() - before.keys()
+    stay = (
+        'README.md',
+        'requirements.txt',
+        *(f'scripts/{f}' for f in ('get_yolov9.sh', 'test_matrix.sh', 'verify_tensorrt.sh')),
     )
+    assert not {*stay} & (after.keys() - before.keys())
     for name in ('utils/__init__.py', 'models/__init__.py'):
         assert (clone / name).read_text().count('# >>> yolov9-qat >>>') == 1
 
@@ -378,7 +381,6 @@ def test_killed_at_every_point(upgrade, writers, tmp_path, verb, flags):
 
 
 def test_an_interrupted_patch_is_told(upgrade, writers, tmp_path):
-    """--check says that a patch was interrupted."""
     _, new, tree = upgrade
     (tmp_path / 'count').write_text('1\n')
     subprocess.run(
@@ -447,6 +449,18 @@ SPOILT = [(form, name) for form in FORMS for name in HOSTILE if form.format(sum=
 VERBS = (), ('--check',), ('--revert',), ('--revert', '--force')
 
 
+@pytest.mark.parametrize(
+    'content', ['a' * 150_000, '# moved qat.py\n' * 9_000, 'a' * 3_000_000], ids=['line', 'lines', 'size']
+)
+@pytest.mark.faults
+def test_a_long_manifest_ends_soon(clone, content):
+    patch(clone)
+    (clone / MANIFEST).write_text((clone / MANIFEST).read_text() + content)
+    done = subprocess.run([PATCH, clone, '--check'], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (0 if content.startswith('#') else 2), done.stderr
+    assert content.startswith('#') or MANIFEST in done.stderr
+
+
 @pytest.mark.parametrize('verb', VERBS, ids=' '.join)
 def test_a_manifest_names_only_what_the_toolkit_writes(upgrade, tmp_path, verb):
     _, new, tree = upgrade
@@ -466,7 +480,10 @@ def test_a_manifest_names_only_what_the_toolkit_writes(upgrade, tmp_path, verb):
 
 @pytest.mark.parametrize(
     'place',
-    ['utils', 'models', 'utils/qat', 'models/quantize', 'scripts', '.yolov9-qat.backup', 'utils/qat/__pycache__'],
+    [
+        *('utils', 'models', 'utils/qat', 'models/quantize', 'scripts', '.yolov9-qat.backup'),
+        *('__pycache__', 'utils/qat/__pycache__', 'scripts/__pycache__'),
+    ],
 )
 @pytest.mark.parametrize('patched', [False, True], ids=['new', 'patched'])
 def test_nothing_is_written_through_links(upgrade, tmp_path, place, patched):
@@ -475,15 +492,20 @@ def test_nothing_is_written_through_links(upgrade, tmp_path, place, patched):
     if patched:
         (tree / 'models/quantize.py').write_text('of another tool')
         patch(tree, '--force', script=new)
-    elif place.endswith('__pycache__'):
-        (tree / 'utils/qat').mkdir()
+    else:
+        (tree / place).parent.mkdir(exist_ok=True)
     outside = tmp_path / 'outside'
     if (tree / place).exists():
         (tree / place).rename(outside)
     outside.mkdir(exist_ok=True)
-    (outside / 'both.cpython-399.pyc').write_text('not ours')
+    for module in ('qat', 'both', 'b'):  # a name of the patch's in each of these folders
+        (outside / f'{module}.cpython-399.pyc').write_text('not ours')
     (tree / place).symlink_to(outside)
-    before, there = contents(outside), contents(tree)
+
+    def bytecode():
+        return sorted(path.name for path in outside.glob('*.pyc'))
+
+    before, there = (contents(outside), bytecode()), contents(tree)
     for verb in ((), ('--force',), ('--revert',), ('--revert', '--force')):
         result = patch(tree, *verb, script=new)
         if place.endswith('__pycache__'):
@@ -491,7 +513,7 @@ def test_nothing_is_written_through_links(upgrade, tmp_path, place, patched):
         else:
             refused(result, place, 'is a link')
             assert contents(tree) == there
-        assert contents(outside) == before
+        assert (contents(outside), bytecode()) == before
 
 
 def test_a_hooked_file_that_is_a_link(upgrade, tmp_path):
@@ -608,3 +630,20 @@ def test_a_full_disk(upgrade, small_disk):
         else:
             assert patch(there, '--revert', script=new).returncode == 0
     assert codes[0] == 2 and codes[-1] == 0
+
+
+def test_folders_of_any_name(clone, tmp_path):
+    """The next command can be typed as it is printed, and a launcher finds a toolkit whose folder no language can quote at once."""
+    odd = tmp_path / 'it\'s "odd" \\n é $HOME'
+    odd.mkdir()
+    toolkit, tree = odd / 'toolkit', odd / 'tree'
+    shutil.copytree(
+        REPO, toolkit, ignore=shutil.ignore_patterns('.git', '.venv', '.work', 'runs', '.*_cache', '__pycache__')
+    )
+    clone.rename(tree)
+    for flags in ((), ('--link',)):
+        said = patch(tree, *flags, script=toolkit / 'patch_yolov9.sh').stdout.splitlines()[-1]
+        line = said.removeprefix('Next: ').replace('python ', f'{sys.executable} ')
+        for command in (line, line.replace('qat.py quantize', 'scripts/audit_onnx.py')):
+            done = subprocess.run(['bash', '-c', command], cwd='/', capture_output=True, text=True)
+            assert 'usage: ' in done.stdout, said + done.stderr

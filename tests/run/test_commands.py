@@ -14,19 +14,22 @@ from conftest import REPO, TREE
 from fresh import fresh
 from zoo import command, holds, program, rows_of
 
-from models.deploy.end2end import export_end2end
+from models.deploy.formats.onnx_end2end import export_end2end
+from models.quantize.checkpoint import CheckpointFile
 from utils.qat.config.export import Nms
+from utils.qat.config.qat import EvalConfig
 from utils.qat.core.log import quiet_upstream
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
+from utils.qat.evaluation.evaluate import evaluate
+from utils.qat.prediction.pytorch import TorchModel
 
 SIZE = '128'
 
 
 @pytest.fixture(scope='session')
 def job(tmp_path_factory):
-    """The folder of a whole job: data/, dual.pt, single.pt, runs/exp, qat_best_single.onnx.
-
-    `quantize` and the export run in new processes.
-    """
+    """The folder of a whole job: data/, dual.pt, single.pt, runs/exp, qat_best_single.onnx."""
     folder = tmp_path_factory.mktemp('job')
     program('demo/make_data.py').make_data(folder / 'data', train=16, val=8)
     with quiet_upstream():
@@ -88,6 +91,7 @@ def test_files_of_quantize(job):
         'ap.png',
         'classes.png',
         'log.txt',
+        '.lock',
     }
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
     assert report['chosen_on'] == 'val' and report['val'] is None and report['images'] == {'val': 8, 'train': 16}
@@ -253,6 +257,23 @@ def test_coco_data_gets_pycocotools_figures(job):
         out
     )  # they interpolate precision differently
     assert 'pycocotools' in out
+    content = json.loads((data / 'annotations/instances_val2017.json').read_text())
+    for spoilt, says in (
+        ({**content, 'annotations': [{**boxes[0], 'iscrowd': None}]}, 'annotations[0].iscrowd is missing'),
+        ({**content, 'images': images[1:], 'annotations': []}, f'does not have 1 of the {len(images)} images'),
+        ({**content, 'categories': content['categories'][:3], 'annotations': []}, "does not have COCO's categories"),
+    ):
+        (data / 'annotations/instances_val2017.json').write_text(json.dumps(spoilt))
+        weights = (
+            '--weights',
+            job / 'runs/exp/weights/qat_best_single.pt',
+            '--data',
+            data / 'coco.yaml',
+            '--imgsz',
+            SIZE,
+        )
+        out = command('qat.py', 'eval', *weights, '--device', 'cpu', '--project', job / 'spoilt', code=2)
+        assert says in out and 'evaluating' not in out
 
 
 def test_onnx_scores_like_pytorch(job):
@@ -299,8 +320,6 @@ def test_verify_writes_the_comparison_beside_the_file(job):
         job / 'data/data.yaml',
         '--max-ap-diff',
         0.03,
-        '--rtol',
-        0.01,
     )  # the limit: as in the test above
     result = json.loads((job / 'verified.verify.json').read_text())
     assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
@@ -308,7 +327,7 @@ def test_verify_writes_the_comparison_beside_the_file(job):
     assert (
         f'{result["reference"]["ap"]:.4f}' in out
         and f'{result["matched"]:.2%}' in out
-        and 'within rtol 0.01, atol 0.001' in out
+        and 'within rtol 0.001, atol 0.001' in out
     )
     command(
         'qat.py',
@@ -445,6 +464,13 @@ def test_verify_above_a_limit_is_exit_code_1_and_the_file_stays(job):
     )
 
 
+class AsUpstream(TorchModel):
+    """Takes images as they lie in val.py. Channels last, the sums have another order, and a value between two steps of INT8 is rounded otherwise."""
+
+    def outputs(self, images):
+        return self.model(images.contiguous())
+
+
 def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
     best = report_of(job / 'runs/exp')['best']
     weights = job / 'runs/exp' / best['file']
@@ -466,8 +492,14 @@ def test_upstream_val_and_detect_run_the_quantized_checkpoint(job):
         job / 'val',
     )
     p, r, ap50, ap = map(float, re.search(r'all +\d+ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)', out).groups())
-    ours = [best[k] for k in ('precision', 'recall', 'ap50', 'ap')]
-    assert [p, r, ap50, ap] == pytest.approx(ours, abs=1e-3)
+    config, data = (
+        EvalConfig(weights, job / 'data/data.yaml', imgsz=int(SIZE), batch_size=4, workers=0),
+        load_data(job / 'data/data.yaml'),
+    )
+    model = AsUpstream(*CheckpointFile(weights).load_quantized())
+    ours = evaluate(model, val_loader(data, config, 32), data.names, torch.device('cpu'))
+    assert [p, r, ap50, ap] == pytest.approx([ours.precision, ours.recall, ours.ap50, ours.ap], abs=1e-3)
+    assert ap == pytest.approx(best['ap'], abs=0.02), 'on 8 images, a few roundings move AP by 0.003'
     fresh(
         'detect.py',
         '--weights',
@@ -500,7 +532,7 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     stored = torch.load(job / 'runs/exp' / report_of(job / 'runs/exp')['best']['file'], weights_only=False)['quant']
     shared = [line.split(': ', 1)[1].split() for line in out.splitlines() if line.startswith('  scale ')]
     assert shared == [group for group in stored['scale_groups'] if len(group) > 1] and len(shared) > 20
-    assert stored['recipe']['scale_policy'] == 'tied' and stored['recipe']['add_policy'] is None
+    assert stored['recipe']['scale_policy'] == 'tied'
     assert (
         re.search(r'(?m)^\| model\.\d+\.dfl\.conv +\| +integral over the box distribution \|$', out)
         and 'nothing was written' in out
@@ -606,11 +638,6 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--weights {wrong}/text.pt', ['text.pt', 'not a PyTorch checkpoint']),
     (QUANTIZE, '--weights {wrong}/cut.pt', ['cut.pt', 'not a PyTorch checkpoint']),
     (QUANTIZE, '--weights {wrong}/dict.pt', ['dict.pt', 'no YOLOv9 model']),
-    (
-        QUANTIZE,
-        '--weights {job}/dual.pt --no-reparameterize',
-        ['auxiliary branch', 'leave --no-reparameterize out', 'python reparameterization.py --weights'],
-    ),
     (QUANTIZE, '--weights {job}/runs/exp/weights/qat_best_single.pt', ['already quantized', 'qat.py eval']),
     (QUANTIZE, '--weights {wrong}/foreign.pt', ['another yolov9-qat tool', 'qat.py quantize']),
     (QUANTIZE, '--data {wrong}/none.yaml', ['--data', 'no such file']),
@@ -630,8 +657,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--iters 0', ['--iters 0', '1 or more', '--epochs 0']),
     (QUANTIZE, '--iters -3 --batch-size 0', ['--iters -3', '--batch-size 0']),
     (QUANTIZE, '--iters many', ['--iters', "'many'"]),
-    (QUANTIZE, '--calib-method best', ['--calib-method', 'mse', 'entropy']),
-    (QUANTIZE, '--weight-calib entropy', ['--weight-calib', 'max', 'mse']),
+    (QUANTIZE, '--calib-method best', ['--calib-method', 'mse', 'percentile']),
     (QUANTIZE, '--val-split 1', ['--val-split 1.0', '[0, 1)']),
     (QUANTIZE, '--val-split 0.01', ['--val-split 0.01', '16 images, of which 0']),
     (QUANTIZE, '--val-split 0.1 --epochs 0', ['--val-split 0.1', '--epochs 0']),
@@ -642,7 +668,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
     (EVAL, '--weights {job}/single.pt {job}/none.pt', ['none.pt', 'no such file']),
     (EVAL, '--weights {job}/single.pt {job}/single.pt --exist-ok', ['single.pt', 'leave --exist-ok out']),
-    (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
+    (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'no valid ONNX file']),
     (
         EVAL,
         '--weights {wrong}/plugin.onnx',
@@ -652,20 +678,12 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
     (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
     (VAL, '--weights {job}/single.pt', ['single.pt', '.engine or .onnx']),
-    (VAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'ONNX Runtime cannot load it']),
+    (VAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'no valid ONNX file']),
     (VAL, '--weights {wrong}/model.engine', ['model.engine', 'ONNX Runtime evaluates the .onnx']),
     (VAL, '--weights {wrong}/model.engine --backend rtx', ['model.engine']),
     (VAL, '--imgsz 640', ['--imgsz 640', '128 x 128']),
     (VAL, '--iou-thres 2', ['--iou-thres', '[0, 1]']),
     (EXPORT, '--opset 9', ['--opset 9', '13']),
-    (EXPORT, '--fp32-scales', ['--fp32-scales', 'only with --trt 11']),
-    (EXPORT, '--trt 11 --fp32-scales --opset 23', ['--opset 23: leave it out', 'opset 23']),
-    (EXPORT, '--trt 11 --fp32-scales --verify {job}/data/data.yaml', ['--verify', 'cannot run', 'without that flag']),
-    (
-        EXPORT,
-        '--trt 11 --fp32-scales --weights {job}/single.pt',
-        ['--fp32-scales', 'single.pt', 'float checkpoint', '--half'],
-    ),
     (EXPORT, '--include engine', ['--include engine', 'onnx, onnx_end2end']),
     (EXPORT, '--imgsz 100', ['--imgsz 100:', 'multiples of 32', '96 or 128']),
     (QUANTIZE, '--imgsz 641', ['--imgsz 641:', 'multiples of 32', '640 or 672']),
@@ -700,8 +718,8 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EXPORT, '--verify {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
     (
         EXPORT,
-        '--verify {job}/data/data.yaml --verify-images -1 --rtol -1 --atol nan --max-ap-diff 2',
-        ['--verify-images -1', '--rtol -1', '--atol nan', '--max-ap-diff 2'],
+        '--verify {job}/data/data.yaml --verify-images -1 --max-ap-diff 2',
+        ['--verify-images -1', '--max-ap-diff 2'],
     ),
     (REPARAMETERIZE, '--weights {job}/single.pt', ['has one branch', 'go on with: python qat.py quantize --weights']),
     (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
@@ -718,14 +736,18 @@ def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, mon
     argv = [a.format(job=job, wrong=wrong, repo=REPO) for a in (*base[1:], *more.split())]
     if base in (QUANTIZE, EVAL, VAL) and '--project' not in more:
         argv += ['--project', str(tmp_path / 'runs')]
-    before = {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'}
+    before = {
+        p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache' and p.name != '.lock'
+    }
     capsys.readouterr()
     assert run_command(program(f'{base[0]}.py').main, argv) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     line = lines[-1]
     assert ': error: ' in line and all(text in line for text in says), line
     assert not any('Traceback' in text for text in lines)
-    assert {p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache'} == before
+    assert {
+        p: p.stat().st_mtime_ns for p in job.rglob('*') if p.is_file() and p.suffix != '.cache' and p.name != '.lock'
+    } == before
     assert not (tmp_path / 'runs').exists(), 'nothing is written before the input has been checked'
 
 
@@ -739,7 +761,7 @@ def test_out_of_gpu_memory_says_what_to_try():
 
 
 def test_a_wrong_checkpoint_is_judged_without_running_it(tmp_path):
-    from models.quantize.checkpoint import kind_of
+    from models.quantize.checkpoint import CheckpointFile
 
     class Trap:
         def __reduce__(self):
@@ -747,5 +769,5 @@ def test_a_wrong_checkpoint_is_judged_without_running_it(tmp_path):
 
     with zipfile.ZipFile(tmp_path / 'trap.pt', 'w') as archive:
         archive.writestr('trap/data.pkl', pickle.dumps({'model': Trap()}, protocol=2))
-    assert kind_of(tmp_path / 'trap.pt') == 'other'
+    assert CheckpointFile(tmp_path / 'trap.pt').kind == 'other'
     assert not (tmp_path / 'sprung').exists()

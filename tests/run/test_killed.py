@@ -13,13 +13,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from zoo import program, same
 
 from models.quantize import checkpoint
 from utils.qat.core.command import run_command
-from utils.qat.run.resume import RESAMPLED, STATE
+from utils.qat.core.run_folder import LOCK
+from utils.qat.run.resume import STATE, read_state
 
 pytestmark = pytest.mark.faults
 
@@ -34,16 +34,17 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
     'observing': ('models.quantize.calibration.calibrate.Histogram.collect', 50, 'before', START),
     'searching amax': ('models.quantize.calibration.choose_calibration.histogram_amax', 1, 'before', START),
     'saving the calibrated model': ('pathlib.Path.write_bytes', 1, 'half', START),
-    'scoring the calibrated model': ('utils.qat.evaluation.evaluate.Scorer.update', 3, 'before', START),
-    'reporting the calibrated model': ('pathlib.Path.write_text', 5, 'half', START),
+    'scoring the calibrated model': ('utils.qat.evaluation.detection_scores.Scorer.update', 3, 'before', START),
+    'keeping the calibration': ('pathlib.Path.write_bytes', 2, 'half', START),
+    'reporting the calibrated model': ('pathlib.Path.write_text', 3, 'half', RESUME),
     'in epoch 1': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 2, 'after', RESUME),
-    'saving the state of epoch 1': ('pathlib.Path.write_bytes', 2, 'half', RESUME),
-    'scoring epoch 1': ('utils.qat.evaluation.evaluate.Scorer.metrics', 3, 'before', RESUME),
+    'keeping epoch 1': ('pathlib.Path.write_bytes', 3, 'half', RESUME),
+    'scoring epoch 1': ('utils.qat.evaluation.detection_scores.Scorer.metrics', 3, 'before', RESUME),
     'copying the best model': ('shutil.copyfile', 1, 'half', RESUME),
     'in epoch 2': ('models.quantize.finetuning.training_step.TrainingStep.__call__', 3, 'after', RESUME),
-    'reporting epoch 2': ('pathlib.Path.write_text', 12, 'half', RESUME),
+    'reporting epoch 2': ('pathlib.Path.write_text', 7, 'half', RESUME),
     'drawing': ('utils.qat.run.report.plot_ap', 1, 'before', RESUME),
-    'finishing': ('models.quantize.run.Run.finish', 1, 'before', RESUME),
+    'finishing': ('models.quantize.run.keeper.Keeper.finish', 1, 'before', RESUME),
 }
 
 
@@ -139,11 +140,9 @@ def require_whole(folder):
         if file.name.startswith('.') or not file.is_file():
             continue  # hidden: what a killed process was writing
         if file.name == Path(STATE).name:
-            assert torch.load(file, weights_only=True)['number']
+            assert read_state(folder).ptq
         elif file.suffix == '.pt':
-            assert checkpoint.load_quantized(file)[1]['format'] == checkpoint.FORMAT
-        elif file.name == Path(RESAMPLED).name:
-            assert isinstance(json.loads(file.read_text()), dict)
+            assert checkpoint.CheckpointFile(file).load_quantized()[1]['format'] == checkpoint.FORMAT
         elif file.suffix == '.json':
             assert json.loads(file.read_text())['settings']
         elif file.suffix == '.png':
@@ -159,7 +158,9 @@ def content(folder):
     text = re.sub(r'(## Times\n\n).*', r'\1', (folder / 'report.md').read_text()).replace(str(folder.parent), 'PROJECT')
     text = re.sub('-+:?|  +', ' ', text)  # a table is as wide as the path
     pictures = [(folder / name).read_bytes() for name in ('ap.png', 'classes.png')]
-    models = {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+    models = {
+        f.name: checkpoint.CheckpointFile(f).load_quantized()[0].state_dict() for f in (folder / 'weights').iterdir()
+    }
     return sorted(p.name for p in folder.iterdir()), report, text, *pictures, models
 
 
@@ -180,4 +181,4 @@ def test_killed(demo, whole, tmp_path, capsys, point):
     assert (
         ours == theirs and models.keys() == others.keys() and all(same(models[name], others[name]) for name in models)
     )
-    assert not list(folder.rglob('.*'))
+    assert [f.name for f in folder.rglob('.*')] == [LOCK]

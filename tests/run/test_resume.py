@@ -1,7 +1,4 @@
-"""Laws of interrupted runs: a resumed run ends like a run that was never interrupted.
-
-It needs images that depend only on the seed and the number of the epoch, and an equal split of the training set.
-"""
+"""Laws of interrupted runs: a resumed run ends like one that was never interrupted."""
 
 import io
 import itertools
@@ -27,10 +24,12 @@ from zoo import image, program, same, settings, state
 
 from models.quantize import checkpoint
 from models.quantize.finetuning.loop import Epoch, finetune
+from models.quantize.run import stages
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.run.resume import STATE
 
@@ -151,12 +150,34 @@ def test_the_split_takes_from_training_and_calibration(small, share, n):
     assert all(abs((b - a) - 12 / n) < 1 for a, b in itertools.pairwise(places)), 'evenly spread'
 
 
+@pytest.fixture
+def classes(tmp_path):
+    """Folders of four classes with 3 images each."""
+    for name in 'abcd':
+        for i in range(3):
+            image = tmp_path / 'train' / name / f'{i}.png'
+            image.parent.mkdir(parents=True, exist_ok=True)
+            image.write_bytes(b'an image is not read here, an empty file is refused')
+    return ImageFolders(tmp_path, tmp_path / 'train', tmp_path / 'train', dict(enumerate('abcd')))
+
+
+@pytest.mark.parametrize('share, n', [(0.1, 1), (0.25, 3), (0.4, 5), (0.5, 6), (0.7, 8), (0.9, 11)])
+def test_the_split_takes_its_share_of_each_class(classes, share, n):
+    data = replace(classes, val_split=share)
+    held_out, trained = (open_images(data, split, settings()) for split in ('held out', 'train'))
+    everything = files_of(open_images(data, 'val', settings()))
+    assert len(held_out) == n and sorted(held_out.im_files + trained.im_files) == everything
+    assert all(abs(held_out.labels.count(label) - 3 * n / 12) < 1 for label in range(4))
+    assert [Path(file).parent.name for file in held_out.im_files] == ['abcd'[label] for label in held_out.labels]
+
+
 @pytest.mark.parametrize('share', [0.01, 0.04, 0.99])
-def test_a_split_that_leaves_one_side_empty(small, share):
-    with pytest.raises(
-        QatError, match=rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'
-    ):
+def test_a_split_that_leaves_one_side_empty(small, classes, share):
+    refused = rf'--val-split {share}: the training set has 12 images, of which \d+ would be held out'
+    with pytest.raises(QatError, match=refused):
         training(small, replace(load_data(small.data), val_split=share))
+    with pytest.raises(QatError, match=refused):
+        open_images(replace(classes, val_split=share), 'train', settings())
 
 
 @pytest.fixture
@@ -291,7 +312,9 @@ def result(folder):
     """The report of a run without times and the folder's name, and the model in each file of weights/."""
     report = json.loads((folder / 'report.json').read_text())
     del report['times'], report['settings']['name'], report['settings']['project']
-    return report, {f.name: checkpoint.load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+    return report, {
+        f.name: checkpoint.CheckpointFile(f).load_quantized()[0].state_dict() for f in (folder / 'weights').iterdir()
+    }
 
 
 def alike(first, second):
@@ -310,7 +333,6 @@ def whole(small, tmp_path_factory):
 
 def interrupt(monkeypatch, at, number=0):
     """`main` of qat.py with Ctrl-C at element `number` of the progress bar `at`."""
-    qat = program('qat.py')
 
     def bar(iterable, text, total=None, unit='batches'):
         for i, item in enumerate(iterable):
@@ -324,8 +346,8 @@ def interrupt(monkeypatch, at, number=0):
                     signal.signal(signal.SIGINT, before)
             yield item
 
-    monkeypatch.setattr(qat, 'bar', bar)
-    return qat.main
+    monkeypatch.setattr(stages, 'bar', bar)
+    return program('qat.py').main
 
 
 def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path, monkeypatch, capsys):
@@ -335,6 +357,7 @@ def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path, mo
         assert run_command(interrupt(monkeypatch, at, 1 if at.startswith('epoch') else 0), argv) == 130
         assert capsys.readouterr().err.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
         argv = resume(folder, '--workers', 1, '--device', 'cpu', '--epochs', 3)
+    monkeypatch.undo()
     assert run_command(program('qat.py').main, argv) == 0
     assert alike(folder, whole)
     report = json.loads((folder / 'report.json').read_text())
@@ -385,42 +408,55 @@ def stopped(small, tmp_path_factory):
     return project / 'exp'
 
 
-def edit_report(folder, change):
-    report = json.loads((folder / 'report.json').read_text())
-    change(report)
-    (folder / 'report.json').write_text(json.dumps(report))
+def edit_state(folder, change):
+    state = torch.load(folder / STATE, weights_only=False)
+    change(state)
+    torch.save(state, folder / STATE)
 
 
 def other_source(folder):
     """The checkpoint of the run was replaced: same model, another date."""
-    report = json.loads((folder / 'report.json').read_text())
+    settings = torch.load(folder / STATE, weights_only=False)['settings']
     source = folder / 'single.pt'
-    torch.save({**torch.load(report['settings']['weights'], weights_only=False), 'date': 'today'}, source)
-    edit_report(folder, lambda r: r['settings'].update(weights=str(source)))
+    torch.save({**torch.load(settings['weights'], weights_only=False), 'date': 'today'}, source)
+    edit_state(folder, lambda s: s['settings'].update(weights=str(source)))
+
+
+def without_state(folder, **changes):
+    (folder / STATE).unlink()
+    report = json.loads((folder / 'report.json').read_text())
+    (folder / 'report.json').write_text(json.dumps({**report, **changes}))
+
+
+def of_version_before(folder):
+    """The files of a run that was interrupted when report.json had a part of its state."""
+    torch.save(torch.load(folder / STATE, weights_only=False)['training'], folder / STATE)
+    (folder / 'weights/resampled.json').write_text('{}')
 
 
 REFUSED = {  # what was done to the folder, options beside --resume, what the line must say
     'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
-    'no report': (lambda f: (f / 'report.json').unlink(), (), ['no report of a run there']),
-    'other JSON': (lambda f: (f / 'report.json').write_text('{}'), (), ['no report of a run there']),
+    'no files': (lambda f: [p.unlink() for p in (f / 'report.json', f / STATE)], (), ['no report of a run there']),
+    'other JSON': (lambda f: without_state(f, settings={}), (), ['no report of a run there']),
     'before PTQ': (
-        lambda f: edit_report(f, lambda r: r.update(ptq=None, epochs=[], best=None)),
+        lambda f: without_state(f, ptq=None, epochs=[], best=None),
         (),
         ['before the calibrated model', 'without --resume'],
     ),
-    'no state': (lambda f: (f / STATE).unlink(), (), [STATE, 'is gone']),
+    'no state': (without_state, (), ['another version', STATE, 'is gone', 'start the run again']),
+    'the version before': (of_version_before, (), ['another version', 'start the run again']),
     'other version': (
-        lambda f: edit_report(f, lambda r: r['settings'].pop('val_split')),
+        lambda f: edit_state(f, lambda s: s['settings'].pop('val_split')),
         (),
         ['another version', 'val_split'],
     ),
     'no source': (
-        lambda f: edit_report(f, lambda r: r['settings'].update(weights='none.pt')),
+        lambda f: edit_state(f, lambda s: s['settings'].update(weights='none.pt')),
         (),
         ['started with none.pt', 'not there'],
     ),
     'other source': (other_source, (), ['single.pt', 'SHA-256']),
-    'other data': (lambda f: edit_report(f, lambda r: r['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
+    'other data': (lambda f: edit_state(f, lambda s: s['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
     'other option': (
         lambda f: None,
         ('--epochs', 5),
@@ -440,14 +476,14 @@ def test_refused_in_one_line(stopped, tmp_path, capsys, name):
     shutil.copytree(stopped, folder)
     prepare, options, says = REFUSED[name]
     prepare(folder)
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name != 'log.txt'}
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name not in ('log.txt', '.lock')}
     capsys.readouterr()
     assert run_command(program('qat.py').main, resume(folder, *options)) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert (
         line.split(': ', 2)[1] == 'error' and f'--resume {folder}: ' in line and all(text in line for text in says)
     ), line
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name != 'log.txt'} == before
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name not in ('log.txt', '.lock')} == before
 
 
 def test_a_finished_run_is_not_gone_on_with(whole, capsys):
@@ -457,7 +493,7 @@ def test_a_finished_run_is_not_gone_on_with(whole, capsys):
 
 def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
     shutil.copytree(stopped, tmp_path / 'exp')
-    edit_report(tmp_path / 'exp', lambda r: r['versions'].update(torch='2.0'))
+    edit_state(tmp_path / 'exp', lambda s: s['versions'].update(torch='2.0'))
     assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
     now = versions()['torch']
     log = (tmp_path / 'exp/log.txt').read_text()

@@ -1,7 +1,4 @@
-"""Runs do not mix: a folder has one writer, and each new run has its own folder.
-
-Nothing of a manipulated folder is used, changed or deleted. docs/faults.md has the table.
-"""
+"""Runs do not mix, and nothing of a manipulated folder is used, changed or deleted (docs/faults.md has the table)."""
 
 import json
 import math
@@ -18,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import TREE
@@ -29,6 +27,7 @@ from models.quantize.convert import find_twins
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import TrainingStep
+from models.quantize.run import stages
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -36,7 +35,7 @@ from utils.qat.core.files import sha256
 from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
 from utils.qat.run.report import verdict
-from utils.qat.run.resume import STATE, require_epoch
+from utils.qat.run.resume import STATE, read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 from utils.qat.targets.target import load_target
 
@@ -148,7 +147,6 @@ def test_a_folder_has_one_writer_until_its_process_ends(small, tmp_path, capfd):
     assert process.wait() == -signal.SIGKILL and workers and (folder / LOCK).exists()
     with writing(folder, '--resume'):
         assert (folder / LOCK).read_text().split()[0] == str(os.getpid())
-    assert not (folder / LOCK).exists()
     process.stderr.close()
 
 
@@ -161,7 +159,9 @@ def test_killed_workers_cost_an_epoch(small, tmp_path):
     assert process.returncode == 2 and 'Traceback' not in said, said
     line = said.strip().splitlines()[-1]
     assert 'data loading process was killed' in line and '--workers' in line, line
-    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and not list(folder.rglob('.*'))
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and [
+        f.name for f in folder.rglob('.*')
+    ] == [LOCK]
 
 
 def in_line(folder, gate, found):
@@ -271,7 +271,7 @@ def test_torchrun_beside_a_run(interrupted):
 @pytest.fixture(scope='module')
 def interrupted(small, tmp_path_factory):
     """The folder of a run of 3 epochs that was interrupted in the last. Do not write to it."""
-    project, qat = tmp_path_factory.mktemp('interrupted'), program('qat.py')
+    project = tmp_path_factory.mktemp('interrupted')
 
     def bar(iterable, text, *_, **__):
         for item in iterable:
@@ -279,17 +279,19 @@ def interrupted(small, tmp_path_factory):
                 raise KeyboardInterrupt
             yield item
 
-    qat.bar = bar
-    assert run_command(qat.main, quantize(small, project, '--epochs', 3, '--iters', 1, '--workers', 0)) == 130
+    argv = quantize(small, project, '--epochs', 3, '--iters', 1, '--workers', 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, 'bar', bar)
+        assert run_command(program('qat.py').main, argv) == 130
     return project / 'exp'
 
 
 def put(place, value):
-    """A change of report.json: the value at `place`, a list of keys."""
+    """A change of the state: the value at `place`, a list of keys."""
 
     def change(folder):
-        report = json.loads((folder / 'report.json').read_text())
-        part = report
+        content = torch.load(folder / STATE, weights_only=False)
+        part = content
         for key in place[:-1]:
             part = part[key]
         if value is DELETED:
@@ -298,19 +300,20 @@ def put(place, value):
             part[place[-1]] = (
                 value(part.get(place[-1]) if isinstance(part, dict) else part[place[-1]]) if callable(value) else value
             )
-        (folder / 'report.json').write_text(json.dumps(report))
+        torch.save(content, folder / STATE)
 
     return change
 
 
 DELETED = object()
-REPORTS = {  # name → change
+VALUES = {  # name → change
     **{
         f'{k} is {v!r:.20}': put(('settings', k), v)
         for k, v in (
             ('epochs', '3'),
             ('epochs', True),
             ('epochs', 1),
+            ('epochs', 0),
             ('epochs', -1),
             ('lr', '1e-4'),
             ('lr', math.nan),
@@ -338,7 +341,7 @@ REPORTS = {  # name → change
         for v in (-1, '3', math.nan, math.inf, None, 10**400, [1], True)
     },
     **{
-        f'epoch without {k}': put(('epochs', 1, k), DELETED)
+        f'epoch without {k}': put(('epochs', 0, k), DELETED)
         for k in ('ap', 'precision', 'recall', 'file', 'loss', 'sqnr', 'epoch', 'per_class')
     },
     **{
@@ -357,8 +360,7 @@ REPORTS = {  # name → change
         )
     },
     **{
-        f'{k} file is {v!r:.30}': put((k, 'file'), v)
-        for k in ('ptq', 'best')
+        f'PTQ file is {v!r:.30}': put(('ptq', 'file'), v)
         for v in (
             3,
             ['weights/x.pt'],
@@ -373,28 +375,38 @@ REPORTS = {  # name → change
     },
     'too many epochs': put(('epochs',), lambda epochs: epochs * 1000),
     'epochs twice': put(('epochs',), lambda epochs: epochs + epochs[-1:]),
-    'an epoch too few': put(('epochs',), lambda epochs: epochs[1:]),
-    'epochs without PTQ': put(('ptq',), None),
-    'best of no epoch': put(('best', 'epoch'), 3),
-    'another best': put(('best', 'ap'), 0.9),
-    'no best': put(('best',), None),
+    'an epoch too few': put(('epochs',), []),
+    'no PTQ': put(('ptq',), None),
+    'no training': put(('training',), None),
+    'val': put(('val',), {}),
     'no images': put(('images', 'val'), 0),
     'images is text': put(('images', 'val'), '12'),
     'other images': put(('images', 'test'), 1),
     'held out': put(('images', 'held out'), 3),
-    'chosen on': put(('chosen_on',), 'train'),
     'versions': put(('versions',), {}),
-    'classes': put(('classes',), {'0': 'a', '2': 'b'}),
+    'machine': put(('machine', 'cpu'), [1]),
+    'nested': put(('machine', 'cpu'), json.loads('[' * 200 + ']' * 200)),
+    'classes': put(('classes',), {0: 'a'}),
     'not known': put(('more',), 1),
+    'format': put(('format',), 1),
     'calibration': put(('calibration',), None),
     'divergence': put(('calibration', 'divergence'), {'mse': 'x'}),
     'changed': put(('changed',), {'after epoch 1': 3}),
     'SQNR': put(('ptq', 'sqnr', 'boxes'), math.nan),
-    'deep': lambda folder: (folder / 'report.json').write_text('{"settings":' + '[' * 99_999),
-    'not UTF-8': lambda folder: (folder / 'report.json').write_bytes(b'\xff\xfe{}'),
-    'long number': lambda folder: (folder / 'report.json').write_text('9' * 10_000),
-    'report is a pipe': lambda folder: ((folder / 'report.json').unlink(), os.mkfifo(folder / 'report.json')),
-    'report is a folder': lambda folder: ((folder / 'report.json').unlink(), (folder / 'report.json').mkdir()),
+    'resampled gone': put(('resampled',), {'val': {}}),
+    'resampled elsewhere': put(('resampled',), lambda of: {'held out': of['val']}),
+    **{
+        f'resampled {name}': put(('resampled', 'val', 'PTQ'), change)
+        for name, change in {
+            'cut': lambda values: values[1:],
+            'wide': lambda values: np.repeat(values, 2, 1),
+            'flat': lambda values: values[:, 0],
+            'above 1': lambda values: values + 1,
+            'NaN': lambda values: values * math.nan,
+            'single': lambda values: values.astype('f4'),
+            'list': lambda values: values.tolist(),
+        }.items()
+    },
 }
 
 
@@ -428,7 +440,7 @@ def negative_amax(content):
     next(t for k, t in content['state']['tensors'].items() if k.endswith('_amax')).neg_()
 
 
-STATES = {  # name → change of what resume.pt holds: in place, or what is returned
+STATES = {  # name → change of the training in the state: in place, or what is returned
     'a number': lambda c: 3,
     'a list': lambda c: [c],
     'empty': lambda c: c.clear(),
@@ -439,6 +451,7 @@ STATES = {  # name → change of what resume.pt holds: in place, or what is retu
         for k, v in (
             ('number', 9),
             ('number', 1),
+            ('number', 3),
             ('number', 0),
             ('number', '2'),
             ('number', 2.0),
@@ -470,12 +483,14 @@ STATES = {  # name → change of what resume.pt holds: in place, or what is retu
 
 
 def saved(name):
-    """A change of the folder: STATES[name] edits resume.pt."""
+    """A change of the folder: STATES[name] edits the training in its state."""
 
     def change(folder):
-        content = torch.load(folder / STATE, weights_only=True)
-        changed = STATES[name](content)
-        torch.save(content if changed is None else changed, folder / STATE)
+        content = torch.load(folder / STATE, weights_only=False)
+        changed = STATES[name](content['training'])
+        if changed is not None:
+            content['training'] = changed
+        torch.save(content, folder / STATE)
 
     return change
 
@@ -488,6 +503,10 @@ FILES = {
     'cut short': lambda folder: os.truncate(folder / STATE, 1000),
     'no archive': lambda folder: (folder / STATE).write_bytes(b'x' * 100),
     'nothing': lambda folder: (folder / STATE).write_bytes(b''),
+    'a pipe': lambda folder: ((folder / STATE).unlink(), os.mkfifo(folder / STATE)),
+    'a folder': lambda folder: ((folder / STATE).unlink(), (folder / STATE).mkdir()),
+    'a number': lambda folder: torch.save(3, folder / STATE),
+    'a list': lambda folder: torch.save([3], folder / STATE),
     **{name: saved(name) for name in ('empty', 'number is 9', 'NaN', 'moment shape')},
 }
 SUMMARIES = {
@@ -538,9 +557,9 @@ def broken(folder, change, tmp_path, capfd):
     return line
 
 
-@pytest.mark.parametrize('name', REPORTS)
-def test_a_report_that_no_run_writes(interrupted, tmp_path, capfd, name):
-    assert f'--resume {tmp_path}/exp: ' in broken(interrupted, REPORTS[name], tmp_path, capfd)
+@pytest.mark.parametrize('name', sampled(VALUES, 3))
+def test_values_that_no_run_writes(interrupted, tmp_path, capfd, name):
+    assert f'--resume {tmp_path}/exp' in broken(interrupted, VALUES[name], tmp_path, capfd)
 
 
 @pytest.mark.parametrize('name', sampled(FILES, 4))
@@ -556,15 +575,17 @@ def step(small):
 
 
 @pytest.mark.parametrize('name', sampled(STATES, 6))
-def test_a_state_that_no_run_writes(interrupted, step, name):
+def test_a_training_that_no_run_writes(interrupted, step, tmp_path, name):
     """Only the part of `--resume` that reads the state runs; FILES has some cases with the whole command."""
-    report = json.loads((interrupted / 'report.json').read_text())
-    content, before = (torch.load(interrupted / STATE, weights_only=True) for _ in range(2))
-    step.load_state_dict(require_epoch(before, interrupted, report)['state'])
-    changed = STATES[name](content)
+    folder = tmp_path / 'exp'
+    (folder / STATE).parent.mkdir(parents=True)
+    shutil.copy(interrupted / STATE, folder / STATE)
+    before = read_state(folder).training['state']
+    step.load_state_dict(before)
+    saved(name)(folder)
     with pytest.raises((QatError, ValueError)):
-        step.load_state_dict(require_epoch(content if changed is None else changed, interrupted, report)['state'])
-    assert same(step.state_dict()['tensors'], before['state']['tensors']), 'refused before anything is taken'
+        step.load_state_dict(read_state(folder).training['state'])
+    assert same(step.state_dict()['tensors'], before['tensors']), 'refused before anything is taken'
 
 
 @pytest.mark.faults
@@ -578,7 +599,7 @@ def test_temporary_files_are_deleted_links_and_folders_are_not(interrupted, tmp_
     (folder / '.link.12.tmp.json').symlink_to(tmp_path / 'mine')
     (folder / '.folder.12.tmp').mkdir()
     assert run_command(program('qat.py').main, ['quantize', '--resume', str(folder)]) == 0
-    assert sorted(p.name for p in folder.rglob('.*')) == ['.folder.12.tmp', '.link.12.tmp.json', '.notes.tmp.txt']
+    assert sorted(p.name for p in folder.rglob('.*')) == ['.folder.12.tmp', '.link.12.tmp.json', LOCK, '.notes.tmp.txt']
     assert (tmp_path / 'mine').read_text() == 'mine'
 
 
@@ -644,15 +665,17 @@ def test_a_summary_that_the_command_refuses(small, summary, tmp_path, capfd):
 
 @pytest.mark.faults
 def test_a_folder_that_is_deleted_meanwhile(small, tmp_path, capfd, monkeypatch):
-    qat, folder = program('qat.py'), tmp_path / 'exp'
+    folder = tmp_path / 'exp'
 
     def bar(iterable, text, *_, **__):
         if text == 'epoch 1/1':
             shutil.rmtree(folder)
         return iterable
 
-    monkeypatch.setattr(qat, 'bar', bar)
-    assert run_command(qat.main, quantize(small, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
+    monkeypatch.setattr(stages, 'bar', bar)
+    assert (
+        run_command(program('qat.py').main, quantize(small, tmp_path, '--epochs', 1, '--iters', 1, '--workers', 0)) == 2
+    )
     assert (
         'No such file or directory; it or its folder was moved or deleted meanwhile'
         in capfd.readouterr().err.splitlines()[-1]
@@ -704,6 +727,7 @@ def test_closed_streams(small, tmp_path):
         'classes.png',
         'log.txt',
         'predictions.json',
+        '.lock',
     }
     assert (
         json.loads((tmp_path / 'exp/metrics.json').read_text())['ap'] > 0

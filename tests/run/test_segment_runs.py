@@ -10,7 +10,7 @@ from faults import sampled
 from fresh import fresh
 from zoo import build, full, fuse, image, output, program, same, settings
 
-from models.deploy.onnx_export import export_onnx
+from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED
@@ -25,8 +25,8 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
+from utils.qat.prediction.file_model import open_file
 from utils.qat.prediction.pytorch import TorchModel
-from utils.qat.prediction.registry import open_file
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4
@@ -35,7 +35,7 @@ FIGURES = 'ap', 'ap50', 'precision', 'recall'
 
 def loader_of(demo, square=False, **options):
     config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=SIZE, workers=0, **options)
-    return val_loader(load_data(demo.data, segments=True), config, 32, square=square)
+    return val_loader(load_data(demo.data, masks=True), config, 32, square=square)
 
 
 def metrics_of(demo, predict, loader=None):
@@ -89,9 +89,9 @@ def test_overall_is_the_mean_over_classes(demo_seg):
 RELOAD = """
 import sys, torch
 import utils
-from models.quantize.checkpoint import load_quantized
+from models.quantize.checkpoint import CheckpointFile
 torch.set_num_threads(1)
-model, _ = load_quantized(sys.argv[1])
+model, _ = CheckpointFile(sys.argv[1]).load_quantized()
 with torch.no_grad():
     predictions, (maps, coefficients, prototypes) = model(torch.load(sys.argv[2]))
 torch.save([predictions, *maps, coefficients, prototypes], sys.argv[3])
@@ -124,14 +124,14 @@ def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
-    model, data = demo_seg.quantized_model(), load_data(demo_seg.data, segments=True)
+    model, data = demo_seg.quantized_model(), load_data(demo_seg.data, masks=True)
     every = replace(data, val=[*data.val, *data.train])
     loader = val_loader(
         every, EvalConfig(demo_seg.single, demo_seg.data, batch_size=BATCH, imgsz=SIZE, workers=0), 32, square=True
     )
     export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), dynamic=True, simplify=True)
     predict = open_file(tmp_path / 'model.onnx')
-    assert (predict.segments, predict.nc, predict.names) == (True, 10, model.names)
+    assert (predict.task.name, predict.nc, predict.names) == ('segment', 10, model.names)
     ours, theirs = metrics_of(demo_seg, predict, loader), metrics_of(demo_seg, TorchModel(model), loader)
     assert (
         abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3
@@ -330,9 +330,9 @@ def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tm
         )
         == 2
     )
-    assert 'gives masks' in capfd.readouterr().err
+    assert 'one is a detector and the other a segmentation model' in capfd.readouterr().err
 
 
 def test_a_checkpoint_keeps_the_task(demo_seg):
-    model, quant = checkpoint.load_quantized(demo_seg.quantized)
-    assert TorchModel(model).segments and any('proto' in p for group in quant['scale_groups'] for p in group)
+    model, quant = checkpoint.CheckpointFile(demo_seg.quantized).load_quantized()
+    assert TorchModel(model).task.masks and any('proto' in p for group in quant['scale_groups'] for p in group)

@@ -127,15 +127,8 @@ def coco(small, tmp_path):
         for row in label.read_text().splitlines():
             c, x, y, w, h = map(float, row.split())
             box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
-            boxes.append(
-                {
-                    'id': len(boxes),
-                    'image_id': len(images) - 1,
-                    'category_id': 10 * int(c) + 1,
-                    'bbox': box,
-                    'iscrowd': 0,
-                }
-            )
+            of_image = {'image_id': len(images) - 1, 'category_id': 10 * int(c) + 1, 'iscrowd': 0}
+            boxes.append({'id': len(boxes), 'bbox': box, **of_image})
     images.append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
     categories = [{'id': 10 * c + 1, 'name': str(c)} for c in range(10)]
     (tmp_path / 'annotations').mkdir()
@@ -161,18 +154,8 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
     command('benchmark_trt.py', small.single, *ours, code=2)
     assert not (coco / 'runs').exists()
     # labels are needed for a score only
-    command(
-        'qat.py',
-        'quantize',
-        '--weights',
-        small.single,
-        *ours,
-        *CALIBRATION,
-        '--epochs',
-        0,
-        '--no-eval-origin',
-        '--no-eval-ptq',
-    )
+    unscored = '--epochs', 0, '--no-eval-origin', '--no-eval-ptq'
+    command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, *unscored)
 
     out = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val')
     assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '13 of 25 images are not in' in out
@@ -184,19 +167,8 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
         assert np.allclose(*([list(map(float, t.split())) for t in (text, true[name])]), atol=1e-4)
     scores = []
     for data in (coco / 'data.yaml', small.data):
-        command(
-            'qat.py',
-            'eval',
-            '--weights',
-            small.single,
-            '--data',
-            data,
-            '--imgsz',
-            64,
-            *QUICK,
-            '--project',
-            coco / 'runs',
-        )
+        small_images = '--data', data, '--imgsz', 64
+        command('qat.py', 'eval', '--weights', small.single, *small_images, *QUICK, '--project', coco / 'runs')
         scores.append(content(coco / 'runs/exp', 'metrics.json')['ap'])
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)
     said = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val', code=2)
@@ -208,9 +180,13 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
     [
         ('[]', 'no COCO JSON'),
         ('{', 'no COCO JSON'),
-        ('{"images": [], "categories": []}', 'annotations missing'),
-        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', 'lacks a value'),
-        ('{"images": [{"id": 1, "file_name": "x.jpg"}], "annotations": [], "categories": []}', 'none of the 1 images'),
+        ('{"images": [], "categories": []}', 'annotations is missing'),
+        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', 'images[0].file_name is missing'),
+        (
+            '{"images": [{"id": 1, "file_name": "x.jpg", "width": 9, "height": 9}], "annotations": [], "categories": []}',
+            'none of the 1 images',
+        ),
+        ('{"images": [], "annotations": [], "categories": [{"id": 1}]}', 'categories[0].name is missing'),
     ],
 )
 def test_a_json_that_is_no_coco_is_one_line(tmp_path, text, says):
@@ -304,7 +280,7 @@ def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
     )
     assert f'--imgsz {HEIGHT} {WIDTH}' in out.splitlines()[-1] and f'as rectangles of {HEIGHT} x {WIDTH}' in out
     best = tmp_path / 'run/weights/qat_best_single.pt'
-    assert checkpoint.load_quantized(best)[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
+    assert checkpoint.CheckpointFile(best).load_quantized()[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
     command('export_qat.py', '--weights', best, '--imgsz', HEIGHT, WIDTH, '--batch-size', 4)
     for file, name in ((best, 'pt'), (best.with_suffix('.onnx'), 'onnx')):
         command('qat.py', 'eval', '--weights', file, *common, '--name', name)

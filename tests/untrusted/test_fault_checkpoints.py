@@ -13,9 +13,8 @@ from conftest import REPO
 from faults import TIMES, answer, damaged, pickle_in, sampled, with_pickle
 from models.common import Conv, DetectMultiBackend
 from models.yolo import DetectionModel
-from zoo import build, full, image, output, same
+from zoo import build, full, image, load_dual_or_float, load_float, load_quantized, output, same
 
-from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.untrusted.pickle_records import read_pickle
@@ -161,7 +160,6 @@ def files(small, tmp_path_factory):
 
 
 def told(command, file, files, capfd):
-    """`answer` of a command that is given `file`."""
     out = file.parent / 'out'
     argv = [
         str(a).replace('FILE', str(file)).replace('OUT', str(out)) if a not in files else files[a]
@@ -244,7 +242,7 @@ def test_foreign(small, files, tmp_path, monkeypatch, capfd, command):
 def test_rewritten_pickles(files, tmp_path):
     """Any pickle with right checksums gives a model that computes, or a QatError."""
     file, loaded = tmp_path / 'weights.pt', 0
-    for kind, load in (('single', checkpoint.load_float), ('quantized', checkpoint.load_quantized)):
+    for kind, load in (('single', load_float), ('quantized', load_quantized)):
         for what, pickled in damaged(pickle_in(files[kind]), REWRITTEN):
             file.write_bytes(with_pickle(files[kind], pickled))
             try:
@@ -280,7 +278,7 @@ def test_every_model_of_upstream_is_loaded(name, tmp_path):
         },
         tmp_path / 'last.pt',
     )
-    ckpt, loaded = checkpoint.load_dual_or_float(tmp_path / 'last.pt')
+    ckpt, loaded = load_dual_or_float(tmp_path / 'last.pt')
     assert (
         ckpt['best_fitness'] == 0.5
         and ckpt['optimizer']['lr'] == [0.1]

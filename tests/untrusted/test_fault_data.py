@@ -515,8 +515,7 @@ def test_no_image_can_be_used(files, tmp_path, monkeypatch, capfd):
 def test_an_image_that_pillow_takes_and_opencv_does_not(files, tmp_path, monkeypatch, capfd, workers):
     """It is met in the middle of the work, in a worker's process or in this one; a folder with the log is there by then."""
     monkeypatch.chdir(tmp_path)
-    data = with_image(files, tmp_path, 'x.jpg', READ['grey'][1])
-    (tmp_path / 'data/images/val/00001.npy').write_bytes(b'no array')  # what upstream takes instead of 00001.jpg
+    data = with_image(files, tmp_path, 'x.bmp', READ['a BMP'][1][:-10])
     argv = (
         '--weights',
         files['ONNX'],
@@ -532,7 +531,60 @@ def test_an_image_that_pillow_takes_and_opencv_does_not(files, tmp_path, monkeyp
         workers,
     )
     code, line = answer('val_trt.py', argv, capfd, tmp_path, leaves=('log.txt', 'exp', 'out'))
-    assert code == 2 and '00001.jpg: cannot be read' in line
+    assert code == 2 and 'x.bmp: cannot be read' in line
+
+
+def array(*shape, kind=np.uint8):
+    out = io.BytesIO()
+    np.save(out, np.zeros(shape, kind))
+    return out.getvalue()
+
+
+COPIES = {  # height and width of an image → IMG.npy, which upstream takes in place of IMG.jpg
+    'no array': lambda h, w: b'no array',
+    'nothing': lambda h, w: b'',
+    'cut short': lambda h, w: array(h, w, 3)[:-9],
+    'of no size': lambda h, w: array(0, 0, 3),
+    'grey': lambda h, w: array(h, w),
+    'RGBA': lambda h, w: array(h, w, 4),
+    '64 bits': lambda h, w: array(h, w, 3, kind=np.int64),
+    'complex': lambda h, w: array(h, w, 3, kind=complex),
+    'a row': lambda h, w: array(h),
+    'of another image': lambda h, w: array(h, w - 8, 3),
+    'objects': lambda h, w: array(2, kind=object),
+}
+
+
+def with_copies(files, folder, copy):
+    """The good data set with a copy of the pixels beside an image of each split, and its name."""
+    made = labelled(files, folder, BOX)
+    for split in 'train', 'val':
+        image = sorted((made['data'] / 'images' / split).iterdir())[1]
+        image.with_suffix('.npy').write_bytes(copy(*Image.open(image).size[::-1]))
+    return written(folder, GOOD, made), f'{image.stem}.npy'
+
+
+@pytest.mark.parametrize('name, command', sampled([(name, c) for name in COPIES for c in COMMANDS], 18))
+def test_copies_of_pixels(files, tmp_path, monkeypatch, capfd, name, command):
+    monkeypatch.chdir(tmp_path)
+    data, copy = with_copies(files, tmp_path, COPIES[name])
+    code, line = told(command, data, files, capfd, tmp_path)
+    assert code == 2 and f'{copy}: ' in line and 'delete it' in line
+
+
+def test_a_copy_of_pixels_is_taken(files, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    data, _ = with_copies(files, tmp_path, lambda h, w: array(h, w, 3))
+    assert told('val_trt.py', data, files, capfd, tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize('place', ['images/val/x.jpg', 'images/val/00000.npy', 'labels/val.cache'])
+def test_a_pipe_is_not_waited_for(files, tmp_path, monkeypatch, capfd, place):
+    monkeypatch.chdir(tmp_path)
+    made = labelled(files, tmp_path, BOX)
+    os.mkfifo(made['data'] / place)
+    code, line = told('val_trt.py', written(tmp_path, GOOD, made), files, capfd, tmp_path)
+    assert code == 2 and place in line
 
 
 @pytest.mark.faults

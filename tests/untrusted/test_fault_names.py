@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -21,13 +22,13 @@ from faults import answer, pickle_in, sampled, with_pickle
 from onnx import TensorProto, helper
 from zoo import program, settings
 
+from models.deploy.formats.deepstream import deepstream_config
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, log_to
 from utils.qat.core.markdown import code, document, escaped, link, markdown_table
 from utils.qat.core.printable import cut, visible
 from utils.qat.evaluation.figures import class_table
-from utils.qat.graph.deepstream import deepstream_config
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report
 from utils.qat.untrusted.names import LONGEST, class_names
@@ -445,9 +446,24 @@ def test_names_of_files(small, files, tmp_path, monkeypatch, capfd):
     for name in (f'{name}.pt' for name in OF_FILES):
         (tmp_path / name).write_bytes(b'')
         code_, line = answer('qat.py', ('quantize', '--dry-run', '--weights', tmp_path / name), capfd, tmp_path)
-        assert code_ == 2 and 'the name has control characters; rename it' in line and harmless(line)
+        assert code_ == 2 and 'the name has control characters or is not UTF-8; rename it' in line and harmless(line)
         code_, line = answer('qat.py', ('quantize', '--dry-run', '--weights', f'{tmp_path / name}x'), capfd, tmp_path)
         assert code_ == 2 and 'no such file' in line and harmless(line)
+
+
+@pytest.mark.parametrize('name, says', [(b'\xff.pt', 'is not UTF-8'), (b'w' * 246 + b'.pt', 'more than 200 bytes')])
+@pytest.mark.parametrize(
+    'command',
+    ['qat.py quantize', 'qat.py sensitive', 'export_qat.py', 'export_yoloV9.py', 'reparameterization.py'],
+)
+def test_what_files_are_named_after_is_checked_first(small, tmp_path, monkeypatch, capfd, command, name, says):
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / os.fsdecode(name)
+    shutil.copy(small.single, weights)
+    file, *verb = command.split()
+    data = ('--data', small.data, '--device', 'cpu') if verb else ()
+    code_, line = answer(file, (*verb, '--weights', weights, *data), capfd, tmp_path)
+    assert code_ == 2 and says in line and line.endswith('rename it')
 
 
 def test_names_of_images(small, files, tmp_path, monkeypatch, capfd):

@@ -18,7 +18,7 @@ from zoo import build, config, full, program, python
 
 from models.quantize import checkpoint
 from models.quantize.reparameterize import reparameterize
-from models.quantize.weightless import parameter_shapes
+from models.quantize.weightless import parameter_shapes, require_small_maps
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.untrusted.model_yaml import LAYERS, require_network
@@ -423,7 +423,7 @@ def test_from_inside_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
     """The network itself is fine, so that it is loaded; what is built anew of it comes from its YAML."""
     monkeypatch.chdir(tmp_path)
     with quiet_upstream():
-        ckpt, model = checkpoint.load_dual_or_float(demo.dual)
+        ckpt, model = checkpoint.CheckpointFile(demo.dual).load_dual_or_float()
     model.yaml = deepcopy(NETWORKS[name])
     torch.save({'model': model}, tmp_path / 'weights.pt')
     code, line = answer(
@@ -447,6 +447,24 @@ def test_from_a_packed_file(tmp_path, monkeypatch, name):
     with quiet_upstream(), pytest.raises(weights.Mistake, match='packed.pt: '):
         weights.build(tmp_path / 'packed.pt', tmp_path / 'out.pt', upstream)
     assert [f.name for f in tmp_path.iterdir()] == ['packed.pt']
+
+
+def test_maps_without_weights():
+    """Layers that need no weights, so that the weights in a file fit, and maps of gigabytes."""
+    content = deepcopy(CFG)
+    require_small_maps(content, 'x')
+    rows = [(i, row) for i, row in enumerate(content['head']) if row[2] == 'nn.Upsample']
+    for i, row in rows:
+        content['head'][i] = [row[0], 1, 'nn.Upsample', ['None', 64, 'nearest']]
+    assert rows and parameter_shapes(content, 'x') == parameter_shapes(CFG, 'x')
+    with quiet_upstream(), pytest.raises(QatError, match='x: '):
+        require_small_maps(content, 'x')
+    first = {
+        **CFG,
+        'backbone': [CFG['backbone'][0], [-1, 1, 'nn.Upsample', ['None', 64, 'nearest']], *CFG['backbone'][1:]],
+    }
+    with quiet_upstream(), pytest.raises(QatError, match='x: needs maps of more than 67 million values'):
+        require_small_maps(first, 'x')
 
 
 # ---- and what is a network ----------------------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from faults import pickle_in, sampled
+from zoo import LOADERS, load_dual_or_float
 
-from models.quantize import checkpoint
 from utils.qat.core.errors import QatError
 from utils.qat.data.labels import check_cache
 from utils.qat.untrusted.plain_values import read_values
 
 RANDOM, ARCHIVES, CACHES = 1500, 24, 325  # cases; the two others are asserted where they are made
-LOADERS = checkpoint.load_float, checkpoint.load_quantized, checkpoint.load_dual_or_float, checkpoint.load_any
 
 
 # ---- an assembler of pickles: each function gives bytes that leave one object on the stack --------------------------------------
@@ -627,7 +626,7 @@ def test_a_layer_of_ones_own_loads_without_a_call(small, tmp_path, monkeypatch):
         model.model[0].add_module('inner', before)
         Mine.forward = lambda self, x: self.inner(x)
         torch.save({'model': model}, tmp_path / 'weights.pt')
-        _, loaded = checkpoint.load_dual_or_float(tmp_path / 'weights.pt')
+        _, loaded = load_dual_or_float(tmp_path / 'weights.pt')
         assert type(loaded.model[0]) is Mine and torch.equal(loaded.model[0].inner.conv.weight, before.conv.weight)
     finally:
         file.unlink()

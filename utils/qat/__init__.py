@@ -10,4 +10,7 @@ __version__ = '0.1.0'  # the same as VERSION beside patch_yolov9.sh; a test comp
 # when it is imported; its own disable_telemetry_events() comes too late for the identifier. Set it to 0 to have that back.
 os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')
 
+# Pictures go to files. Matplotlib raises an error when it is imported if the variable names a backend that it does not know.
+os.environ['MPLBACKEND'] = 'Agg'
+
 threads.sleep_while_waiting()  # here, because torch must not be loaded before it

@@ -1,11 +1,8 @@
 """Shims that let upstream YOLOv9 run on current libraries, without a change of its files.
 
 patch_yolov9.sh puts a block at the top of upstream's `utils/__init__.py` and `models/__init__.py`, which calls
-`apply_before_upstream()`. When the first module of upstream runs, the names that upstream uses exist again.
-
-The shims need torch, NumPy and Pillow, so they wait until then. Our own commands import `utils.qat` long before they
-need one of these, and `-h`, or a command that only reads an ONNX file, never does. The order of imports does not
-matter.
+`apply_before_upstream()`. The shims need torch, NumPy and Pillow, so they wait until the first module of upstream runs:
+our own commands import `utils.qat` long before, and `-h`, or a command that only reads an ONNX file, never needs them.
 
 One function per shim. Each returns True if it had something to do, and its docstring says when it can be deleted. Where
 possible it asks for the feature that it replaces, not for a version. Line numbers are of WongKinYiu/yolov9 at 5b1ea9a.
@@ -14,6 +11,7 @@ Nothing here replaces a `forward` or assigns inside `torch.nn`.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.machinery
@@ -25,6 +23,7 @@ import pickle
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -40,10 +39,7 @@ LOGGER = logging.getLogger('yolov9_qat.compat')
 
 
 def _folder(file: str) -> Path:
-    """Return the real folder of a file.
-
-    The file itself is not resolved, because `patch_yolov9.sh --link` makes ours symlinks.
-    """
+    """Return the real folder of a file, which itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
     return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))
 
 
@@ -66,13 +62,13 @@ class BeforeUpstream:
 
 
 def apply_before_upstream() -> None:
-    """Have `apply` called when the first module inside upstream's `utils` or `models` is imported, and not before."""
+    """Have `apply` called when the first module inside upstream's `utils` or `models` is imported."""
     if _fired is None and BeforeUpstream not in sys.meta_path:
         sys.meta_path.insert(0, BeforeUpstream)
 
 
 def apply() -> list[str]:
-    """Install every shim that this environment needs, once; return the names of the shims that had something to do."""
+    """Install every shim that this environment needs, once; return the names of those that had something to do."""
     global _fired
     if _fired is None:
         _fired = [shim.__name__ for shim in SHIMS if shim()]
@@ -81,10 +77,7 @@ def apply() -> list[str]:
 
 
 def called_from_upstream(depth: int = 2) -> bool:
-    """Tell whether the function `depth` frames up is defined in the patched tree.
-
-    Packages of a venv that lies inside the tree do not count.
-    """
+    """Tell whether the function `depth` frames up is defined in the patched tree, and not in a venv inside it."""
     file = sys._getframe(depth).f_globals.get('__file__')
     if not file:  # interactive, or code built by exec
         return False
@@ -93,13 +86,7 @@ def called_from_upstream(depth: int = 2) -> bool:
 
 
 def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
-    """Put a module with these members into sys.modules, with a spec, so that importlib.util.find_spec finds it.
-
-    Args:
-        name: of the module.
-        doc: its docstring.
-        **members: its attributes.
-    """
+    """Put a module with these members into sys.modules, with a spec, so that importlib.util.find_spec finds it."""
     module = types.ModuleType(name, doc)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     vars(module).update(members)
@@ -110,9 +97,7 @@ def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
 def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
     """Put a stand-in for an installed module into sys.modules, which imports the real one as soon as it is used.
 
-    Args:
-        name: of the module.
-        *functions: names that may be asked for without an import; it comes with a call of the function.
+    `functions` may be asked for without an import; it comes with a call of one.
     """
 
     def real() -> types.ModuleType:
@@ -180,20 +165,14 @@ def pkg_resources_module() -> bool:
         """An installed distribution does not meet the requirement."""
 
     def parse_requirements(lines: str | Iterable[str]) -> Iterator[Requirement]:
-        """Parse the requirements in a text, an open file or a list of lines.
-
-        Comments, blank lines and options of pip are left out.
-        """
+        """Parse the requirements in a text, an open file or a list of lines; comments and options of pip are left out."""
         for line in lines.splitlines() if isinstance(lines, str) else lines:
             line = line.split(' #')[0].strip()
             if line and not line.startswith(('#', '-')):
                 yield Requirement(line)
 
     def require(*requirements: Any) -> None:
-        """Raise unless every requirement is met.
-
-        Unlike the real function, it does not follow their dependencies.
-        """
+        """Raise unless every requirement is met; unlike the real function, do not follow dependencies."""
         for text in requirements:
             for requirement in parse_requirements(text):
                 if requirement.marker and not requirement.marker.evaluate():
@@ -227,8 +206,8 @@ def missing_packages_reported() -> bool:
     import pkg_resources
 
     real = pkg_resources.require
-    # Headless builds of OpenCV, and the stand-in for IPython below, serve as well.
-    modules = {'opencv-python': 'cv2', 'ipython': 'IPython'}
+    # Headless builds of OpenCV, and the stand-ins for IPython and GitPython below, serve as well.
+    modules = {'opencv-python': 'cv2', 'ipython': 'IPython', 'gitpython': 'git'}
 
     @functools.wraps(real)
     def require(*requirements: Any) -> Any:
@@ -275,6 +254,26 @@ def ipython_module() -> bool:
         __path__=[],
         version_info=(8, 24, 0),  # matplotlib asks every IPython for it, and has no workaround for 8.24
     )
+    return True
+
+
+def git_module() -> bool:
+    """Stand in for the module git of GitPython: the tree counts as no repository.
+
+    utils/general.py:345 (check_git_info, called by classify/train.py) imports it, to note the commit in a checkpoint. Delete when
+    upstream asks the program git.
+    """
+    if importlib.util.find_spec('git'):
+        return False
+
+    class InvalidGitRepositoryError(Exception):
+        """A folder is no repository."""
+
+    def repository(path: str) -> None:
+        raise InvalidGitRepositoryError(path)
+
+    errors = stand_in('git.exc', 'Stand-in of yolov9-qat.', InvalidGitRepositoryError=InvalidGitRepositoryError)
+    stand_in('git', 'Stand-in of yolov9-qat: no repository.', Repo=repository, exc=errors, __path__=[])
     return True
 
 
@@ -348,6 +347,20 @@ def font_from_matplotlib() -> bool:
         os.replace(part, dst)
 
     torch.hub.download_url_to_file = download_url_to_file
+    return True
+
+
+def settings_of_ones_own() -> bool:
+    """Keep upstream's settings, which are a font, in a folder of this process where there is no place for them at home.
+
+    utils/general.py:150 (user_config_dir) takes /tmp/Ultralytics then, which every user of the machine shares: who comes
+    second may not write to it, and reads what another user put there. Delete when upstream takes a folder of the user's.
+    """
+    if os.environ.get('YOLOV5_CONFIG_DIR') or os.access(os.path.expanduser('~/.config'), os.W_OK):
+        return False
+    folder = tempfile.mkdtemp(prefix='yolov9-qat-settings-')  # mode 700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ['YOLOV5_CONFIG_DIR'] = folder  # the processes that this one starts share it
     return True
 
 
@@ -495,10 +508,12 @@ SHIMS = (
     pkg_resources_module,
     missing_packages_reported,
     ipython_module,
+    git_module,
     numpy_trapz,
     numpy_float,
     pillow_getsize,
     font_from_matplotlib,
+    settings_of_ones_own,
     torch_load_of_modules,
     torchscript_onnx_export,
     cuda_amp,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.analysis.sqnr import decibels, energies, part_names
+from models.quantize.analysis.sqnr import decibels, energies
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.head_outputs import Raw, bins_of
@@ -17,7 +17,6 @@ from models.quantize.units import layer_of
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.data.images import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.evaluate import found_in, scorer_of
 from utils.qat.evaluation.figures import keys_of
 from utils.qat.prediction.detections import prepared
 from utils.qat.prediction.pytorch import TorchModel
@@ -36,18 +35,10 @@ def untied(model: nn.Module) -> nn.Module:
 
 
 class TwinForms:
-    """The twins of a calibrated model, each in one of three forms. All begin in FLOAT.
+    """The twins of a calibrated model (copied as `model`), by path, each in one of three forms. All begin in FLOAT.
 
-    FLOAT: the float block. INT8: with the bias of the calibration, where the other blocks are INT8 too. ALONE: INT8,
-    with the bias for a model whose other blocks are float.
-
-    Args:
-        model: calibrated; it is copied.
-        reference: the float model that `model` was made from.
-
-    Attributes:
-        model: the copy whose twins change their form.
-        twins: path → twin.
+    FLOAT: the float block, of `reference`. INT8: with the bias of the calibration, where the other blocks are INT8 too.
+    ALONE: INT8, with the bias for a model whose other blocks are float.
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
@@ -63,8 +54,7 @@ class TwinForms:
     def learn_alone(self, shifts: Mapping[str, torch.Tensor]) -> None:
         """Set the biases of the form ALONE, which take `shifts` back.
 
-        Args:
-            shifts: path of a convolution → shift of the mean of its outputs by its own roundings alone, [C].
+        A shift, [C] by path, is that of the mean of a convolution's outputs by its own roundings alone.
         """
         for path, biases in self.biases.items():
             biases[ALONE] = biases[FLOAT] - shifts[path].to(biases[FLOAT]) if path in shifts else biases[FLOAT]
@@ -79,16 +69,10 @@ class TwinForms:
 
 
 def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
-    """Run the layers of an upstream model, and yield the state before each layer and after the last.
+    """Run the layers of an upstream model from `first`, and yield x and saved, before each layer and after the last.
 
-    Args:
-        model: float or quantized; one of torchvision is run as a whole.
-        first: index of the first layer to run.
-        x: output of the layer before `first`, or the images.
-        saved: outputs of the layers before `first`; None for an output that no later layer reads.
-
-    Yields:
-        x and saved, before each layer and at the end.
+    `x` is the output of the layer before `first`, or the images; `saved` has the outputs of all layers before, None for
+    one that no later layer reads. A model of torchvision is run as a whole.
     """
     if not hasattr(model, 'model'):  # of torchvision: its forward is its own
         yield x, saved
@@ -113,26 +97,15 @@ def run_from_layer(model: nn.Module, first: int, x: Any, saved: Sequence) -> Any
 class Tally:
     """The figures of one form of the model over all images: divergence and SQNR, and with a scorer the metrics.
 
-    Args:
-        predict: the model.
-        scorer: collects detections; None = no metrics.
-
-    Attributes:
-        resampled: see chance.resampled_ap; only after `result`, with a scorer.
+    With a scorer, `result` sets `resampled`, see chance.resampled_ap.
     """
 
     def __init__(self, predict: TorchModel, scorer: Any = None) -> None:
         self.predict, self.scorer = predict, scorer
-        self.sums = torch.zeros(2 + 2 * len(part_names(predict)), dtype=torch.float64, device=predict.device)
+        self.sums = torch.zeros(2 + 2 * len(predict.task.parts), dtype=torch.float64, device=predict.device)
 
     def add(self, output: Any, wanted: Any, truth: Any) -> None:
-        """Add the outputs of a batch.
-
-        Args:
-            output: of the model, in eval mode.
-            wanted: outputs of the float model's head on the same images.
-            truth: labels of the images.
-        """
+        """Add the outputs of a batch, in eval mode; `wanted`: those of the float model's head on the same images."""
         raw, predict = Raw.of(output), self.predict
         self.sums += torch.stack(
             (
@@ -141,14 +114,15 @@ class Tally:
             )
         )
         if self.scorer:
-            self.scorer.update(found_in(predict.predictions(output), truth), truth)
+            task = predict.task
+            self.scorer.update(task.found_in(task.predictions(output), truth.shape), truth)
 
     def result(self) -> dict[str, Any]:
-        """Compute the figures, as plain values, over all processes of a torchrun; sets `resampled`."""
+        """Compute the figures, as plain values, over all processes of a torchrun."""
         total, weight, *sums = all_reduce(self.sums.clone())
         found: dict[str, Any] = {
             'divergence': (total / weight).item(),
-            'sqnr': decibels(torch.stack(sums).view(-1, 2), part_names(self.predict)),
+            'sqnr': decibels(torch.stack(sums).view(-1, 2), self.predict.task.parts),
         }
         if self.scorer:
             self.scorer.batches = merged(self.scorer.batches)
@@ -176,28 +150,20 @@ def measure_units(
     """Measure the model in float, in INT8, with only one unit in INT8, and with all units but one in INT8.
 
     The inputs of each layer are kept for a batch, of the float and of the INT8 model. So a unit costs only the layers
-    behind it.
+    behind it. ALONE must be set, see `learn_alone`.
 
-    Args:
-        forms: of the calibrated model; ALONE must be set, see `learn_alone`.
-        units: unit → paths of its twins.
-        loader: see loaders.val_loader.
-        names: class index → name.
-        scoring: measure AP too. All models but 'only' then have metrics; 'int8' has 'against_float', and 'without' has
-            'against_int8', the difference of figures.merit (see chance.py).
-        progress: wraps the loader.
-
-    Returns:
-        'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally.
+    Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally. With `scoring` all but 'only'
+    have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of figures.merit (see
+    chance.py).
     """
     model, predict = forms.model, TorchModel(forms.model)
     tallies: dict[Any, Tally] = {
-        key: Tally(predict, scorer_of(predict, names) if scoring else None) for key in ('float', 'int8')
+        key: Tally(predict, predict.task.scorer(names) if scoring else None) for key in ('float', 'int8')
     }
     first = layer_numbers(model, units)
     for unit in units:
         tallies[unit, 'only'] = Tally(predict)
-        tallies[unit, 'without'] = Tally(predict, scorer_of(predict, names) if scoring else None)
+        tallies[unit, 'without'] = Tally(predict, predict.task.scorer(names) if scoring else None)
     for batch in progress(loader):
         images, truth = prepared(batch, predict.device)
         images = channels_last(images)

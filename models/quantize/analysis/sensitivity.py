@@ -31,11 +31,8 @@ MEASURED = 10  # units with the highest estimate, which are measured
 class DivergenceEstimate:
     """An estimate of the divergence with one unit quantized, and with all but one: `add` batches, then take `result`.
 
-    Args:
-        forms: of the calibrated model, all in FLOAT.
-        units: unit → paths of its twins, see units.find_units.
-        correcting: the bias of a quantized convolution takes back the shift of the mean of its outputs.
-        seed: of the probes.
+    All `forms` are FLOAT. `correcting`: the bias of a quantized convolution takes back the shift of the mean of its
+    outputs. `seed` is of the probes.
     """
 
     def __init__(self, forms: TwinForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int) -> None:
@@ -57,11 +54,9 @@ class DivergenceEstimate:
         self.images = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, images: torch.Tensor, number: int) -> None:
-        """Add a batch, by one forward and one backward pass of the float model.
+        """Add images, FP32 [B, 3, H, W] in 0..1, by one forward and one backward pass of the float model.
 
-        Args:
-            images: FP32 [B, 3, H, W] in 0..1.
-            number: of the batch, over all processes; the probes follow from it.
+        The probes follow from `number`, of the batch over all processes.
         """
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         for part in images.split(AT_ONCE):
@@ -124,9 +119,8 @@ class DivergenceEstimate:
     def result(self) -> tuple[dict[str, Sequence[float]], dict[str, torch.Tensor]]:
         """Compute the estimates over all processes of a torchrun.
 
-        Returns:
-            Unit → divergence if only it is quantized, and if all but it are; and path of a convolution → shift of the
-            mean of its outputs, FP64 [C].
+        Returns unit → divergence if only it is quantized, and if all but it are; and path of a convolution → shift of
+        the mean of its outputs, FP64 [C].
         """
         sums, weight, images = (all_reduce(x.clone()) for x in (self.sums, self.weight, self.images))
         values = (sums / 2 / weight).t().tolist()
@@ -136,15 +130,9 @@ class DivergenceEstimate:
 def unit_costs(
     model: nn.Module, units: Mapping[str, Sequence[str]], imgsz: Sequence[int]
 ) -> dict[str, tuple[int, int]]:
-    """Count the FLOPs and the parameters of the convolutions and linear layers of each unit, and of the whole model.
+    """Count the FLOPs (2 per multiply-add) and parameters of the convolutions and linear layers of each unit.
 
-    Args:
-        model: quantized.
-        units: unit → paths of its twins.
-        imgsz: height and width of the image, in pixels.
-
-    Returns:
-        Unit → FLOPs (2 per multiply-add) and parameters; under '' the sums over the whole model.
+    Under '' are those of the whole model. `imgsz` is height and width in pixels.
     """
     flops: dict[str, int] = {}
 
@@ -188,18 +176,9 @@ def analyse(
 ) -> dict[str, Any]:
     """Estimate the cost of INT8 in each unit of `model`, and measure it for the worst units; for all with --metric ap.
 
-    Args:
-        model: calibrated.
-        reference: the float model that `model` was made from.
-        loader: see loaders.val_loader; the share of this process of a torchrun.
-        names: class index → name.
-        config: granularity, metric, imgsz and seed are read.
-        corrected: the biases of `model` were corrected.
-        progress: wraps an iterable, with a text.
-        times: gets the seconds of 'estimate' and 'measure'.
-
-    Returns:
-        Plain values for summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
+    `loader` (loaders.val_loader) has the share of this process of a torchrun. `corrected`: so are the biases of
+    `model`. `times` gets the seconds of 'estimate' and 'measure'. Returns plain values for
+    summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
     """
     start = time.perf_counter()
     twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]

@@ -3,10 +3,9 @@
     SQNR = 10 log10( sum of t² / sum of (s - t)² )
 
 The sums are over images, positions and channels of the head's outputs (see head_outputs.py); t comes from the float
-model, and s from the quantized model on the same images. Each part has its own SQNR: the boxes (logits of the
-distribution of the distances), the classes (logits), and the coefficients and prototypes of masks. Otherwise the large
-negative logits of the background would hide the rest. 6 dB more is half the noise. Chance moves SQNR far less than AP:
-the first COMPARED images suffice.
+model, and s from the quantized model on the same images. Each part (boxes, classes, coefficients and prototypes of
+masks) has its own SQNR. Otherwise the large negative logits of the background would hide the rest. 6 dB more is half
+the noise. Chance moves SQNR far less than AP: the first COMPARED images suffice.
 """
 
 from collections.abc import Sequence
@@ -23,26 +22,16 @@ from utils.qat.evaluation.classes import agreement, divergence
 from utils.qat.prediction.pytorch import TorchModel
 
 COMPARED = 64  # images of a process, at least; batches are whole
-PARTS = ('boxes', 'classes', 'coefficients', 'prototypes')
 
 
 def _parts(raw: Raw, classes: int) -> list[Sequence[torch.Tensor]]:
-    """List the tensors of each part, in the order of PARTS."""
+    """List the tensors of each part, in the order of Task.parts."""
     of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in raw.maps))
     return [*of_levels, *([x] for x in (raw.coefficients, raw.prototypes) if x is not None)]
 
 
 def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
-    """Sum t² and (s - t)² over each part.
-
-    Args:
-        mine: outputs of the quantized model (s).
-        wanted: outputs of the float model (t) on the same images.
-        classes: number of classes of the head.
-
-    Returns:
-        FP64 [parts, 2], see `part_names`.
-    """
+    """Sum t² and (s - t)² over each part, of the quantized (`mine`) and the float model (`wanted`): FP64 [parts, 2]."""
     if isinstance(mine, ClassScores):
         return mine.energies(wanted)
 
@@ -53,11 +42,6 @@ def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
     return torch.stack([sum(sums(s, t) for s, t in zip(ours, theirs)) for ours, theirs in pairs])
 
 
-def part_names(predict: TorchModel) -> tuple[str, ...]:
-    """Name the parts of a model's outputs: 'scores' of a classifier, else the PARTS that it has."""
-    return ('scores',) if predict.classifies else PARTS if predict.segments else PARTS[:2]
-
-
 def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
     """Convert `energies` to dB, by the names of their parts; infinite for equal outputs."""
     signal, noise = sums.t()
@@ -65,43 +49,39 @@ def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class ComparedModel(TorchModel):
-    """A TorchModel that compares the outputs of its head with the float model's while it predicts.
+    """A quantized model that compares the outputs of its head with the float model's while it predicts.
 
-    Of a detector it compares the first COMPARED images: on all of them, the float model would take a large part of every evaluation.
-    A classifier's agreement is a figure of all images.
-
-    Args:
-        model: quantized.
-        reference: the float model.
+    Of a detector it compares the first COMPARED images: on all of them, the float model would take a large part of
+    every evaluation. A classifier's agreement is a figure of all images.
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
         super().__init__(model, context=RoundedOnce(model))
         self.reference = reference.eval()
         self.seen = 0  # images that were compared
-        self.sums = torch.zeros(len(part_names(self)), 2, dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(len(self.task.parts), 2, dtype=torch.float64, device=self.device)
         self.apart = torch.zeros(3, dtype=torch.float64, device=self.device)  # agreeing images, divergence, images
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Predict as a TorchModel does, and add up the energies. `images`: FP32 [B, 3, H, W] in 0..1."""
         output = self.outputs(images)
-        if self.seen >= COMPARED and not self.classifies:
-            return self.predictions(output)
+        if self.seen >= COMPARED and self.task.boxes:
+            return self.task.predictions(output)
         self.seen += len(images)
         wanted = self.reference(channels_last(images))
         self.sums += energies(Raw.of(output), Raw.of(wanted), self.nc)
-        if self.classifies:
+        if not self.task.boxes:
             both = torch.stack((agreement(output, wanted), divergence(output, wanted)))
             self.apart += torch.cat((both.sum(1), both.new_tensor([len(images)])))
-        return self.predictions(output)
+        return self.task.predictions(output)
 
     def distance(self) -> dict[str, float]:
         """Compute classes.distance of a classifier from the float model over all images so far; nothing of a detector."""
-        if not self.classifies:
+        if self.task.boxes:
             return {}
         same, apart, images = all_reduce(self.apart.clone()).tolist()
         return {'agreement': same / images, 'divergence': apart / images}
 
     def sqnr(self) -> dict[str, float]:
         """Compute the SQNR of each part in dB, over all images compared so far (under torchrun of all processes)."""
-        return decibels(all_reduce(self.sums.clone()), part_names(self))
+        return decibels(all_reduce(self.sums.clone()), self.task.parts)

@@ -18,9 +18,7 @@ from utils.qat.config.qat import CalibrationConfig
 
 CELLS = QMAX + 1  # INT8 values that are not negative
 SMALLEST = CELLS  # the smallest candidate, in bins: below it an INT8 step is finer than a bin
-ROWS = 4  # histograms whose entropy is computed at once; each needs 4 MB per intermediate tensor
 TRIED = 512  # candidates whose error is computed at once; together they need 16 MB per intermediate tensor
-TINY = torch.finfo(torch.float64).tiny  # stands in for 0, which has no logarithm
 
 
 def amax_max(counts: torch.Tensor) -> torch.Tensor:
@@ -69,49 +67,10 @@ def amax_power(counts: torch.Tensor, power: float) -> torch.Tensor:
     return _best(torch.cat(errors).t(), tried, counts)
 
 
-def amax_entropy(counts: torch.Tensor) -> torch.Tensor:
-    """Find the amax with the least Kullback-Leibler divergence of the values from their approximation in 128 cells.
-
-    The definition is `compute_amax('entropy')` of pytorch_quantization: bin 0 counts as full as bin 1. Clipped values
-    are added to the last bin. The values of a cell are spread evenly over its bins that are not empty. Of equal
-    candidates the largest wins.
-    """
-    counts = torch.cat((counts[:, 1:2], counts[:, 1:]), 1)
-    bins = counts.shape[1]
-    tried = torch.arange(bins, SMALLEST - 1, -1, device=counts.device)  # [K], the largest first
-    # edges of the cells, [K, 129]
-    edges = (torch.arange(CELLS + 1, device=counts.device) * tried[:, None] + CELLS - 1) // CELLS
-    divergence = torch.cat([_divergence(part, tried, edges) for part in counts.split(ROWS)])
-    return _best(divergence, tried.double(), counts)
-
-
-def _divergence(counts: torch.Tensor, tried: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-    """Compute the divergence of each candidate, [Q, K]; infinite where clipped values meet an empty bin."""
-    sums, filled = _from_the_start(counts), _from_the_start((counts > 0).double())
-    within, last = sums[tried], counts.t()[tried - 1]  # [K, Q]
-    clipped = sums[-1] - within
-    content = sums[edges].diff(dim=1)  # [K, 128, Q]
-    spread = filled[edges].diff(dim=1).clamp_(min=1).reciprocal_().mul_(content)
-    reference = _from_the_start(torch.xlogy(counts, counts))[tried - 1] + torch.xlogy(last + clipped, last + clipped)
-    cross = torch.xlogy(clipped, spread[:, -1] * (last > 0)) + spread.clamp_(min=TINY).log_().mul_(content).sum(1)
-    return ((reference - cross) / sums[-1] + within.log() - sums[-1].log()).t()
-
-
 def _best(loss: torch.Tensor, tried: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Pick the candidate with the least loss in each row: the first of equals, not above the largest value.
-
-    Args:
-        loss: [Q, K].
-        tried: the candidates, [K].
-        counts: [Q, N].
-    """
+    """Pick the one of `tried` [K] with the least `loss` [Q, K]: the first of equals, not above the largest value."""
     above = tried > amax_max(counts).clamp(min=SMALLEST)[:, None]
     return tried[loss.nan_to_num(nan=float('inf'), posinf=float('inf')).masked_fill(above, float('inf')).argmin(1)]
-
-
-def _from_the_start(x: torch.Tensor) -> torch.Tensor:
-    """Sum the bins before each edge: [Q, N] → [N + 1, Q]."""
-    return F.pad(x.cumsum(1), (1, 0)).t().contiguous()
 
 
 def _to_the_end(x: torch.Tensor) -> torch.Tensor:
@@ -121,10 +80,8 @@ def _to_the_end(x: torch.Tensor) -> torch.Tensor:
 
 SEARCH: dict[str, Callable[[torch.Tensor, CalibrationConfig], torch.Tensor]] = {
     'mse': lambda counts, config: amax_mse(counts),
-    'l1.5': lambda counts, config: amax_power(counts, 1.5),
     'l2.4': lambda counts, config: amax_power(counts, 2.4),
-    'l3': lambda counts, config: amax_power(counts, 3),
-    'entropy': lambda counts, config: amax_entropy(counts),
+    'l3': lambda counts, config: amax_power(counts, 3),  # no method by itself, see fisher_amax
     'percentile': lambda counts, config: amax_percentile(counts, config.percentile),
     'max': lambda counts, config: amax_max(counts),
 }

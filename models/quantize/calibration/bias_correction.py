@@ -1,11 +1,10 @@
 """Bias correction: rounding moves the mean of a convolution's outputs, and its bias takes this shift back at no cost.
 
-The rounded input and the rounded weights of a convolution make an error whose mean over an image is not zero. Only this
-error, the convolution's own error, is taken back. It is measured on the inputs in the quantized model, and it is taken
-back as far as it is the same on all images. Errors of earlier layers stay: they differ from image to image, and their
-mean over a few images is chance (docs/calibration.md). Sources: Nagel et al., "Data-Free Quantization Through Weight
-Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the correction; James and Stein, "Estimation with
-Quadratic Loss" (1961), on shrinking an estimate by its variance.
+Only the error of a convolution's own rounding (of input and weights) is taken back. It is measured on the inputs in the
+quantized model, and taken back as far as it is the same on all images. Errors of earlier layers stay: they differ from
+image to image, and their mean over a few images is chance (docs/calibration.md). Sources: Nagel et al., "Data-Free
+Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the correction; James
+and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,16 +30,9 @@ def read_by(kernel: int, stride: int, dilation: int, size: int) -> torch.Tensor:
 
 
 def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """Average the windows that a convolution reads at the places of an image.
+    """Average the windows that a convolution reads at the places of an image: FP32 [B, C, H, W] → [B, C, k, k].
 
     A convolution is linear: of this one window it gives the mean of its outputs, at the cost of a single place.
-
-    Args:
-        conv: with a kernel of k x k.
-        x: its input, FP32 [B, C, H, W].
-
-    Returns:
-        [B, C, k, k].
     """
     x = F.pad(
         x, conv._reversed_padding_repeated_twice, 'constant' if conv.padding_mode == 'zeros' else conv.padding_mode
@@ -54,12 +46,8 @@ def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Measure how far the roundings of each quantized convolution move the mean of its own outputs.
 
-    Args:
-        model: calibrated.
-        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
-
-    Returns:
-        Path of a convolution → shift of the mean over the places of an image, FP32 [images, C].
+    `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. Returns path of a convolution → shift of the
+    mean over the places of an image, FP32 [images, C].
     """
     convs = quantized_convs(model)
     errors: dict[str, list[torch.Tensor]] = {path: [] for path, _ in convs}
@@ -83,14 +71,7 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
 
 
 def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
-    """Compute the mean over images, shrunk towards zero by its variance.
-
-    Args:
-        errors: [images, C]. A single image has no variance, and its errors are returned as they are.
-
-    Returns:
-        [C].
-    """
+    """Compute the mean over images, [images, C] → [C], shrunk towards zero by its variance; of one image as it is."""
     mean = errors.mean(0)
     if len(errors) == 1:
         return mean
@@ -99,17 +80,11 @@ def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
 
 
 def own_shifts(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Measure the shifts that `correct_biases` takes back: path of a convolution → [C]. Arguments: see `own_errors`."""
+    """Measure the shifts [C] that `correct_biases` takes back, by path; arguments as in `own_errors`."""
     return {path: shrunk_mean(errors) for path, errors in own_errors(model, batches).items()}
 
 
 def correct_biases(model: nn.Module, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
-    """Set the bias of each convolution to its original value minus the shift; without a shift, to the original value.
-
-    Args:
-        model: quantized; its biases change in place.
-        biases: path of a convolution → original bias, [C].
-        shifts: path of a convolution → shift of the mean of its outputs, [C].
-    """
+    """Set the bias of each convolution to its original one minus its shift, if it has one: both [C] by path."""
     for path, bias in biases.items():
         model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)

@@ -2,7 +2,7 @@
 
 Activations: each quantizer has one histogram of |x|. It is collected on the model's device, and the host does not wait
 for the device. Then one search finds the amax of every histogram at once. Weights: the amax of an output channel is its
-largest magnitude, or the amax with the least squared error, from a histogram of the channel.
+largest magnitude.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.calibration.amax_search import SEARCH, amax_mse
+from models.quantize.calibration.amax_search import SEARCH
 from models.quantize.quantizers import MIN_AMAX, collecting, named_quantizers
 from utils.qat.config.qat import CalibrationConfig
 from utils.qat.core.distributed import all_reduce
@@ -19,7 +19,6 @@ from utils.qat.core.errors import QatError
 
 BITS = 12
 BINS = 1 << BITS
-WEIGHT_BINS = 2048  # of a channel's histogram, from 0 to the channel's largest magnitude
 MIN_EXPONENT = -100  # the smallest limit is 2^-100, because no range is below MIN_AMAX
 HISTC_CHUNK = 1 << 24  # values: torch.histc counts in FP32, which is exact up to 2^24 per bin
 
@@ -27,16 +26,13 @@ HISTC_CHUNK = 1 << 24  # values: torch.histc counts in FP32, which is exact up t
 class Histogram:
     """Histogram of |x| with BINS bins over [0, limit); the limit is a power of two and grows with the data.
 
-    Powers of two have two advantages. A histogram grows without error, because neighbouring bins are added. Histograms
-    of different data have an exact sum. The limit stays on the device with the counts: to read it, the host would have
-    to wait for the device. A value that is not finite is not counted, but `largest` shows it. The class follows the
-    calibrator protocol of pytorch_quantization as far as TensorQuantizer calls it (`collect`).
-
-    Args:
-        device: where it counts.
-        least: a smaller value counts as this one.
+    So a histogram grows without error, because neighbouring bins are added, and histograms of different data have an
+    exact sum. The limit stays on the device with the counts: to read it, the host would have to wait. A value that is
+    not finite is not counted, but `largest` shows it. The class follows the calibrator protocol of pytorch_quantization
+    (`collect`).
 
     Attributes:
+        least: a smaller value counts as this one.
         counts: FP64 [BINS], how many values each bin has. These are integers, exact up to 2^53.
         exponent: INT32 [], the limit is 2 ** exponent.
         ends: FP32 [2], the largest -x and the largest x so far; NaN after the first NaN.
@@ -76,12 +72,9 @@ class Histogram:
 
 
 def merge_histograms(histograms: Sequence[Histogram]) -> None:
-    """Add up each histogram over the processes of a torchrun, in place and without error.
+    """Add up each histogram over the processes of a torchrun, in place and without error, in three exchanges.
 
-    There are three exchanges for any number of histograms.
-
-    Args:
-        histograms: in the same order on every process.
+    They are in the same order on every process.
     """
     inf = float('inf')
     ends = torch.stack([h.ends for h in histograms])
@@ -95,14 +88,7 @@ def merge_histograms(histograms: Sequence[Histogram]) -> None:
 
 
 def exponent_above(largest: torch.Tensor) -> torch.Tensor:
-    """Find the exponent e of the smallest limit 2^e above each value.
-
-    Args:
-        largest: FP32, any shape.
-
-    Returns:
-        INT32, the same shape; 128 for a value that is not finite.
-    """
+    """Find the exponent e (INT32) of the smallest limit 2^e above each value (FP32); 128 if it is not finite."""
     finite = largest.nan_to_num(nan=torch.finfo(torch.float32).max)
     return finite.clamp(min=2.0 ** (MIN_EXPONENT - 1)).frexp().exponent
 
@@ -121,14 +107,9 @@ def in_memory_order(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.
 
 
 def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Count the values in each bin.
+    """Count |x| (FP32 [n]) in each bin, by their width, a power of two (FP32 []): FP64 [BINS].
 
-    Args:
-        x: FP32 [n]; the bins are of |x|.
-        width: of a bin, a power of two, FP32 [].
-
-    Returns:
-        FP64 [BINS]. A value that is not finite is counted in the first bin or in none.
+    A value that is not finite is counted in the first bin or in none.
     """
     x = x * width.reciprocal()  # exact, because it is a power of two; a division takes longer
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
@@ -138,45 +119,16 @@ def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
     return torch.bincount(bins, minlength=BINS).double()
 
 
-def weight_amax(weight: torch.Tensor, method: str) -> torch.Tensor:
-    """Find the amax of each output channel of a weight.
-
-    Args:
-        weight: float [K, ...].
-        method: one of WEIGHT_METHODS (config/qat.py).
-
-    Returns:
-        FP32 [K].
-    """
-    weight = weight.detach().abs().float().flatten(1)
-    largest = weight.amax(1)
-    if method == 'max':
-        return largest
-    width = largest.clamp(min=2.0**MIN_EXPONENT) / WEIGHT_BINS  # [K]
-    index = (weight / width[:, None]).long().clamp_(max=WEIGHT_BINS - 1)
-    counts = torch.zeros(len(weight), WEIGHT_BINS, dtype=torch.float64, device=weight.device)
-    counts.scatter_add_(1, index, torch.ones_like(weight, dtype=torch.float64))
-    return amax_mse(counts).float() * width
-
-
-def calibrate_weights(model: nn.Module, method: str) -> None:
-    """Set the amax of every weight quantizer by `method`, one of WEIGHT_METHODS (config/qat.py)."""
+def calibrate_weights(model: nn.Module) -> None:
+    """Set the amax of each output channel of every weight to its largest magnitude."""
     for module in model.modules():
         quantizer = getattr(module, 'weight_quantizer', None)
         if quantizer is not None:
-            quantizer.set_amax(weight_amax(module.weight, method))
+            quantizer.set_amax(module.weight.detach().abs().float().flatten(1).amax(1))
 
 
 def require_values(histograms: Mapping[str, Histogram]) -> None:
-    """Refuse histograms that cannot give an amax.
-
-    Args:
-        histograms: path of a quantizer → its histogram.
-
-    Raises:
-        QatError: a histogram has seen a value that is not finite, no value at all, or only zeros. The message names the
-            quantizers.
-    """
+    """Raise QatError for histograms, by path, that saw a value that is not finite, no value at all, or only zeros."""
     largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
     broken = [name for name, value in largest.items() if not value < float('inf')]
     if broken:
@@ -192,16 +144,7 @@ def require_values(histograms: Mapping[str, Histogram]) -> None:
 
 
 def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: CalibrationConfig) -> torch.Tensor:
-    """Find the amax of each histogram by one criterion.
-
-    Args:
-        histograms: path of a quantizer → its histogram.
-        method: a key of amax_search.SEARCH.
-        config: its `percentile` is read.
-
-    Returns:
-        FP32 [Q], in the order of `histograms`.
-    """
+    """Find the amax of each histogram by a `method` of amax_search.SEARCH: FP32 [Q], in their order."""
     counts, exponents = (torch.stack([getattr(h, key) for h in histograms.values()]) for key in ('counts', 'exponent'))
     return (SEARCH[method](counts, config) * bin_width(exponents)).float()
 
@@ -210,10 +153,8 @@ def histogram_amax(histograms: Mapping[str, Histogram], method: str, config: Cal
 def collect(model: nn.Module, batches: Iterable[torch.Tensor], calibrators: Mapping[str, Any]) -> None:
     """Show each calibrator the inputs of its quantizer, while the whole model computes in float.
 
-    Args:
-        model: quantized; it need not be calibrated.
-        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
-        calibrators: path of a quantizer → an object with `collect(x)`, such as a Histogram.
+    `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. A calibrator has `collect(x)`, as a
+    Histogram.
     """
     quantizers = named_quantizers(model)
     try:
@@ -228,16 +169,9 @@ def collect(model: nn.Module, batches: Iterable[torch.Tensor], calibrators: Mapp
 
 
 def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, Histogram]:
-    """Collect a histogram of the inputs of every activation quantizer.
+    """Collect a histogram of the inputs of every activation quantizer, by path, over all processes of a torchrun.
 
-    Under torchrun the batches of all processes count.
-
-    Args:
-        model: quantized; it need not be calibrated.
-        batches: images, FP32 [B, 3, H, W] in 0..1 on the model's device.
-
-    Returns:
-        Path of a quantizer → its histogram.
+    `batches` are as in `collect`.
     """
     device = next(model.parameters()).device
     histograms = {name: Histogram(device, q.least) for name, q in named_quantizers(model) if q._axis is None}
@@ -247,44 +181,25 @@ def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dic
 
 
 def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms: Mapping[str, Histogram]) -> None:
-    """Set the range of quantizers of `model`, with or without an earlier one.
-
-    Args:
-        model: quantized.
-        ranges: path of a quantizer → amax, FP32 [].
-        histograms: path of a quantizer → its histogram, which knows the ends of the values.
-    """
+    """Set the range of quantizers, by path, to an amax, FP32 []; their histograms know the ends of the values."""
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
         quantizers[path].set_amax(amax, *histograms[path].limits)
 
 
 def raised_ranges(model: nn.Module) -> dict[str, int]:
-    """Count the ranges of each quantizer that were raised to MIN_AMAX, such as the range of a dead channel.
-
-    Returns:
-        Path of a quantizer → number of such ranges; a quantizer without them is left out.
-    """
+    """Count the ranges of each quantizer, by path, that were raised to MIN_AMAX, such as the range of a dead channel."""
     raised = {name: (q._amax <= MIN_AMAX).sum().item() for name, q in named_quantizers(model)}
     return {name: channels for name, channels in raised.items() if channels}
 
 
 def calibrate(model: nn.Module, batches: Iterable[torch.Tensor], config: CalibrationConfig) -> dict[str, int]:
-    """Set the amax of every quantizer of `model` by one criterion.
+    """Set the amax of every quantizer by config.calib_method, a key of amax_search.SEARCH; returns `raised_ranges`.
 
-    Args:
-        model: quantized.
-        batches: see `collect_histograms`.
-        config: calib_method (a key of amax_search.SEARCH), percentile and weight_calib are read.
-
-    Returns:
-        See `raised_ranges`.
-
-    Raises:
-        QatError: see `require_values`.
+    `batches` are as in `collect`. Raises QatError, see `require_values`.
     """
     histograms = collect_histograms(model, batches)
     require_values(histograms)
-    calibrate_weights(model, config.weight_calib)
+    calibrate_weights(model)
     set_ranges(model, dict(zip(histograms, histogram_amax(histograms, config.calib_method, config))), histograms)
     return raised_ranges(model)

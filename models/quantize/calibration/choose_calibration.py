@@ -1,9 +1,9 @@
 """The choice of a calibration: each one is tried, and the one with the least divergence from the float model is kept.
 
-No criterion for the range of a single tensor is best for all models. Clipping of large values helps one model and harms
+No criterion for the range of a single tensor is best for all models: clipping of large values helps one model and harms
 the next. The same is true of bias correction. Only the effect on the detections counts, and it can be measured on a few
-images without labels. Nothing is fitted to the images of this measurement. A calibration that is clearly behind after a
-third of them does not see the others. docs/calibration.md has the measurements behind the numbers below.
+images without labels. Nothing is fitted to the images of this measurement. docs/calibration.md has the measurements
+behind the numbers below.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,9 +44,9 @@ def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor]
 def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
     """Tell whether a divergence is larger beyond chance; by the logarithms of the same images, FP64 [images]."""
     behind = logs - best
-    return bool(
-        behind.mean() > BEHIND * behind.std() / len(behind) ** 0.5
-    )  # of one image std is NaN: not beyond chance
+    if len(behind) == 1:
+        return False
+    return bool(behind.mean() > BEHIND * behind.std() / len(behind) ** 0.5)
 
 
 def race(
@@ -55,32 +55,24 @@ def race(
     measure: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]],
     progress: Callable[..., Iterable[str]],
 ) -> dict[str, float]:
-    """Measure calibrations on the first of two parts of the images, and on the second those that are not clearly behind.
+    """Measure calibrations on the first of two parts, and on the second those that are not clearly behind.
 
-    Args:
-        names: of the calibrations.
-        parts: images, as `measure` takes them.
-        measure: name, part → see divergence.log_divergences.
-        progress: see `choose_calibration`.
-
-    Returns:
-        Name → typical divergence. Of a calibration that was dropped: the divergence of the best one, times the ratio of
-        both on the first part.
+    `measure` takes a name and a part, see divergence.log_divergences. Returns name → typical divergence. For a dropped
+    calibration it is the leader's, times the ratio of both on the first part. So the least one was measured on both
+    parts.
     """
     first = {name: measure(name, parts[0]) for name in progress(names, 'comparing', unit='calibrations')}
     leader = min(first, key=lambda name: first[name][0].mean())
-    left = from_first([name for name, (logs, _) in first.items() if not is_behind(logs, first[leader][0])])
+    left = [name for name, (logs, _) in first.items() if not is_behind(logs, first[leader][0])]
+    leader, left = from_first((leader, left))
     whole = {}
     for name in progress(left, 'comparing the best', unit='calibrations'):
         logs, weights = map(torch.cat, zip(first[name], measure(name, parts[1])))
         whole[name] = logs, weights
-    best = min(whole, key=lambda name: whole[name][0].mean())
-
-    def ratio(name: str) -> float:
-        seen = whole if name in whole else first
-        return float((seen[name][0] - seen[best][0]).mean().exp())
-
-    return {name: typical(*whole[best]) * ratio(name) for name in first}
+    found = {name: typical(*measured) for name, measured in whole.items()}
+    for name in first.keys() - whole.keys():
+        found[name] = found[leader] * float((first[name][0] - first[leader][0]).mean().exp())
+    return {name: found[name] for name in names}
 
 
 def ranges_by(
@@ -90,17 +82,9 @@ def ranges_by(
     fitting: Sequence[torch.Tensor],
     config: CalibrationConfig,
 ) -> Tensors:
-    """Find the range of each activation quantizer by one method.
+    """Find the amax (FP32 []) of each activation quantizer, by path, by one method; not 'auto'.
 
-    Args:
-        method: one of CALIB_METHODS, but not 'auto'.
-        model: quantized; its biases are the biases of the float model.
-        histograms: see calibrate.collect_histograms.
-        fitting: images for 'fisher', FP32 [B, 3, H, W] in 0..1.
-        config: percentile and seed are read.
-
-    Returns:
-        Path of a quantizer → amax, FP32 [].
+    The biases of `model` are those of the float model. `fitting` are images for 'fisher', FP32 [B, 3, H, W] in 0..1.
     """
     if method == 'fisher':
         return fisher_amax(model, histograms, fitting, config)
@@ -119,24 +103,14 @@ def choose_calibration(
 
     The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
     with corrected biases too. Without a known head (see head_outputs.py) nothing can be compared: then 'auto' is the
-    first of CANDIDATES, and config.bias_correction alone decides about the biases. Every process of a torchrun calls
-    this function with the same images.
+    first of CANDIDATES, and config.bias_correction alone decides about the biases.
 
-    Args:
-        model: quantized.
-        reference: the float model that `model` was made from.
-        histograms: see calibrate.collect_histograms.
-        images: batches of one shape, FP32 [B, 3, H, W] in 0..1. `fisher` and the corrections are fitted to every third
-            image, and the others compare.
-        config: calib_method, percentile, weight_calib, bias_correction and seed are read.
-        progress: wraps an iterable, with a text and the name of its items, see log.bar.
+    `images` are batches of one shape, FP32 [B, 3, H, W] in 0..1, the same in every process of a torchrun. 'fisher' and
+    the corrections are fitted to every third image, and the others compare. `progress` is called as log.bar is.
 
-    Returns:
-        The divergences that were compared (method, or method + CORRECTED → divergence), the method that is kept,
-        whether its biases are corrected, and `raised_ranges`.
-
-    Raises:
-        QatError: a histogram gives no amax (see `require_values`), or 'fisher' meets an unknown head.
+    Returns the divergences that were compared (method, or method + CORRECTED → divergence), the method that is kept,
+    whether its biases are corrected, and `raised_ranges`. Raises QatError if a histogram gives no amax (see
+    `require_values`), or if 'fisher' meets an unknown head.
     """
     require_values(histograms)
     known, auto = has_known_head(model), config.calib_method == 'auto'
@@ -145,7 +119,7 @@ def choose_calibration(
     fitting, others = every_third(images)
     with torch.no_grad():
         parts = [(part, [Raw.of(reference.eval()(x)) for x in part]) for part in every_third(others)] if known else []
-    calibrate_weights(model, config.weight_calib)
+    calibrate_weights(model)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
     biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}

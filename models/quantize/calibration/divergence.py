@@ -29,12 +29,7 @@ OBJECTS = 100  # places per image whose masks count: the places with the highest
 def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Split the raw map of a level into the logits of its sides and of its classes.
 
-    Args:
-        raw: [B, 4 bins + classes, H, W].
-        bins: of the head, reg_max.
-
-    Returns:
-        Sides [B, 4, bins, H, W] and classes [B, classes, H, W].
+    [B, 4 bins + classes, H, W] → [B, 4, bins, H, W] and [B, classes, H, W].
     """
     sides, scores = raw.split((4 * bins, raw.shape[1] - 4 * bins), 1)
     return sides.unflatten(1, (4, bins)), scores
@@ -43,13 +38,8 @@ def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]
 def strongest_places(raw: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the places with the highest scores, where masks count, and the weights of the points of these masks.
 
-    Args:
-        raw: outputs of a segmentation head.
-        bins: of the head, reg_max.
-
-    Returns:
-        Places, INT64 [B, K], and weights [B, K, H / 4, W / 4]: inside the box the score divided by the number of points
-        in the box, outside 0.
+    Places are INT64 [B, K], and weights [B, K, H / 4, W / 4]: inside the box the score divided by the number of points
+    in the box, outside 0.
     """
     scores, places = (
         torch.cat([split_map(m, bins)[1].flatten(2) for m in raw.maps], 2)
@@ -74,15 +64,10 @@ def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tens
 
 
 def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the divergence, and its weights, over the places of each image.
+    """Sum the divergence, and its weights, over the places of each image: FP64 [B] both.
 
-    Args:
-        mine: outputs of the model, Raw or ClassScores.
-        wanted: outputs of the float model on the same images.
-        bins: of the head, reg_max.
-
-    Returns:
-        The sum of the divergences and the sum of the weights (about the number of places with an object), FP64 [B].
+    `mine` and `wanted` (of the float model) are Raw or ClassScores. The weights are about the number of places with an
+    object.
     """
     if isinstance(mine, ClassScores):
         return mine.divergence_sums(wanted)
@@ -106,15 +91,9 @@ def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, to
 def log_divergences(
     model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Measure the divergence of each image.
+    """Compute the logarithm of the divergence of each image, and its weight, see `divergence_sums`: FP64 [images] both.
 
-    Args:
-        model: with a known head (see head_outputs.py).
-        batches: images, FP32 [B, 3, H, W] in 0..1.
-        references: outputs of the float model, one per batch.
-
-    Returns:
-        The logarithms of the sums of the images, and their weights, see `divergence_sums`; FP64 [images].
+    `batches` are images, FP32 [B, 3, H, W] in 0..1; `references` are outputs of the float model, one per batch.
     """
     bins = bins_of(model.eval())
     with RoundedOnce(model):
@@ -124,10 +103,10 @@ def log_divergences(
 
 
 def typical(logs: torch.Tensor, weights: torch.Tensor) -> float:
-    """Compute the divergence on a typical image: the geometric mean of the sums, divided by the mean of the weights; 0 or more."""
+    """Compute the divergence on a typical image: the geometric mean of the sums, divided by the mean of the weights."""
     return float(logs.mean().exp() / weights.mean())
 
 
 def typical_divergence(model: nn.Module, batches: Sequence[torch.Tensor], references: Sequence[Any]) -> float:
-    """Measure how far the detections of `model` are from the float model's on a typical image. Arguments: see `log_divergences`."""
+    """Measure the divergence of `model` on a typical image; the arguments are as in `log_divergences`."""
     return typical(*log_divergences(model, batches, references))

@@ -35,15 +35,8 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
     """Draw a random v for each raw map of a head; its covariance is the Fisher information of the map.
 
     The variables have the weights of divergence.py: a class is a Bernoulli variable, and the distance to a side is a
-    categorical variable with a weight.
-
-    Args:
-        maps: FP32 [B, 4 bins + classes, H, W] per level.
-        bins: of the head, reg_max.
-        draw: source of randomness.
-
-    Returns:
-        The vectors, each with the shape of its map, and the weight, FP32 []: the divergence is relative to it.
+    categorical variable with a weight. Maps are FP32 [B, 4 bins + classes, H, W] per level. Returns the vectors, of
+    their shapes, and the weight, FP32 []: the divergence is relative to it.
     """
     vectors, weights = [], 0.0
     for raw in maps:
@@ -60,17 +53,9 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
 
 
 def probe_masks(raw: Raw, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a random v for the masks that count, as `probe` does for the maps.
+    """Draw a random v for the masks that count: a point of a mask is a Bernoulli variable with a weight.
 
-    A point of a mask is a Bernoulli variable with a weight.
-
-    Args:
-        raw: outputs of a segmentation head.
-        bins: of the head, reg_max.
-        draw: source of randomness.
-
-    Returns:
-        The logits of the masks, FP32 [B, K, H / 4, W / 4], and v, the same shape.
+    Returns the logits of the masks, FP32 [B, K, H / 4, W / 4], and v, the same shape.
     """
     with torch.no_grad():
         places, weights = strongest_places(raw, bins)
@@ -81,13 +66,8 @@ def probe_masks(raw: Raw, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Te
 def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
-    Args:
-        model: in eval mode, with a known head (see head_outputs.py).
-        images: FP32 [B, 3, H, W] in 0..1.
-        generator: of the CPU; the probe follows from it.
-
-    Returns:
-        The weight, see `probe`.
+    The model is in eval mode, with a known head (see head_outputs.py); the images are FP32 [B, 3, H, W] in 0..1; the
+    generator, from which the probe follows, is of the CPU. Returns the weight, see `probe`.
     """
 
     def draw(shape: Sequence[int]) -> torch.Tensor:
@@ -119,16 +99,9 @@ def fisher_amax(
     """Find the amax of each activation quantizer with the least sum of (gradient · error)²: detections change least.
 
     The sum treats each rounding error as if it were alone. The candidates lie between 0.8 times the smaller amax of
-    'mse' and 'l3' and the largest value.
-
-    Args:
-        model: quantized; its biases are still the biases of the float model.
-        histograms: see calibrate.collect_histograms.
-        images: batches, FP32 [B, 3, H, W] in 0..1.
-        config: seed and percentile are read.
-
-    Returns:
-        Path of a quantizer → amax, FP32 [].
+    'mse' and 'l3' and the largest value. The biases of `model` are still those of the float model; `images` are
+    batches, FP32 [B, 3, H, W] in 0..1; of `config` seed and percentile are read. Returns path of a quantizer → amax,
+    FP32 [].
     """
     least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
     ratio = histogram_amax(histograms, 'max', config) / least

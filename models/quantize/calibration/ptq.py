@@ -14,9 +14,9 @@ from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import LOGGER
-from utils.qat.data.loaders import Images, few
-from utils.qat.prediction.pytorch import classifies
+from utils.qat.core.log import LOGGER, unshown
+from utils.qat.data.loaders import Images, spread_images
+from utils.qat.prediction.pytorch import task_of
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
@@ -28,20 +28,12 @@ T = TypeVar('T')
 def prepare(
     model: nn.Module, config: CalibrationConfig, keep_float: Sequence[str] = ()
 ) -> tuple[Conversion, list[list[str]]]:
-    """Quantize `model` in place, without a calibration.
+    """Quantize a fused float model in place, without a calibration; `keep_float` has paths, see convert.find_twins.
 
-    Args:
-        model: float, fused.
-        config: target, add_policy and scale_policy are read.
-        keep_float: paths of blocks that stay in float, see convert.find_twins.
-
-    Returns:
-        The conversion, and the groups of activation quantizers that share a scale, see scales.shared_scales.
-
-    Raises:
-        QatError: no block is left to quantize.
+    Returns the conversion, and the groups of quantizers that share a scale, see scales.shared_scales. Raises QatError
+    if no block is left to quantize.
     """
-    conversion = quantize_model(model, config.add_policy, keep_float, load_target(config.target))
+    conversion = quantize_model(model, keep_float, load_target(config.target))
     if not conversion.swapped:
         raise QatError('--exclude, --only, --keep-float: nothing is left to quantize; leave less in float')
     if conversion.unknown:
@@ -63,24 +55,14 @@ def calibrated(
     reference: nn.Module,
     images: Images,
     config: CalibrationConfig,
-    progress: Callable[..., Iterable],
+    progress: Callable[..., Iterable] = unshown,
     keep_float: Sequence[str] = (),
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Make a calibrated quantized copy of a float model.
+    """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
 
-    Args:
-        reference: the float model, fused.
-        images: see loaders.calibration_images.
-        config: how to quantize and calibrate.
-        progress: wraps an iterable, with a text and the name of its items, see log.bar.
-        keep_float: paths of blocks that stay in float, see convert.find_twins.
-
-    Returns:
-        The quantized model, and plain values for the report: 'method', 'biases' ('all' or 'none' were corrected), and
-        'divergence', the divergences that were compared.
-
-    Raises:
-        QatError: see `prepare` and `choose_calibration`.
+    Returns plain values for the report too: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
+    divergences that were compared. `progress` is called as log.bar is. Raises QatError, see `prepare` and
+    `choose_calibration`.
     """
     model = deepcopy(reference)
     prepare(model, config, keep_float)
@@ -89,18 +71,18 @@ def calibrated(
         model,
         reference,
         histograms,
-        list(few(images, COMPARED, config)),
+        list(spread_images(images, COMPARED, config)),
         config,
         progress,
     )
     for layer, channels in raised.items():
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
-    outputs = 'scores' if classifies(model) else 'detections'
+    outputs = task_of(model).found
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
     biases = 'biases corrected' if corrected else 'no bias corrected'
     LOGGER.info(
         f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}'
-        f'{f" (divergence of the {outputs}: {compared})" if found else ""}, weights {config.weight_calib}, {biases}'
+        f'{f" (divergence of the {outputs}: {compared})" if found else ""}, {biases}'
     )
     divergence = found.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
@@ -112,24 +94,18 @@ def calibrated(
 
 
 @dataclass
-class Choice:
+class FloatBlocks:
     """The blocks that stay in float: named by path, by a number of units, or as many as a budget needs."""
 
     paths: list[str]  # of blocks, see convert.find_twins
     summary: Any = None  # content of the file of --sensitive, see sensitivity_summary.read_summary; None without it
 
     @classmethod
-    def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'Choice':
-        """Choose the blocks of `reference` by --exclude, --only and --keep-float.
+    def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'FloatBlocks':
+        """Choose the blocks of the fused float model `reference` by --exclude, --only and --keep-float.
 
-        Args:
-            reference: the float model, fused.
-            config: target, exclude, only, sensitive and keep_float are read.
-            source: SHA-256 of the file of `reference`, hex digits.
-
-        Raises:
-            QatError: a setting names blocks or units that the model or the summary does not have, or nothing is left to
-                quantize.
+        `source` is the SHA-256 of its file, in hex digits. Raises QatError if a setting names blocks or units that the
+        model or the summary does not have, or nothing is left to quantize.
         """
         target = load_target(config.target)
         twins = list(find_twins(reference, target))
@@ -139,42 +115,35 @@ class Choice:
                 f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '
                 'must be quantized'
             )
-        choice = cls(left_out(twins, config.exclude, config.only), summary)
-        return choice.adding(worst(summary)[: config.keep_float]) if summary and config.keep_float else choice
+        blocks = cls(left_out(twins, config.exclude, config.only), summary)
+        return blocks.adding(worst(summary)[: config.keep_float]) if summary and config.keep_float else blocks
 
-    def adding(self, units: Sequence[dict[str, Any]]) -> 'Choice':
-        """Make a choice that has `units` of the summary too, and log it."""
+    def adding(self, units: Sequence[dict[str, Any]]) -> 'FloatBlocks':
+        """Add `units` of the summary, and log them."""
         paths = {*self.paths, *(path for unit in units for path in unit['twins'])}
         LOGGER.info(
             f'kept in float: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 '
             f'(all: {share_int8(self.summary, []):.1%})'
         )
-        return Choice(sorted(paths), self.summary)
+        return FloatBlocks(sorted(paths), self.summary)
 
 
-def within_budget(choice: Choice, budget: float, attempt: Callable[[Choice], tuple[float, T]]) -> tuple[Choice, T]:
-    """Find the smallest choice that keeps a budget of lost AP.
+def within_budget(
+    blocks: FloatBlocks, budget: float, attempt: Callable[[FloatBlocks], tuple[float, T]]
+) -> tuple[FloatBlocks, T]:
+    """Find the fewest float blocks that keep a budget of lost AP, in points (0.01).
 
-    Units of choice.summary are added in the order of their cost per FLOP. Their number doubles until the budget is
-    kept; then the search goes on between the last two numbers.
-
-    Args:
-        choice: the blocks that stay in float in any case, with a summary.
-        budget: points (0.01) of AP.
-        attempt: quantizes by a choice and returns the points lost (0 for a loss within chance) and any result.
-
-    Returns:
-        The choice, and the result of `attempt` for it.
-
-    Raises:
-        QatError: no number of units keeps the budget.
+    Units of blocks.summary are added to `blocks` in the order of their cost per FLOP. Their number doubles until the
+    budget is kept; then the search goes on between the last two numbers. `attempt` quantizes all but these blocks, and
+    returns the points lost (0 for a loss within chance) and any result, which is returned with the blocks. Raises
+    QatError if no number of units keeps the budget.
     """
-    order = dearest(choice.summary)
+    order = dearest(blocks.summary)
     lost: dict[int, float] = {}  # number of units → points lost
-    kept: dict[int, tuple[Choice, T]] = {}  # the smallest number that keeps the budget → (choice, result)
+    kept: dict[int, tuple[FloatBlocks, T]] = {}  # the smallest number that keeps the budget → (blocks, result)
 
     def keeps(n: int) -> bool:
-        of_n = choice.adding(order[:n]) if n else choice
+        of_n = blocks.adding(order[:n]) if n else blocks
         lost[n], result = attempt(of_n)
         if lost[n] <= budget:
             kept.clear()  # the results with more units

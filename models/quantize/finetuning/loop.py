@@ -2,7 +2,7 @@
 
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
 layer. So labels are needed only for --task-loss. Inside their range the fake-quantizers pass gradients straight
-through. Scales stay as calibrated; with --learn-scales the scales of activations learn too.
+through. Scales stay as calibrated.
 """
 
 import math
@@ -15,15 +15,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.finetuning.losses import label_loss, relative_error
+from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import layers as layers_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
-from utils.qat.run.resume import unfit_state
+from utils.qat.prediction.pytorch import task_of
 
 LOOK_EVERY = 50  # steps between two checks of the device; a check waits for it
+
+
+class UnfitState(QatError):
+    """The state to continue from does not fit the student; the message names the place in it."""
 
 
 @dataclass
@@ -46,14 +50,9 @@ def supervised_layers(model: nn.Module, stride: int) -> list[int]:
 
 
 def learning_rate_share(step: int, total: int) -> float:
-    """Compute the share of the highest learning rate at a step: it rises over the first 5 % and falls along a cosine.
+    """Compute the share, 0..1, of the highest learning rate at a step from 0.
 
-    Args:
-        step: from 0.
-        total: number of steps.
-
-    Returns:
-        0..1.
+    It rises over the first 5 % and falls along a cosine.
     """
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
@@ -69,30 +68,23 @@ def finetune(
     """Fine-tune `student` in place, and yield each epoch when it ends: the caller can score and save the student.
 
     Under torchrun each process has its own loader. All loaders have the same length, and a step follows the mean of the
-    gradients of all processes.
+    gradients of all processes. Raises UnfitState if `after` does not fit, and QatError if the loss or a gradient is not finite:
+    that step is not taken, and the message names the first layer or parameter.
 
     Args:
         student: calibrated, fused.
         teacher: the float model.
         loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
-            config.task_loss it gives (images, labels) or (images, labels, masks); see losses.py.
-        config: epochs, iters, lr, supervision_stride, amp, compile, task_loss and learn_scales are read; resume is
-            named in an error.
-        progress: takes the iterator of batches, the number of the epoch and the number of batches, and wraps the
-            iterator, such as tqdm.
+            config.task_loss it gives (images, labels) or (images, labels, masks).
+        config: how to learn.
+        progress: wraps the iterator of batches, such as tqdm; it also takes the number of the epoch and the number of
+            batches.
         after: the last epoch of an interrupted fine-tuning. It is yielded again, with its weights in `student`, and the
             next epochs follow. A loader that counts epochs must be set to it.
-
-    Yields:
-        The result of each epoch.
-
-    Raises:
-        QatError: the loss or a gradient is not finite (the message names the first layer or parameter, and the step is
-            not taken), or `after` does not fit the student.
     """
     take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
     layers = supervised_layers(student, config.supervision_stride)
-    on_labels = label_loss(student, config.task_loss) if config.task_loss else None
+    on_labels = task_of(student).label_loss(student, config.task_loss) if config.task_loss else None
     ungraphed = TrainingStep(
         student,
         teacher,
@@ -102,7 +94,6 @@ def finetune(
         config.precision(next(student.parameters()).device.type),
         capturable=bool(config.compile),
         label_loss=on_labels,
-        learn_scales=config.learn_scales,
     )
     step: TrainingStep | GraphedStep = GraphedStep(ungraphed) if config.compile else ungraphed
     per_epoch = min(config.iters, len(loader))
@@ -112,7 +103,7 @@ def finetune(
         try:
             step.load_state_dict(after.state)
         except ValueError as e:
-            raise unfit_state(config.resume, str(e)) from e
+            raise UnfitState(str(e)) from e
         yield after
     for number in range(after.number + 1 if after else 1, config.epochs + 1):
         start = time.perf_counter()

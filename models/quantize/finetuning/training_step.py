@@ -15,19 +15,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.finetuning.learned_scales import LearnedScales
-from models.quantize.head_outputs import output_parts
+from models.quantize.head_outputs import head_of, output_parts
 from models.quantize.network import layers as layers_of
 from models.quantize.quantizers import QMIN, FixedScales
 from utils.qat.core.distributed import all_reduce, world_size
-from utils.qat.prediction.pytorch import classifies
 
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
-LABELS, LOG2 = 'labels', 'log2 of the scales'  # a term of the loss and a parameter without a layer
-SCALES_LR = 1e-3  # highest learning rate of log2 of a scale
+LABELS = 'labels'  # a term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded: in them libraries choose kernels and allocate memory
 
@@ -73,11 +70,10 @@ def _watched(
 def head_emits_raw_maps(model: nn.Module) -> None:
     """Set all layers to eval mode and the head to training mode: it returns raw outputs, without the decoding of boxes.
 
-    The batch norms are fused away, so the training mode changes nothing else. A classifier returns raw scores anyway.
+    Batch norms are fused away, so the training mode changes nothing else. A classifier returns raw scores anyway.
     """
     model.eval()
-    if not classifies(model):
-        model.model[-1].training = True
+    head_of(model).training = True  # a classifier's last layer does not ask
 
 
 class Adam(torch.optim.Adam):
@@ -102,15 +98,12 @@ class TrainingStep:
         student: calibrated; all its weights will learn.
         teacher: the float model.
         layers: indices of the top-level layers that are compared.
-        loss: of one layer, such as losses.relative_error. A layer whose outputs have several parts has the mean over
-            its parts, and the step has the mean over the layers.
+        loss: of one layer, such as losses.relative_error; its parts have equal weights, and so have the layers.
         lr: highest learning rate of the weights, see `set_rate`.
         amp: a key of DTYPES. With 'bf16' or 'fp16' the student runs under autocast, beside a copy of the teacher in
             that precision. Weights, scales, loss and update stay FP32.
         capturable: for a CUDA graph; the learning rate is then on the device.
-        label_loss: takes the outputs of the student's head, the labels and the masks, such as losses.LabelLoss; its
-            scalar is added to the loss. Not in a CUDA graph.
-        learn_scales: the scales of activations learn too.
+        label_loss: see Task.label_loss; it is added to the loss. Not in a CUDA graph.
     """
 
     def __init__(
@@ -123,7 +116,6 @@ class TrainingStep:
         amp: str = 'off',
         capturable: bool = False,
         label_loss: Callable[..., torch.Tensor] | None = None,
-        learn_scales: bool = False,
     ) -> None:
         for p in student.parameters():
             p.requires_grad_(p.is_floating_point())
@@ -140,16 +132,12 @@ class TrainingStep:
             if self.cuda:
                 self.teacher.to(memory_format=self.format)
                 student.to(memory_format=self.format)
-        self.scales: Any = (LearnedScales if learn_scales else FixedScales)(student, share=self.amp)
+        self.scales = FixedScales(student, share=self.amp)
         self.parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
-        groups = [{'params': list(self.parameters.values()), 'highest': lr}]
-        if isinstance(self.scales, LearnedScales):
-            self.parameters[LOG2] = self.scales.log2
-            groups.append({'params': [self.scales.log2], 'highest': SCALES_LR})
-        for group in groups:
-            group['lr'] = torch.tensor(group['highest'], device=self.device) if capturable else group['highest']
+        self.highest = lr
+        rate = torch.tensor(lr, device=self.device) if capturable else lr
         options = {'fused': True, 'capturable': capturable} if self.cuda else {}
-        self.optimizer = Adam(groups, **options)
+        self.optimizer = Adam(self.parameters.values(), lr=rate, **options)
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
         self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
@@ -158,27 +146,24 @@ class TrainingStep:
         self.seen: Any = None
 
     def set_rate(self, share: float) -> None:
-        """Set the learning rates of the next steps to this share of the highest, 0..1."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group['lr'], torch.Tensor):
-                group['lr'].fill_(group['highest'] * share)
-            else:
-                group['lr'] = group['highest'] * share
+        """Set the learning rate of the next steps to this share of the highest, 0..1."""
+        [group] = self.optimizer.param_groups
+        if isinstance(group['lr'], torch.Tensor):
+            group['lr'].fill_(self.highest * share)
+        else:
+            group['lr'] = self.highest * share
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Collect the tensors that later steps depend on, without copies and without the optimizer's tensors."""
         tensors = {f'student.{name}': tensor for name, tensor in self.student.state_dict().items()}
-        if LOG2 in self.parameters:
-            tensors[LOG2] = self.scales.log2
         if self.loss_scale is not None:
             tensors.update(loss_scale=self.loss_scale, good_steps=self.good_steps)
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the state that later steps depend on to the CPU. The learning rate is not in it: the caller sets it.
+        """Copy the state that later steps depend on to the CPU, without the learning rate, which the caller sets.
 
-        Returns:
-            'tensors': name → tensor; 'optimizer': number of a parameter → Adam's state of it, by the names MOMENTS.
+        'tensors' has name → tensor; 'optimizer' has number of a parameter → Adam's state of it, by the names MOMENTS.
         """
         state = self.optimizer.state_dict()['state']
         return {'tensors': _copies(self._tensors()), 'optimizer': {i: _copies(moments) for i, moments in state.items()}}
@@ -187,8 +172,7 @@ class TrainingStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the `state_dict` of another TrainingStep, whose student has the same layers and quantizers.
 
-        Raises:
-            ValueError: the state does not fit; nothing is changed.
+        Raises ValueError, and changes nothing, if the state does not fit.
         """
         if wrong := self._unlike(state):
             raise ValueError(wrong)
@@ -256,17 +240,9 @@ class TrainingStep:
         return terms
 
     def __call__(self, images: torch.Tensor, *labels: Any) -> torch.Tensor:
-        """Take one step.
+        """Take one step on images, FP32 [B, 3, H, W] in 0..1; `labels` are further arguments of `label_loss`.
 
-        Args:
-            images: FP32 [B, 3, H, W] in 0..1.
-            *labels: further arguments of `label_loss`: the labels, and masks for a segmentation model.
-
-        Returns:
-            The loss, FP32 [] on the device, without gradient.
-
-        Raises:
-            NotFinite: see `check`; on a CPU only.
+        Returns the loss, FP32 [] on the device, without gradient. Raises NotFinite on a CPU only, see `check`.
         """
         terms = self._compare(images.contiguous(memory_format=self.format), *labels)
         loss = sum(terms[layer] for layer in self.layers) / len(self.layers)
@@ -281,16 +257,14 @@ class TrainingStep:
         else:  # a CPU: to wait costs nothing, and its Adam cannot skip a step
             self.check()
         self.optimizer.step()
-        if LOG2 in self.parameters:
-            self.scales.write()
         return loss
 
     @torch.no_grad()
     def _average(self, loss: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Average gradients (in place), loss and terms (returned) over the processes of a torchrun.
 
-        One exchange carries all of them, so every process judges and learns the same. A value that is not finite on any
-        process makes the mean not finite.
+        One exchange carries all of them, so every process judges and learns the same: a value that is not finite on one
+        makes the mean not finite.
         """
         if world_size() == 1:
             return loss, terms
@@ -324,11 +298,7 @@ class TrainingStep:
         return self.at_fault | bad_gradient
 
     def check(self) -> None:
-        """Wait for the device and look for values that were not finite.
-
-        Raises:
-            NotFinite: the loss or a gradient of a step was not finite; the message names the first layer or parameter.
-        """
+        """Wait for the device; raise NotFinite, which names the first layer or parameter, if a value was not finite."""
         if not self.at_fault.item():
             return
         finite, names = self.seen.isfinite().tolist(), [*layers_of(self.student)]
@@ -345,13 +315,10 @@ class TrainingStep:
 
 
 class GraphedStep:
-    """A TrainingStep that is recorded as one CUDA graph and replayed: one launch instead of thousands.
+    """A TrainingStep, on a GPU and capturable, that is recorded as one CUDA graph and replayed.
 
-    The recording follows WARM_UP steps, which are steps of the training too. A batch whose shape is not the shape of
-    the first batch, such as the last batch of an epoch, is computed without the graph.
-
-    Args:
-        step: made with capturable=True, on a GPU.
+    It is one launch instead of thousands. The recording follows WARM_UP steps, which are steps of the training too. A
+    batch whose shape is not the first one's, such as the last of an epoch, is computed without the graph.
     """
 
     def __init__(self, step: TrainingStep) -> None:

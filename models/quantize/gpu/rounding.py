@@ -1,8 +1,8 @@
 """Fake quantization on a GPU by Triton kernels, which move fewer bytes than PyTorch's operator.
 
-PyTorch's operator keeps one byte per value for the backward pass, whether the value was inside the range. Here it is one
-bit. Behind SiLU nothing is kept at all: autograd has the input of SiLU anyway, and the backward pass computes the SiLU
-and the range again from it, in the same kernel that computes the gradient of SiLU. The outputs are equal to PyTorch's.
+PyTorch's operator keeps one byte per value for the backward pass, whether the value was inside the range. Here it is
+one bit. Behind SiLU nothing is kept: autograd has the input of SiLU anyway, and the backward pass computes the SiLU and
+the range again from it, in the kernel of the gradient of SiLU. The outputs are equal to PyTorch's.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,14 +21,14 @@ Rows = tuple[int, int, tuple[int, ...]]  # see `_rows`
 
 @triton.jit
 def _steps(values, inverse):
-    """Round values / scale half to even. What is outside of ±600 stays outside of INT8 with any zero point, and NaN becomes -600."""
+    """Round values / scale half to even, cut to ±600: outside of INT8 with any zero point. NaN becomes -600."""
     shift = 12582912.0  # 1.5 * 2^23: FP32 numbers of this size are integers
     return (tl.minimum(tl.maximum(values * inverse, -600.0), 600.0) + shift) - shift
 
 
 @triton.jit
 def _indices(number, columns, step, BLOCK: tl.constexpr):
-    """Index the values of a program: the bytes of their mask, the values, their places in rows `step` apart, and which exist."""
+    """Index the values of a program: bytes of their mask, values, places in rows `step` apart, and which exist."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     first = byte * 8
     eight = tl.arange(0, 8)[None, :]
@@ -72,9 +72,8 @@ def _silu_kernel(x, gradient, result, number, inverse, low, high, BLOCK: tl.cons
 def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
     """See a tensor as rows of dense values, in the order of the memory.
 
-    Returns:
-        Values in a row, distance of two rows, and the strides of a dense tensor with the same order; None if the tensor is no
-        such rows, or its rows are no whole bytes of a mask.
+    Returns values in a row, distance of two rows, and the strides of a dense tensor with the same order; None if the
+    tensor is no such rows, or its rows are no whole bytes of a mask.
     """
     order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: strides[d])
     columns, rows, step, dense = 1, 1, 0, [1] * len(shape)
@@ -165,15 +164,10 @@ class _RoundedSiLU(torch.autograd.Function):
 
 
 def rounded(x: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor | None:
-    """Quantize and dequantize `x` to INT8 as torch.fake_quantize_per_tensor_affine does.
+    """Quantize and dequantize FP32, FP16 or BF16 on a GPU to INT8, as torch.fake_quantize_per_tensor_affine does.
 
-    Args:
-        x: FP32, FP16 or BF16 on a GPU, any shape.
-        scale: an FP32 number.
-        zero_point: -128..127.
-
-    Returns:
-        The result in the precision of `x`, dense; None if the kernels do not read a tensor that lies in memory as `x` does.
+    `scale` is an FP32 number. The result is dense, in the precision of `x`; None if the kernels do not read a tensor
+    that lies in memory as `x` does.
     """
     rows = _rows(x.shape, x.stride())
     if not rows:

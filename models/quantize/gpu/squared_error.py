@@ -1,7 +1,7 @@
 """The squared error of a layer on a GPU by Triton kernels: both sums in one pass over the outputs.
 
-PyTorch's operators would write both outputs as FP32, their difference and its square, each of several times the size of
-the layer. Here the outputs are read once, and only the difference is written, which the backward pass needs.
+PyTorch's operators would write both outputs as FP32, their difference and its square. Here the outputs are read once,
+and only the difference is written, which the backward pass needs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -67,14 +67,10 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor | None:
-    """Sum (student - teacher)² and teacher² of each image.
+    """Sum (student - teacher)² and teacher² of each image: FP32, FP16 or BF16 [B, ...] on a GPU → FP32 [B, 2].
 
-    Args:
-        student: FP32, FP16 or BF16 on a GPU, [B, ...].
-        teacher: the same shape; it gets no gradient.
-
-    Returns:
-        FP32 [B, 2]; the second column has no gradient. None if the kernels do not read tensors that lie in memory as these do.
+    Only the first column has a gradient, to the student. None if the kernels do not read tensors that lie in memory as
+    these do.
     """
     if student.stride() != teacher.stride() or not _dense(student):
         return None

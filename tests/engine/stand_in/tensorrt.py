@@ -20,7 +20,6 @@ TYPES = {1: 'FLOAT', 6: 'INT32', 7: 'INT64', 10: 'HALF'}  # of ONNX
 
 
 def note(line):
-    """Append a line to the record."""
     if 'STAND_IN_RECORD' in os.environ:
         with open(os.environ['STAND_IN_RECORD'], 'a') as file:
             file.write(f'{line}\n')

@@ -13,17 +13,11 @@ POINTS = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': '
 def baseline_of(
     result: dict[str, Any], results: Sequence[dict[str, Any]], wanted: str | None = None
 ) -> dict[str, Any] | None:
-    """Find the baseline of a result: a result at the same batch and image size.
+    """Find the baseline of a plain Result: another at the same batch and image size.
 
-    Args:
-        result: a plain Result.
-        results: plain Results, with the baseline among them.
-        wanted: value of --baseline. None = the same file in FP32 (or FP16, BF16), else the float file, in the same backend. A
-            file: in the same backend, or where it ran in one only, in that. A backend: the same file in FP32 there, else the
-            float file.
-
-    Returns:
-        A plain Result; None where there is none, or where several would do.
+    `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file, in the same
+    backend. A file: in the same backend, or where it ran in one only, in that. A backend: the same file in FP32 there,
+    else the float file. None where there is none, or where several would do.
     """
     there = [r for r in results if (r['batch'], r['imgsz']) == (result['batch'], result['imgsz'])]
     if wanted is None or wanted in BACKENDS:
@@ -70,12 +64,7 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -> list[dict[str, Any]]:
-    """Return plain Results with 'against': `change` to the baseline; None for a result without one.
-
-    Args:
-        results: plain Results.
-        wanted: value of --baseline.
-    """
+    """Return plain Results with 'against': `change` to the baseline, see `baseline_of`; None without one."""
     found = []
     for result in results:
         baseline = baseline_of(result, results, wanted)

@@ -1,13 +1,17 @@
 """A measurement to make."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.qat.benchmark.model_files import Network
+import torch
+
+from utils.qat.benchmark.model_files import Inputs, Network
 from utils.qat.config.backends import BACKENDS
 from utils.qat.config.settings import Sides
-from utils.qat.prediction.session import Inputs
+
+# A function that loads a checkpoint: the model, and whether it is quantized
+Load = Callable[[Path, torch.device], tuple[torch.nn.Module, bool]]
 
 
 def pixels(imgsz: Sequence[int] | None) -> str:

@@ -10,34 +10,26 @@ from pathlib import Path
 
 import torch
 
-from utils.qat.benchmark.case import Case
+from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.engine_cache import engine_for
-from utils.qat.benchmark.model_files import Network, fixed_batch, shapes_of
+from utils.qat.benchmark.measured_backends import measured_by
+from utils.qat.benchmark.model_files import Inputs, Network, fixed_batch, shapes_of
 from utils.qat.benchmark.timing import Result, measure
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.backends import BACKENDS, ENGINES
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.registry import session_of
-from utils.qat.prediction.session import Inputs, Load
+from utils.qat.prediction.session import require_named
 
 
 def cases_of(
     networks: Sequence[Network], config: BenchmarkConfig, device: torch.device
 ) -> tuple[list[Case], list[str]]:
-    """List the cases of a sweep.
-
-    Args:
-        networks: the files, see model_files.networks_of.
-        config: gives backend, precision, batch and imgsz.
-        device: where they run.
-
-    Returns:
-        The cases, and the reasons why others are left out.
+    """List the cases of a sweep as `config` says, and the reasons why others are left out.
 
     Raises:
-        QatError: no case is left.
+        QatError: no case is left, or a file is native code whose backend was not named.
     """
     cases: list[Case] = []
     absent: dict[str, bool] = {}  # dicts keep the order, and a reason once
@@ -49,12 +41,14 @@ def cases_of(
             if network.backend
             else [name for name, line in BACKENDS.items() if suffix in line.measures]
         )
+        if not config.backend:
+            require_named(network.file, able[0])
         for backend in config.backend or able:
             if backend not in able:
                 refused[
                     f'{network.file}: {BACKENDS[backend].title} does not run {suffix}; here it is {" or ".join(BACKENDS[b].title for b in able)}'
                 ] = True
-            elif why := session_of(backend).missing(backend, device) or _without_checkpoint(network, backend):
+            elif why := measured_by(backend).missing(backend, device) or _without_checkpoint(network, backend):
                 (refused if config.backend else absent)[why] = True
             else:
                 cases += _cases(network, backend, config, device, refused)
@@ -67,7 +61,7 @@ def _cases(
     network: Network, backend: str, config: BenchmarkConfig, device: torch.device, refused: dict[str, bool]
 ) -> Iterator[Case]:
     """Yield the cases of one file and backend; add the reasons why others are left out to `refused`."""
-    possible = session_of(backend).precisions(network, device)
+    possible = measured_by(backend).precisions(network, device)
     asked = config.precision or possible
     if impossible := [p for p in asked if p not in possible]:
         refused[f'--precision {",".join(impossible)}: {_not_possible(network, backend, impossible, device)}'] = True
@@ -82,13 +76,7 @@ def _cases(
 
 
 def inputs_of(network: Network, backend: str, batch: int, imgsz: Sides | None) -> Inputs:
-    """Return the inputs of a case; a checkpoint takes any batch.
-
-    Args:
-        network: the file.
-        backend: a key of BACKENDS.
-        batch: images per query.
-        imgsz: height and width in pixels; None = those of the file.
+    """Return the inputs of a case; a checkpoint takes any batch. imgsz: None = height and width of the file.
 
     Raises:
         QatError: the file does not take such inputs.
@@ -117,7 +105,7 @@ def _not_possible(network: Network, backend: str, impossible: Sequence[str], dev
     if network.precision == 'int8':
         return f'{network.file} is INT8; give the float model for {", ".join(p.upper() for p in impossible)}'
     if backend == 'openvino':
-        return f'this CPU has no instructions for it; what it has: {", ".join(session_of(backend).precisions(network, device))}'
+        return f'this CPU has no instructions for it; what it has: {", ".join(measured_by(backend).precisions(network, device))}'
     if 'bf16' in impossible:
         return 'BF16 is measured in OpenVINO only; leave it out, or give --backend openvino'
     if backend == 'pytorch':
@@ -127,12 +115,6 @@ def _not_possible(network: Network, backend: str, impossible: Sequence[str], dev
 
 def file_of(case: Case, config: BenchmarkConfig, device: torch.device, say: Callable[[str], object]) -> Path:
     """Return the file that runs: the case's own, or an engine of it, which is built unless it is there.
-
-    Args:
-        case: the case.
-        config: has the settings of a build.
-        device: where it runs.
-        say: takes a line about a build.
 
     Raises:
         QatError: the engine cannot be built.
@@ -152,41 +134,33 @@ def run_case(
 ) -> Result:
     """Measure a case from nothing: load it, measure it, and give back what it had on the device.
 
-    Args:
-        case: the case.
-        config: gives warmup and duration, and the settings of a build.
-        device: where it runs.
-        load: loads a checkpoint, for PyTorch.
-        usage: takes samples meanwhile.
-        say: takes a line about a build.
-
     Raises:
         QatError: the file does not run so.
     """
     network, file = case.network, file_of(case, config, device, say)
     begun = usage.begin()
     try:
-        with session_of(case.backend).to_measure(case, file, device, config, load) as session:
-            inputs = shapes_of(session.accepts, case.batch, case.imgsz, file) if session.accepts else case.inputs
-            session.prepare(inputs)
+        with measured_by(case.backend).of_case(case, file, device, config, load) as measured:
+            inputs = shapes_of(measured.accepts, case.batch, case.imgsz, file) if measured.accepts else case.inputs
+            measured.prepare(inputs)
             busy = usage.now()
-            figures = measure(session, config.warmup, config.duration)
+            figures = measure(measured, config.warmup, config.duration)
             return Result(
                 model=str(case.file),
                 given=str(network.file),
                 backend=BACKENDS[case.backend].title,
-                types=session.types,
+                types=measured.types,
                 precision=case.precision,
                 imgsz=next((shape[2:] for _, shape in inputs.values() if len(shape) == 4), None),
                 batch=case.batch,
-                open_batch=case.backend == 'pytorch' or fixed_batch(session.accepts or network.inputs) is None,
+                open_batch=case.backend == 'pytorch' or fixed_batch(measured.accepts or network.inputs) is None,
                 images_per_s=figures['qps'] * case.batch,
                 **figures,
-                size_bytes=session.size,
-                parameters=session.parameters or network.parameters,
-                layers=session.layers or network.layers,
-                streams=session.streams,
-                notes=list(session.notes),
+                size_bytes=measured.size,
+                parameters=measured.parameters or network.parameters,
+                layers=measured.layers or network.layers,
+                streams=measured.streams,
+                notes=list(measured.notes),
                 usage=usage.since(begun, busy),
             )
     except torch.cuda.OutOfMemoryError as e:

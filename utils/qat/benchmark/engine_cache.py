@@ -29,20 +29,7 @@ def engine_for(
     device: torch.device,
     say: Callable[[str], object],
 ) -> Path:
-    """Build the engine of an .onnx file, unless it is there already.
-
-    Args:
-        network: the .onnx file.
-        backend: a key of BACKENDS that builds engines.
-        precision: of the engine.
-        batch: images per query.
-        imgsz: height and width in pixels; None = those of the file.
-        config: gives workspace and project.
-        device: the GPU that an engine which is there must fit.
-        say: takes a line about the build.
-
-    Returns:
-        The engine, in PROJECT/engines.
+    """Return the engine of an .onnx file in PROJECT/engines, which is built unless one that fits the device is there.
 
     Raises:
         QatError: the file cannot be built so.
@@ -77,4 +64,4 @@ def _fits(file: Path, backend: str, workspace: int, device: torch.device) -> boo
         require_fit(file, sidecar, product(load_tensorrt(backend)), this_gpu(device))
     except QatError:
         return False
-    return sidecar['workspace_mib'] == workspace
+    return sidecar.get('workspace_mib') == workspace

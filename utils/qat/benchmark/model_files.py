@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
-from utils.qat.config.common import usual_size
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
-from utils.qat.graph.audit import load, naming
+from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half, metadata_value
 from utils.qat.graph.openvino_layers import quantized_convs
 from utils.qat.graph.openvino_model import metadata, read_model
 from utils.qat.prediction.aoti import package_metadata
 from utils.qat.prediction.pt2 import IMAGES, image_shape
 from utils.qat.prediction.pytorch import TorchModel
-from utils.qat.prediction.session import Inputs, OpenInputs
 from utils.qat.untrusted.program_archive import is_package, read_program
 
+Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
+OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
 DTYPES = {
     'FLOAT': torch.float32,
     'FLOAT16': torch.float16,
@@ -75,14 +75,10 @@ class Network:
 
 
 def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[Network]:
-    """Read the files to measure.
+    """Read the files to measure: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
 
-    PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that is among
-    `files` itself.
-
-    Args:
-        files: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
-        kind_of: tells the kind of a checkpoint, see models.quantize.checkpoint.
+    PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that
+    is among `files` itself.
 
     Raises:
         QatError: a file cannot be read.
@@ -105,14 +101,10 @@ def sides(shape: Sequence[int | None]) -> Sides | None:
 
 
 def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], TorchModel]) -> None:
-    """Give each checkpoint the image size that it was quantized for.
+    """Give each checkpoint the image size that it was quantized for; other files are left as they are.
 
-    A float one takes the size of the other files of its task, so that they can be compared, if they have one size. Else it takes
-    the usual size.
-
-    Args:
-        networks: the files; those that are no checkpoints are left as they are.
-        open_checkpoint: loads a checkpoint.
+    A float one takes the size of the other files of its task, so that they can be compared, if they have one size. Else
+    it takes the usual size.
     """
     known: dict[str, set[Sides]] = {}
     checkpoints = []
@@ -120,7 +112,7 @@ def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], To
         size = next((sides(shape) for _, shape in network.inputs.values() if len(shape) == 4), None)
         if network.checkpoint == network.file:
             model = open_checkpoint(network.file)
-            network.task = 'classify' if model.classifies else 'segment' if model.segments else 'detect'
+            network.task = model.task.name
             checkpoints.append((network, model))
             size = model.quantized_for
         if network.task and size:
@@ -128,7 +120,7 @@ def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], To
     for network, model in checkpoints:
         of_task = known.get(network.task, set())
         shared = next(iter(of_task)) if len(of_task) == 1 else None
-        network.sizes = (model.quantized_for or shared or usual_size(model.classifies),)
+        network.sizes = (model.quantized_for or shared or model.task.imgsz,)
 
 
 def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
@@ -238,18 +230,10 @@ def fixed_batch(inputs: OpenInputs) -> int | None:
 
 
 def shapes_of(inputs: OpenInputs, batch: int, imgsz: Sides | None, file: Path) -> Inputs:
-    """Fill in the open axes of inputs.
-
-    An open first axis is the batch; open axes 2 and 3 of an image [B, C, H, W] are imgsz; nothing else may be open.
-
-    Args:
-        inputs: of the file.
-        batch: images per query.
-        imgsz: height and width in pixels; None = those of the file.
-        file: for the message.
+    """Fill in the open axes of inputs: the first is the batch, axes 2 and 3 of an image [B, C, H, W] are imgsz.
 
     Raises:
-        QatError: the file does not take such a batch or size.
+        QatError: another axis is open, or the file does not take such a batch or size.
     """
     own = fixed_batch(inputs)
     if own and batch not in {shape[0] for _, shape in inputs.values() if shape}:

@@ -34,10 +34,6 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
     A bar is the median of the model, with the transfers behind it in a lighter tone. A line goes from the least to the
     99th percentile, end to end.
-
-    Args:
-        path: the picture to write.
-        results: plain Results.
     """
     colour, batches = colours(results), sorted({r['batch'] for r in results})
     panels = [[r for r in results if r['batch'] == batch] for batch in batches]
@@ -71,12 +67,7 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Draw the images per second against the batch, a line for each series; of a single batch a bar for each.
-
-    Args:
-        path: the picture to write.
-        results: plain Results.
-    """
+    """Draw the images per second against the batch, a line for each series; of a single batch a bar for each."""
     colour = colours(results)
     speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
     wide = max(speeds) > WIDE_RANGE * min(speeds)
@@ -107,13 +98,9 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_usage(path: Path, report: dict[str, Any]) -> None:
-    """Draw memory and utilisation over time.
+    """Draw the samples of benchmark.json, memory and utilisation over time.
 
     The colour behind them tells the series that was measured, the number above its batch.
-
-    Args:
-        path: the picture to write.
-        report: the content of benchmark.json, with samples.
     """
     results, samples, device = report['results'], report['usage'], report['machine']['device']
     gpu, colour = report['machine']['gpu'], colours(results)

@@ -46,14 +46,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def result_tables(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Make the tables of times, of the change against the baseline where there is one, and of the models.
-
-    Args:
-        results: plain Results with short names, see tables.with_short_names.
-
-    Returns:
-        Markdown.
-    """
+    """Make the tables of times, of changes against a baseline, and of models, of Results with short names."""
     return [table for table in (speed_table(results), baseline_table(results), model_table(results)) if table]
 
 
@@ -84,12 +77,7 @@ def with_clock(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
-    """Make the content of benchmark.md.
-
-    Args:
-        report: content of benchmark.json, with short names.
-        pictures: names of the pictures beside it.
-    """
+    """Make benchmark.md of the content of benchmark.json, with short names, and the names of the pictures beside it."""
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
     results, disturbed = report['results'], disturbance(report['results'])

@@ -77,9 +77,6 @@ def speed_table(results: Sequence[Row]) -> str:
     """Make the table of latency, throughput, memory, utilisation and clock: a row for each measurement.
 
     The parts of the latency are there on a GPU only: on a CPU the latency is the model alone.
-
-    Args:
-        results: plain Results.
     """
 
     def part(key: str) -> Callable[[Row], Any]:
@@ -101,11 +98,7 @@ def speed_table(results: Sequence[Row]) -> str:
 
 
 def baseline_table(results: Sequence[Row]) -> str:
-    """Make the table of changes against the baseline; '' if no result has one but itself.
-
-    Args:
-        results: plain Results with 'against', see baseline.with_changes.
-    """
+    """Make the table of changes against the baseline (baseline.with_changes); '' if no result has one but itself."""
 
     def against(key: str, form: str, unit: str = '') -> Callable[[Row], Any]:
         return lambda r: format(r['against'][key], form) + unit if r['against'] and not itself(r) else None
@@ -151,9 +144,6 @@ def model_table(results: Sequence[Row]) -> str:
     """Make the table of the files that ran: size, parameters, layers, accuracy, best latency and best throughput.
 
     A row is a series, or an engine where each batch has one.
-
-    Args:
-        results: plain Results.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for r in results:

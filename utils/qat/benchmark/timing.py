@@ -1,4 +1,4 @@
-"""How long a network takes: a Session in, a Result out.
+"""How long a network takes: a Measured in, a Result out.
 
 Two questions are asked one after the other, each for its share of the time (trtexec asks both at once):
 - How long does one query take? Queries go one at a time: inputs to the device, compute, outputs back, wait. CUDA events
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from utils.qat.prediction.session import Session, StreamingSession
+from utils.qat.benchmark.measured import Measured
 
 LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
 QUERIES_AHEAD = 2  # ordered before the first of them is done
@@ -27,14 +27,9 @@ Mark = TypeVar('Mark')  # a point in time, as a clock takes it
 
 
 def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Summarize times.
+    """Summarize times of any unit: 'min', 'max', 'mean', 'median', 'p90', 'p95', 'p99'.
 
-    Args:
-        samples: one or more, in any unit.
-
-    Returns:
-        'min', 'max', 'mean', 'median', and the percentiles 'p90', 'p95', 'p99' (interpolated, as numpy does), in
-        that unit.
+    Percentiles are interpolated, as NumPy does.
     """
     p90, p95, p99 = np.percentile(samples, (90, 95, 99)).tolist()
     return {
@@ -141,15 +136,9 @@ class DeviceClock(Clock[torch.cuda.Event]):
 
 
 def one_at_a_time(
-    session: Session, clock: type[Clock[Mark]], seconds: float, least: int = LEAST_QUERIES
+    measured: Measured, clock: type[Clock[Mark]], seconds: float, least: int = LEAST_QUERIES
 ) -> tuple[dict[str, list[float]], float]:
-    """Send queries one at a time, with their transfers.
-
-    Args:
-        session: prepared.
-        clock: of its device.
-        seconds: how long.
-        least: fewest queries, however long they take.
+    """Send queries one at a time, with their transfers, for some seconds, and at least `least`.
 
     Returns:
         'h2d', 'compute', 'd2h' and 'enqueue' → ms of each query; and the seconds of all.
@@ -158,13 +147,13 @@ def one_at_a_time(
     start = time.perf_counter()
     while len(samples['compute']) < least or time.perf_counter() - start < seconds:
         marks = [clock.mark()]
-        session.upload()
+        measured.upload()
         marks.append(clock.mark())
         ordering = time.perf_counter()
-        session.compute()
+        measured.compute()
         samples['enqueue'].append(1000 * (time.perf_counter() - ordering))
         marks.append(clock.mark())
-        session.download()
+        measured.download()
         marks.append(clock.mark())
         clock.wait(marks[-1])
         for name, first, second in zip(samples, marks, marks[1:]):
@@ -172,13 +161,8 @@ def one_at_a_time(
     return samples, time.perf_counter() - start
 
 
-def in_line(session: Session, clock: type[Clock[Mark]], seconds: float) -> tuple[int, float, float]:
-    """Send queries that wait in line, without transfers.
-
-    Args:
-        session: prepared.
-        clock: of its device.
-        seconds: how long; at least LEAST_QUERIES are sent.
+def in_line(measured: Measured, clock: type[Clock[Mark]], seconds: float) -> tuple[int, float, float]:
+    """Send queries that wait in line, without transfers, for some seconds, and at least LEAST_QUERIES.
 
     Returns:
         Number of queries, seconds they took, and seconds of these in the model.
@@ -189,7 +173,7 @@ def in_line(session: Session, clock: type[Clock[Mark]], seconds: float) -> tuple
     while more or waiting:
         if more:
             first = clock.mark()
-            session.compute()
+            measured.compute()
             waiting.append((first, clock.mark()))
             ordered += 1
             more = ordered < LEAST_QUERIES or time.perf_counter() - start < seconds
@@ -200,28 +184,19 @@ def in_line(session: Session, clock: type[Clock[Mark]], seconds: float) -> tuple
     return ordered, time.perf_counter() - start, sum(times) / 1000
 
 
-def measure(session: Session, warmup: float, duration: float) -> dict[str, Any]:
-    """Measure a session.
-
-    Args:
-        session: prepared.
-        warmup: milliseconds of queries before.
-        duration: seconds.
-
-    Returns:
-        The timed figures of Result, by name, but images_per_s.
-    """
-    gpu, streaming = session.stream is not None, session if isinstance(session, StreamingSession) else None
+def measure(measured: Measured, warmup: float, duration: float) -> dict[str, Any]:
+    """Make the measurement of what is prepared: the timed figures of Result but images_per_s. warmup: ms; duration: seconds."""
+    gpu = measured.stream is not None
     clock: type[Clock[Any]] = DeviceClock if gpu else HostClock
-    with torch.cuda.stream(session.stream):
-        one_at_a_time(session, clock, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(session, clock, duration / 2 if gpu or streaming else duration)
+    with torch.cuda.stream(measured.stream):
+        one_at_a_time(measured, clock, warmup / 1000, least=1)
+        samples, seconds = one_at_a_time(measured, clock, duration / 2 if gpu or measured.several else duration)
         queries = len(samples['compute'])
         served = queries, seconds, sum(samples['compute']) / 1000
         if gpu:
-            served = in_line(session, clock, duration / 2)
-        elif streaming:
-            served = streaming.serve(duration / 2, LEAST_QUERIES)
+            served = in_line(measured, clock, duration / 2)
+        elif measured.several:
+            served = measured.serve(duration / 2, LEAST_QUERIES)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
     return {
         'queries': queries,

@@ -93,12 +93,7 @@ class Usage:
     """
 
     def __init__(self, device: torch.device, say: Callable[[str], object]) -> None:
-        """Find the probes.
-
-        Args:
-            device: the device to look at.
-            say: takes the line that tells why there are no samples.
-        """
+        """Find the probes; `say` takes the line that tells why there are no samples."""
         self.samples: list[tuple[float, float, float, float | None, float | None]] = []
         self.start, self.over = time.perf_counter(), threading.Event()
         self.probes: Probes | None = None
@@ -135,16 +130,12 @@ class Usage:
         return self.now(), self.probes.memory() if self.probes else None
 
     def since(self, begun: tuple[float, float | None], busy: float) -> dict[str, float] | None:
-        """Summarize the samples from a point on.
-
-        Args:
-            begun: the point, see `begin`.
-            busy: seconds since the start, from which the device works.
+        """Summarize the samples from a point on, see `begin`; the device works from `busy` seconds on. None without any.
 
         Returns:
             'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (how much of the peak was not there
             before), 'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
-            'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on). None where nothing was sampled.
+            'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on).
         """
         start, before = begun
         samples = [s for s in self.samples if s[0] >= start]

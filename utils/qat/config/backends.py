@@ -18,6 +18,7 @@ class Backend:
     predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
     measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
     builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken
+    native: bool = False  # its files are programs, and loading one runs it: only if --backend names it
 
 
 BACKENDS = {  # --backend → Backend
@@ -28,7 +29,7 @@ BACKENDS = {  # --backend → Backend
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
     'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
     'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
-    'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',)),
+    'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',), native=True),
     'pytorch': Backend(
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
     ),  # of an .onnx the checkpoint that it was exported from
@@ -40,17 +41,9 @@ ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)
 
 
 def backends_for(files: Sequence[Path], given: Sequence[str] | None) -> list[str | None]:
-    """Assign the backends of --backend to files.
+    """Assign the backends of --backend to files; None = the first that takes the file.
 
-    Args:
-        files: of any kind.
-        given: None; one, for each file that it takes; or one for each file.
-
-    Returns:
-        A backend for each file, None = the first that takes it.
-
-    Raises:
-        QatError: none of the files is for the one backend, or there are too many of them.
+    One backend is for each file that it takes; several are one for each file.
     """
     if given is None:
         return [None] * len(files)

@@ -1,11 +1,12 @@
 """Settings that several commands have."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.settings import Range, Settings, Sides, option
+from utils.qat.config.settings import Range, Settings, Sides, option, run
 
 SEED = Range(0, 2**32 - 1)
 SHARE = Range(0.0, 1.0)
@@ -14,6 +15,9 @@ OR_ALL = Range(0, words='be 1 or more, or 0 for all')  # numbers of images
 SIZE = '--img', '--img-size'  # other flags of --imgsz
 DEVICE = "GPU number, or 'cpu'; default: the first GPU, else the CPU"
 ENGINE_BACKEND = 'tensorrt'  # runs and builds engines by default
+scores = partial(option, group='scores')
+classifiers = partial(option, group='classifiers')
+segmentation = partial(option, group='segmentation models')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,7 @@ class FolderConfig(Settings):
 
     project: Path = option(Path('runs'), 'results go to PROJECT/NAME')
     name: str = option('exp', 'results go to PROJECT/NAME')
-    exist_ok: bool = option(False, 'write into PROJECT/NAME even if it exists')
+    exist_ok: bool = option(False, 'write into PROJECT/NAME even if it exists, of an earlier run')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +36,16 @@ class LabelledConfig(Settings):
     data: Path | None = option(
         None, 'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class'
     )
-    images: int = option(0, 'number of images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
-    batch_size: int = option(10, 'images at once', allowed=Range(1))
-    workers: int = option(8, 'data loading processes', allowed=Range(0))
-    classes: Path | None = option(
+    images: int = option(0, 'images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
+    batch_size: int = run(10, 'images at once', allowed=Range(1))
+    workers: int = run(8, 'data loading processes', allowed=Range(0))
+    classes: Path | None = classifiers(
         None,
-        'text file that names the folder of each class, a line for each output of the classifier, such as the synset list of '
-        'ImageNet; default: the folders are named by index, as in the metadata of the model, or there is one for each output',
-        group='classifiers',
+        'text file that names the folder of each class, a line for each output, such as the synset list of ImageNet; default: by index, '
+        'by the names in the model, or in order',
     )
-    mean: tuple[float, ...] = option(
-        (0.0, 0.0, 0.0), 'mean of the images, in 0..1, such as 0.485 0.456 0.406', group='classifiers'
-    )
-    std: tuple[float, ...] = option(
-        (1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225', group='classifiers'
-    )
+    mean: tuple[float, ...] = classifiers((0.0, 0.0, 0.0), 'mean of the images, in 0..1, such as 0.485 0.456 0.406')
+    std: tuple[float, ...] = classifiers((1.0, 1.0, 1.0), 'their standard deviation, such as 0.229 0.224 0.225')
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the normalisation; see Settings.problems."""
@@ -60,36 +59,19 @@ class LabelledConfig(Settings):
 class LoaderConfig(Settings):
     """How images and their true masks are read. The defaults for masks are the ones of upstream's segment/val.py."""
 
-    device: str = option('', DEVICE)
-    batch_size: int = option(10, 'images per batch, of each process', allowed=Range(1))
-    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
-    workers: int = option(8, 'data loading processes, of each process', allowed=Range(0))
-    overlap: bool = option(
+    device: str = run('', DEVICE)
+    batch_size: int = run(10, 'images per batch, of each process', allowed=Range(1))
+    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
+    workers: int = run(8, 'data loading processes, of each process', allowed=Range(0))
+    overlap: bool = segmentation(
         False,
         'true masks as one map, in which the smaller of two objects is on top, as segment/train.py scores; default: one by '
         'one, as segment/val.py',
-        group='segmentation models',
         negatable=True,
     )
-    mask_ratio: int = option(
+    mask_ratio: int = segmentation(
         1,
         'true masks so many times smaller than the image: less memory, coarser',
         '--mask-downsample-ratio',
         allowed=Range(1),
-        group='segmentation models',
     )
-
-
-def usual_size(classifies: bool) -> Sides:
-    """Return height and width of images, in pixels, for a model that is given none."""
-    return (224, 224) if classifies else (640, 640)
-
-
-def seen_as(imgsz: Sequence[int], square: bool, classifies: bool = False) -> str:
-    """Say in words how loaders.val_loader shows images to a model."""
-    height, width = imgsz
-    if classifies:
-        return f'as their middle in {height} x {width}'
-    if height == width and not square:
-        return f'as padded rectangles of up to {height} x {width}'
-    return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from utils.qat.config.backends import PREDICTING
 from utils.qat.config.common import DEVICE, SEED, SIZE, TOLERANCE, FolderConfig, LabelledConfig
 from utils.qat.config.engine import in_order
-from utils.qat.config.settings import Range, Sides, option
+from utils.qat.config.settings import Range, Sides, option, run
+
+comparison = partial(option, group='comparison')
 
 
 @dataclass(frozen=True)
@@ -24,27 +27,26 @@ class CompareConfig(LabelledConfig, FolderConfig):
     images: int = 100
     imgsz: Sides | None = option(
         None,
-        'image size in pixels: one number, or height and width; default: the size of the files, or 640',
+        'height and width in pixels, or one number for both; default: that of the files, or 640',
         *SIZE,
         allowed=Range(32),
     )
-    device: str = option('', DEVICE)
-    rtol: float = option(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
-    atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
-    top: int = option(10, 'ranks to compare', allowed=Range(1))
-    show: int = option(
+    device: str = run('', DEVICE)
+    rtol: float = comparison(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
+    atol: float = comparison(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
+    top: int = comparison(10, 'ranks to compare', allowed=Range(1))
+    show: int = comparison(
         3,
         'images of the data, evenly spread, whose best detections or classes stand side by side in the report; 0 = none',
         allowed=Range(0),
     )
     backend: tuple[str, ...] | None = option(
         None,
-        f'what runs exported files, of {", ".join(PREDICTING)}: one, or one for each model, such as onnxruntime,openvino; '
-        'default: the first of them that takes the file',
+        f'what runs exported files, of {",".join(PREDICTING)}: one, or one for each model; default: the first that takes the file',
         parse=in_order,
         allowed=PREDICTING,
     )
-    seed: int = option(57, 'seed of --random', allowed=SEED)
+    seed: int = run(57, 'seed of --random', allowed=SEED)
     project: Path = Path('runs/compare')
 
     @property

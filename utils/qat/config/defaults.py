@@ -4,24 +4,16 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from utils.qat.config.settings import Settings, Sides, flag_of, plain
+from utils.qat.config.settings import Settings, Sides, flag_of, option_of, plain
 from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
 from utils.qat.core.next_command import typed_sides
 
-UNNAMED = 'needs_masks', 'resume', 'exist_ok', 'dry_run'  # they change no result
+UNNAMED = 'resume', 'exist_ok', 'dry_run'  # they change no result
 
 
 def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[Any, Any]]:
-    """Find the settings that differ from their defaults.
-
-    Args:
-        settings: name → value, plain or not.
-        kind: the class with the defaults. Where it has none, the default counts as None.
-
-    Returns:
-        {name: (value, default)}, plain.
-    """
-    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(kind)}
+    """Find the settings that can be typed and differ from their defaults in `kind`: name → (value, default or None), plain."""
+    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if option_of(kind, f.name)}
     pairs = {name: (plain(settings[name]), plain(default)) for name, default in defaults.items() if name in settings}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in UNNAMED}
 
@@ -48,14 +40,7 @@ def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
 def closing(
     settings: Mapping[str, Any], kind: type[Settings], versions: Mapping[str, str], following: str | None = None
 ) -> list[str]:
-    """Return the end of every report, as Markdown: settings that are not the defaults, versions, and the next command.
-
-    Args:
-        settings: see `unlike_defaults`.
-        kind: see `unlike_defaults`.
-        versions: name → version.
-        following: the next command, if there is one already.
-    """
+    """Return the end of every report, as Markdown: settings that are not the defaults, versions, and the next command."""
     rows = [
         (
             Markdown(f'`{flag_of(name)}`'),

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from utils.qat.config.backends import BACKENDS, ENGINES
-from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig, LabelledConfig
-from utils.qat.config.settings import Range, Settings, Sides, option
+from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig, LabelledConfig, scores
+from utils.qat.config.settings import Range, Settings, Sides, option, run
 from utils.qat.core.errors import QatError
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
@@ -15,6 +16,7 @@ MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
 FORMATS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
+measurement = partial(option, group='measurement')
 
 
 def min_opt_max(text: str) -> tuple[int, ...]:
@@ -47,11 +49,7 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def image_sizes(given: Sequence[str]) -> tuple[Sides, ...]:
-    """Read --imgsz of the benchmark: '640', '480 640' (height and width), or a list such as '320,480x640'.
-
-    Raises:
-        QatError: the words are none of these.
-    """
+    """Read --imgsz of the benchmark: '640', '480 640' (height and width), or a list such as '320,480x640'."""
     sizes = [given[0]] if len(given) != 2 else ['x'.join(given)]
     sides = [part.split('x') for part in words(sizes[0])]
     if len(given) > 2 or not sides or not all(len(s) < 3 and all(n.isdigit() and int(n) for n in s) for s in sides):
@@ -77,14 +75,11 @@ class BuildConfig(Settings):
     onnx: Path = option(MISSING, 'file of export_qat.py, or any other', metavar='MODEL.onnx', positional=True)
     engine: Path = option(None, 'where to write; default: MODEL.engine beside the ONNX file')
     imgsz: Sides | None = option(
-        None,
-        'height and width in pixels. If they are fixed in the file, they must be equal',
-        *SIZE,
-        allowed=Range(1),
+        None, 'height and width in pixels. If they are fixed in the file, they must be equal', *SIZE, allowed=Range(1)
     )
     batch: tuple[int, ...] | None = option(  # smallest, fastest, largest
         None,
-        'for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest batch) or one number. Default 1',
+        'for a file with an open batch axis: MIN,OPT,MAX (smallest, fastest, largest) or one number. Default 1',
         parse=min_opt_max,
     )
     precision: str = option(
@@ -126,52 +121,52 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         metavar='MODEL',
         positional=True,
     )
-    batch: tuple[int, ...] | None = option(  # see model_files.Network
+    batch: tuple[int, ...] | None = measurement(  # see model_files.Network
         None,
-        'images per query, such as 1,4,8,12; each is measured. Default: the batches of the file, or these four if it takes any '
-        'batch',
+        'images per query, such as 1,4,8,12; each is measured. Default: those of the file, or these four if it takes any',
         parse=batch_sizes,
     )
-    precision: tuple[str, ...] | None = option(
+    precision: tuple[str, ...] | None = measurement(
         None,
         f'one or more of {",".join(MEASURED)}; default: all that the file and the backend have',
         parse=words,
         allowed=MEASURED,
     )
-    imgsz: tuple[str, ...] | None = option(  # see `sizes`
+    imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'height and width in pixels, for a file with open height and width and for a .pt; or a list such as 320,640,480x640, of '
-        'which each is measured; default for a .pt: the size that it was quantized for, else 640, for a classifier 224',
+        'for a .pt and a file with open height and width: these in pixels, or a list such as 320,640,480x640, of which each is measured; '
+        'default for a .pt: that of the quantization, else 640, for a classifier 224',
         *SIZE,
     )
-    duration: float = option(
+    duration: float = measurement(
         10.0, 'seconds of each measurement', allowed=Range(0, without=0, words='be more than 0 seconds')
     )
-    warmup: float = option(  # milliseconds
+    warmup: float = measurement(  # milliseconds
         500.0,
         'time before each measurement, such as 500ms or 0.5s; default: 500ms',
         parse=milliseconds,
         allowed=Range(0),
     )
-    backend: tuple[str, ...] | None = option(
+    backend: tuple[str, ...] | None = measurement(
         None,
         f'one or more of {",".join(BACKENDS)}; default: all that can run here',
         parse=words,
         allowed=tuple(BACKENDS),
     )
     _: KW_ONLY
-    device: str = option('', DEVICE)
-    cuda_graph: bool = option(True, 'launch the kernels of an engine one by one')  # trtexec 11 replays a graph as well
-    workspace: int = option(WORKSPACE, 'memory for the kernels when an engine is built, in MiB', allowed=MEMORY)
-    baseline: str | None = option(
+    device: str = run('', DEVICE)
+    cuda_graph: bool = measurement(
+        True, 'launch the kernels of an engine one by one'
+    )  # trtexec 11 replays a graph as well
+    workspace: int = measurement(WORKSPACE, 'memory for the kernels when an engine is built, in MiB', allowed=MEMORY)
+    baseline: str | None = measurement(
         None,
-        'what each row is compared with: a file, which is measured too, or a backend; default: the float file in the same backend',
+        'what each row is compared with: a file or a backend; default: the float file in the same backend',
         metavar='FILE|BACKEND',
     )
-    data: Path | None = option(
+    data: Path | None = scores(
         None,
-        'score each model too: data YAML (its val images, AP), or for classifiers a folder with one folder of images for each '
-        'class (top-1, top-5)',
+        'score each model too, on the val images of this data YAML; of classifiers a folder with one folder of images for each class',
     )
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
     formats: tuple[str, ...] = option(

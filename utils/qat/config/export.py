@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import OR_ALL, SHARE, SIZE, TOLERANCE
+from utils.qat.config.common import OR_ALL, SHARE, SIZE
 from utils.qat.config.engine import MEMORY, WORKSPACE
-from utils.qat.config.settings import Range, Settings, Sides, flag_of, option
-from utils.qat.core.errors import check
+from utils.qat.config.formats import FORMATS, NMS, TORCH_TENSORRT, formats_with
+from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 
 PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
 END2END = (
@@ -18,18 +19,6 @@ END2END = (
     'det_classes',
 )  # outputs of a file with NMS inside, as the plugin has them
 MASKS = 'det_masks'  # the fifth output, of a segmentation model
-# --include → end of the file's name, behind the stem of the weights
-INCLUDE = {
-    'onnx': '.onnx',
-    'onnx_end2end': '-end2end.onnx',
-    'openvino': '.xml',
-    'openvino_end2end': '-end2end.xml',
-    'pt2': '.pt2',
-    'aoti': '-aoti.pt2',
-    'torch_tensorrt': '.ep',
-}
-PT2 = 'pt2', 'aoti'
-FROM_MODEL = *PT2, 'torch_tensorrt'  # made of the model itself; the others are made of its ONNX graph
 TORCH_TENSORRT_FILES = {'ep': '.ep', 'ts': '.ts', 'engine': '-torch_tensorrt.engine'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
@@ -76,17 +65,16 @@ class Pooling:
     """How an exported file cuts out the masks of its detections, see nms.py."""
 
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
-    pooler_scale: float = 0.25  # side of the prototypes / side of the image
+    pooler_scale: float = 0.25  # side of the prototypes / side of the image, the same in every model of upstream
     sampling_ratio: int = 0  # points per value and axis, averaged; 0 = one for each prototype cell under the value
 
 
 @dataclass(frozen=True)
 class TorchTensorRT:
-    """How Torch-TensorRT compiles a model, see torch_tensorrt_export.py."""
+    """How Torch-TensorRT compiles a model, see models/deploy/formats/torch_tensorrt.py."""
 
     formats: tuple[str, ...] = ('ep', 'engine')  # of TORCH_TENSORRT_FILES
     dtype: str = 'fp16'  # outside of Q/DQ
-    optimization_level: int | None = None  # 0 to 5; None = TensorRT's own
     workspace: int = WORKSPACE  # MiB
 
     def files(self, path: Path) -> dict[str, Path]:
@@ -125,20 +113,23 @@ class TargetConfig(Settings):
             )
 
 
-INSIDE = 'NMS inside the file (--include onnx_end2end or openvino_end2end)'
-BY_TORCH_TENSORRT = 'Torch-TensorRT (--include torch_tensorrt)'
-MASKS_INSIDE = 'masks inside the file (--include onnx_end2end or openvino_end2end, segmentation models)'
+verifying = partial(option, group='comparison with PyTorch')
+inside = partial(option, group=f'NMS inside the file (--include {formats_with(NMS)})')
+masks_inside = partial(option, group='masks inside the file (likewise, segmentation models)')
+by_torch_tensorrt = partial(option, group=f'Torch-TensorRT (--include {formats_with(TORCH_TENSORRT)})')
 
 
 @dataclass(frozen=True)
 class ExportConfig(TargetConfig):
     """Settings of `export_qat.py`."""
 
+    HIDDEN = 'inplace', 'pooler_scale', 'sampling_ratio', 'workspace'
+
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); of several each is exported', each=True)
-    include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(INCLUDE))
+    include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
     imgsz: Sides = option(  # None until the model is known
         None,
-        'image size in pixels: one number, or height and width; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
+        'height and width in pixels, or one number for both; default: that of the quantization, of a float checkpoint 640, of a classifier 224',
         *SIZE,
         allowed=Range(32),
     )
@@ -149,80 +140,57 @@ class ExportConfig(TargetConfig):
         False,
         'FP16 for a float checkpoint: of an ONNX file with --trt 11 (INT8 always has it there), of pt2 and aoti for GPUs',
     )
-    fp32_scales: bool = option(
-        False,
-        'with --trt 11 and an INT8 checkpoint: scales in FP32. Sets opset 23 (leave out --opset). ONNX Runtime cannot run the '
-        'file (leave out --verify)',
-    )
-    device: str = option('cpu', "device for tracing, and of an aoti package: 'cpu' or a GPU number")
-    verify: Path | None = option(
+    device: str = run('cpu', "device for tracing, and of an aoti package: 'cpu' or a GPU number")
+    verify: Path | None = verifying(
         None,
         'compare the file with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
         'its limit',
         metavar='DATA.yaml',
     )
-    verify_images: int = option(
-        100, 'number of images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
+    verify_images: int = verifying(
+        100, 'images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
     )
-    backend: str = option(
+    backend: str = verifying(
         'onnxruntime',
         'what runs .onnx files for --verify; OpenVINO runs its own anyway',
         allowed=('onnxruntime', 'openvino'),
     )
-    rtol: float = option(1e-3, 'relative tolerance of --verify, as in numpy.isclose', allowed=TOLERANCE)
-    atol: float = option(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
-    max_ap_diff: float | None = option(
+    max_ap_diff: float | None = verifying(
         None,
         f'largest difference of AP, in 0..1; default: {FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8',
         allowed=SHARE,
     )
-    nms: str | None = option(
+    nms: str | None = inside(
         None,
-        f'plugin: {PLUGIN}, only for TensorRT. standard: operators of ONNX, for ONNX Runtime too. '
-        'Default: plugin; with --trt 11, with openvino_end2end and for a segmentation model: standard',
+        f'plugin: {PLUGIN}, for TensorRT alone, the default. standard: operators of ONNX, the default with --trt 11, with '
+        'openvino_end2end and for a segmentation model',
         allowed=tuple(NMS_LIMITS),
-        group=INSIDE,
     )
-    topk_all: int = option(Nms.topk_all, 'detections per image, at most', group=INSIDE)
-    iou_thres: float = option(Nms.iou_thres, 'IoU above which a box is dropped', allowed=SHARE, group=INSIDE)
-    conf_thres: float = option(Nms.conf_thres, 'boxes with this score or less are dropped', allowed=SHARE, group=INSIDE)
-    class_agnostic: bool = option(Nms.class_agnostic, 'boxes of different classes drop each other too', group=INSIDE)
-    mask_resolution: int = option(
+    topk_all: int = inside(Nms.topk_all, 'detections per image, at most')
+    iou_thres: float = inside(Nms.iou_thres, 'IoU above which a box is dropped', allowed=SHARE)
+    conf_thres: float = inside(Nms.conf_thres, 'boxes with this score or less are dropped', allowed=SHARE)
+    class_agnostic: bool = inside(Nms.class_agnostic, 'boxes of different classes drop each other too')
+    mask_resolution: int = masks_inside(
         Pooling.mask_resolution,
         'R: a mask has R x R values, which cover the box of its detection',
         allowed=Range(1, 1024),
-        group=MASKS_INSIDE,
     )
-    pooler_scale: float = option(
-        Pooling.pooler_scale,
-        'side of the prototypes / side of the image',
-        allowed=Range(0.0, 1.0, without=0),
-        group=MASKS_INSIDE,
+    pooler_scale: float = masks_inside(
+        Pooling.pooler_scale, 'side of the prototypes / side of the image', allowed=(Pooling.pooler_scale,)
     )
-    sampling_ratio: int = option(
+    sampling_ratio: int = masks_inside(
         Pooling.sampling_ratio,
         'RoiAlign: points per value and axis; a value is their mean. 0: one point for each prototype cell under a value',
         allowed=Range(0, words='be 1 or more, or 0 for as many as it takes'),
-        group=MASKS_INSIDE,
     )
 
-    formats: tuple[str, ...] = option(
+    formats: tuple[str, ...] = by_torch_tensorrt(
         TorchTensorRT.formats,
-        'ep: exported program with the engine inside. ts: TorchScript, for C++ with libtorch. engine: the engine alone, for '
-        'val_trt.py and trtexec',
+        'ep: exported program with the engine inside. ts: TorchScript, for C++ with libtorch. engine: the engine alone',
         allowed=tuple(TORCH_TENSORRT_FILES),
-        group=BY_TORCH_TENSORRT,
     )
-    dtype: str = option(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'), group=BY_TORCH_TENSORRT)
-    optimization_level: int | None = option(
-        TorchTensorRT.optimization_level,
-        "TensorRT's optimization level, 0 (fast build) to 5 (fast engine); default: its own",
-        allowed=Range(0, 5),
-        group=BY_TORCH_TENSORRT,
-    )
-    workspace: int = option(
-        TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY, group=BY_TORCH_TENSORRT
-    )
+    dtype: str = by_torch_tensorrt(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
+    workspace: int = by_torch_tensorrt(TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY)
 
     @property
     def torch_tensorrt(self) -> TorchTensorRT:
@@ -230,132 +198,25 @@ class ExportConfig(TargetConfig):
         return TorchTensorRT(*(getattr(self, f.name) for f in fields(TorchTensorRT)))
 
     @property
-    def openvino(self) -> list[str]:
-        """The files of --include that are for OpenVINO."""
-        return [name for name in self.include if name.startswith('openvino')]
-
-    @property
-    def pt2(self) -> list[str]:
-        """The files of --include that PyTorch writes."""
-        return [name for name in self.include if name in PT2]
-
-    @property
-    def from_model(self) -> list[str]:
-        """The files of --include that are made of the model itself."""
-        return [name for name in self.include if name in FROM_MODEL]
-
-    @property
-    def onnx(self) -> bool:
-        """Whether a file of --include is made of the ONNX graph."""
-        return len(self.from_model) < len(self.include)
-
-    @property
-    def with_nms(self) -> list[str]:
-        """The files of --include with NMS inside."""
-        return [name for name in self.include if name.endswith('end2end')]
+    def files(self) -> dict[str, Path]:
+        """Name the files to write: name in FORMATS → file."""
+        return {name: self.weights.with_name(self.weights.stem + FORMATS[name].suffix) for name in self.include}
 
     def problems(self) -> Iterable[tuple[Any, str]]:
-        """Check the options that need or exclude each other; see Settings.problems."""
-        idle = self._given([*(f.name for f in fields(Nms)[1:]), 'nms', *(f.name for f in fields(Pooling))])
-        yield idle and not self.with_nms, f'{idle}: only with --include onnx_end2end or openvino_end2end'
-        idle = self._given(f.name for f in fields(TorchTensorRT))
-        yield (
-            'torch_tensorrt' in self.include and self.dynamic and self.batch_size == 1,
-            '--dynamic: with --include torch_tensorrt the batch is 1 to --batch-size; give that, such as --batch-size 8',
-        )
-        yield (
-            self.verify and list(self.include) == ['torch_tensorrt'],
-            '--verify: not with --include torch_tensorrt alone, whose files are compared with PyTorch as they are compiled; '
-            'val_trt.py evaluates the engine',
-        )
-        yield (
-            self.half and list(self.include) == ['torch_tensorrt'],
-            '--half: --include torch_tensorrt takes --dtype instead, which is fp16 by default; leave it out',
-        )
-        yield (
-            idle and 'torch_tensorrt' not in self.include,
-            f'{idle}: only with --include torch_tensorrt',
-        )
-        yield (
-            'openvino_end2end' in self.include and self.nms == 'plugin',
-            f'--nms plugin: {PLUGIN}, which TensorRT alone has; OpenVINO takes --nms standard',
-        )
-        yield (
-            self.openvino and self.fp32_scales,
-            f'--fp32-scales: not with --include {" ".join(self.openvino)}; it is for TensorRT 11, leave it out',
-        )
-        yield (
-            self.pt2 and self.fp32_scales,
-            f'--fp32-scales: not with --include {" ".join(self.pt2)}; it is for TensorRT 11, leave it out',
-        )
-        yield (
-            self.half and self.onnx and self.trt != 11,
-            f'--half: only with --trt 11; TensorRT {self.trt} takes the FP32 file and chooses FP16 '
-            'when it builds (trtexec --fp16)',
-        )
-        if self.fp32_scales:
-            yield (
-                self.trt != 11,
-                f'--fp32-scales: only with --trt 11; for TensorRT {self.trt} scales are FP32 anyway',
-            )
-            yield (
-                self.opset is not None,
-                f'--opset {self.opset}: leave it out with --fp32-scales, which always takes opset 23',
-            )
-            yield (
-                self.verify,
-                '--verify: ONNX Runtime cannot run a file with --fp32-scales; verify an export without '
-                'that flag first, whose scales have the same values',
-            )
-        else:
-            yield from super().problems()
+        """Check the options that need or exclude each other; see Settings.problems. What a format refuses is in its own file."""
+        for options in {kind.options: None for kind in FORMATS.values() if kind.options}:
+            idle = self.given(options)
+            read = any(FORMATS[name].options == options for name in self.include if name in FORMATS)
+            yield idle and not read, f'{idle}: only with --include {formats_with(options)}'
+        yield from super().problems()
         yield (
             self.backend != ExportConfig.backend and not self.verify,
             f'--backend {self.backend}: only with --verify',
         )
 
-    def _given(self, names: Iterable[str]) -> str:
+    def given(self, names: Iterable[str]) -> str:
         """List the flags of the settings that are not at their defaults."""
         return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(ExportConfig, name))
-
-    def end2end(self, segments: bool) -> tuple[Nms, Pooling]:
-        """Choose what is inside the end2end file of a model. Raise QatError if the options are not for such a model.
-
-        segments: whether the model gives masks.
-        """
-        openvino = 'openvino_end2end' in self.include
-        kind = self.nms or ('standard' if segments or self.trt == 11 or openvino else 'plugin')
-        masks = self._given(f.name for f in fields(Pooling))
-        check(
-            [
-                (
-                    segments and kind == 'plugin',
-                    f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
-                    'it out, a segmentation model takes --nms standard',
-                ),
-                (
-                    segments and self.onnx_opset < MASK_OPSET,
-                    f'--opset {self.onnx_opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
-                ),
-                (masks and not segments, f'{masks}: only for a segmentation model, which {self.weights} is not'),
-                (
-                    not 1 <= self.topk_all <= NMS_LIMITS[kind],
-                    f'--topk-all {self.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}',
-                ),
-                (
-                    kind == 'plugin' and self.iou_thres == 0,
-                    f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
-                ),
-                (
-                    self.verify and kind == 'plugin' and not {'onnx', 'openvino', *PT2} & set(self.include),
-                    f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard',
-                ),
-            ]
-        )
-        return (
-            Nms(kind, self.topk_all, self.iou_thres, self.conf_thres, self.class_agnostic),
-            Pooling(self.mask_resolution, self.pooler_scale, self.sampling_ratio),
-        )
 
     def limits(self, quantized: bool) -> Limits:
         """Choose the limits of --verify for a quantized or a float model."""
@@ -368,7 +229,7 @@ class DeepStreamConfig(TargetConfig):
     """Settings of `export_yoloV9.py`."""
 
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')
-    size: Sides = option((640, 640), 'size of the images in pixels: one number, or height and width', '-s')
+    size: Sides = option((640, 640), 'height and width in pixels, or one number for both', '-s')
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
 
@@ -378,4 +239,16 @@ class DeepStreamConfig(TargetConfig):
         yield (
             self.dynamic and self.batch > 1,
             f'--dynamic, --batch {self.batch}: give one of the two; with --dynamic the file takes any batch',
+        )
+
+    def export(self) -> ExportConfig:
+        """Return the settings as `export_qat.py` has them."""
+        return ExportConfig(
+            self.weights,
+            imgsz=self.size,
+            batch_size=self.batch,
+            dynamic=self.dynamic,
+            simplify=self.simplify,
+            trt=self.trt,
+            opset=self.opset,
         )

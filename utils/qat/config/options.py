@@ -5,11 +5,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
-from utils.qat.config.settings import Option, Settings, Sides, flag_of, kind_of, option_of
+from utils.qat.config.settings import RUN, WHAT, Option, Settings, Sides, flag_of, kind_of, option_of
 from utils.qat.core.command import Parser
 from utils.qat.core.next_command import typed_sides
 
 T = TypeVar('T', bound=Settings)
+METAVARS = {int: 'N', float: 'X'}  # of values without a name of their own
 
 
 def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> T:
@@ -20,7 +21,7 @@ def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: st
 
 def read_each(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> list[T]:
     """Turn a command line into settings, see `each`. argv: None = the words of this process."""
-    parser = Parser(description=description, epilog=epilog)
+    parser = Parser(description=description, epilog=epilog, add_help=False)
     add_options(parser, kind)
     return each(kind, vars(parser.parse_args(argv)))
 
@@ -34,25 +35,46 @@ def each(kind: type[T], typed: dict[str, Any]) -> list[T]:
     return [kind(**typed)]
 
 
-def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> None:
-    """Give a parser the options of a dataclass, the positional fields of its constructor first.
-
-    Only what is typed shall be in the parsed arguments: the defaults stand in the dataclass. may_lack: fields without a default
-    that need not be typed.
-    """
-    groups: dict[str | None, Any] = {None: parser}
+def grouped(kind: type[Settings]) -> dict[str, list[tuple[Field, Option]]]:
+    """Group the fields that can be typed, by the titles of -h in its order. A constructor's positional fields come first."""
+    groups: dict[str, list[tuple[Field, Option]]] = {WHAT: []}
     for f in sorted(fields(kind), key=lambda f: bool(f.kw_only)):
         option = option_of(kind, f.name)
-        if option is None or not option.help:
-            continue
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        names, how = [f.name], {**_how(f, option), 'help': _help(f, option), 'default': SUPPRESS}
-        if not option.positional:
-            names = [flag_of(f.name, False if f.default is True else None), *option.flags]
-            names.sort(key=lambda name: name.startswith('--'))  # -w before --weights
-            how |= {'dest': f.name, 'required': f.default is MISSING and f.name not in may_lack}
-        groups[option.group].add_argument(*names, **how)
+        if option and option.help:
+            groups.setdefault(option.group, []).append((f, option))
+    last = groups.pop(RUN, [])
+    return {**groups, RUN: last}
+
+
+def flags_of(field: Field, option: Option) -> list[str]:
+    """Spell all flags of a field, the short ones first."""
+    flags = [flag_of(field.name, False if field.default is True else None), *option.flags]
+    return sorted(flags, key=lambda flag: flag.startswith('--'))  # -w before --weights
+
+
+def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> Any:
+    """Give a parser without -h the options of a dataclass, then -h; return the last group, for further options.
+
+    Only what is typed shall be in the parsed arguments: the defaults stand in the dataclass. may_lack: fields without a
+    default that need not be typed.
+    """
+    needed = []
+    for title, found in grouped(kind).items():
+        group = parser.add_argument_group(title)
+        for f, option in found:
+            how = {**_how(f, option), 'default': SUPPRESS, 'help': help_of(f, option)}
+            if f.name in kind.HIDDEN:
+                how['help'] = SUPPRESS
+            names = [f.name]
+            if not option.positional:
+                names = flags_of(f, option)
+                how |= {'dest': f.name, 'required': f.default is MISSING and f.name not in may_lack}
+            group.add_argument(*names, **how)
+            if f.default is MISSING:
+                needed += [names[0]] * (not option.positional) + [option.metavar or f.name.upper()]
+    parser.usage = ' '.join(['%(prog)s', *needed, '[options]'])
+    parser.add_common(group)
+    return group
 
 
 def _how(field: Field, option: Option) -> dict[str, Any]:
@@ -62,7 +84,7 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
         return {
             'action': BooleanOptionalAction if option.negatable else 'store_false' if field.default else 'store_true'
         }
-    how = {'type': option.parse or one, 'metavar': option.metavar}
+    how: dict[str, Any] = {'type': option.parse or one, 'metavar': option.metavar or METAVARS.get(one)}
     if option.parse:
         return how
     if isinstance(option.allowed, tuple) and not option.metavar:
@@ -70,7 +92,7 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
     return {**how, 'nargs': '+'} if several or option.each else how
 
 
-def _help(field: Field, option: Option) -> str:
+def help_of(field: Field, option: Option) -> str:
     """Return the help text, with the default if it does not tell it."""
     default = field.default
     if 'default' in option.help.lower() or isinstance(default, bool) or default in (MISSING, None, '', ()):

@@ -6,15 +6,17 @@ Annotations are read as types, so a file with settings has no `from __future__ i
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from utils.qat.core.errors import check
 from utils.qat.core.next_command import typed_sides
 from utils.qat.untrusted.json_schema import NONE, between
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
+WHAT, RUN = 'what and where', 'run'  # the first and the last group of -h
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Option:
     flags: tuple[str, ...]
     allowed: Range | tuple | None = None
     metavar: str | None = None
-    group: str | None = None
+    group: str = WHAT
     parse: Callable[[str], Any] | None = None
     positional: bool = False
     negatable: bool = False
@@ -60,11 +62,14 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
         help: text of -h. The default is appended unless the text tells it. Empty = it cannot be typed.
         flags: other flags, such as '-w'.
         how: other fields of Option. `allowed`: Range of a number, or tuple of choices; of several values, each one is checked.
-            `group`: title of a section of -h. `parse`: word → value, where the type of the field does not do it.
+            `group`: its title in -h. `parse`: word → value, where the type of the field does not do it.
             `positional`: typed without a flag. `negatable`: a switch with a --no- form too. `each`: several values can be typed, and
             each makes settings of its own.
     """
     return field(default=default, metadata={'option': Option(help, flags, **how)})
+
+
+run = partial(option, group=RUN)
 
 
 def option_of(kind: type, name: str) -> Option | None:
@@ -121,6 +126,8 @@ def json_kinds(kind: type['Settings']) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Settings:
     """Settings of a command. Making them raises one QatError that names every wrong one by its flag."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ()  # accepted, for command lines of earlier tools, and not shown by -h
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -17,7 +17,7 @@ class VerifyConfig(FolderConfig):
     weights: Path = option(MISSING, 'INT8 checkpoint of qat.py quantize')
     float_weights: Path = option(MISSING, 'the float checkpoint that it was made of, with one branch', '--float')
     data: Path = option(MISSING, 'data YAML')
-    imgsz: Sides = option((640, 640), 'image size in pixels: one number, or height and width', *SIZE, allowed=Range(32))
+    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
     _: KW_ONLY
     segment: Path | None = option(None, 'INT8 checkpoint of a segmentation model; without it those rows are skipped')
     segment_data: Path | None = option(None, 'its data YAML')

@@ -1,4 +1,1 @@
-"""Parts that every command needs: errors, the terminal, processes, files, text.
-
-Nothing here knows of networks.
-"""
+"""Parts that every command needs and that know nothing of networks."""

@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -15,12 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from utils.qat.core.distributed import is_first, rank, world_size
+from utils.qat.core.distributed import is_first, rank, require_numbers, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RED, TERMINAL, painted
 from utils.qat.core.printable import is_printable, visible
 from utils.qat.core.system_errors import KINDS, OUTPUT, explain
 
+LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
+# Bytes of addresses. Libraries that PyTorch loads crash where few are left, or end the process, and say nothing that could be caught.
+TORCH_TAKES = 5 * 2**30
 FIRST_SPEAKS = 5  # seconds that a failed process waits: the first process may print the same error meanwhile
 
 
@@ -36,46 +40,41 @@ class _Speak(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with --quiet and --verbose, which raises QatError for bad arguments.
+    """An `ArgumentParser` with --quiet and --verbose, which raises QatError for bad arguments."""
 
-    argparse prints its usage and ends the process. Here a bad argument is one line, as every other bad input.
-    """
+    def __init__(
+        self, verbose: str = "details and upstream's messages as well", add_help: bool = True, **options: Any
+    ) -> None:
+        """Make a parser. verbose: help of --verbose; add_help=False: `add_common` adds -h, --quiet and --verbose later."""
+        super().__init__(add_help=False, **options)
+        self.verbose = verbose
+        if add_help:
+            self.add_common(self)
 
-    def __init__(self, *args: Any, verbose: str = "details and upstream's messages as well", **options: Any) -> None:
-        """Make a parser.
-
-        Args:
-            *args: as ArgumentParser takes them.
-            verbose: help of --verbose.
-            **options: as ArgumentParser takes them.
-        """
-        super().__init__(*args, **options)
-        speak = self.add_mutually_exclusive_group()
+    def add_common(self, group: Any) -> None:
+        """Add -h, --quiet and --verbose to a group of options."""
+        speak = group.add_mutually_exclusive_group()
         speak.add_argument(
             '--quiet', action=_Speak, level=logging.WARNING, help='errors, warnings and the result, no more'
         )
-        speak.add_argument('--verbose', action=_Speak, level=logging.DEBUG, help=verbose)
+        speak.add_argument('--verbose', action=_Speak, level=logging.DEBUG, help=self.verbose)
+        group.add_argument(
+            '-h', '--help', action='help', default=argparse.SUPPRESS, help='show this help message and exit'
+        )
 
     def error(self, message: str) -> NoReturn:
         """Raise a bad argument as a QatError."""
         raise QatError(f"{message} (see '{self.prog} -h')")
 
 
-def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = None) -> int:
-    """Run `main(argv)` and turn its result or its exception into an exit status.
+def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = None, torch: bool = True) -> int:
+    """Run `main(argv)` and turn its result or its exception into an exit status; a bug keeps its traceback.
 
-    Under torchrun all processes meet most mistakes at once. The first process prints the error and ends, and
-    torchrun ends the others. A process that is alone with its mistake waits, is not ended, and prints it.
+    The status is that of `main`; 2 for a user's mistake or a limit of the system, 130 interrupted, 141 nobody reads
+    standard output any more.
 
-    Args:
-        main: a command: arguments → exit status; None is 0.
-        argv: arguments; None = the process's own.
-
-    Returns:
-        0 done, 2 a user's mistake or a limit of the system, 130 interrupted, 141 nobody reads standard output any more.
-
-    Raises:
-        Exception: a bug of ours or of a library, with its traceback.
+    Under torchrun all processes meet most mistakes at once. The first process prints the error and ends, and torchrun
+    ends the others. A process that is alone with its mistake waits, is not ended, and prints it.
     """
     TERMINAL.setLevel(logging.INFO)  # --quiet and --verbose change it when they are parsed
     start = time.perf_counter()
@@ -85,6 +84,7 @@ def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = No
         stream.reconfigure(errors='replace')  # type: ignore[union-attr]  # Python's own streams have it
     name = Path(sys.argv[0]).name + f' (process {rank()} of {world_size()})' * (not is_first())
     try:
+        _require_environment(torch)
         status = main(argv) or 0
         LOGGER.debug(f'{name} took {time.perf_counter() - start:.1f} s')
         return status
@@ -112,12 +112,23 @@ def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = No
     return 2
 
 
-def open_streams() -> None:
-    """Point each standard stream that is closed (`>&-`) at /dev/null.
+def _require_environment(torch: bool) -> None:
+    """Raise QatError for settings of the process under which Python, PyTorch or upstream does not do what it says."""
+    require_numbers()
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if torch and limit != resource.RLIM_INFINITY and limit < TORCH_TAKES:
+        raise QatError(
+            f'out of memory (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v), and PyTorch with its libraries takes '
+            f'up to {TORCH_TAKES / 1e6:.0f} MB; allow more: ulimit -v {TORCH_TAKES // 1024}'
+        )
+    if sys.flags.optimize:
+        raise QatError(
+            "PYTHONOPTIMIZE, python -O: switches assertions off, which upstream's checks of images and labels are; unset PYTHONOPTIMIZE"
+        )
 
-    The next file that a process opens would otherwise get the number of the stream, and each print would write into
-    this file.
-    """
+
+def open_streams() -> None:
+    """Point each closed standard stream (`>&-`) at /dev/null; otherwise the next file gets its number and output."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -147,15 +158,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def resumable(command: str) -> Iterator[None]:
-    """Name the command that resumes the block, if the block is interrupted or the system stops it.
-
-    Args:
-        command: the command that resumes the run.
-
-    Raises:
-        KeyboardInterrupt: with `command` as its text; `run_command` prints it.
-        QatError: the system stopped the block, see system_errors.
-    """
+    """If the block is interrupted or the system stops it, raise KeyboardInterrupt or QatError that names `command`."""
     try:
         yield
     except KeyboardInterrupt as e:
@@ -180,35 +183,32 @@ def explain_out_of_memory(batch_size: int) -> Iterator[None]:
 
 
 def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:
-    """Check that a path is a file, and return it as a Path.
-
-    Args:
-        path: the file.
-        flag: the option that gave it.
-        suffixes: allowed endings in lower case, such as '.pt'; empty = any.
-
-    Raises:
-        QatError: there is no such file, its name has control characters, or its ending is another one.
-    """
+    """Check that a path is a file, and return it as a Path. suffixes: allowed endings in lower case; empty = any."""
     path = Path(path)
     if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
         raise QatError(f'{flag} {path}: no such file')
     if not path.is_file():
         raise QatError(f'{flag} {path}: not a file')
-    # Messages repeat the name. A byte that is not UTF-8 is a surrogate here, and is allowed.
-    if not all(is_printable(c) or '\ud800' <= c <= '\udfff' for c in str(path)):
-        raise QatError(f'{flag} {path}: the name has control characters; rename it')
+    # Messages, pictures and checkpoints repeat the name. A byte that is not UTF-8 is half a character here.
+    if not all(map(is_printable, str(path))):
+        raise QatError(f'{flag} {path}: the name has control characters or is not UTF-8; rename it')
     if suffixes and path.suffix.lower() not in suffixes:
         raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')
     return path
 
 
-def require_data(path: Path, flag: str = '--data') -> Path:
-    """Check that a path is a data YAML, or a folder of a classifier's images, and return it.
+def require_source(path: Path, flag: str, suffixes: Collection[str]) -> Path:
+    """Check that a path is a file which others can be named after, such as qat_best_MODEL.pt; see `require_file`."""
+    require_file(path, flag, suffixes)
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise QatError(
+            f'{flag} {path}: the name has more than {LONGEST_NAME} bytes, and files are named after it; rename it'
+        )
+    return path
 
-    Raises:
-        QatError: it is neither.
-    """
+
+def require_data(path: Path, flag: str = '--data') -> Path:
+    """Check that a path is a data YAML, or a folder of a classifier's images, and return it."""
     return path if path.is_dir() else require_file(path, flag, ('.yaml', '.yml'))
 
 
@@ -216,7 +216,5 @@ NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet
 
 
 def is_network(path: Path) -> bool:
-    """Tell whether a path is the name of a network of torchvision, such as resnet18, or a file of its weights (.pth)."""
-    if not NETWORK.fullmatch(path.name):
-        return False
-    return (path.suffix == '.pth' and path.is_file()) or not (path.suffix or os.path.exists(path))
+    """Tell whether a path is the name of a network of torchvision, such as resnet18, and no file."""
+    return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))

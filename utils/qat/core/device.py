@@ -30,17 +30,22 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def select_device(text: str) -> torch.device:
-    """Select the device that --device names.
+    """Select the device that --device names; a GPU becomes the current device, which streams and kernels take.
 
-    Each process of a torchrun has a GPU of its own, with the number of the process.
-
-    Args:
-        text: as upstream takes it: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none.
-
-    Raises:
-        QatError: the device is not there, or torchrun started more processes than there are GPUs.
+    `text` is as upstream takes it: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none. Each
+    process of a torchrun has a GPU of its own, with the number of the process.
     """
     import torch  # here, because `-h` must not load it
+
+    device = _device_of(text)
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+    return device
+
+
+def _device_of(text: str) -> torch.device:
+    """Find the device that --device names for this process; see select_device."""
+    import torch
 
     world, found = world_size(), torch.cuda.device_count()
     if world != int(os.environ.get('LOCAL_WORLD_SIZE', world)):
@@ -57,7 +62,6 @@ def select_device(text: str) -> torch.device:
             f'torchrun --nproc_per_node {world}: this machine has {found} GPU{"s" * (found != 1)} that PyTorch can use, '
             f'and each process needs its own; start {found}, or use --device cpu'
         )
-    torch.cuda.set_device(rank())  # synchronize() and streams take the current device
     return torch.device('cuda', rank())
 
 
@@ -89,8 +93,8 @@ def _one_device(text: str) -> torch.device:
 def _keep_freed_memory() -> None:
     """Let glibc keep the memory of a freed tensor for the next one; other C libraries stay as they are.
 
-    Otherwise it gives every large tensor back to the system, and the system clears each page of the next one: a fifth of
-    the time of a forward pass of 10 images at 640 px.
+    Otherwise it gives every large tensor back to the system, and the system clears each page of the next one: a fifth
+    of the time of a forward pass of 10 images at 640 px.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
     if mallopt:

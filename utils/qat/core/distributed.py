@@ -1,8 +1,8 @@
 """The processes of one `torchrun` on one machine: their numbers, and the values that they exchange.
 
-The environment gives the number of a process; torch.distributed has everything else. A process that torchrun did
-not start is the first of one, and each exchange returns its own value. Values of the host travel through gloo,
-tensors of GPUs through NCCL.
+A process that torchrun did not start is the first of one, and each exchange returns its own value. Values of the host
+travel through gloo, tensors of GPUs through NCCL. An exchange raises QatError when another process has failed or does
+not answer within TIMEOUT.
 """
 
 from __future__ import annotations
@@ -25,9 +25,24 @@ if TYPE_CHECKING:
 TIMEOUT = datetime.timedelta(hours=1)
 
 
+NUMBERS = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT'
+WITHOUT = f'without torchrun: unset {" ".join(NUMBERS)} MASTER_ADDR'
+
+
 def launched() -> bool:
-    """Tell whether torchrun started this process."""
-    return all(name in os.environ for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'))
+    """Tell whether torchrun started this process: it sets all of these; other programs set some, and the process is alone."""
+    numbers = (os.environ.get(name, '') for name in NUMBERS)
+    return 'MASTER_ADDR' in os.environ and all(number.isdecimal() for number in numbers)
+
+
+def require_numbers() -> None:
+    """Raise QatError if a variable of torchrun is no number: upstream reads them too, whoever set them; or there is no such process."""
+    for name in (*NUMBERS, 'LOCAL_WORLD_SIZE'):
+        value = os.environ.get(name, '0')
+        if not value.removeprefix('-').isdecimal():
+            raise QatError(f'{name}={value}: must be a whole number, which torchrun sets; {WITHOUT}')
+    if rank() >= world_size():
+        raise QatError(f'RANK={rank()}: must be less than WORLD_SIZE={world_size()}, as torchrun sets it; {WITHOUT}')
 
 
 def rank() -> int:
@@ -51,22 +66,20 @@ def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def join(device: torch.device) -> None:
-    """Start the exchange between the processes.
-
-    Args:
-        device: the device that this process computes on.
-    """
+    """Start the exchange between the processes."""
     import torch.distributed as dist
 
     if launched() and not dist.is_initialized():
-        dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
+        try:
+            dist.init_process_group('cpu:gloo,cuda:nccl' if device.type == 'cuda' else 'gloo', timeout=TIMEOUT)
+        except (RuntimeError, ValueError) as e:
+            raise QatError(
+                f'the processes of torchrun do not find each other ({" ".join(str(e).split())[:200]}); {WITHOUT}'
+            ) from e
 
 
 def leave() -> None:
-    """End the exchange that `join` started.
-
-    Not after an error: it waits for all processes.
-    """
+    """End the exchange that `join` started; not after an error, because it waits for all processes."""
     import torch.distributed as dist
 
     if launched() and dist.is_initialized():
@@ -89,14 +102,7 @@ def _of_all() -> Iterator[None]:
 
 
 def from_first(thing: Any = None) -> Any:
-    """Return the first process's value on every process; the others wait for it.
-
-    Args:
-        thing: on the first process, the value (picklable); ignored on the others.
-
-    Raises:
-        QatError: another process failed, or did not answer within TIMEOUT.
-    """
+    """Return the first process's value (picklable) on every process; the others wait for it."""
     if world_size() == 1:
         return thing
     import torch.distributed as dist
@@ -108,16 +114,9 @@ def from_first(thing: Any = None) -> Any:
 
 
 def merged(batches: list) -> list:
-    """Merge the results that the processes have for their batches (see loaders.Shard).
+    """Merge the processes' results (picklable) for their batches into the order of one process alone.
 
-    Args:
-        batches: results of this process, one for each of its batches (picklable).
-
-    Returns:
-        On the first process the results of all batches, in the order of one process alone; on the others an empty list.
-
-    Raises:
-        QatError: another process failed, or did not answer within TIMEOUT.
+    Only the first process gets them; the others get an empty list. For the batches see loaders.Shard.
     """
     if world_size() == 1:
         return batches
@@ -131,15 +130,7 @@ def merged(batches: list) -> list:
 
 
 def all_reduce(tensor: torch.Tensor, operation: str = 'SUM') -> torch.Tensor:
-    """Reduce a tensor over the processes, in place, without waiting for a GPU.
-
-    Args:
-        tensor: of one shape in all processes; for MAX, without NaN.
-        operation: a name of torch.distributed.ReduceOp: 'SUM' or 'MAX'.
-
-    Returns:
-        `tensor`.
-    """
+    """Reduce a tensor over the processes, in place, without waiting for a GPU, by 'SUM' or (without NaN) by 'MAX'."""
     if world_size() > 1:
         import torch.distributed as dist
 
@@ -148,11 +139,7 @@ def all_reduce(tensor: torch.Tensor, operation: str = 'SUM') -> torch.Tensor:
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrite tensors with the first process's, in place.
-
-    Args:
-        tensors: contiguous, and the same number and shapes in all processes.
-    """
+    """Overwrite contiguous tensors with the first process's, in place."""
     if world_size() > 1:
         import torch.distributed as dist
 

@@ -11,13 +11,9 @@ from utils.qat.core.printable import cut, visible
 
 
 class QatError(Exception):
-    """A user's mistake, in one line: the file or flag, the allowed values and the next step.
-
-    The line stays one, and its characters printable, whatever part of a file it repeats.
-    """
+    """A user's mistake, in one printable line: the file or flag, the allowed values and the next step."""
 
     def __str__(self) -> str:
-        """Return the message in one line."""
         text = super().__str__()
         if text.startswith('Caught QatError in DataLoader worker'):  # then a traceback stands before the message
             text = text.rpartition(f'\n{__name__}.{type(self).__name__}: ')[2].rstrip('\n')
@@ -25,14 +21,7 @@ class QatError(Exception):
 
 
 def check(problems: Iterable[tuple[Any, str]]) -> None:
-    """Raise the messages of all problems that are there, in one line.
-
-    Args:
-        problems: pairs (whether it is a problem, its message).
-
-    Raises:
-        QatError: there is at least one problem.
-    """
+    """Raise one QatError with the messages of all problems that are there. problems: pairs (is it one, its message)."""
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
         raise QatError('; '.join(bad))

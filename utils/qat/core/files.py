@@ -8,9 +8,12 @@ import io
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from utils.qat.core.errors import QatError
 
 
 def sha256(path: str | Path) -> str:
@@ -21,6 +24,15 @@ def sha256(path: str | Path) -> str:
             if hasattr(hashlib, 'file_digest')  # Python 3.11
             else hashlib.sha256(f.read()).hexdigest()
         )
+
+
+def waits(path: str | Path) -> bool:
+    """Tell whether to read `path` could take for ever: it is a pipe, a socket or a device."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # it is not there, or no name of a file
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def write_torch(path: str | Path, content: Any) -> None:
@@ -43,13 +55,8 @@ HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # temporary names, see `
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it if not.
 
-    It keeps the suffix, because writers such as matplotlib choose the format by it.
-
-    Args:
-        path: the file to write, in a folder that exists.
-
-    Raises:
-        OSError: of the block or the renaming, with `path` as its filename.
+    It keeps the suffix, because writers such as matplotlib choose the format by it. An OSError that names no file, or
+    the temporary one, gets `path` as its filename.
     """
     path = Path(path)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
@@ -57,7 +64,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        e.filename = str(path)  # the error of a failed write does not name its file
+        # the error of a failed write does not name its file; a file that cannot be read has a name of its own
+        if e.filename is None or Path(str(e.filename)).name.startswith(tmp.stem):
+            e.filename = str(path)
         raise
     finally:
         tmp.unlink(missing_ok=True)
@@ -67,6 +76,21 @@ def distinct_names(files: Sequence[Path]) -> list[str]:
     """Return the name of each file, or its path where two share a name, or its place in the list where two are one file."""
     names = [f.name if [g.name for g in files].count(f.name) == 1 else str(f) for f in files]
     return [name if names.count(name) == 1 else f'{name} ({i})' for i, name in enumerate(names, 1)]
+
+
+def require_own(path: Path, text: str) -> None:
+    """Raise QatError if another file is in the way of `path`, a name of our own choice.
+
+    A file of ours has the same `text`, or the same first line if that is a comment (#), which says what it is made of.
+    """
+    if not os.path.lexists(path):
+        return
+    first, content = text.partition('\n')[0], b''
+    if path.is_file():
+        with path.open('rb') as file:
+            content = file.read(len(text.encode()) + 1)
+    if content != text.encode() and not (first.startswith('#') and content.startswith(f'{first}\n'.encode())):
+        raise QatError(f'{path}: is there already, and was not made of this model; move it away, or use another folder')
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -30,30 +30,16 @@ BAR = '{desc}{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}, {rema
 
 
 def painted(text: str, style: int, stream: IO[str]) -> str:
-    """Paint text for a terminal that may show colours (see no-color.org); else return it unchanged.
-
-    Args:
-        text: the text.
-        style: BOLD, RED or YELLOW.
-        stream: the stream that will show it.
-    """
+    """Paint text for a stream that may show colours (see no-color.org); else return it unchanged. style: BOLD, RED, YELLOW."""
     plain = not stream.isatty() or os.environ.get('NO_COLOR') or os.environ.get('TERM') == 'dumb'
     return text if plain else f'\033[{style}m{text}\033[0m'
 
 
 class Line(logging.Formatter):
-    """A formatter that puts 'warning:' or 'error:' before a line, and escapes characters that control a terminal.
-
-    Names of files, classes and layers are in the messages: they must move no cursor and set no colours.
-    """
+    """A formatter that puts 'warning:' or 'error:' before a line, and escapes characters that control a terminal."""
 
     def __init__(self, *args: Any, coloured: bool = False) -> None:
-        """Make a formatter.
-
-        Args:
-            *args: as logging.Formatter takes them.
-            coloured: use colours where stdout is a terminal.
-        """
+        """Make a formatter. coloured: use colours where stdout is a terminal."""
         super().__init__(*args)
         self.paint = (lambda text, style: painted(text, style, sys.stdout)) if coloured else lambda text, _: text
 
@@ -86,7 +72,6 @@ class Terminal(logging.StreamHandler):
     stream = property(lambda self: sys.stdout, lambda self, stream: None)
 
     def __init__(self) -> None:
-        """Make a handler of level INFO."""
         super().__init__()
         self.setFormatter(Line(coloured=True))
         self.setLevel(logging.INFO)
@@ -126,17 +111,7 @@ def is_verbose() -> bool:
 
 
 def bar(iterable: Iterable | None, text: str, total: int | None = None, unit: str = 'batches') -> tqdm:
-    """Show a progress bar over an iterable; without a terminal, log one line before it begins.
-
-    Args:
-        iterable: the steps; None = the caller updates the bar.
-        text: title of the bar.
-        total: number of steps; None = len(iterable) if it has one.
-        unit: the steps in words, plural.
-
-    Returns:
-        A bar: an iterable over the same steps.
-    """
+    """Show a progress bar over an iterable (None: the caller updates it); without a terminal, log one line."""
     from tqdm import tqdm
 
     text = visible(text)
@@ -156,11 +131,13 @@ def bar(iterable: Iterable | None, text: str, total: int | None = None, unit: st
     )
 
 
-def log_to(path: str | Path) -> None:
-    """Write each later message to the file `path` too, and no more to the file of an earlier call.
+def unshown(iterable: Iterable, *_: Any, **__: Any) -> Iterable:
+    """Return an iterable without a progress bar, in place of `bar`."""
+    return iterable
 
-    Each line has its time of day; an existing file is appended to.
-    """
+
+def log_to(path: str | Path) -> None:
+    """Write each later message, with its time of day, to a file too, and no more to that of an earlier call."""
     for earlier in LOGGER.handlers[1:]:
         LOGGER.removeHandler(earlier)
         earlier.close()
@@ -170,12 +147,7 @@ def log_to(path: str | Path) -> None:
 
 
 def finish(*following: str, **files: str | Path) -> None:
-    """Print the end of a command: the files that it made, and the next commands.
-
-    Args:
-        *following: commands to type next.
-        **files: kind of a file → its path.
-    """
+    """Print the end of a command: the files that it made (kind → path), and the commands to type next."""
     width = max(map(len, files), default=0)
     for what, file in files.items():
         LOGGER.log(RESULT, f'{what:<{width}}  {file}')
@@ -184,13 +156,7 @@ def finish(*following: str, **files: str | Path) -> None:
 
 
 class _WithoutBars:
-    """A stderr without the lines that upstream's progress bars leave.
-
-    Attributes:
-        stream: the real stderr.
-        live: show a bar as long as it counts.
-        in_bar: the last write belonged to a bar.
-    """
+    """A stderr without the lines that upstream's progress bars leave; `live` shows a bar as long as it counts."""
 
     def __init__(self, stream: IO[str], live: bool) -> None:
         self.stream, self.live, self.in_bar = stream, live, False
@@ -208,10 +174,7 @@ class _WithoutBars:
 
 @contextlib.contextmanager
 def quiet_upstream() -> Iterator[None]:
-    """Hide upstream's messages in the block: its layer tables, "Fusing layers...", and its bars once they are full.
-
-    Warnings are shown. With --verbose the messages are shown too.
-    """
+    """Hide upstream's messages in the block, but not its warnings; --verbose shows all."""
     from utils.general import LOGGER as upstream  # here, because it imports torch, and `-h` must not load it
 
     level = upstream.level

@@ -47,14 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def nvml_of(device: torch.device) -> tuple[Any, Any]:
-    """Find a CUDA device in NVML.
-
-    Returns:
-        The module pynvml, initialized, and its handle of the device.
-
-    Raises:
-        QatError: NVML is missing, or does not know the device.
-    """
+    """Find a CUDA device in NVML: the module pynvml, initialized, and its handle of the device."""
     import torch
 
     try:
@@ -88,7 +81,6 @@ def cpu_name() -> str:
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
-    """Describe a CUDA device: the rows of ROWS that are about it."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -135,11 +127,10 @@ def _cpu_clock_and_memory() -> dict[str, int]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, on which the figures depend. What the system does not tell is not in it.
+    """Describe the machine, on which the figures depend; what the system does not tell is not in it.
 
-    Returns:
-        The keys of ROWS but 'clock_mhz', plain; 'gpu': whether `device` is one; 'tf32': whether convolutions of PyTorch
-        compute in TF32 on a GPU.
+    The keys are those of ROWS, except 'clock_mhz'. Besides, 'gpu' tells whether `device` is one, and 'tf32' whether
+    convolutions of PyTorch compute in TF32 on a GPU.
     """
     import torch
 

@@ -1,8 +1,4 @@
-"""The parts that all reports are made of: Markdown tables, links, pictures and documents.
-
-Each command's report is in a file of its own: run/report.py (quantize), sensitivity_summary.py (sensitive),
-score_report.py (eval, val_trt.py), compare_report.py, benchmark/report.py.
-"""
+"""The parts that all reports are made of: Markdown tables, links, pictures and documents."""
 
 from __future__ import annotations
 
@@ -29,13 +25,7 @@ MEANINGFUL = re.compile(
 
 
 def escaped(text: object) -> Markdown:
-    """Escape text, so that Markdown shows it as it is typed, on one line.
-
-    The name of a file, a class or a layer becomes no link, no picture and no HTML.
-
-    Args:
-        text: anything; its str() is taken.
-    """
+    """Escape the str() of anything, so that Markdown shows it on one line as it is typed: no link, picture or HTML."""
     typed = MEANINGFUL.sub(lambda found: ''.join(f'\\{sign}' for sign in found[0]), visible(text))
     return Markdown(re.sub(r'&(?=[#\w]+;)', '&amp;', typed).replace('<', '&lt;'))  # some readers do not know `\<`
 
@@ -52,13 +42,7 @@ def code(*lines: str) -> Markdown:
 
 
 def document(path: str | Path, title: str, parts: Iterable[str]) -> None:
-    """Write a Markdown file.
-
-    Args:
-        path: the file.
-        title: its title, as text.
-        parts: Markdown: paragraphs, tables and pictures; an empty line is put between them.
-    """
+    """Write a Markdown file. parts: paragraphs, tables and pictures; an empty line comes between them."""
     write_text(path, '\n\n'.join((f'# {escaped(title)}', *parts)) + '\n')
 
 
@@ -68,21 +52,12 @@ def image(text: str, file: str | Path) -> str:
 
 
 def width(text: str) -> int:
-    """Count the columns of a text on a terminal.
-
-    A Chinese, Japanese or Korean character takes two, a combining accent none.
-    """
+    """Count the columns of a text on a terminal: two for a Chinese, Japanese or Korean character."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in 'WF') for c in text)
 
 
 def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: bool = True) -> str:
-    """Make a Markdown table whose columns align as plain text too.
-
-    Args:
-        header: titles of the columns.
-        rows: cells; Markdown is taken as it is, anything else is text and escaped.
-        right: align all columns but the first to the right; False = all to the left.
-    """
+    """Make a Markdown table whose columns align as plain text too; cells that are no Markdown are escaped."""
     cells = [
         [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]
         for row in (header, *rows)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-DATA = 'DATA.yaml'  # stands for the user's data YAML where none is known
-FOLDER = 'FOLDER'  # likewise, for the images of a classifier
+from utils.qat.core.distributed import world_size
 
 
 def command(file: str | Path, *words: object) -> str:
-    """Make the command `python FILE WORDS...` as a user types it in the current folder.
-
-    Args:
-        file: a command of the toolkit, from its root, such as 'scripts/build_engine.py'.
-        *words: its arguments.
-    """
+    """Make the command `python FILE WORDS...` for the current folder; `file` is from the root of the toolkit."""
     # orig_argv, because a launcher changes sys.argv
     here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent
     root = here.parent if here.name in ('scripts', 'segment', 'classify') else here
@@ -29,16 +22,15 @@ def command(file: str | Path, *words: object) -> str:
     return shlex.join(['python', *typed])
 
 
+def repeated(file: str | Path, *words: object) -> str:
+    """Make a command that computes as this process does: with as many processes of torchrun. Arguments: see `command`."""
+    typed = command(file, *words)
+    return f'torchrun --nproc_per_node {world_size()} {typed.removeprefix("python ")}' if world_size() > 1 else typed
+
+
 def converted(weights: Path) -> Path:
     """Return the file that reparameterization.py makes of a checkpoint unless --save names another."""
     return weights.with_name(f'{weights.stem}-converted.pt')
-
-
-def data_of(path: object, classifies: bool = False) -> str:
-    """Return the data that a checkpoint notes, if they are on this machine: a data YAML, or a classifier's folder; else DATA or FOLDER."""
-    # os.path, because Path.is_file raises an error for a name that is too long
-    there = os.path.isdir if classifies else os.path.isfile
-    return path if isinstance(path, str) and there(path) else FOLDER if classifies else DATA
 
 
 def typed_sides(imgsz: Iterable[int]) -> list[int]:
@@ -48,12 +40,10 @@ def typed_sides(imgsz: Iterable[int]) -> list[int]:
 
 
 def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
-    """Make the command that follows a good score: .pt → export, .onnx → build the engine, .engine, .xml or .pt2 → benchmark.
+    """Make the command that follows a good score.
 
-    Args:
-        model: the file that was scored.
-        imgsz: height and width, in pixels.
-        backend: the key of BACKENDS that scored it; None = the default for such files. A file that OpenVINO ran needs no engine.
+    .pt → export, .onnx → build the engine, .engine, .xml or .pt2 → benchmark. `backend` is the key of BACKENDS that
+    scored the file. What OpenVINO ran needs no engine.
     """
     by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
     if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':

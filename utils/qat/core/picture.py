@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def literal(text: str) -> str:
-    """Escape text for Matplotlib.
-
-    Matplotlib takes $ as the begin of a formula, and leaves a label that begins with _ out of a legend.
-    """
+    """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
     text = text.replace('$', r'\$')
     return f' {text}' if text.startswith('_') else text
 

@@ -1,7 +1,4 @@
-"""Text out of a file, such as a name, made safe to show.
-
-It moves no cursor, sets no colours and does not turn the direction of the writing.
-"""
+"""Text out of a file, such as a name, made safe to show."""
 
 import unicodedata
 
@@ -12,20 +9,12 @@ LONGEST = 2000  # characters of a message
 
 
 def is_printable(character: str) -> bool:
-    """Tell whether a character only shows: letters, signs and spaces do.
-
-    Line breaks, control characters and bidirectional characters do more.
-    """
+    """Tell whether a character only shows: no line break, control character or bidirectional character."""
     return character.isprintable() or character in JOINERS or unicodedata.category(character) not in CONTROLS
 
 
 def visible(text: object, keep: str = '') -> str:
-    r"""Replace each character that is not printable by an escape, such as \x1b or \u202e.
-
-    Args:
-        text: anything; its str() is taken.
-        keep: characters that stay as they are.
-    """
+    r"""Replace each character of str(text) that is not printable by an escape, such as \x1b or \u202e; `keep` stays."""
     text = str(text)
     if text.isprintable():  # nearly always, and fast
         return text
@@ -33,10 +22,5 @@ def visible(text: object, keep: str = '') -> str:
 
 
 def cut(text: str, longest: int = LONGEST) -> str:
-    """Leave out the middle of a text that is too long: the begin tells where the mistake is, the end what to do.
-
-    Args:
-        text: the text.
-        longest: the most characters.
-    """
+    """Leave out the middle of a text that is too long: the begin tells where the mistake is, the end what to do."""
     return text if len(text) <= longest else f'{text[: longest * 3 // 4]} … {text[-longest // 4 :]}'

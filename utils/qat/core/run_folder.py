@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import socket
@@ -17,7 +18,12 @@ from typing import Any
 from utils.qat.core.distributed import is_first
 from utils.qat.core.errors import QatError
 
-LOCK = '.lock'  # in the folder of a run while a process works there; holds its number and host, and carries the lock
+# In the folder of a run. It has the number and host of the process that works there, or worked there last, and carries the lock.
+LOCK = '.lock'
+# Runs of earlier versions left no lock file. A report of a run has these keys.
+REPORTS = ('report.json', 'metrics.json', 'compare.json', 'benchmark.json', 'summary-sensitive-analysis.json')
+REPORT_KEYS = {'settings', 'versions'}
+CONTENT = re.compile(rb'(\d{1,10}) ([\w.-]{1,255})\n', re.ASCII)  # of LOCK
 OURS = 'weights', 'log.txt'  # a run opens these by name, and a link would lead out of its folder
 
 
@@ -33,16 +39,10 @@ def run_folder(config: Any) -> Iterator[Path | None]:
 
 @contextlib.contextmanager
 def own_folder(config: Any) -> Iterator[Path]:
-    """Yield the folder of a run: the folder of --resume, or a new one.
+    """Yield the folder of a run: the folder of --resume, or a new one, PROJECT/NAME or that with the next free number.
 
-    A new folder is PROJECT/NAME; if it exists and --exist-ok is not given, a number is appended. No other process of
-    ours writes there meanwhile. A new folder that is still empty at the end is removed.
-
-    Args:
-        config: settings with project, name and exist_ok, and perhaps resume.
-
-    Raises:
-        QatError: another process works there (at once), or a link leads out of the folder.
+    With --exist-ok it is empty or of an earlier run, because another folder may have files that a run would overwrite.
+    No other process of ours writes there meanwhile. A new folder that is still empty at the end is removed.
     """
     resume = getattr(config, 'resume', None)
     made: list[Path] = []
@@ -62,13 +62,7 @@ def own_folder(config: Any) -> Iterator[Path]:
 
 
 def _make(path: Path, exist_ok: bool, made: list[Path]) -> Path:
-    """Make the folder `path`, or path2, path3, ...; two processes get one each.
-
-    Args:
-        path: the folder.
-        exist_ok: take `path` if it exists.
-        made: gets the folders that were made, the innermost first.
-    """
+    """Make the folder `path`, or path2, path3, ...; `made` gets the new folders, the innermost first."""
     missing = list(itertools.takewhile(lambda parent: not parent.exists(), path.parents))
     path.parent.mkdir(parents=True, exist_ok=True)
     made += missing
@@ -79,6 +73,7 @@ def _make(path: Path, exist_ok: bool, made: list[Path]) -> Path:
             folder.mkdir()
         except FileExistsError:
             if exist_ok and folder.is_dir():
+                _require_run(folder)
                 return folder
             if exist_ok:
                 raise
@@ -87,19 +82,35 @@ def _make(path: Path, exist_ok: bool, made: list[Path]) -> Path:
             return folder
 
 
+def _in(folder: Path) -> list[str]:
+    """Return the names in a folder, without that of the lock file."""
+    return sorted({path.name for path in folder.iterdir()} - {LOCK})
+
+
+def _require_run(folder: Path) -> None:
+    """Raise QatError for a folder that has files and is not of an earlier run, which leaves its lock file and a report."""
+    found = _in(folder)
+    if found and not os.path.lexists(folder / LOCK) and not any(_is_report(folder / name) for name in REPORTS):
+        raise QatError(
+            f'--exist-ok {folder}: has {found[0]}, and is not the folder of an earlier run; leave --exist-ok out, or choose another --name'
+        )
+
+
+def _is_report(file: Path) -> bool:
+    """Tell whether a file is a report of a run, by its content."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and REPORT_KEYS <= content.keys()
+
+
 @contextlib.contextmanager
 def writing(folder: Path, flag: str) -> Iterator[None]:
-    """Make this process the only one that writes to `folder` in the block.
+    """Make this process, or the first of a torchrun, the only one that writes to `folder` in the block.
 
-    Only the first process of a torchrun does so. The system takes the lock back when the process ends, however it
-    ends. A lock file that remains is of a killed process, and harmless.
-
-    Args:
-        folder: an existing folder.
-        flag: the option that named it.
-
-    Raises:
-        QatError: another process holds the lock; raised at once, nothing is changed.
+    If another process holds the lock, QatError is raised at once. The system takes the lock back when the process ends,
+    however it ends. The lock file stays, unless it is alone: it tells that the folder is of a run.
     """
     if not is_first():
         yield
@@ -117,7 +128,8 @@ def writing(folder: Path, flag: str) -> Iterator[None]:
     finally:
         if _is(file, descriptor):  # another run may have deleted the folder and made it anew
             with contextlib.suppress(OSError):
-                file.unlink()  # before it is closed: a process that has opened it meanwhile sees that it is gone
+                if not _in(folder):
+                    file.unlink()  # before it is closed: a process that has opened it meanwhile sees that it is gone
         os.close(descriptor)
 
 
@@ -127,6 +139,7 @@ def _locked(file: Path, flag: str) -> int:
         descriptor, kind = _open(file)
         try:
             _lock(descriptor, kind, file, flag)
+            _require_ours(descriptor, file)
             if kind == fcntl.LOCK_SH:
                 file.unlink()  # left by another user's process that has ended
             elif _is(file, descriptor):
@@ -162,7 +175,7 @@ def _lock(descriptor: int, kind: int, file: Path, flag: str) -> None:
                 f'{file.parent}: cannot be locked ({e.strerror}), and without locks two runs would mix; '
                 'choose a folder on another file system with --project'
             ) from e
-        who = re.fullmatch(rb'(\d{1,10}) ([\w.-]{1,255})\n', os.pread(descriptor, 300, 0), re.ASCII)
+        who = CONTENT.fullmatch(os.pread(descriptor, 300, 0))
         pid, host = (part.decode() for part in who.groups()) if who else (None, None)
         which, end = (
             (f'process {pid} on {host}', f'end it there (kill {pid})') if who else ('another process', 'end it')
@@ -171,6 +184,13 @@ def _lock(descriptor: int, kind: int, file: Path, flag: str) -> None:
             f'{flag} {file.parent}: {which} is writing to it; let it finish, or {end} and repeat this command'
             + ', or leave --exist-ok out' * (flag == '--exist-ok')
         ) from e
+
+
+def _require_ours(descriptor: int, file: Path) -> None:
+    """Raise QatError for a lock file that another program wrote; an empty one is of a process that was killed."""
+    content = os.pread(descriptor, 300, 0)
+    if content and not re.match(rb'\d+ ', content):  # a host may be called anything
+        raise QatError(f'{file}: not of a run of this toolkit; move it away, or choose another folder')
 
 
 def _is(file: Path, descriptor: int) -> bool:

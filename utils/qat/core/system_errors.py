@@ -14,7 +14,7 @@ from pathlib import Path
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
 OUTPUT = '<output>'  # filename of an OSError of standard output
-KINDS = OSError, MemoryError, RuntimeError, ImportError, EOFError  # classes of errors that the system can cause
+KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
 SHM = Path('/dev/shm')
 
 
@@ -95,9 +95,7 @@ CASES = (  # (class, words of the message, line), the first that fits
     (Exception, 'Too many open files|ancdata', _open_files),
     (Exception, r'Bus error|shared memory (object|limit)|shared memory\(shm\)|</torch_', _shared_memory),
     (RuntimeError, 'operator torchvision::nms does not exist', _torchvision),
-    (RuntimeError, r'DataLoader worker \(pid.*(killed by signal|exited unexpectedly)', _killed),
-    (ConnectionError, '', _killed),  # while it handed over a batch, as the next
-    (EOFError, '^$', _killed),
+    (RuntimeError, r'^DataLoader worker.*(was killed|killed by signal|exited unexpectedly)', _killed),
     (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment", _memory),
     (Exception, "Resource temporarily unavailable|can't start new thread", _processes),
 )

@@ -39,10 +39,7 @@ def sleep_while_waiting() -> None:
 def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions:
     """Make ONNX Runtime's options for any session: it logs errors only, and its threads sleep.
 
-    With OMP_WAIT_POLICY=active the threads spin as ONNX Runtime has it.
-
-    Args:
-        entries: further entries of the session's configuration, key → value.
+    With OMP_WAIT_POLICY=active the threads spin as ONNX Runtime has it. `entries` go to the session's configuration.
     """
     import onnxruntime as ort
 

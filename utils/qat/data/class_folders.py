@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
-from utils.qat.data.dataset import load_any, open_dataset
-from utils.qat.data.image_folders import ClassImages
+from utils.qat.data.dataset import open_dataset
+from utils.qat.data.image_file import check_images, read_rgb
 from utils.qat.data.loaders import batches_of, spread
+from utils.qat.untrusted.names import class_names
 
 LARGEST_LIST = 1_000_000  # bytes of --classes
 
@@ -22,23 +23,10 @@ LARGEST_LIST = 1_000_000  # bytes of --classes
 def outputs_of(
     folders: Sequence[str], nc: int, names: Mapping[int, str], listed: Path | None, data: object
 ) -> list[int]:
-    """Find the output of a classifier for each folder of images.
+    """Find the output (0..nc - 1) of a classifier for each folder of images, given the sorted names of the folders.
 
-    In this order: the file of --classes; folders that are named by index; by the names in the metadata of the model; as many
-    folders as outputs, in the order of their names.
-
-    Args:
-        folders: names of the folders, such as '3', 'cat' or the WordNet id 'n01440764'; sorted.
-        nc: number of outputs.
-        names: output → name, by the metadata of the model; only indices where it has none.
-        listed: file of --classes: line i begins with the name of the folder of output i.
-        data: folder of the folders, for the message.
-
-    Returns:
-        An output, in 0..nc - 1, for each folder.
-
-    Raises:
-        QatError: a folder belongs to no output, or nothing tells.
+    The first rule that fits decides: line i of `listed`, the file of --classes, begins with the folder of output i; all
+    folders are named by index; all are in `names`, the model's metadata; there are as many folders as outputs.
     """
     if listed:
         known = _listed(listed, nc)
@@ -62,7 +50,6 @@ def outputs_of(
 
 
 def _plain(name: str) -> str:
-    """Return a name without case, and with spaces for underscores."""
     return name.replace('_', ' ').strip().casefold()
 
 
@@ -76,37 +63,25 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
     return {part: i for i, line in enumerate(lines) for part in (line.strip(), line.split()[0].rstrip(','))}
 
 
-def paths_of(dataset: Any) -> list[str]:
-    """Return the path of each image of a dataset that `class_images` reads, in its order."""
-    if isinstance(dataset, Subset):
-        paths = paths_of(dataset.dataset)
-        return [paths[i] for i in dataset.indices]
-    return dataset.im_files if isinstance(dataset, ClassImages) else [path for path, _ in dataset.samples]
-
-
 def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
     """Make batches of a folder that has a folder of images for each class.
 
     For a checkpoint, and a file that was exported of one, the folder has train/ and val/, and images are prepared as
-    `qat.py eval` does (see image_folders.py). For the classifiers of others the shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
-
-    Args:
-        config: gives data, the folder; mean and std, which normalise values in 0..1; images, the most of them;
-            batch_size and workers; classes.
-        imgsz: height and width, in pixels.
-        model: the classifier, with nc and names (a FileModel, see prediction/file_model.py).
+    `qat.py eval` does (see image_folders.py). For the classifiers of others the shorter side of an image becomes the
+    longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
 
     Returns:
-        Batches (images FP32 [B, 3, height, width], outputs of their classes [B]).
-
-    Raises:
-        QatError: there is no such folder, or its folders fit no outputs.
+        Batches (images FP32 [B, 3, height, width], outputs of their classes [B], paths of the images).
     """
-    if getattr(model, 'task', None) == 'classify':
-        data = load_any(Path(config.data or ''), model)
+    if model.ours:
+        data = model.task.load_data(Path(config.data or ''), model)
         images = open_dataset(data, 'val', LoaderConfig(imgsz=imgsz), model.stride)
         return batches_of(spread(images, config.images) if config.images else images, config)
     from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
+
+    class WithPaths(datasets.ImageFolder):
+        def __getitem__(self, index: int) -> tuple[Any, ...]:
+            return *super().__getitem__(index), self.samples[index][0]
 
     steps = transforms.Compose(
         [
@@ -117,11 +92,13 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
         ]
     )
     try:
-        dataset = datasets.ImageFolder(config.data, steps)
+        dataset = WithPaths(config.data, steps, loader=read_rgb)
     except OSError as e:
         raise QatError(
             f'--data {config.data}: for classifiers a folder with one folder of images for each class, such as val/cat/1.jpg'
         ) from e
+    check_images((path for path, _ in dataset.samples), '--data', Path(config.data or ''))
+    class_names(dataset.classes, f'--data {config.data}')
     dataset.target_transform = outputs_of(
         dataset.classes, model.nc, model.names, config.classes, config.data
     ).__getitem__

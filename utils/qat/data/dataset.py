@@ -1,7 +1,4 @@
-"""Data YAML → upstream's dataset of boxes or of masks.
-
-The YAML and the labels are checked, and images are held out of train.
-"""
+"""Data YAML → upstream's dataset of boxes or of masks, with labels that were checked."""
 
 import glob
 import math
@@ -23,8 +20,10 @@ from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, quiet_upstream
-from utils.qat.data.image_folders import ImageFolders, load_image_folders, open_images
-from utils.qat.data.labels import check_cache, check_dropped, check_image_names, check_labels
+from utils.qat.data.held_out import held_out_files
+from utils.qat.data.image_file import check_copies, check_images, unreadable
+from utils.qat.data.image_folders import ImageFolders, open_images
+from utils.qat.data.labels import check_cache, check_dropped, check_labels
 from utils.qat.untrusted.names import class_names
 from utils.qat.untrusted.yaml_file import read_yaml
 
@@ -34,14 +33,11 @@ class Data:
     """A checked data YAML.
 
     Attributes:
-        file: the YAML.
-        train: absolute paths of image folders, or of text files that list images.
-        val: likewise.
-        names: class index → name.
+        train, val: absolute paths of image folders, or of text files that list images.
         annotations: COCO's instances_val2017.json, if the data is COCO.
         flag: the option that gave the YAML.
         val_split: share of the training images that is held out of training, in [0, 1).
-        segments: the model gives masks, so labels must be polygons.
+        masks: the model gives masks, so labels must be polygons.
     """
 
     file: Path
@@ -51,7 +47,7 @@ class Data:
     annotations: Path | None = None
     flag: str = '--data'
     val_split: float = 0.0
-    segments: bool = False
+    masks: bool = False
 
     @property
     def nc(self) -> int:
@@ -59,18 +55,8 @@ class Data:
         return len(self.names)
 
 
-def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', segments: bool = False) -> Data:
-    """Read and check a data YAML.
-
-    Args:
-        file: the YAML.
-        nc: number of the model's classes, to compare; None = any.
-        flag: the option that gave the YAML.
-        segments: the model gives masks.
-
-    Raises:
-        QatError: a key is missing or wrong, or a path leads to no images; it names the key.
-    """
+def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', masks: bool = False) -> Data:
+    """Read and check a data YAML, for a model of `nc` classes or, with None, of any number."""
     file = require_file(file, flag, ('.yaml', '.yml'))
     content = read_yaml(file, flag)
     if not isinstance(content, dict):
@@ -119,7 +105,7 @@ def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', seg
         names,
         annotations if is_coco and annotations.exists() else None,
         flag,
-        segments=segments,
+        masks=masks,
     )
 
 
@@ -130,8 +116,8 @@ def _as_list(value: Any) -> list:
 def _base_folder(file: Path, content: dict) -> Path:
     """Find the folder that the relative paths of a data YAML start from.
 
-    It is the YAML's path:, taken from the upstream tree (as upstream does), from the current folder, or from the
-    YAML's own: the first of the three under which val: exists.
+    Its path: may start from the upstream tree (as upstream has it), the current folder or the YAML's own: the first of
+    them under which val: exists.
     """
     path = Path(content.get('path') or '')
     bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
@@ -155,14 +141,7 @@ def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
 
 
 class Readable:
-    """A base beside upstream's dataset, which letterboxes to squares only.
-
-    It names an image that OpenCV cannot read although Pillow found no fault.
-
-    Attributes:
-        im_files: upstream's, the images.
-        shapes: upstream's, their widths and heights.
-    """
+    """A base beside upstream's dataset. It letterboxes to rectangles too, and names images that OpenCV cannot read."""
 
     im_files: list[str]
     shapes: np.ndarray
@@ -178,10 +157,8 @@ class Readable:
             self.img_size = np.nextafter(gain * max(width, height), np.inf)
         try:
             return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
-        except (AssertionError, ValueError, cv2.error) as e:  # ValueError: a damaged .npy beside the image
-            raise QatError(
-                f'image {self.im_files[i]}: cannot be read; mend or remove it ({" ".join(str(e).split())[:200]})'
-            ) from e
+        except (AssertionError, cv2.error) as e:
+            raise unreadable(self.im_files[i], e) from e
         finally:
             self.img_size = self.sides or self.img_size  # upstream's letterbox takes both sides too
 
@@ -194,31 +171,6 @@ class MaskDataset(Readable, LoadImagesAndLabelsAndMasks):
     """Upstream's dataset of images, boxes and masks."""
 
 
-def load_any(file: Path, model: Any, flag: str = '--data') -> Data | ImageFolders:
-    """Check the data of a model: the data YAML of a detector or segmentation model, the folder of a classifier.
-
-    Args:
-        file: the YAML or the folder.
-        model: with nc, names, segments and classifies, see file_model.py.
-        flag: the option that gave it.
-
-    Raises:
-        QatError: it is for another task, or wrong.
-    """
-    if model.classifies:
-        if not file.is_dir():
-            raise QatError(
-                f'{flag} {file}: the model is a classifier ({model.kind}), which takes a folder with train/ and val/, and in each a '
-                'folder of images for each class; labels of boxes are for detectors'
-            )
-        return load_image_folders(file, model.names, flag)
-    if file.is_dir():
-        raise QatError(
-            f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes a data YAML with train:, val: and names:'
-        )
-    return load_data(file, model.nc, flag, model.segments)
-
-
 def open_dataset(
     data: Any,
     split: str,
@@ -229,16 +181,8 @@ def open_dataset(
 ) -> Any:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
-    Args:
-        data: the Data, or the ImageFolders of a classifier.
-        split: 'train', 'val', or 'held out': the training images that `data.val_split` takes away from 'train'.
-        config: gives imgsz and batch_size.
-        stride: of the model, in pixels.
-        masks: settings of upstream's dataset of masks; None = boxes only.
-        **options: as upstream's dataset takes them.
-
-    Raises:
-        QatError: a label or an image is wrong, or none is left.
+    `split` is 'train', 'val' or 'held out': the training images that `data.val_split` takes away from 'train'. `masks`
+    are the settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
     """
     if isinstance(data, ImageFolders):
         return open_images(data, split, config)
@@ -248,7 +192,7 @@ def open_dataset(
     files = _image_files(paths)
     if not files:
         raise QatError(f'{data.flag} {data.file}: {key}: no images in {", ".join(paths)}')
-    check_image_names(files, data)
+    check_images(files, data.flag, data.file)
     check_cache(files, paths)
     with first_goes_ahead(), quiet_upstream():  # the first process writes the cache of the labels
         try:
@@ -271,12 +215,13 @@ def open_dataset(
     dropped = sorted(set(files) - set(dataset.im_files))
     check_dropped(dropped, data)
     check_labels(dataset, data)
+    check_copies(dataset.im_files, dataset.npy_files, dataset.shapes)
     if masks:
         _check_polygons(dataset, data)
     if dropped:
         LOGGER.warning(f'{key}: {len(dropped)} images cannot be read and are left out, the first is {dropped[0]}')
     if key == 'train' and data.val_split:
-        held_out = _held_out(dataset.im_files, data.val_split)
+        held_out = held_out_files(dataset.im_files, data.val_split)
         _keep(
             dataset,
             [(f in held_out) == (split == 'held out') for f in dataset.im_files],
@@ -291,27 +236,8 @@ def open_dataset(
     return dataset
 
 
-def _held_out(names: Sequence[str], share: float) -> set[str]:
-    """Choose the files that --val-split `share` holds out: evenly spread over the names, whatever the seed."""
-    files = sorted(names)
-    n = round(share * len(files))
-    if not 0 < n < len(files):
-        raise QatError(
-            f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
-            f'{len(files) - n} trained on; use another share, or leave it out'
-        )
-    return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}
-
-
 def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderConfig, pad: float) -> None:
-    """Keep only some images in upstream's dataset, in place: then no mosaic shows another one.
-
-    Args:
-        dataset: the dataset.
-        wanted: for each image, whether it stays.
-        config: gives imgsz and batch_size.
-        pad: of rectangles, in strides, as given to the dataset.
-    """
+    """Keep only some images in upstream's dataset, in place: then no mosaic shows another one. `pad` is in strides."""
     kept = np.flatnonzero(wanted)
     for name in ('im_files', 'label_files', 'labels', 'segments', 'ims', 'npy_files'):
         setattr(dataset, name, [getattr(dataset, name)[i] for i in kept])
@@ -338,11 +264,7 @@ def _image_files(paths: Sequence[str]) -> list[str]:
 
 
 def load_hyp(path: str | Path) -> dict[str, Any]:
-    """Read augmentation settings in upstream's format.
-
-    Raises:
-        QatError: a setting is missing or no number.
-    """
+    """Read augmentation settings in upstream's format."""
     file = require_file(path, '--hyp', ('.yaml', '.yml'))
     hyp = read_yaml(file, '--hyp')
     needed = 'hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste'.split()

@@ -1,17 +1,17 @@
-"""A folder of a classifier's images, as classify/train.py and classify/val.py take it: train/ and val/ or test/, a folder per class.
+"""A folder of a classifier's images: train/ and val/ or test/, and in each of them a folder per class.
 
-Images are prepared as classify/val.py does: the square in the middle, resized, RGB, less ImageNet's mean, by its deviation. This
-is the only place with that preparation.
+Images are prepared as classify/val.py does: the square in the middle, resized, RGB, less ImageNet's mean, by its
+deviation. This is the only place with that preparation.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cv2
 import torch
 from torchvision.transforms import Normalize
 from utils.augmentations import IMAGENET_MEAN, IMAGENET_STD, CenterCrop, ToTensor
@@ -20,6 +20,9 @@ from utils.dataloaders import IMG_FORMATS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
+from utils.qat.data.held_out import held_out_files
+from utils.qat.data.image_file import check_images, read_bgr, unreadable
+from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1
 
@@ -29,9 +32,7 @@ class ImageFolders:
     """A checked folder of images.
 
     Attributes:
-        file: the folder.
         train, val: the folders inside it with a folder of images for each class.
-        names: class index → name.
         flag: the option that gave the folder.
         val_split: share of the training images that is held out of training, in [0, 1).
     """
@@ -43,7 +44,7 @@ class ImageFolders:
     flag: str = '--data'
     val_split: float = 0.0
     annotations: None = None  # as dataset.Data
-    segments: bool = False
+    masks: bool = False
 
     @property
     def nc(self) -> int:
@@ -52,14 +53,11 @@ class ImageFolders:
 
 
 def class_folders(folder: Path, flag: str) -> list[str]:
-    """List the folders of the classes in a folder, in the order of their indices.
-
-    Raises:
-        QatError: there is none, or one of them has no image.
-    """
+    """List the folders of the classes in a folder, in the order of their indices; each has an image."""
     found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not found:
         raise QatError(f'{flag} {folder}: needs a folder of images for each class, such as {folder / "cat" / "1.jpg"}')
+    class_names(found, f'{flag} {folder}')
     empty = [name for name in found if not images_in(folder / name)]
     if empty:
         raise QatError(
@@ -75,18 +73,7 @@ def images_in(folder: Path) -> list[str]:
 
 
 def split_folders(folder: Path, flag: str = '--data') -> tuple[Path, Path, list[str]]:
-    """Check a folder of images for any classifier.
-
-    Args:
-        folder: with train/ and val/ or, if it is there, test/, which upstream prefers to val/.
-        flag: the option that gave the folder.
-
-    Returns:
-        The folders of training and of validation, and the names of their classes.
-
-    Raises:
-        QatError: a folder is missing or has no images.
-    """
+    """Check a folder of images for any classifier: return train/, test/ or else val/, and the names of the classes."""
     train, val = folder / 'train', folder / 'test'
     val = val if val.is_dir() else folder / 'val'
     if not train.is_dir() or not val.is_dir():
@@ -105,16 +92,7 @@ def split_folders(folder: Path, flag: str = '--data') -> tuple[Path, Path, list[
 
 
 def load_image_folders(folder: Path, names: Mapping[int, str], flag: str = '--data') -> ImageFolders:
-    """Check a folder of images for a classifier.
-
-    Args:
-        folder: see `split_folders`.
-        names: names of the model's classes; the folders of another number of classes do not fit.
-        flag: the option that gave the folder.
-
-    Raises:
-        QatError: a folder is missing, has no images or is too many.
-    """
+    """Check a folder of images for a classifier with the classes `names`; see `split_folders`."""
     train, val, classes = split_folders(folder, flag)
     if len(classes) != len(names):
         raise QatError(
@@ -136,17 +114,11 @@ def normalized(images: torch.Tensor) -> torch.Tensor:
 
 
 class ClassImages:
-    """The images of some class folders, prepared as classify/val.py does.
-
-    Attributes:
-        im_files: paths of the images.
-        labels: their classes.
-    """
+    """The images of some class folders, prepared as classify/val.py does."""
 
     albumentations = None  # nothing is augmented, see loaders.Seeded
 
     def __init__(self, files: Sequence[tuple[str, int]], config: LoaderConfig) -> None:
-        """Take images, as (path, class). config: gives imgsz."""
         self.im_files, self.labels = [file for file, _ in files], [label for _, label in files]
         self.prepare = (CenterCrop(config.imgsz), ToTensor(), Normalize(MEAN, STD))
 
@@ -156,25 +128,21 @@ class ClassImages:
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, str]:
         """Return an image, FP32 [3, H, W], its class and its path."""
         path = self.im_files[index]
-        image: Any = cv2.imread(path)  # BGR
-        if image is None:
-            raise QatError(f'image {path}: cannot be read; mend or remove it')
+        image: Any = read_bgr(path)
         for step in self.prepare:
             image = step(image)
         return image, self.labels[index], path
 
 
 def open_images(data: ImageFolders, split: str, config: LoaderConfig) -> ClassImages:
-    """Open the images of a split: 'train', 'val', or 'held out', which data.val_split takes away from 'train'.
-
-    Raises:
-        QatError: no image is left.
-    """
+    """Open the images of a split: 'train', 'val', or 'held out', which data.val_split takes away from 'train'."""
     folder = data.val if split == 'val' else data.train
     files = [(file, index) for index, name in data.names.items() for file in images_in(folder / name)]
     if split != 'val' and data.val_split:
-        every = max(2, round(1 / data.val_split))  # every class is held out of
-        files = [item for i, item in enumerate(files) if (i % every == 0) == (split == 'held out')]
-    if not files:
-        raise QatError(f'--val-split {data.val_split}: no image is left in {split}; choose another share')
+        held_out = held_out_files([file for file, _ in files], data.val_split)
+        files = [item for item in files if (item[0] in held_out) == (split == 'held out')]
+    check_images((file for file, _ in files), data.flag, data.file)
+    for file, _ in files:
+        if not os.path.getsize(file):
+            raise unreadable(file, 'it is empty')
     return ClassImages(files, config)

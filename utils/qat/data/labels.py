@@ -5,7 +5,6 @@ with its name.
 """
 
 import math
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,12 @@ from typing import Any
 from utils.dataloaders import LoadImagesAndLabels, img2label_paths
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import waits
 from utils.qat.core.next_command import command
-from utils.qat.untrusted.names import is_printable_text
 from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
-
-
-def check_image_names(files: Sequence[str], data: Any) -> None:
-    """Raise QatError for an image whose name is not UTF-8 or has control characters.
-
-    Upstream hashes the names as UTF-8, and repeats them in messages.
-
-    Args:
-        files: images.
-        data: a dataset.Data.
-    """
-    for file in files:
-        try:
-            file.encode()
-        except UnicodeEncodeError as e:
-            raise QatError(
-                f'{data.flag} {data.file}: the name of the image {os.fsencode(file)!r} is not UTF-8; rename it'
-            ) from e
-        if not is_printable_text(file):
-            raise QatError(f'{data.flag} {data.file}: the name of the image {file} has control characters; rename it')
 
 
 class _Arrays(Values):
@@ -48,18 +27,12 @@ class _Arrays(Values):
 
 
 def check_cache(files: Collection[str], paths: Sequence[str]) -> None:
-    """Refuse a cache of labels that upstream did not write: upstream unpickles the cache, which could run any code.
-
-    Args:
-        files: images.
-        paths: folders or text files that list the images.
-
-    Raises:
-        QatError: the cache is not as upstream writes it.
-    """
+    """Refuse a cache of labels that upstream did not write: upstream unpickles the cache, which could run any code."""
     last = Path(paths[-1])
     # as upstream names it
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
+    if waits(cache):
+        raise QatError(f'{cache}: a pipe or a device, where YOLOv9 keeps a cache of labels; remove it')
     if not cache.is_file():
         return
     try:
@@ -97,14 +70,7 @@ def _require_labels(content: bytes) -> None:
 
 
 def check_dropped(files: Sequence[str], data: Any) -> None:
-    """Raise QatError for the label for which upstream leaves an image out.
-
-    If all labels are right, the image itself cannot be read.
-
-    Args:
-        files: images that upstream leaves out.
-        data: a dataset.Data.
-    """
+    """Raise QatError for the label, or else the image itself, for which upstream leaves an image out."""
     for label in map(Path, img2label_paths(files)):
         for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
             try:
@@ -122,13 +88,7 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
 
 
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
-    """Raise QatError if no image of a set that shall be scored has a label.
-
-    Args:
-        dataset: upstream's.
-        key: of the set in the data YAML: 'train' or 'val'.
-        data: a dataset.Data.
-    """
+    """Raise QatError if no image of a set that shall be scored has a label. `key` is the set in the data YAML."""
     if any(map(len, dataset.labels)):
         return
     image = Path(dataset.im_files[0])
@@ -142,12 +102,7 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
 
 
 def check_labels(dataset: LoadImagesAndLabels, data: Any) -> None:
-    """Raise QatError for a label that upstream takes although its class or its outline is wrong.
-
-    Args:
-        dataset: upstream's.
-        data: a dataset.Data.
-    """
+    """Raise QatError for a label that upstream takes although its class or its outline is wrong."""
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)

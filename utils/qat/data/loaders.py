@@ -41,18 +41,12 @@ class Shard:
 
 
 def _in_order(dataset: Sized, config: LoaderConfig, shard: tuple[int, int]) -> Shard:
-    """Cut a dataset into batches, in its order, and return the share (rank, world) of them.
-
-    Each is a batch that one process alone would have.
-    """
+    """Cut a dataset into the batches of one process alone, in its order, and return the share (rank, world) of them."""
     return Shard(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False), *shard)
 
 
 def _collate(samples: list[tuple]) -> tuple:
-    """Collate samples of upstream's dataset; each image's masks, if there are any, stay a tensor of their own.
-
-    Samples of a ClassImages are collated to (images, labels, paths).
-    """
+    """Collate samples of upstream's dataset, whose masks stay a tensor per image, or of ClassImages."""
     if len(samples[0]) == 3:
         images, labels, paths = zip(*samples)
         batch = torch.stack(images), torch.tensor(labels)
@@ -71,29 +65,25 @@ def _collate(samples: list[tuple]) -> tuple:
 
 
 class Loader(DataLoader):
-    """A DataLoader that notices a killed worker when it next waits for a batch of it, within 5 s.
+    """A DataLoader that notices a killed worker when it next waits for a batch of it, within 5 s, by a RuntimeError.
 
-    PyTorch raises an error at once, wherever the process is, by a handler of SIGCHLD. Some libraries take it for an error of
-    their own (matplotlib: "Invalid bounding box") or swallow it, so that handler is taken out.
+    PyTorch raises an error at once, wherever the process is, by a handler of SIGCHLD. Some libraries take it for an
+    error of their own (matplotlib: "Invalid bounding box") or swallow it, so that handler is taken out.
     """
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         before = signal.getsignal(signal.SIGCHLD)
-        batches = super().__iter__()
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers, PyTorch's included
-            signal.signal(signal.SIGCHLD, before)
-        return batches
+        try:
+            batches = super().__iter__()
+            if threading.current_thread() is threading.main_thread():  # no other may set handlers, PyTorch's included
+                signal.signal(signal.SIGCHLD, before)
+            yield from batches
+        except (ConnectionError, EOFError) as e:
+            raise RuntimeError('DataLoader worker was killed while it handed over a batch') from e
 
 
 def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) -> Loader:
-    """Make a loader.
-
-    Args:
-        dataset: the dataset.
-        config: gives workers, batch_size and device.
-        batches: lists of indices of `dataset`; has a length and can be iterated again.
-        world: number of processes that load at once.
-    """
+    """Make a loader of batches of indices, for one of `world` processes that load at once."""
     workers = min(config.workers, max(1, (os.cpu_count() or 1) // world), config.batch_size)
     return Loader(
         dataset,
@@ -124,23 +114,15 @@ def val_loader(
 ) -> DataLoader:
     """Make the batches of an evaluation as upstream's val.py does, for a model with masks as segment/val.py.
 
-    Args:
-        data: the data YAML.
-        config: gives imgsz, batch_size, workers and device, and for masks mask_ratio and overlap.
-        stride: of the model, in pixels.
-        square: letterbox to imgsz, as a deployed model with a fixed input sees the images; False = padded rectangles, unless the
-            height and the width of imgsz differ.
-        limit: most images, evenly spread over the set; None = all. Only with `square`: a rectangle is padded for the
-            batch that it has in the whole set.
-        split: see dataset.open_dataset.
-        shard: (rank, world).
-        scored: refuse images without any label.
+    `square` letterboxes to imgsz, as a deployed model with a fixed input sees the images; otherwise rectangles are
+    padded, unless the height and the width of imgsz differ. `limit` takes that many images, evenly spread, and needs
+    `square`: a rectangle is padded for the batch that it has in the whole set. `scored` refuses images without any
+    label.
 
     Returns:
-        Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth item, see
-        detections.Truth.
+        Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth, see detections.Truth.
     """
-    masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.segments else None
+    masks = {'downsample_ratio': config.mask_ratio, 'overlap': config.overlap} if data.masks else None
     rect = not square and len(set(config.imgsz)) == 1
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
     if scored and isinstance(data, Data):
@@ -175,30 +157,19 @@ def calibration_images(
     device: torch.device,
     shard: tuple[int, int] = (0, 1),
 ) -> Images:
-    """Make the batches of the calibration: training images, letterboxed, without augmentation.
-
-    Args:
-        data: the data YAML.
-        config: `calib_images` is the most images, evenly spread over the set.
-        stride: of the model, in pixels.
-        device: the device of the images.
-        shard: (rank, world).
-    """
+    """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
     dataset = spread(open_dataset(data, 'train', config, stride), config.calib_images)
     return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
 
 
-def few(images: Images, limit: int, config: LoaderConfig) -> Images:
+def spread_images(images: Images, limit: int, config: LoaderConfig) -> Images:
     """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
     dataset = spread(images.loader.dataset, limit)
     return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)
 
 
 class Seeded:
-    """A dataset over pairs (index, seed): `dataset[index]`, whose random numbers all start from `seed`.
-
-    A seed is in 0..2^32 - 1.
-    """
+    """A dataset over pairs (index, seed): `dataset[index]`, whose random numbers start from the seed in 0..2^32 - 1."""
 
     def __init__(self, dataset: LoadImagesAndLabels) -> None:
         self.dataset = dataset
@@ -220,21 +191,11 @@ class Seeded:
 class EpochBatches:
     """A batch sampler: lists of (index, seed of its augmentation), which follow from the seed and the epoch alone.
 
-    With several processes, a batch that is not full, and batches that do not go round, are left out: all processes take
-    the same number of steps.
-
-    Attributes:
-        n: number of images in the set.
-        epoch: the epoch, from 0.
-        rank, ranks: this process has every `ranks`-th batch of one process alone, from `rank` on.
+    Process `rank` of `ranks` has every `ranks`-th batch of one process alone. With several processes, a batch that is
+    not full, and batches that do not go round, are left out: all processes take the same number of steps.
     """
 
     def __init__(self, n: int, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
-        """Make a sampler of epoch 0.
-
-        Raises:
-            QatError: there is no full batch for each process.
-        """
         self.n, self.batch_size, self.seed, (self.rank, self.ranks) = n, batch_size, seed, shard
         self.epoch = 0
         if not len(self):
@@ -256,11 +217,7 @@ class EpochBatches:
 
 
 class TrainingImages(Images):
-    """Images that differ from epoch to epoch.
-
-    Attributes:
-        epoch: of the next pass, from 0; each pass adds 1.
-    """
+    """Images that differ from epoch to epoch; each pass adds 1 to `epoch`, from 0."""
 
     epoch = 0
 
@@ -278,35 +235,20 @@ def training_images(
     hyp: dict[str, Any] | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> TrainingImages:
-    """Make the batches of a fine-tuning: training images in random order.
+    """Make the batches of a fine-tuning: training images in random order, with labels if config.task_loss is not 0.
 
-    They come with their labels if config.task_loss is not 0; labels must exist in any case. The images of an epoch
-    follow from config.seed and its number, whatever the number of workers and the epochs before.
-
-    Args:
-        data: the data YAML.
-        config: gives imgsz, batch_size, workers, device, seed and task_loss.
-        stride: of the model, in pixels.
-        device: the device of the images.
-        hyp: settings of the augmentation, see dataset.load_hyp; None = letterboxed, as for calibration.
-        shard: (rank, world), see EpochBatches.
+    Labels must exist in any case. The images of an epoch follow from config.seed and its number, whatever the number of
+    workers and the epochs before. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
     """
     # as segment/train.py has them
-    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.segments and config.task_loss else None
+    masks = {'downsample_ratio': COARSE, 'overlap': True} if data.masks and config.task_loss else None
     dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)
     return TrainingImages(_loader(Seeded(dataset), config, batches, shard[1]), device, labels=config.task_loss > 0)
 
 
 def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iterator[tuple]:
-    """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes.
-
-    Args:
-        number: images.
-        batch_size: images of a batch.
-        imgsz: height and width, in pixels.
-        seed: of the noise.
-    """
+    """Yield batches of noise, as `val_loader` makes them, without targets, paths and shapes."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, batch_size):
         yield (

@@ -45,14 +45,7 @@ class Masks(ABC):
 
 @dataclass
 class PrototypeMasks(Masks):
-    """Masks as sigmoid(coefficients @ prototypes) > 0.5, by upstream's own functions.
-
-    Attributes:
-        coefficients: [n, nm].
-        prototypes: [nm, H / 4, W / 4].
-        boxes: see Masks.
-        shape: see Masks.
-    """
+    """Masks as sigmoid(coefficients [n, nm] @ prototypes [nm, H / 4, W / 4]) > 0.5, by upstream's own functions."""
 
     coefficients: torch.Tensor
     prototypes: torch.Tensor
@@ -75,10 +68,7 @@ class PrototypeMasks(Masks):
 class BoxMasks(Masks):
     """Masks that a model with NMS inside has cut out.
 
-    Attributes:
-        crops: [n, R, R] in 0..1: R x R cells that divide the box evenly.
-        boxes: see Masks.
-        shape: see Masks.
+    The crops are [n, R, R] in 0..1: R x R cells that divide the box evenly.
     """
 
     crops: torch.Tensor
@@ -115,14 +105,9 @@ class BoxMasks(Masks):
 
 
 def true_masks(masks: torch.Tensor, number: int) -> torch.Tensor:
-    """Separate the masks of an image's objects, as upstream's dataset gives them.
+    """Separate the masks of an image's objects, as upstream's dataset gives them, to FP32 [number, H, W].
 
-    Args:
-        masks: [number, H, W] of 0 and 1, or, overlapping, [1, H, W] of the number of the object, from 1.
-        number: objects of the image.
-
-    Returns:
-        FP32 [number, H, W].
+    `masks` is [number, H, W] of 0 and 1, or, overlapping, [1, H, W] of the number of the object, from 1.
     """
     if len(masks) != number:
         masks = masks == torch.arange(1, number + 1, device=masks.device)[:, None, None]
@@ -137,15 +122,7 @@ def resized(masks: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def same_place_iou(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Compute the IoU of masks in pairs.
-
-    Args:
-        first: [n, H, W] of 0 and 1.
-        second: likewise, on any device.
-
-    Returns:
-        IoU [n]; 1 where both masks are empty, as masks of small boxes may be.
-    """
+    """Compute the IoU [n] of masks [n, H, W] of 0 and 1 in pairs; 1 where both are empty, as of small boxes."""
     second = second.to(first.device)
     common = (first * second).sum((1, 2))
     union = first.sum((1, 2)) + second.sum((1, 2)) - common

@@ -66,26 +66,12 @@ def capabilities(trt: ModuleType) -> Capabilities:
 
 
 def product(trt: ModuleType) -> str:
-    """Name the product and its version, such as 'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1'.
-
-    The build number is left out, because trtexec does not report it in the same way.
-    """
+    """Name the product and its version, without the build number: 'TensorRT 10.13.3' or 'TensorRT-RTX 1.7.1'."""
     return f'TensorRT{"-RTX" if "rtx" in trt.__name__ else ""} {".".join(trt.__version__.split(".")[:3])}'
 
 
 def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleType:
-    """Import the TensorRT module of a backend.
-
-    Args:
-        backend: a key of BACKENDS in config/backends.py that builds engines.
-        flag: first words of the error message, such as the option or the file that needs TensorRT.
-
-    Returns:
-        The module: `tensorrt`, or a module of TensorRT-RTX.
-
-    Raises:
-        QatError: no module of the backend is installed, or its version is below OLDEST.
-    """
+    """Import the module of TensorRT, or of TensorRT-RTX, by the key of its backend. `flag` begins the error message."""
     failed = []
     for name in BACKENDS[backend].builders:
         try:
@@ -110,14 +96,9 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
 
 
 def logger(trt: Any, say: Callable[[str], object]) -> Any:
-    """Make a trt.ILogger.
+    """Make a trt.ILogger; `say` takes each warning as a line, information goes to the log of --verbose.
 
-    Args:
-        trt: module of TensorRT.
-        say: takes each warning as a line. Information goes to the log of --verbose instead.
-
-    Returns:
-        The logger. Its list `errors` keeps the messages of errors for the exception that follows them.
+    Its list `errors` keeps the messages of errors for the exception that follows them.
     """
 
     class Log(trt.ILogger):
@@ -137,15 +118,7 @@ def logger(trt: Any, say: Callable[[str], object]) -> Any:
 
 
 def progress_monitor(trt: Any, bar: Any) -> Any:
-    """Make a trt.IProgressMonitor that shows a build on a progress bar.
-
-    Args:
-        trt: module of TensorRT.
-        bar: a tqdm. The outermost phase of the build moves it, and the innermost phase is named beside it.
-
-    Returns:
-        The monitor. Ctrl-C ends the build and sets its `interrupted`.
-    """
+    """Make a trt.IProgressMonitor that shows a build on a tqdm; Ctrl-C ends the build and sets its `interrupted`."""
 
     class Progress(trt.IProgressMonitor):
         def __init__(self) -> None:

@@ -1,9 +1,6 @@
 """ONNX → engine, by the Python API of TensorRT's builder, with a sidecar that describes the engine.
 
-in:  an ONNX file, float or with Q/DQ, in FP32 or typed FP16 (export_qat.py --trt 8|10|11)
-out: MODEL.engine, MODEL.engine.json beside it, and a timing cache that the next build reuses
-
-TensorRT-RTX builds without a GPU.
+It also writes a timing cache, which the next build reuses. TensorRT-RTX builds without a GPU.
 """
 
 import time
@@ -23,15 +20,7 @@ MIB = 1 << 20
 
 
 class EngineFromOnnx:
-    """A build of one engine from one ONNX file, through the Python API.
-
-    Args:
-        config: files and settings of the build.
-        progress: makes the tqdm that shows the progress; None = no bar.
-
-    Raises:
-        QatError: TensorRT is not installed, or the file does not fit the settings.
-    """
+    """A build of one engine from one ONNX file, through the Python API. `progress` makes the tqdm that shows it."""
 
     def __init__(self, config: BuildConfig, progress: Callable[[], Any] | None = None) -> None:
         """Read the ONNX file and plan the build; nothing is built yet."""
@@ -43,14 +32,7 @@ class EngineFromOnnx:
         self.plan = plan(self.source, self.can, self.product)
 
     def build(self) -> dict[str, Any]:
-        """Write config.engine, its sidecar and the timing cache.
-
-        Returns:
-            The content of the sidecar, see sidecar.py.
-
-        Raises:
-            QatError: TensorRT rejects the ONNX file or cannot build an engine of it.
-        """
+        """Write config.engine, its sidecar and the timing cache; return the content of the sidecar."""
         trt, config, start = self.trt, self.config, time.perf_counter()
         self.builder = trt.Builder(self.log)  # kept: networks and settings must not outlive it
         network = self._parse()
@@ -86,7 +68,6 @@ class EngineFromOnnx:
         )
 
     def _parse(self) -> Any:
-        """Parse the ONNX file into a TensorRT network."""
         trt, flags = self.trt, 0
         for flag in self.plan.network:
             flags |= 1 << int(getattr(trt.NetworkDefinitionCreationFlag, flag))
@@ -123,7 +104,6 @@ class EngineFromOnnx:
         return bool(kept and whole)
 
     def _serialize(self, network: Any, settings: Any) -> bytes:
-        """Build the engine and return it as bytes."""
         monitor = None
         if self.progress and self.can.progress:
             bar = self.progress()

@@ -1,14 +1,13 @@
 """An engine as a picture: its layers in DOT, the language of Graphviz, drawn as SVG and PNG.
 
-A box is a layer, with its kind, module, types, shapes and time. Its colour is the type in which it computes. Its border is as
-thick as its share of the time, and red if there is a finding. A layer that only reformats, quantizes or dequantizes has a
-double border and the colours of both types. Graphviz is inside the wheels of pygraphviz since 2.0, which need only SYSTEM.
+The colour of a box is the type in which the layer computes. Its border is as thick as its share of the time, and red if
+there is a finding. A layer that only reformats, quantizes or dequantizes has a double border and the colours of both
+types. Graphviz is inside the wheels of pygraphviz since 2.0, which need only SYSTEM.
 """
 
 import importlib.util
 import os
-import subprocess
-import sys
+import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from utils.qat.core.printable import visible
 from utils.qat.engine.layer_rules import Finding, is_qdq, is_reformat
 from utils.qat.engine.layer_tables import shape_text, short_name
 from utils.qat.engine.layers import Engine, Layer, Tensor
+from utils.qat.untrusted.own_process import run_apart
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}
@@ -30,14 +30,7 @@ TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
 def _quoted(text: Any, read: int = 1) -> str:
-    """Quote `text` as a string of DOT.
-
-    A line break stays a line break in the picture. Escapes and entities of Graphviz appear as they are typed.
-
-    Args:
-        text: any text.
-        read: how many times Graphviz replaces escapes in it.
-    """
+    """Quote `text` as a string of DOT, for a Graphviz that replaces escapes in it `read` times; line breaks stay."""
     text = visible(text, keep='\n').replace('&', '&amp;')
     return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'
 
@@ -74,7 +67,6 @@ def _label(engine: Engine, layer: Layer, found: Sequence[Finding]) -> str:
 
 
 def _node(engine: Engine, i: int, found: Sequence[Finding]) -> str:
-    """Write the box of layer `i`, with the findings `found` in it."""
     layer = engine.layers[i]
     copies = is_reformat(layer) or is_qdq(layer)
     share = engine.share([layer]) or 0
@@ -94,7 +86,6 @@ def _node(engine: Engine, i: int, found: Sequence[Finding]) -> str:
 
 
 def _edge(engine: Engine, writer: int | None, reader: int | None, tensor: Tensor) -> str:
-    """Write the arrow of a tensor, see Engine.edges."""
     source = _quoted(f'in {tensor.name}') if writer is None else writer
     # the box of a layer shows the shape of its first input only
     label = (
@@ -109,13 +100,7 @@ def _edge(engine: Engine, writer: int | None, reader: int | None, tensor: Tensor
 
 
 def dot(engine: Engine, findings: Sequence[Finding], title: str) -> str:
-    """Write an engine as DOT text.
-
-    Args:
-        engine: the engine.
-        findings: findings in it, see layer_rules.py.
-        title: text above the picture.
-    """
+    """Write an engine and the findings in it (layer_rules.py) as DOT text."""
     lines = [
         _line('graph', label=title, labelloc='t', fontname=FONT, fontsize=16, nodesep=0.2, ranksep=0.25),
         _line('node', fontname=FONT, fontsize=10, margin='0.12,0.06'),
@@ -137,7 +122,6 @@ def dot(engine: Engine, findings: Sequence[Finding], title: str) -> str:
 
 
 def _legend() -> str:
-    """Write the legend as a node of DOT."""
     rows = ''.join(f'<tr><td bgcolor="{FILL.get(kind, OTHER_FILL)}">computes in {kind}</td></tr>' for kind in TYPES)
     return (
         'legend [shape=plain, label=<<table border="0" cellborder="1" cellspacing="0" cellpadding="4">'
@@ -152,7 +136,7 @@ SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'
 
 # The drawing runs in a process of its own: Graphviz and fontconfig write to stderr at any time, and read their settings only once.
 # pygraphviz returns bytes here: it writes to a path through fileinput, which opens no binary file in Python 3.11.2 (Debian 12).
-RENDER = """import sys, pathlib, pygraphviz
+RENDER = """import pathlib, pygraphviz
 graph = pygraphviz.AGraph(sys.argv[1])
 graph.layout(prog='dot')
 for path in map(pathlib.Path, sys.argv[2:]):
@@ -161,21 +145,15 @@ for path in map(pathlib.Path, sys.argv[2:]):
 
 
 def draw(dot_file: Path, paths: Iterable[Path]) -> None:
-    """Draw a DOT file as pictures.
+    """Draw a DOT file as pictures; the suffix of each path is its format.
 
     The font is matplotlib's, so that a machine without fonts draws the same picture.
-
-    Args:
-        dot_file: file of DOT text.
-        paths: the pictures to write; the suffix of each is its format.
-
-    Raises:
-        QatError: pygraphviz is not installed, or cannot draw.
     """
+    by_hand = shlex.join(['dot', '-Tsvg', '-O', str(dot_file)])
     if importlib.util.find_spec('pygraphviz') is None:
         raise QatError(
             'no picture without pygraphviz: pip install "pygraphviz>=2.0.1", or ./install_dependencies.sh --trex; any Graphviz '
-            f'can draw it as well: dot -Tsvg -O {dot_file}'
+            f'can draw it as well: {by_hand}'
         )
     import matplotlib
 
@@ -187,15 +165,10 @@ def draw(dot_file: Path, paths: Iterable[Path]) -> None:
             f'<cachedir>{folder}</cachedir></fontconfig>'
         )
         made = [str(stack.enter_context(atomic(path))) for path in paths]
-        done = subprocess.run(
-            [sys.executable, '-c', RENDER, dot_file, *made],
-            capture_output=True,
-            text=True,
-            env={**os.environ, 'FONTCONFIG_FILE': str(fonts)},
-        )
+        done = run_apart(RENDER, dot_file, *made, env={**os.environ, 'FONTCONFIG_FILE': str(fonts)})
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f'status {done.returncode}'])[-1]
             missing = f'apt-get install {SYSTEM}, or ' if 'cannot open shared object' in reason else ''
             raise QatError(
-                f'pygraphviz cannot draw {dot_file} ({reason}); {missing}with a Graphviz of your own: dot -Tsvg -O {dot_file}'
+                f'pygraphviz cannot draw {dot_file} ({reason}); {missing}with a Graphviz of your own: {by_hand}'
             )

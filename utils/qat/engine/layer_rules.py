@@ -1,9 +1,10 @@
 """Rules that find layers of an engine that cost too much time: an `Engine` in, `Finding`s out, one function per rule.
 
-TensorRT decides about layers during the build, so the rules read the result: types of tensors, kinds of layers, names of
-kernels. If a name does not tell the answer, it is `unknown`, never guessed. The rules come from NVIDIA's Engine Explorer (before
-it was removed from the TensorRT repository) and from the section on Q/DQ placement in the developer guide. Nothing is measured
-beyond the profile.
+TensorRT decides about layers during the build, so the rules read the result: types of tensors, kinds of layers, names
+of kernels. If a name does not tell the answer, it is `unknown`, never guessed. Nothing is measured beyond the profile.
+
+Sources: NVIDIA's Engine Explorer (before it was removed from the TensorRT repository), and the section on Q/DQ
+placement in the developer guide.
 """
 
 import re

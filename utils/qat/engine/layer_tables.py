@@ -52,10 +52,7 @@ def share_text(share: float | None) -> str:
 
 
 def short_name(layer: Layer) -> str:
-    """Name `layer` in at most WIDTH characters: the common module of its ONNX nodes, and their operators.
-
-    Q and DQ are named only if the layer has no other node.
-    """
+    """Name `layer` in at most WIDTH characters: the common module of its ONNX nodes, and their operators."""
     paths = [p for name in layer.nodes or [layer.name] for p in NODE.findall(name)]
     paths = [p for p in paths if not p.endswith(('QuantizeLinear', 'DequantizeLinear'))] or paths
     name = layer.name
@@ -123,13 +120,7 @@ def _role(layer: Layer) -> str:
 
 
 def engine_report(engine: Engine, findings: Sequence[Finding], limit: int | None = None) -> str:
-    """Describe an engine and its findings in tables, as `draw_engine.py` prints them.
-
-    Args:
-        engine: the engine.
-        findings: findings in it, see layer_rules.py.
-        limit: most rows of a list; None = all.
-    """
+    """Describe an engine and its findings in tables, as `draw_engine.py` prints them, of at most `limit` rows each."""
     convs = [layer for layer in engine.layers if is_convolution(layer)]
     on = Counter(map(tensor_cores, convs))
     time = f', {engine.ms:.3f} ms (sum over the layers, which is more than one inference takes)' if engine.ms else ''

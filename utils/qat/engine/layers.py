@@ -99,15 +99,14 @@ class Engine:
         return sum(layer.ms or 0 for layer in layers) / self.ms if self.ms else None
 
     def edges(self) -> list[tuple[int | None, int | None, Tensor]]:
-        """Find the tensors that go from layer to layer.
+        """Find the tensors that go from layer to layer: (writer, reader, tensor as the reader reads it) of each.
 
-        A name can be written more than once: a Concat that the builder removed leaves one writer for each of its parts, and
-        Myelin reuses memory. So a reader gets the last tensor of its own size that was written before it. If there is no such
-        tensor, it gets all the parts.
+        Writer and reader are indices of layers. The writer is None for an input of the engine, the reader for an
+        output.
 
-        Returns:
-            (writer, reader, tensor as the reader reads it) of each. Writer and reader are indices of layers. The writer is
-            None for an input of the engine, the reader is None for an output.
+        A name can be written more than once: a Concat that the builder removed leaves one writer for each of its parts,
+        and Myelin reuses memory. So a reader gets the last tensor of its own size that was written before it. If there
+        is no such tensor, it gets all the parts.
         """
         writers: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         found: list[tuple[int | None, int | None, Tensor]] = []
@@ -136,7 +135,6 @@ def dtype(text: str) -> str:
 
 
 def _load(path: Path, flag: str) -> Any:
-    """Read the JSON file given with `flag`."""
     require_file(path, flag)
     try:
         return _visible(json.loads(path.read_text(encoding='utf-8')))
@@ -159,7 +157,6 @@ def _visible(content: Any) -> Any:
 
 
 def _texts(raw: dict[str, Any], *keys: str) -> list[str]:
-    """Return the values of `keys` that are text, in the order of the keys."""
     return [raw[key] for key in keys if isinstance(raw.get(key), str)]
 
 
@@ -200,10 +197,7 @@ def _layer(raw: dict[str, Any], index: int) -> Layer:
 
 
 def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list[Tensor]]:
-    """Find the inputs and outputs of the engine.
-
-    "Bindings" are only names: a name that no layer writes is an input.
-    """
+    """Find the inputs and outputs of the engine; "Bindings" are only names: one that no layer writes is an input."""
     read, written = ({t.name: t for layer in layers for t in getattr(layer, side)} for side in ('inputs', 'outputs'))
     listed = raw.get('I/O Tensors')
     if isinstance(listed, list) and all(isinstance(t, dict) for t in listed):
@@ -217,11 +211,7 @@ def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list
 
 
 def read_layers(path: Path) -> Engine:
-    """Read a file of layer information, without times.
-
-    Raises:
-        QatError: the file is no layer information, or has only the names of layers.
-    """
+    """Read a file of layer information, without times."""
     raw = _load(path, '--layer')
     if isinstance(raw, list) and any(isinstance(row, dict) and ('averageMs' in row or 'count' in row) for row in raw):
         raise QatError(f'--layer {path}: a profile (times of layers), to be given as --profile; {EXPORT}')
@@ -238,14 +228,7 @@ def read_layers(path: Path) -> Engine:
 
 
 def read_profile(path: Path) -> list[tuple[str, float]]:
-    """Read a profile.
-
-    Returns:
-        (name of a layer, ms per inference) of each layer, in the order of the file.
-
-    Raises:
-        QatError: the file is no profile.
-    """
+    """Read a profile: (name of a layer, ms per inference) of each layer, in the order of the file."""
     raw = _load(path, '--profile')
     if isinstance(raw, dict) and 'Layers' in raw:
         raise QatError(f'--profile {path}: layer information, to be given as --layer; {EXPORT}')
@@ -264,16 +247,10 @@ def read_profile(path: Path) -> list[tuple[str, float]]:
 
 
 def read_engine(layer_path: Path, profile_path: Path | None = None) -> Engine:
-    """Read an engine from its layer information, and its times from a profile.
+    """Read an engine from its layer information, and its times from a profile if there is one.
 
-    Layers and times with equal names are matched in their order. Names without a match are kept in `untimed` and `unknown`.
-
-    Args:
-        layer_path: file of layer information.
-        profile_path: file of the profile; None = no times.
-
-    Raises:
-        QatError: a file has another content, or no layer of the profile is in the layer information.
+    Layers and times with equal names are matched in their order. Names without a match are kept in `untimed` and
+    `unknown`.
     """
     engine = read_layers(layer_path)
     if profile_path is None:

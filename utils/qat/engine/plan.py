@@ -1,7 +1,7 @@
-"""ONNX file and settings → the plan of a build: flags of the network and the builder, and the shapes of the inputs.
+"""ONNX file and settings → the plan of a build, which the Python builder (build.py) and trtexec (trtexec.py) share.
 
-The Python builder (build.py) and trtexec (trtexec.py) share this plan. Facts: a file with Q/DQ is INT8. A file with FP16
-inside is strongly typed, and is built in its own types. TensorRT 11 and TensorRT-RTX build every file in its own types.
+A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is built in its own types. TensorRT 11 and
+TensorRT-RTX build every file in its own types.
 """
 
 from dataclasses import dataclass
@@ -9,31 +9,23 @@ from dataclasses import dataclass
 from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.core.next_command import command
 from utils.qat.engine.api import Capabilities
-from utils.qat.graph.audit import load
+from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq, given, is_half, name_of
 
 
 class Source:
-    """The facts about an ONNX file that its build needs.
-
-    Args:
-        config: settings of the build; `config.onnx` is the file.
+    """The facts about the ONNX file `config.onnx` that its build needs.
 
     Attributes:
         shapes: input name → (smallest, best, largest shape).
         dynamic: an axis of an input is open.
         int8: the file has Q/DQ.
         half: the file has FP16 inside.
-        metadata: metadata of the export.
-        nodes: names of the nodes, in their order.
-
-    Raises:
-        QatError: the file is no ONNX file, or does not accept the batch or the image size of `config`.
     """
 
     def __init__(self, config: BuildConfig) -> None:
-        """Read the file."""
         self.config, model = config, load(config.onnx)
         inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
         if not all(inputs.values()):
@@ -92,18 +84,9 @@ class Plan:
 
 
 def plan(source: Source, can: Capabilities, product: str) -> Plan:
-    """Plan the build of a file.
-
-    Args:
-        source: facts about the file.
-        can: capabilities of the TensorRT that builds.
-        product: name and version of this TensorRT, for messages.
-
-    Raises:
-        QatError: the file cannot have the precision of `source.config`, or this TensorRT cannot build it.
-    """
+    """Plan the build of a file by a TensorRT that `can` do this and calls itself `product`."""
     file, wanted, int8, half = source.config.onnx, source.config.precision, source.int8, source.half
-    export = f'python export_qat.py --weights {file.with_suffix(".pt").name}'
+    export = command('export_qat.py', '--weights', file.with_suffix('.pt').name)
     if int8 and wanted in ('fp32', 'fp16'):
         raise QatError(
             f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint'

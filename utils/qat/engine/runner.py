@@ -33,17 +33,7 @@ Shape = Sequence[int]
 
 
 def require_within(file: Path, name: str, shape: Shape, profile: Sequence[Shape]) -> None:
-    """Require that an input of an engine accepts a shape.
-
-    Args:
-        file: file of the engine, for the message.
-        name: name of the input.
-        shape: shape to check.
-        profile: smallest, best and largest shape of the input.
-
-    Raises:
-        QatError: the shape is beyond the smallest or the largest.
-    """
+    """Require that an input accepts a shape, given its smallest, best and largest one (`profile`)."""
     smallest, _, largest = profile
     if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
         bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
@@ -56,21 +46,13 @@ def require_within(file: Path, name: str, shape: Shape, profile: Sequence[Shape]
 class EngineRunner:
     """An engine that is loaded on a GPU and ready to run.
 
-    A call takes tensors of any float type on any device and copies them into the engine's own buffers, in the engine's types.
-    The outputs are views of its buffers: clone an output that must outlive the next call.
-
-    Args:
-        file: the engine.
-        device: a CUDA device.
-        cuda_graph: record a run for every new batch size, and replay it from then on.
-        backend: a key of BACKENDS in config/backends.py that builds engines.
+    A call takes tensors of any float type on any device and copies them into the engine's own buffers, in the engine's
+    types. The outputs are views of its buffers: clone an output that must outlive the next call. With `cuda_graph` it
+    records a run for every new batch size, and replays it from then on.
 
     Attributes:
         inputs: input name → (smallest, best, largest shape).
         outputs: output name → shape, with -1 for an axis that depends on the batch.
-
-    Raises:
-        QatError: TensorRT is not installed, or the engine does not fit this machine.
     """
 
     def __init__(
@@ -80,7 +62,6 @@ class EngineRunner:
         cuda_graph: bool = False,
         backend: str = 'tensorrt',
     ) -> None:
-        """Load the engine."""
         self.file, self.device, self.cuda_graph = file, device, cuda_graph
         self.trt = load_tensorrt(backend, str(file))
         if device.type != 'cuda':
@@ -92,7 +73,6 @@ class EngineRunner:
             require_fit(file, self.sidecar, product(self.trt), this_gpu(device))
         else:
             LOGGER.warning(f'no {file.name}.json beside the engine, so nothing tells what it was built of and for')
-        torch.cuda.set_device(device)
         self.log = logger(self.trt, LOGGER.warning)
         self.trt.init_libnvinfer_plugins(self.log, '')  # for engines with NMS inside
         self.runtime = self.trt.Runtime(self.log)
@@ -125,7 +105,6 @@ class EngineRunner:
                 self.outputs[name] = tuple(self.engine.get_tensor_shape(name))
 
     def __enter__(self) -> 'EngineRunner':
-        """Return the runner."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,17 +124,7 @@ class EngineRunner:
         return DTYPES[self.engine.get_tensor_dtype(name).name]
 
     def prepare(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
-        """Make the buffers of a run.
-
-        Args:
-            shapes: input name → shape.
-
-        Returns:
-            Output name → buffer of the output, on the device.
-
-        Raises:
-            QatError: the engine does not accept these shapes.
-        """
+        """Make the buffers of a run, and return those of the outputs, on the device."""
         for name, shape in shapes.items():
             require_within(self.file, name, shape, self.inputs[name])
             self.context.set_input_shape(name, tuple(shape))
@@ -182,14 +151,7 @@ class EngineRunner:
         return kept[:count].view(tuple(shape))
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the engine, in order with the work on the caller's stream.
-
-        Args:
-            tensors: input name → tensor.
-
-        Returns:
-            Output name → tensor on the device, valid until the next call.
-        """
+        """Run the engine, in order with the work on the caller's stream; the outputs are valid until the next call."""
         caller = torch.cuda.current_stream(self.device)
         outputs = self.prepare({name: tensor.shape for name, tensor in tensors.items()})
         self.stream.wait_stream(caller)
@@ -228,17 +190,7 @@ class EngineRunner:
         return json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
 
     def profile(self, tensors: dict[str, torch.Tensor], runs: int = 20) -> list[dict[str, Any]]:
-        """Measure the time of every layer, in the format of trtexec --exportProfile.
-
-        TensorRT measures one layer after the other, so the sum is longer than a run.
-
-        Args:
-            tensors: input name → tensor.
-            runs: number of runs.
-
-        Returns:
-            {'count'} first, then {'name', 'timeMs', 'averageMs', 'medianMs', 'percentage'} of each layer.
-        """
+        """Measure the time of every layer, one after the other, in the format of trtexec --exportProfile."""
         trt: Any = self.trt
         times: dict[str, list[float]] = {}
 

@@ -1,17 +1,19 @@
 """The sidecar of an engine, MODEL.engine.json: its source, the TensorRT that built it, and its GPU.
 
-An engine runs only in the version of TensorRT that built it, and on the kind of GPU on which it was built. The engine file
-tells this only after it is loaded, or not at all.
+An engine runs only in the version of TensorRT that built it, and on the kind of GPU on which it was built. The engine
+file tells this only after it is loaded, or not at all.
 """
 
 from __future__ import annotations
 
-import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256, write_json
+from utils.qat.core.next_command import command
+from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -21,17 +23,32 @@ if TYPE_CHECKING:
 VERSION = 1  # of the sidecar's content
 
 
+def _is_shape(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(map(INDEX, value))
+
+
+CONTENT = {  # what is read of a sidecar
+    'sidecar': int,
+    'built_by': str,
+    'gpu': (NONE, {'name': str, 'capability': str}),
+    'bytes': INDEX,
+    'inputs': {str: dict.fromkeys(('min', 'opt', 'max'), _is_shape)},
+    'metadata': {str: str},
+    'onnx?': str,
+    'weights?': str,
+    'precision?': str,
+    'workspace_mib?': INDEX,
+    str: anything,
+}
+
+
 def sidecar_of(engine: Path) -> Path:
     """Return the path of the sidecar of `engine`."""
     return engine.with_name(f'{engine.name}.json')
 
 
 def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
-    """Describe a CUDA device, by default the current one.
-
-    Returns:
-        {'name', 'capability'}, such as 'NVIDIA H100 PCIe' and '9.0'; None if PyTorch sees no GPU.
-    """
+    """Describe a CUDA device as {'name': 'NVIDIA H100 PCIe', 'capability': '9.0'}; None if PyTorch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -43,17 +60,7 @@ def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
 
 
 def write_sidecar(source: Source, plan: Plan, product: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Write the sidecar of the engine source.config.engine, which is already built.
-
-    Args:
-        source: facts about the ONNX file.
-        plan: flags of the build.
-        product: name and version of the TensorRT that built the engine, such as 'TensorRT 10.13.3'.
-        more: entries for the sidecar besides.
-
-    Returns:
-        The content of the sidecar.
-    """
+    """Write the sidecar of an engine that `product`, such as 'TensorRT 10.13.3', has built; return its content."""
     config = source.config
     return write_entries(
         config.engine,
@@ -71,16 +78,7 @@ def write_sidecar(source: Source, plan: Plan, product: str, more: dict[str, Any]
 
 
 def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
-    """Write the sidecar of an engine that is already built.
-
-    Args:
-        engine: file of the engine.
-        product: see `write_sidecar`.
-        entries: its source (`onnx`, or `weights` of an engine by Torch-TensorRT), inputs and settings.
-
-    Returns:
-        The content of the sidecar.
-    """
+    """Write the sidecar of an engine: its source (`onnx`, or `weights` by Torch-TensorRT), inputs and settings."""
     content = {
         'sidecar': VERSION,
         'built_by': product,
@@ -93,47 +91,35 @@ def write_entries(engine: Path, product: str, **entries: Any) -> dict[str, Any]:
 
 
 def read_sidecar(engine: Path) -> dict[str, Any] | None:
-    """Read the sidecar of `engine`.
-
-    Returns:
-        Its content, see `write_sidecar`; None if there is no sidecar.
-
-    Raises:
-        QatError: the file is damaged, or another version of the toolkit wrote it.
-    """
+    """Read the sidecar of `engine`; None if there is none."""
     file = sidecar_of(engine)
     if not file.exists():
         return None
+    again = 'delete it, or build the engine again: scripts/generate_trt_engine.sh'
     try:
-        content = json.loads(file.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as e:
-        raise QatError(
-            f'{file}: damaged ({e}); delete it, or build the engine again: scripts/generate_trt_engine.sh'
-        ) from e
-    if not isinstance(content, dict) or content.get('sidecar') != VERSION:
-        raise QatError(
-            f'{file}: not written by this version of the tool; delete it, or build the engine again: '
-            'scripts/generate_trt_engine.sh'
-        )
+        content = read_json(file)
+        if type(content) is not dict or content.get('sidecar') != VERSION:
+            raise QatError(f'{file}: not written by this version of the tool; {again}')
+        if wrong := misfit(content, CONTENT) or _lacking(content):
+            raise ValueError(f'{wrong} is missing, or not what it writes')
+    except ValueError as e:
+        raise QatError(f'{file}: damaged ({" ".join(str(e).split())[:150]}); {again}') from e
     return content
 
 
+def _lacking(content: dict[str, Any]) -> str | None:
+    """Return what a sidecar has to have, and this one lacks."""
+    if 'onnx' not in content and 'weights' not in content:
+        return 'onnx'
+    return None if content['inputs'] else 'inputs'
+
+
 def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[str, str] | None) -> None:
-    """Require that an engine is whole, and runs with this TensorRT on this GPU.
-
-    Args:
-        engine: file of the engine.
-        content: content of its sidecar, see `read_sidecar`.
-        product: name and version of the installed TensorRT, such as 'TensorRT 10.13.3'.
-        gpu: the GPU at hand, see `this_gpu`. An engine that was built without a GPU (by TensorRT-RTX) fits every GPU.
-
-    Raises:
-        QatError: the size of the file, the TensorRT or the GPU is not the one in the sidecar.
-    """
+    """Require that an engine is whole, and fits this TensorRT and, unless it was built without one, this GPU."""
     again = 'build it again here: ' + (
-        f'scripts/generate_trt_engine.sh {content["onnx"]}'
+        shlex.join(['scripts/generate_trt_engine.sh', content['onnx']])
         if 'onnx' in content
-        else f'python export_qat.py --weights {content["weights"]} --include torch_tensorrt'
+        else command('export_qat.py', '--weights', content['weights'], '--include', 'torch_tensorrt')
     )
     size = engine.stat().st_size
     if size != content['bytes']:

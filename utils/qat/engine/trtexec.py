@@ -1,7 +1,7 @@
 """ONNX → engine by trtexec, NVIDIA's program, with the layers of the engine and their times.
 
-NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose precisions by
-flags; 11 has no such flags, and by default it measures as needed here. The version is in the banner at the beginning of every run.
+NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose
+precisions by flags; 11 has no such flags, and by default it measures as needed here.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ def find_trtexec() -> str | None:
 
 
 def version_in(output: str) -> tuple[int, int, int] | None:
-    """Read the version of TensorRT from the banner of trtexec.
+    """Read the version of TensorRT from the banner of trtexec: (major, minor, patch); None if there is no banner.
 
-    The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8 the
-    minor has one digit and the patch two (8601 = 8.6.1).
-
-    Returns:
-        (major, minor, patch); None if there is no banner in `output`.
+    The banner has one number. Since TensorRT 10, minor and patch have two digits each (101303 = 10.13.3). In TensorRT 8
+    the minor has one digit and the patch two (8601 = 8.6.1).
     """
     found = BANNER.search(output)
     if not found:
@@ -53,11 +50,7 @@ def version_in(output: str) -> tuple[int, int, int] | None:
 
 
 def version_of(trtexec: str) -> tuple[int, int, int]:
-    """Ask the program `trtexec` for its version: (major, minor, patch).
-
-    Raises:
-        QatError: it prints no version, or one that is not in VERSIONS.
-    """
+    """Ask the program `trtexec` for its version: (major, minor, patch)."""
     done = subprocess.run([trtexec, '--help'], capture_output=True, text=True)
     version = version_in(done.stdout + done.stderr)
     if not version or version[0] not in VERSIONS or version < (8, 6):
@@ -71,15 +64,7 @@ def version_of(trtexec: str) -> tuple[int, int, int]:
 def arguments(
     source: Source, plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None
 ) -> list[str]:
-    """List the arguments of trtexec for a build.
-
-    Args:
-        source: facts about the ONNX file.
-        plan: flags of the build.
-        major: major version of trtexec.
-        layer: JSON file for the layers of the engine; None = build only, measure nothing.
-        profile: JSON file for their times; given together with `layer`.
-    """
+    """List the arguments of trtexec for a build; with JSON files for the layers and their times it measures too."""
     config = source.config
     args = [
         f'--onnx={config.onnx}',
@@ -118,24 +103,7 @@ def build_with_trtexec(
     layer: Path | None = None,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Build the engine source.config.engine and write its sidecar.
-
-    Args:
-        trtexec: path of the program.
-        version: its version, see `version_of`.
-        source: facts about the ONNX file.
-        plan: flags of the build.
-        say: takes each line of the program's output.
-        progress: wraps these lines, to show progress.
-        layer: see `arguments`.
-        profile: see `arguments`.
-
-    Returns:
-        The content of the sidecar, see sidecar.py.
-
-    Raises:
-        QatError: the program failed; the message has its last error.
-    """
+    """Build the engine source.config.engine and write its sidecar, whose content is returned."""
     config = source.config
     config.engine.parent.mkdir(parents=True, exist_ok=True)
     with atomic(config.engine) as tmp:

@@ -1,8 +1,8 @@
 """The influence of chance on AP: a model is scored on a sample of images, and other images would give another AP.
 
-A resample draws as many images as there are, with replacement; it is a count for each image. All models are scored on the same
-resamples, so an image that is easy or hard for all of them does not change their difference (a paired bootstrap). The matches
-of detections with labels are not computed again.
+A resample draws as many images as there are, with replacement; it is a count for each image. All models are scored on
+the same resamples, so an image that is easy or hard for all of them does not change their difference (a paired
+bootstrap). The matches of detections with labels are not computed again.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,9 @@ AT_ONCE = 2**20  # most values of a temporary array
 
 
 def draw_resamples(number: int) -> np.ndarray:
-    """Draw the resamples of `number` images.
+    """Draw the resamples of `number` images: FP64 [number, 1 + RESAMPLES], how often each image is in each resample.
 
-    Returns:
-        FP64 [number, 1 + RESAMPLES], how often each image is in each resample. The first column has every image once. For a
-        single image it is the only column.
+    The first column has every image once. For a single image it is the only column.
     """
     counts = np.ones((number, 1 + RESAMPLES * (number > 1)))
     generator = np.random.default_rng(SEED)
@@ -32,17 +30,14 @@ def draw_resamples(number: int) -> np.ndarray:
 
 
 def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
-    """Compute AP on the images and on each resample of them.
+    """Compute AP (0..1) on the images and on each resample of them: FP64 [1 + RESAMPLES, parts].
 
-    To compare models, give the same images in the same order for each.
+    The first row is of the images themselves. The parts are boxes and, if there are any, masks. To compare models, give
+    the same images in the same order for each.
 
     Args:
-        images: four arrays for each image. Of its n detections: correct, bool [n, parts, 10], whether each is correct at each
-            IoU; score [n]; class [n]. Of its m labels: class [m].
-
-    Returns:
-        FP64 [1 + RESAMPLES, parts], AP in 0..1. The first row is of the images themselves. The parts are boxes and, if there are
-        any, masks.
+        images: four arrays for each image. Of its n detections: correct, bool [n, parts, 10], whether each is correct
+            at each IoU; score [n]; class [n]. Of its m labels: class [m].
     """
     number = len(images)
     counts = draw_resamples(number)
@@ -65,7 +60,7 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
 
 
 def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Compute AP of one class on each resample.
+    """Compute AP (0..1) of one class on each of R resamples.
 
     The definition is upstream's, of compute_ap: the mean over 101 recalls and all IoU.
 
@@ -74,9 +69,6 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
         image: integer [n], index of the image of each detection.
         labels: FP64 [R], number of labels in each resample.
         counts: FP64 [images, R], how often each image is in each resample.
-
-    Returns:
-        FP64 [R], AP in 0..1.
     """
     labels, ap = np.maximum(labels, 1), np.zeros(len(labels))
     useful = hits.any(1)  # precision rises only at these detections; the others between them are only counted
@@ -97,15 +89,12 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
 
 
 def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Compare the AP of two models, with the influence of chance.
+    """Compare two `resampled_ap` of the same images: AP `after` less AP `before`, and the chance on either side of it.
 
-    Args:
-        before: AP of one model, see `resampled_ap`.
-        after: AP of the other model, on the same images.
+    For 95 % of such sets of images the difference is no farther than this chance from the true one.
 
     Returns:
-        {'difference', 'chance'}, in AP (0..1): AP `after` less AP `before`, and the chance on either side of it. For 95 % of such
-        sets of images the difference is no farther than this from the true one. With masks also {'mask': the same of masks}.
+        {'difference', 'chance'} of boxes, in AP (0..1); with masks also {'mask': the same of masks}.
     """
     gain = after - before
     chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # from one image nothing is known

@@ -25,11 +25,7 @@ def agreement(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def distance(scores: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
-    """Compare the scores [n, C] of two classifiers on the same images.
-
-    Returns:
-        'agreement', the share of images with the same best class, and 'divergence', the mean over the images.
-    """
+    """Compare the scores [n, C] of two classifiers on the same images: the means of `agreement` and `divergence`."""
     return {
         'agreement': agreement(scores, wanted).mean().item(),
         'divergence': divergence(scores, wanted).mean().item(),
@@ -58,13 +54,9 @@ class ClassMetrics:
 
 
 class ClassScorer:
-    """Scores of a classifier, collected batch by batch, and their metrics.
+    """Scores of a classifier, collected batch by batch, and their metrics."""
 
-    Args:
-        names: class index → name.
-    """
-
-    rows: tuple[()] = ()  # a classifier has no detections
+    rows = None  # a classifier has no detections
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from utils.general import xyxy2xywh
+from utils.general import coco80_to_coco91_class, xyxy2xywh
 from utils.segment.general import scale_image
 
+from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
+from utils.qat.data.coco_file import MASK, SCORED, SIZE, read_coco
+from utils.qat.data.dataset import Data
+from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks
 
 AT_ONCE = 32  # masks of the size of the image that are in memory
@@ -26,10 +30,7 @@ def image_id(path: str | Path) -> int | str:
 def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int]) -> list[dict[str, Any]]:
     """Convert the detections of an image to rows of COCO's result format.
 
-    Args:
-        native: [n, 6]: xyxy in pixels of the original image, score, class.
-        path: file of the image.
-        categories: COCO's category of each class.
+    `native` is [n, 6]: xyxy in pixels of the original image, score, class.
     """
     box = xyxy2xywh(native[:, :4])
     box[:, :2] -= box[:, 2:] / 2  # centre to corner
@@ -46,12 +47,9 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
 
 
 def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) -> None:
-    """Add to each row its mask, as run lengths in the size of the original image.
+    """Add to each row of an image its mask, in place, as run lengths in the size of the original image.
 
-    Args:
-        rows: rows of an image, see `result_rows`; changed in place.
-        masks: masks of the same detections.
-        shape: size and padding of the image, an element of Truth.shapes.
+    `shape` is the image's element of Truth.shapes.
     """
     from pycocotools.mask import encode
 
@@ -63,26 +61,39 @@ def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) ->
             row['segmentation'] = {**lengths, 'counts': lengths['counts'].decode()}
 
 
+def _read(annotations: Path, masks: bool) -> dict[str, Any]:
+    extra = {'image': SIZE, 'thing': {**SCORED, **MASK}} if masks else {'thing': SCORED}
+    return read_coco(annotations, str(annotations), **extra)
+
+
+def require_annotations(data: Data | ImageFolders, files: Sequence[str]) -> None:
+    """Require, before any work, that COCO's annotations can score what will be found in the images."""
+    if isinstance(data, ImageFolders) or not data.annotations:
+        return
+    content, categories = _read(data.annotations, data.masks), coco80_to_coco91_class()
+    images, known = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
+    other = 'put the file of these images there, or call the list of images otherwise than val2017.txt'
+    missing = [file for file in files if image_id(file) not in images]
+    if missing:
+        raise QatError(
+            f'{data.annotations}: does not have {len(missing)} of the {len(files)} images, the first is {missing[0]}; {other}'
+        )
+    if data.nc > len(categories) or not known.issuperset(categories[: data.nc]):
+        raise QatError(f"{data.annotations}: does not have COCO's categories of the {data.nc} classes; {other}")
+
+
 def coco_figures(
-    annotations: str | Path, detections: Sequence[Mapping[str, Any]], files: Sequence[str], of: str = 'bbox'
+    annotations: Path, detections: Sequence[Mapping[str, Any]], files: Sequence[str], of: str = 'bbox'
 ) -> dict[str, float]:
-    """Score detections by pycocotools.
-
-    Args:
-        annotations: COCO's annotation file.
-        detections: rows of COCO's result format, see `result_rows`.
-        files: files of the images to score.
-        of: 'bbox' for boxes, 'segm' for masks.
-
-    Returns:
-        {'ap', 'ap50', 'ap75'} in 0..1.
-    """
+    """Score rows of COCO's result format by pycocotools, boxes ('bbox') or masks ('segm'); AP is in 0..1."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     said = io.StringIO()  # pycocotools prints its progress
+    truth = COCO()
+    truth.dataset = _read(annotations, of == 'segm')
     with contextlib.redirect_stdout(said):
-        truth = COCO(str(annotations))
+        truth.createIndex()
     if not detections:  # loadRes rejects an empty list
         return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
     # to score masks, without the boxes: else loadRes takes the areas of the boxes

@@ -1,9 +1,6 @@
-"""Classifiers side by side on the same images: the differences of their scores from the first, rank by rank, and accuracies.
+"""Classifiers side by side: the differences of their scores, rank by rank, and their accuracy."""
 
-For detectors there is compare.py. A model is a callable: images [B, 3, H, W] → scores [B, C].
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +9,8 @@ import torch
 
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
+from utils.qat.core.markdown import markdown_table
+from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.compare import Elements
 
 
@@ -36,7 +35,7 @@ class ClassComparison:
         return asdict(self)
 
 
-def excess_of_classes(found: dict[str, Any], limits: Limits) -> list[str]:
+def excess(found: dict[str, Any], limits: Limits) -> list[str]:
     """Describe each difference in the plain values of a ClassComparison that is beyond `limits`; empty if there is none."""
     said, first, other = [], found['reference'], found['other']
     if first and other and abs(gain := other['top1'] - first['top1']) > limits.ap:
@@ -46,57 +45,10 @@ def excess_of_classes(found: dict[str, Any], limits: Limits) -> list[str]:
     return said
 
 
-class Accuracy:
-    """Top-1 and top-5 accuracy: the share of images whose class has the highest score, or one of the highest five."""
-
-    def __init__(self) -> None:
-        """Start without images."""
-        self.hits, self.images = np.zeros(2), 0
-
-    def update(self, ranked: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            ranked: [B, k], classes of each image, highest score first.
-            labels: [B], the true classes.
-        """
-        hit = ranked == labels[:, None]
-        self.hits += [hit[:, :1].any(1).sum(), hit[:, :5].any(1).sum()]
-        self.images += len(labels)
-
-    def figures(self) -> dict[str, float] | None:
-        """Compute {'top1', 'top5'} in 0..1; None without images."""
-        return dict(zip(('top1', 'top5'), (self.hits / self.images).tolist())) if self.images else None
-
-
-@torch.inference_mode()
-def accuracy_of(
-    predict: Callable[[torch.Tensor], torch.Tensor],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    device: torch.device,
-) -> dict[str, Any]:
-    """Score one classifier.
-
-    Args:
-        predict: images FP32 [B, 3, H, W] on `device` → scores [B, C].
-        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch.
-        device: where the images are given to the classifier.
-
-    Returns:
-        'top1' and 'top5' in 0..1, and 'images', the number of them.
-    """
-    found = Accuracy()
-    for images, labels, *_ in batches:
-        scores = predict(images.to(device)).cpu()
-        found.update(scores.topk(min(5, scores.shape[1]), 1).indices, labels)
-    return {'images': found.images, **(found.figures() or {})}
-
-
 class Ranks:
     """Differences of the scores of two classifiers, element by element and rank by rank."""
 
     def __init__(self, rtol: float, atol: float, top: int) -> None:
-        """Start without images; see `compare_classes`."""
         self.scores, self.top = Elements(rtol, atol), top
         self.totals: dict[str, torch.Tensor] = {}
 
@@ -117,56 +69,71 @@ class Ranks:
         return [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
 
 
-@torch.inference_mode()
-def compare_classes(
-    reference: Callable[[torch.Tensor], torch.Tensor],
-    others: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
-    device: torch.device,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    top: int = 10,
-    look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
-) -> list[ClassComparison]:
-    """Compare classifiers with one of them; at a rank two disagree if they have different classes there.
+class ClassDifferences:
+    """Differences of two classifiers over batches; at a rank they disagree if they have different classes there."""
 
-    Args:
-        reference: images FP32 [B, 3, H, W] on `device` → scores [B, C].
-        others: images → scores, of each other classifier.
-        batches: (images FP32 [B, 3, H, W], labels [B]) of each batch; None for images without labels.
-        device: where the images are given to the classifiers.
-        rtol: relative tolerance, as in numpy.isclose.
-        atol: absolute tolerance, as in numpy.isclose.
-        top: number of ranks to compare.
-        look: takes each image, FP32 [3, H, W] as the classifiers see it, '' for its path, and the scores [C] of each
-            classifier, the reference first.
+    def __init__(self, rtol: float, atol: float, top: int) -> None:
+        self.limits, self.ranks = (rtol, atol, top), Ranks(rtol, atol, top)
 
-    Returns:
-        A ClassComparison with the reference for each of `others`.
+    def update(self, reference: torch.Tensor, other: torch.Tensor, *_: Any) -> None:
+        """Add the scores [B, C] of a batch, of both classifiers."""
+        if reference.shape != other.shape:
+            raise QatError(
+                f'the models return {list(reference.shape)} and {list(other.shape)}: only models with the same classes can be compared'
+            )
+        self.ranks.update(reference.cpu().double(), other.cpu().double())
 
-    Raises:
-        QatError: the scores of the classifiers have different shapes.
-    """
-    ranks, accuracies, seen = [Ranks(rtol, atol, top) for _ in others], [Accuracy() for _ in (reference, *others)], 0
-    for images, labels, *_ in batches:
-        scores = [predict(images.to(device)).cpu().double() for predict in (reference, *others)]
-        for of_one, other in zip(ranks, scores[1:]):
-            if scores[0].shape != other.shape:
-                raise QatError(
-                    f'the models return {list(scores[0].shape)} and {list(other.shape)}: only models with the same classes can be compared'
-                )
-            of_one.update(scores[0], other)
-        if labels is not None:
-            for accuracy, found in zip(accuracies, scores):
-                accuracy.update(found.topk(min(5, found.shape[1]), 1).indices, labels)
-        if look:
-            for image, *of_image in zip(images, *scores):
-                look(image, '', of_image)
-        seen += len(images)
-    comparisons = []
-    for of_one, accuracy in zip(ranks, accuracies[1:]):
-        table = of_one.ranks(seen)
+    def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> ClassComparison:
+        """Compute the ClassComparison of all batches so far; images: number of them."""
+        table = self.ranks.ranks(images)
         disagreement = float(np.mean([r['disagreement'] for r in table]))
-        figures = of_one.scores.figures(), table, disagreement, accuracies[0].figures(), accuracy.figures()
-        comparisons.append(ClassComparison(seen, rtol, atol, top, *figures))
-    return comparisons
+        accuracies = ({'top1': m.top1, 'top5': m.top5} if m else None for m in (reference, other))
+        return ClassComparison(images, *self.limits, self.ranks.scores.figures(), table, disagreement, *accuracies)
+
+
+def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
+    """Write plain values of a ClassComparison as Markdown tables; `scores` adds accuracy, if there are labels."""
+    e = comparison['scores']
+    ranks = [
+        (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
+        for r in comparison['ranks']
+    ]
+    ranks.append((f'top {comparison["top"]}', '-', '-', f'{comparison["disagreement"]:.1%}'))
+    tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
+    written = [
+        markdown_table(
+            ('all scores', 'max difference', 'mean difference', tolerance),
+            [('scores', f'{e["max"]:.3g}', f'{e["mean"]:.3g}', f'{e["within"]:.2%}')],
+        ),
+        markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks),
+    ]
+    if scores and comparison['reference']:
+        written.append(scores_table([comparison], names))
+    return '\n\n'.join(written)
+
+
+def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Write accuracies of classifiers, if there are labels, and how far each is from the first."""
+    first, settings = comparisons[0]['reference'], comparisons[0]
+    keys = ('top1', 'top5') if first else ()
+    rows: list[tuple[str, ...]] = [(names[0], *(f'{first[key]:.4f}' for key in keys), *['-'] * 4)]
+    for name, c in zip(names[1:], comparisons):
+        e, same = c['scores'], 1 - c['ranks'][0]['disagreement']
+        distance = f'{e["within"]:.2%}', f'{e["mean"]:.3g}', f'{same:.1%}', f'{c["disagreement"]:.1%}'
+        rows.append((name, *(f'{c["other"][key]:.4f}' for key in keys), *distance))
+    for name, c in zip(names[1:], comparisons if first else ()):
+        points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
+        rows.append((f'{name} - {names[0]}, points', *points, *['-'] * 4))
+    within = f'scores within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
+    titles = within, 'mean difference', 'same best class', f'other class at a rank of the top {settings["top"]}'
+    return markdown_table(('model', *(['top-1', 'top-5'] if first else []), *titles), rows)
+
+
+def verdict(comparison: dict[str, Any]) -> str:
+    """Say how far a classifier is from the first, a clause. comparison: plain values of a ClassComparison."""
+    return f'the best class is the same in {1 - comparison["ranks"][0]["disagreement"]:.1%} of the images'
+
+
+def limits_text(limits: Limits, found: dict[str, Any]) -> str:
+    """Say what --verify allows."""
+    return f'top-1 within {limits.ap:g}, the best class the same in at least {limits.matched:.0%}'

@@ -13,14 +13,7 @@ MOST = 80  # classes in a picture
 
 
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
-    """Draw the AP of each class as bars, of boxes and, if there are any, of masks; and beside it what the first model has more or less.
-
-    Of a classifier it is the top-1 accuracy.
-
-    Args:
-        path: the picture to write.
-        models: name of each model → its plain metrics.
-    """
+    """Draw the AP (of a classifier the top-1 accuracy) of each class and model, and what the first has more or less."""
     key, *_ = keys_of(next(iter(models.values())))
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'
@@ -82,11 +75,8 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
 def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
     """Draw the differences of models from the first at each rank: of scores, and how often they disagree there.
 
-    Of detectors the full colour of a bar is what has no match at any rank either. The rest changed places with a nearly equal score.
-
-    Args:
-        path: the picture to write.
-        comparisons: name of each other model → plain values of a Comparison or a ClassComparison, with ranks.
+    Of detectors the full colour of a bar is what has no match at any rank either. The rest changed places with a nearly
+    equal score.
     """
     detectors = all('boxes' in c for c in comparisons.values())
     what = 'detection' if detectors else 'class'

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.qat.config.common import seen_as, usual_size
+from utils.qat.config.backends import backends_for
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
 from utils.qat.core.command import explain_out_of_memory
@@ -18,8 +18,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
 from utils.qat.core.next_command import after_scoring, command, typed_sides
 from utils.qat.core.run_folder import run_folder
-from utils.qat.data.dataset import load_any
 from utils.qat.data.loaders import val_loader
+from utils.qat.evaluation.coco import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
 from utils.qat.prediction.file_model import FileModel
@@ -33,13 +33,8 @@ Load = Callable[[Path, torch.device, str | None], Any]
 def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) -> None:
     """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
 
-    Args:
-        configs: settings for each file.
-        load: file, device and backend → the model, see file_model.py.
-        load_baseline: likewise, of the model in config.baseline.
-
-    Raises:
-        QatError: a file, settings and data do not fit together. The files before it are scored.
+    `load` makes a model, see file_model.py, of file, device and backend; `load_baseline` does so for config.baseline.
+    If one file does not fit settings or data, the files before it are scored.
     """
     scores = []
     try:
@@ -48,7 +43,11 @@ def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) 
             join(device)
             with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
                 predict = load(config.weights, device, config.backend)
-                baseline = load_baseline(config.baseline, device, None) if config.baseline else None
+                baseline = None
+                if config.baseline:
+                    given = (config.backend,) if config.backend else None
+                    _, backend = backends_for((config.weights, config.baseline), given)
+                    baseline = load_baseline(config.baseline, device, backend)
                 scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
     finally:  # also of the files before one that does not fit
         if len(scores) > 1:
@@ -64,11 +63,7 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
 
 
 def image_size(predict: Any, config: EvalConfig) -> Sides:
-    """Choose the height and width of the images: the file's, else the given ones, else the usual ones.
-
-    Raises:
-        QatError: other ones than the file's are given, or no multiples of the model's stride.
-    """
+    """Choose the height and width of the images: the file's, else the given ones, else the usual ones."""
     if isinstance(predict, FileModel):
         own = tuple(predict.imgsz) if all(isinstance(n, int) for n in predict.imgsz) else None
         if own and config.imgsz not in (None, own):
@@ -78,7 +73,7 @@ def image_size(predict: Any, config: EvalConfig) -> Sides:
             )
     else:
         own = config.imgsz or predict.quantized_for
-    imgsz: Any = tuple(own or config.imgsz or usual_size(predict.classifies))
+    imgsz: Any = tuple(own or config.imgsz or predict.task.imgsz)
     require_multiples(imgsz, predict.stride)
     return imgsz
 
@@ -86,11 +81,11 @@ def image_size(predict: Any, config: EvalConfig) -> Sides:
 def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     """Warn if detections of low scores are left out.
 
-    The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and precision 0, and
-    what is missing counts as if it were there.
+    The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and
+    precision 0, and what is missing counts as if it were there.
     """
     inside = getattr(predict, 'conf_thres', None)
-    if predict.classifies:
+    if not predict.task.boxes:
         return
     if getattr(predict, 'end2end', False):
         conf, whose, fair = (
@@ -117,31 +112,22 @@ def score_file(
 ) -> Score:
     """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
-    An exported file gets images letterboxed to its own size.
-
-    Args:
-        predict: the model, see file_model.py.
-        config: settings of the command.
-        device: where the images are given to the model.
-        folder: folder of the run, see run_folder.run_folder; only the first process of torchrun needs it.
-        baseline: the model in config.baseline, which is scored on the same images; None without it.
-        resample: see evaluate.evaluate.
-
-    Raises:
-        QatError: file, settings and data do not fit together.
+    An exported file gets images letterboxed to its own size. `baseline` is scored on the same images. Only the first
+    process of a torchrun needs the folder.
     """
     exported = isinstance(predict, FileModel)
-    config.check_model(predict.segments, predict.kind, predict.classifies)
+    config.check_model(predict)
     config = replace(config, imgsz=image_size(predict, config))
     if baseline:
         _require_alike(predict, baseline, config)
-    data = load_any(config.data, predict)
+    data = predict.task.load_data(config.data, predict)
     square = config.square or exported
     loader = val_loader(data, config, predict.stride, square=square, shard=(rank(), world_size()))
+    require_annotations(data, loader.dataset.im_files)
 
     folder = from_first(folder)
     on_first(log_to)(folder / 'log.txt')
-    seen = seen_as(config.imgsz, square, predict.classifies)
+    seen = predict.task.seen_as(config.imgsz, square)
     LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
     warn_of_threshold(predict, config)
     metrics = evaluate(
@@ -192,13 +178,11 @@ def score_file(
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
     """Require that a baseline takes the same images and finds the same kind of objects as the model."""
     why = ''
-    if baseline.classifies != predict.classifies:
-        why = f'a {"classifier" if baseline.classifies else "detector"}, unlike {config.weights}'
+    if baseline.task is not predict.task:
+        why = f'{baseline.task.title}, unlike {config.weights}'
     elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
         why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'
-    elif baseline.segments != predict.segments:
-        why = f'has {"masks" if baseline.segments else "no masks"}, unlike {config.weights}'
     if why:
         raise QatError(f'--baseline {config.baseline}: {why}; give the model that {config.weights} was made of')

@@ -15,7 +15,7 @@ from utils.qat.core.machine import machine, machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, parts, plus_minus, points
 from utils.qat.evaluation.classes import ClassMetrics, distance
-from utils.qat.evaluation.evaluate import Metrics
+from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.figures import class_table, columns, figures, models_table, title_of
 from utils.qat.evaluation.plots import plot_classes
 
@@ -65,13 +65,7 @@ def with_distance(metrics: Any, baseline: Any) -> dict[str, Any]:
 
 
 def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None = None) -> list[str]:
-    """Write all metrics as Markdown tables.
-
-    Args:
-        config: names the files.
-        metrics: metrics of the model.
-        baseline: metrics of config.baseline, with resamples in both.
-    """
+    """Write all metrics as Markdown tables; with a baseline both have resamples."""
     compared, plain = [], metrics.plain()
     if baseline and config.baseline:
         against, plain = difference(baseline.resampled, metrics.resampled), with_distance(metrics, baseline)
@@ -90,17 +84,7 @@ def write_scores(
     following: str,
     baseline: Metrics | None = None,
 ) -> None:
-    """Write metrics.json, report.md and classes.png.
-
-    Args:
-        folder: existing folder for the files.
-        config: settings of the command.
-        metrics: metrics of the model.
-        device: where the model ran.
-        seen: how the model saw the images, in words.
-        following: the next command for the user.
-        baseline: see `tables`.
-    """
+    """Write metrics.json, report.md and classes.png into `folder`; `seen` says how the model saw the images."""
     found = machine(device)
     write_json(
         folder / 'metrics.json',

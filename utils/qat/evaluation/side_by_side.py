@@ -1,7 +1,7 @@
 """The best detections or classes of a few images, of several models side by side: lines, a table and a picture.
 
-A line is of a detection of the first model, the reference, with its counterpart in each other model; or of a detection that only
-another model has. Of a classifier a line is of a class.
+A line is of a detection of the first model, the reference, with its counterpart in each other model; or of a detection
+that only another model has. Of a classifier a line is of a class.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from utils.metrics import box_iou
 
+from utils.qat.config.tasks import Task
 from utils.qat.core.markdown import escaped, markdown_table
 from utils.qat.core.picture import literal, save
-from utils.qat.evaluation.compare import SAME_DETECTION, SAME_OBJECT
+from utils.qat.evaluation.compare_detections import SAME_DETECTION, SAME_OBJECT
 
 LABEL = 0.04  # side of a rank in a picture / side of the picture
 SAME, MOVED, CLASS, LOST, NEW = 'same', 'moved', 'other class', 'lost', 'new'
@@ -78,16 +79,11 @@ class Example:
 
 
 def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
-    """Line up the best detections of several models in one image.
+    """Line up the `top` detections, of FP32 [n, 6], of each of several models in one image, the reference first.
 
-    Each of the `top` detections of the reference takes its counterpart among all detections of another model: that of its class
-    with the largest IoU, which no better detection has taken, else of another class. Of the other model's own `top`, those that
-    are no counterpart of any detection of the reference are new.
-
-    Args:
-        found: FP32 [n, 6] of each model, see detections.Detections, the reference first.
-        names: class index → name.
-        top: number of detections of each model.
+    Each of those of the reference takes its counterpart among all detections of another model: that of its class with
+    the largest IoU, which no better detection has taken, else of another class. Of the other model's own `top`, those
+    that are no counterpart of any detection of the reference are new.
     """
 
     def made(rows: torch.Tensor, i: int) -> Found:
@@ -138,14 +134,10 @@ def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tu
 
 
 def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
-    """Line up the classes of highest score of several classifiers for one image.
+    """Line up the `top` classes, by scores [C], of each of several classifiers for one image, the reference first.
 
-    A class is moved if it has another rank in the other classifier, and new if it is not among the `top` of the reference.
-
-    Args:
-        scores: [C] of each classifier, the reference first.
-        names: class index → name.
-        top: number of classes of each classifier.
+    A class is moved if it has another rank in the other classifier, and new if it is not among the `top` of the
+    reference.
     """
     orders = [one.argsort(descending=True, stable=True).tolist() for one in scores]
     ranks = [{c: rank for rank, c in enumerate(order, 1)} for order in orders]
@@ -166,35 +158,24 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 
 
 class Examples:
-    """Examples out of a series of images, evenly spread.
-
-    Attributes:
-        found: the examples so far.
-    """
+    """Examples out of a series of images, evenly spread; `found` are those so far."""
 
     def __init__(
         self,
         number: int,
         images: int,
+        task: Task,
         names: Mapping[int, str],
         top: int,
-        paths: Sequence[str] = (),
         mean: Sequence[float] = (0.0, 0.0, 0.0),
         std: Sequence[float] = (1.0, 1.0, 1.0),
     ) -> None:
-        """Start without examples.
+        """Start without examples: take `number` of the `images` that will come, and the `top` detections of each.
 
-        Args:
-            number: most examples.
-            images: number of images that will come.
-            names: class index → name.
-            top: number of detections or classes of each model.
-            paths: of the images, where `look` is not told them.
-            mean: of the values in 0..1 that images were normalised by, like `std`.
-            std: see `mean`.
+        `mean` and `std` are those that values in 0..1 were normalised by.
         """
         self.wanted = {i * images // number for i in range(number)} if number else set()
-        self.names, self.top, self.paths, self.seen = names, top, paths, 0
+        self.task, self.names, self.top, self.seen = task, names, top, 0
         self.mean, self.std = (torch.tensor(three).view(3, 1, 1) for three in (mean, std))
         self.found: list[Example] = []
 
@@ -203,18 +184,13 @@ class Examples:
         number, self.seen = self.seen, self.seen + 1
         if number not in self.wanted:
             return
-        lines = (detection_lines if found[0].dim() == 2 else class_lines)(found, self.names, self.top)
+        lines = self.task.lines(found, self.names, self.top)
         pixels = ((image * self.std + self.mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-        self.found.append(Example(pixels, path or str(self.paths[number]), lines))
+        self.found.append(Example(pixels, path, lines))
 
 
 def example_table(example: Example, models: Sequence[str]) -> str:
-    """Write an example as a Markdown table.
-
-    Args:
-        example: the example.
-        models: names of the models, the reference first.
-    """
+    """Write an example as a Markdown table; the reference is the first of the models."""
 
     def score(found: Found | None) -> str:
         return f'{found.score:.4f}' if found else '-'
@@ -237,12 +213,8 @@ def example_table(example: Example, models: Sequence[str]) -> str:
 def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]) -> None:
     """Draw examples: a row for each image, the reference left and the other models right of it, lists of scores below.
 
-    The numbers are ranks. Colours mark the differences from the reference, and in its own picture the first model that differs.
-
-    Args:
-        path: the picture to write.
-        examples: with at least one detection or class each.
-        models: names of the models, the reference first.
+    The numbers are ranks. Colours mark the differences from the reference, and in its own picture the first model that
+    differs. Each example has at least one detection or class.
     """
     most = max(max(len(_of_model(e, m)) for m in range(len(models))) for e in examples)
     side, text = 4.6, 0.17 * most + 0.3

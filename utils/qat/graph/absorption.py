@@ -16,14 +16,11 @@ IN_THE_WAY = {'Cast', 'Identity'}  # have a rule of their own, see audit_rules.p
 
 
 def unabsorbed(graph: Graph) -> Iterator[tuple[NodeProto, str]]:
-    """Find every Q and DQ that runs as a kernel of its own, or that runs as none but wastes precision.
+    """Find every Q and DQ that runs as a kernel of its own, or that runs as none but wastes precision, with the reason.
 
-    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q
-    follows. A DQ moves behind operators that only move values. A Q is absorbed by the kernel that computes its input,
-    if this can write INT8, and by the reformatting of the graph's input.
-
-    Yields:
-        (node, reason).
+    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q follows.
+    A DQ moves behind operators that only move values. A Q is absorbed by the kernel that computes its input, if this
+    can write INT8, and by the reformatting of the graph's input.
     """
     for node in graph.nodes:
         if node.op_type == 'DequantizeLinear':

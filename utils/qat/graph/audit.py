@@ -5,42 +5,28 @@ float at the end of the head, and convolutions whose channels fill no whole INT8
 information, no findings.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError
 
-from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.graph import audit_cost
-from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE, unabsorbed
-from utils.qat.graph.audit_cost import Cost, Types
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
-    ELEMENTWISE,
-    MOVES,
     QDQ,
     WEIGHTED,
     Graph,
     attribute,
     count_qdq,
-    given,
     name_of,
     opset,
 )
-from utils.qat.untrusted.names import is_printable_text
+from utils.qat.graph.tensor_types import Types, flops, tensor_types
 
 TILE = 16  # channels: INT8 tensor cores work on multiples of this
-READS = {  # operator → its least number of inputs
-    **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1),
-    **dict.fromkeys((*QDQ, *WEIGHTED), 2),
-}
 TYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT: 'FP32',
     onnx.TensorProto.FLOAT16: 'FP16',
@@ -53,8 +39,6 @@ class Convolution:
     """A convolution of the graph.
 
     Attributes:
-        name: name of its node.
-        int8: it runs in INT8.
         reason: why it runs in float; '' if it runs in INT8.
         channels: in and out, per group; None if the weight is computed.
         first: it reads the image.
@@ -74,15 +58,12 @@ class Audit:
     """The audit of a graph.
 
     Attributes:
-        opset: version of the standard operator set.
         images: input name → shape, an open batch axis as 1; None if unknown.
         layers: operator → number of nodes between image and output, without Q and DQ.
         typing: FP32, FP16, BF16 or other → number of these nodes that return it.
         qdq: number of Q and of DQ nodes.
         parameters: number of values in weights and biases.
-        convs: the convolutions.
         findings: the places that break a rule.
-        cost: kind of an estimate → estimate; empty if the shapes of a convolution are unknown.
     """
 
     opset: int
@@ -93,57 +74,11 @@ class Audit:
     parameters: int
     convs: list[Convolution]
     findings: list[Finding]
-    cost: dict[str, Cost]
 
     @property
     def misaligned(self) -> list[Convolution]:
         """INT8 convolutions whose channels are no multiple of TILE, without the first: an image has 3 channels."""
         return [c for c in self.convs if c.int8 and not c.first and c.channels and any(n % TILE for n in c.channels)]
-
-
-def load(path: str | Path) -> onnx.ModelProto:
-    """Read an ONNX file.
-
-    Raises:
-        QatError: there is no such file, ONNX does not accept it, or it computes nothing.
-    """
-    try:
-        model = onnx.load(path)
-        onnx.checker.check_model(model)
-    # ValueError and TypeError: the weights are in another file, which is not whole
-    except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
-        raise QatError(
-            f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'
-        ) from e
-    if not (
-        model.graph.node
-        and given(model)
-        and model.graph.output
-        and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)
-    ):
-        raise QatError(
-            f'{path}: no valid ONNX file (without inputs, nodes, outputs or an operator set); write it with export_qat.py'
-        )
-    if any(not node.output or len(node.input) < READS.get(node.op_type, 0) for node in model.graph.node):
-        raise QatError(f'{path}: no valid ONNX file (a node lacks its inputs or outputs); write it with export_qat.py')
-    names = [text for node in model.graph.node for text in (node.name, node.op_type, *node.input, *node.output)]
-    if not all(
-        isinstance(text, str) and is_printable_text(text)
-        for text in (*names, *(v.name for v in (*model.graph.input, *model.graph.output)))
-    ):
-        raise QatError(
-            f'{path}: no valid ONNX file (names of nodes are no text, or have control characters); write it with export_qat.py'
-        )
-    return model
-
-
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Put the name of the file before the message of a QatError about its graph."""
-    try:
-        yield
-    except QatError as e:
-        raise QatError(f'{path}: {e}') from e
 
 
 def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolution:
@@ -162,35 +97,19 @@ def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolutio
         '' if int8 else float_reason(graph, node),
         channels,
         graph.unquantized(node.input[0]) in graph.inputs,
-        audit_cost.flops(graph, types, node),
+        flops(graph, types, node),
     )
 
 
 def audit(model: onnx.ModelProto, checks: Sequence[Callable[[Graph], Iterator[Finding]]] = CHECKS) -> Audit:
-    """Audit an ONNX model, quantized or not.
-
-    Args:
-        model: the graph.
-        checks: the rules, see targets.target.Target.
-
-    Raises:
-        QatError: its shapes contradict each other, or the graph is like no network.
-    """
-    graph, types = Graph(model), audit_cost.tensor_types(model)
+    """Audit an ONNX model, quantized or not, by the rules of its target."""
+    graph, types = Graph(model), tensor_types(model)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]
     convs = [_convolution(graph, types, n) for n in layers if n.op_type in CONVS]
     weights = {
         graph.unquantized(name) for n in layers if n.op_type in WEIGHTED for name in n.input[1:]
     } & graph.values.keys()
     typing = Counter(TYPES.get(types[n.output[0]][0], 'other') for n in layers if n.output[0] in types)
-    cost: dict[str, Cost] = {}
-    if all(c.flops is not None for c in convs):
-        loose = [node for node, _ in unabsorbed(graph)]
-        cost = {
-            'as typed': audit_cost.estimate(graph, types, loose),
-            'float parts in FP16': audit_cost.estimate(graph, types, loose, float_bytes=2),
-            'FP16, no Q/DQ': audit_cost.estimate(Graph(audit_cost.without_qdq(model)), types, float_bytes=2),
-        }
     return Audit(
         opset=opset(model),
         images={name: types[name][1] if name in types else None for name in graph.inputs},
@@ -200,16 +119,11 @@ def audit(model: onnx.ModelProto, checks: Sequence[Callable[[Graph], Iterator[Fi
         parameters=sum(graph.values[name].size for name in weights),
         convs=convs,
         findings=[finding for check in checks for finding in check(graph)],
-        cost=cost,
     )
 
 
 def coverage(found: Audit) -> dict[str, dict[str, Any]]:
-    """Count the convolutions and FLOPs in INT8.
-
-    Returns:
-        {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None where a number is unknown or there is nothing.
-    """
+    """Count convolutions and FLOPs in INT8: {'convs' and 'flops': {'int8', 'all', 'ratio'}}; None = unknown or none."""
 
     def share(int8_values: Sequence[int | None], all_values: Sequence[int | None]) -> dict[str, Any]:
         part, whole = (None if None in values else sum(filter(None, values)) for values in (int8_values, all_values))
@@ -238,12 +152,7 @@ def plain_audit(found: Audit) -> dict[str, Any]:
 
 
 def audit_text(found: Audit, limit: int | None = None) -> str:
-    """Write an audit as text: tables, then each kind of finding.
-
-    Args:
-        found: the audit.
-        limit: most places that are listed of each kind; None = all.
-    """
+    """Write an audit as text: tables, then up to `limit` places of each kind of finding."""
 
     def listed(title: str, lines: Sequence[str]) -> list[str]:
         rest = len(lines) - len(lines[:limit])
@@ -271,28 +180,6 @@ def audit_text(found: Audit, limit: int | None = None) -> str:
     lines.append(
         markdown_table(('finding', 'places'), [[FINDINGS[kind], n] for kind, n in finding_counts(found).items()])
     )
-    if found.cost:
-        base = list(found.cost.values())[-1]
-        rows = [
-            [
-                what,
-                c.kernels,
-                f'{c.kernels / max(base.kernels, 1):.2f}',
-                f'{c.bytes / 1e6:.1f}',
-                f'{c.bytes / max(base.bytes, 1):.2f}',
-            ]
-            for what, c in found.cost.items()
-        ]
-        lines += [
-            '',
-            markdown_table(('estimate', 'kernels', 'ratio', 'MB moved', 'ratio'), rows),
-            'Estimated from the graph by the fusions that NVIDIA documents (utils/qat/graph/audit_cost.py), not measured.',
-        ]
-    else:
-        lines += [
-            '',
-            'No estimate: the shapes of some convolutions do not follow from the graph. Export with a fixed image size.',
-        ]
     lines += listed(
         'In float, as it should be', [f'{c.name}: {c.reason}' for c in found.convs if c.reason in (HEAD, DFL)]
     )

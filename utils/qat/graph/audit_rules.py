@@ -1,13 +1,15 @@
 """The rules of TensorRT's explicit quantization that a Q/DQ graph keeps or breaks, one function each.
 
-Each takes a Graph and yields a `Finding` for every place that breaks the rule. Another placement of Q and DQ, or other
-scales, would repair a finding; a consequence of the network itself is none. Nothing is measured.
+Another placement of Q and DQ, or other scales, would repair a finding; a consequence of the network itself is none.
+Nothing is measured.
+
 Sources: TensorRT's developer guide (explicit quantization, Q/DQ placement), NvInfer.h (IQuantizeLayer), the ONNX
 parsers of 8.6 to 11, and NVIDIA/Model-Optimizer (`get_concat_eliminated_tensors`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,13 +41,7 @@ FINDINGS = {  # kind → its meaning
 
 @dataclass
 class Finding:
-    """A place that breaks a rule.
-
-    Attributes:
-        kind: a key of FINDINGS.
-        where: name of a node or tensor.
-        detail: the fault in words.
-    """
+    """A place that breaks a rule: a key of FINDINGS, the name of a node or tensor, and the fault in words."""
 
     kind: str
     where: str
@@ -58,12 +54,10 @@ def is_int8(graph: Graph, node: NodeProto) -> bool:
 
 
 def float_reason(graph: Graph, node: NodeProto) -> str:
-    """Say why a convolution runs in float.
+    """Say why a convolution runs in float: HEAD, DFL or CHOICE if it is right, another text if it is a finding.
 
-    Returns:
-        HEAD, DFL or CHOICE if it is right, another text if it is a finding. HEAD: neither a Q nor a convolution comes
-        behind it (see `Graph.ends`). If only one of data and weight is quantized, it is a finding anywhere: that DQ is
-        wasted, unless `_ends_a_kernel`.
+    HEAD: neither a Q nor a convolution comes behind it (see `Graph.ends`). If only one of data and weight is quantized,
+    it is a finding anywhere: that DQ is wasted, unless `_ends_a_kernel`.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if lacks == ['weight'] and _ends_a_kernel(graph, graph.producer[node.input[0]]):
@@ -119,12 +113,10 @@ def demands(graph: Graph) -> Iterator[Finding]:
 
 
 def _text(what: Any) -> str:
-    """Return a scale or FLOAT in words."""
     return f'scale {what:.6g}' if isinstance(what, float) else str(what)
 
 
 def _all(forms: Iterable[Any]) -> str:
-    """Return scales and FLOAT in words, sorted."""
     return ', '.join(sorted(map(_text, forms))) or 'nothing'
 
 
@@ -132,8 +124,8 @@ def moves(graph: Graph) -> Iterator[Finding]:
     """Find the operators that only move values and read or make several scales.
 
     Such an operator runs in INT8 if all its inputs, and all that is asked of its outputs, have one scale. Without any
-    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in
-    float by choice is not checked: it cannot serve this reader and a Q at once.
+    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in float
+    by choice is not checked: it cannot serve this reader and a Q at once.
     """
     for node in graph.nodes:
         if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):
@@ -187,12 +179,9 @@ def _from_int8_conv(graph: Graph, tensor: str) -> bool:
 def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
     """Find the sums whose addends are not all quantized in one scale; sums without any quantized addend are right.
 
-    One addend that an INT8 convolution (and its activation) makes may stay float beside quantized ones. The
-    convolution can then take the Add along, as NVIDIA recommends for a shortcut.
-
-    Args:
-        graph: the graph.
-        one_scale: the scales must be equal; otherwise only a sum that is half quantized is found.
+    One addend that an INT8 convolution (and its activation) makes may stay float beside quantized ones. The convolution
+    can then take the Add along, as NVIDIA recommends for a shortcut. Without `one_scale` only a sum that is half
+    quantized is found.
     """
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
@@ -236,10 +225,7 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
 
 
 def duplicates(graph: Graph) -> Iterator[Finding]:
-    """Find the activations that are quantized twice with one scale.
-
-    Weights may be: they are quantized when the engine is built.
-    """
+    """Find the activations that are quantized twice with one scale; weights may be, when the engine is built."""
     found: dict[tuple[str, Any], list[str]] = {}
     for node in graph.nodes:
         if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
@@ -275,15 +261,11 @@ def in_the_way(graph: Graph) -> Iterator[Finding]:
 
 
 def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
-    """Find wrong zero points, scales and axes.
+    """Find wrong zero points, scales and axes. Zero points of activations: see targets.target.Target.
 
-    Zero points are INT8 zeros. Scales are positive normal numbers, the same in DQ as in Q. Only weights are
-    per-channel, along the output channel, with the axis written out. A fault that a Q and its DQ have in common is
-    reported for the DQ.
-
-    Args:
-        graph: the graph.
-        zero_points: of activations, see targets.target.Target. 'unsigned': INT8, -128 too. 'any': any UINT8.
+    Zero points are INT8 zeros ('unsigned': -128 too; 'any': any UINT8). Scales are positive normal numbers, the same in
+    DQ as in Q. Only weights are per-channel, along the output channel, with the axis written out. A fault that a Q and
+    its DQ have in common is reported for the DQ.
     """
     for node in graph.nodes:
         pairs = [
@@ -356,3 +338,24 @@ CHECKS: tuple[Callable[[Graph], Iterator[Finding]], ...] = (
     in_the_way,
     numbers,
 )
+
+RULES: dict[
+    str, tuple[Callable[[Graph], Iterator[Finding]], ...]
+] = {  # target → the rules for its files, where they are not CHECKS
+    'openvino': (
+        *(check for check in CHECKS if check not in (adds, numbers)),
+        partial(adds, one_scale=False),
+        partial(numbers, zero_points='unsigned'),
+    ),
+    'onnxruntime': (
+        *(check for check in CHECKS if check not in (adds, not_absorbed, numbers)),
+        open_ends,
+        partial(adds, one_scale=False),
+        partial(numbers, zero_points='any'),
+    ),
+}
+
+
+def rules_of(target: str) -> tuple[Callable[[Graph], Iterator[Finding]], ...]:
+    """Return the rules for files of a target. target: a key of TARGETS."""
+    return RULES.get(target, CHECKS)

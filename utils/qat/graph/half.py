@@ -4,41 +4,30 @@
 
 Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding
 stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
-(`to_half`, opset 19 to 22), as ONNX Runtime wants them, or FP32 again (`fp32_scales`, opset 23). Imports no torch.
+(opset 19 to 22).
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, version_converter
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import QDQ, attribute, constants, count_qdq, moved_inputs, opset, producers, readers
+from utils.qat.graph.onnx_graph import attribute, constants, count_qdq, moved_inputs, opset, producers, readers
 from utils.qat.graph.passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 SUFFIX: dict[int, str] = {FLOAT: '_fp32', HALF: '_fp16'}  # end of the names of tensors that are made here
 FUSED = {('QuantizeLinear', 'DequantizeLinear'), ('DequantizeLinear', 'Conv')}  # pairs that TensorRT fuses
-OPSET = 23  # the first in which scales and values of Q/DQ may differ in type
 LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  # 65504 and 2**-14
 
 
 def to_half(model: ModelProto) -> ModelProto:
-    """Make a graph strongly typed, in place: FP16 up to the last feature convolutions, FP32 behind them.
+    """Make an FP32 graph strongly typed, in place: FP16 up to the last feature convolutions, FP32 behind them.
 
     Weights with Q/DQ are stored as INT8. The types and names of graph inputs and outputs stay, and so do every DQ and
-    every Q of an activation.
-
-    Args:
-        model: FP32, float or with Q/DQ.
-
-    Returns:
-        `model`.
-
-    Raises:
-        QatError: a Q/DQ graph is not of opset 19 to 22, or a constant or a scale does not fit FP16.
+    every Q of an activation. Constants and scales must fit FP16, and Q/DQ needs opset 19 to 22.
     """
     if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
         raise QatError(
@@ -60,7 +49,6 @@ def _infer(model: ModelProto) -> ModelProto:
 
 
 def _types(model: ModelProto) -> dict[str, int]:
-    """Return {tensor name: element type} of the tensors whose type can be inferred."""
     graph = _infer(model).graph
     found = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
     return {**found, **{i.name: i.data_type for i in graph.initializer}}
@@ -69,8 +57,7 @@ def _types(model: ModelProto) -> dict[str, int]:
 def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> set[int]:
     """Return the positions of the FP32 inputs of a node that may be FP16 and have the type that it computes in.
 
-    This is the type of its first input or of an output. Resize's roi and scales are not among them: they have types of
-    their own.
+    This is the type of its first input or of an output. Resize's roi and scales have types of their own.
     """
     schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     halves = {c.type_param_str for c in schema.type_constraints if 'tensor(float16)' in c.allowed_type_strs}
@@ -81,15 +68,12 @@ def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> se
 
 
 def _feature_inputs(model: ModelProto, types: Mapping[str, int]) -> dict[str, set[int]]:
-    """Find the inputs of nodes that become FP16.
+    """Find the inputs of nodes that become FP16: first output of a node → positions of its inputs.
 
     The nodes are every feature convolution, every node that computes an input of one, and those behind them that only
     move their outputs: the Cast comes where decoding computes. A feature convolution does not stand behind a Softmax:
     the convolution there is the DFL, which belongs to the decoding. The way back follows values (FP32 or INT8), not
     shapes.
-
-    Returns:
-        First output of a node → positions of its inputs.
     """
     made_by, values, images = producers(model), constants(model), {i.name for i in model.graph.input}
     decoded: set[str] = set()
@@ -215,64 +199,3 @@ def _check_qdq(model: ModelProto, qdq: tuple[int, int]) -> None:
             f'FP16: {count_qdq(model)} Q/DQ nodes instead of {qdq}, misplaced Casts: {", ".join(parted) or "none"}; '
             'please report this model, and export for TensorRT 10 (--trt 10)'
         )
-
-
-def require_opset() -> None:
-    """Raise QatError if the installed onnx does not know the opset of `fp32_scales`."""
-    if onnx.defs.onnx_opset_version() < OPSET:
-        raise QatError(
-            f"--fp32-scales: needs opset {OPSET}, which onnx {onnx.__version__} does not know; pip install 'onnx>=1.18'"
-        )
-
-
-def fp32_scales(model: ModelProto) -> ModelProto:
-    """Copy a Q/DQ graph of `to_half`, with the same scales in FP32.
-
-    Names, weights, every Q and every DQ stay. The copy has opset 23: the first in which Q takes FP16 values with an
-    FP32 scale, and DQ has an attribute for the type of its output.
-
-    A Q divides in the type of its scale. With FP32 a value goes to the step that PyTorch takes, while the quotient in
-    FP16 may lie on the other side of a half step. The scales themselves are the same numbers.
-
-    Raises:
-        QatError: anything but the types of the scales changed.
-    """
-    # ONNX's converter knows the operators whose meaning changes from one opset to the next.
-    typed = version_converter.convert_version(model, OPSET)
-    typed.ir_version = helper.find_min_ir_version_for(typed.opset_import)
-    stored = {i.name: i for i in typed.graph.initializer}
-    made: dict[str, TensorProto] = {}  # name of a scale in FP16 → its copy in FP32
-    for node in typed.graph.node:
-        if node.op_type in QDQ and stored[node.input[1]].data_type == HALF:
-            half = node.input[1]
-            if half not in made:
-                values = numpy_helper.to_array(stored[half]).astype(np.float32)
-                made[half] = numpy_helper.from_array(values, half.removesuffix(SUFFIX[HALF]) + SUFFIX[FLOAT])
-            node.input[1] = made[half].name
-            if node.op_type == 'DequantizeLinear':
-                node.attribute.append(helper.make_attribute('output_dtype', HALF))
-    typed.graph.initializer.extend(made.values())
-    read = readers(typed)
-    for half in made:
-        if half not in read:
-            typed.graph.initializer.remove(stored[half])
-    onnx.checker.check_model(typed, full_check=True)
-    before, after = _to_keep(model), _to_keep(typed)
-    if changed := [what for what in before if after[what] != before[what]]:
-        raise QatError(
-            f'--fp32-scales: changes {" and ".join(changed)}; please report this model, and export without it'
-        )
-    return typed
-
-
-def _to_keep(model: ModelProto) -> dict[str, Any]:
-    """Return the parts of a graph that the type of the scales does not change: part in words → value to compare."""
-    values, types = constants(model), _types(model)
-    return {
-        'the number of Q/DQ nodes': count_qdq(model),
-        'scales': [values[n.input[1]].astype(np.float32).tobytes() for n in model.graph.node if n.op_type in QDQ],
-        'INT8 weights': {
-            i.name: values[i.name].tobytes() for i in model.graph.initializer if i.data_type == TensorProto.INT8
-        },
-        'types': {name: types.get(name) for n in model.graph.node for name in n.output},
-    }

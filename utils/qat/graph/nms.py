@@ -13,8 +13,8 @@ Two ways lead from the same boxes and scores to the same outputs:
   sorted and of fixed size. It tells which candidates were kept, and the plugin does not: so a segmentation model takes
   this way.
 
-The nodes of the model, Q and DQ among them, stay as they are; these come behind them. They compute in the type of
-output0, FP32. docs/end2end.md has the differences between the two, and the sources. Imports no torch.
+The nodes compute in the type of output0, FP32; those of the model stay as they are. docs/end2end.md has the differences
+between the two ways, and the sources.
 """
 
 from typing import Any
@@ -31,21 +31,12 @@ SCOPE = 'end2end'  # in the names of all nodes and constants that are made here
 
 
 def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelProto:
-    """Replace the predictions of a detector by detections, in place.
+    """Replace the predictions of a detector by detections, in place; a segmentation model takes kind `standard`.
 
-    Args:
-        model: returns predictions FP32 [B, 4 + nc, N] (boxes cxcywh in pixels, scores in 0..1), and perhaps prototypes
-            (see export_onnx).
-        nms: a segmentation model takes kind `standard`.
-        pooling: how masks are cut out.
-
-    Returns:
-        `model`. It returns num_dets INT32 [B, 1], det_boxes [B, K, 4] (xyxy in pixels), det_scores [B, K], det_classes
-        INT32 [B, K]; with prototypes also det_masks [B, K, R * R] in 0..1: R x R cells that divide the box, row by row.
-        Detections are sorted by score; the rows behind num_dets are 0.
-
-    Raises:
-        QatError: K is more than the number of candidates, or pooling.pooler_scale does not fit the prototypes.
+    In: predictions FP32 [B, 4 + nc, N] (boxes cxcywh in pixels, scores in 0..1), and perhaps prototypes, see
+    export_onnx. Out: num_dets INT32 [B, 1], det_boxes [B, K, 4] (xyxy in pixels), det_scores [B, K], det_classes INT32
+    [B, K]; with prototypes also det_masks [B, K, R * R] in 0..1: R x R cells that divide the box, row by row.
+    Detections are sorted by score; the rows behind num_dets are 0.
     """
     outputs = predictions, *prototypes = list(model.graph.output)
     batch, rows, number = _dims(predictions)
@@ -88,12 +79,7 @@ def _dims(value: ValueInfoProto) -> list[Any]:
 
 
 class Appended:
-    """A writer that puts named nodes and constants behind the nodes of a model.
-
-    Attributes:
-        model: the model.
-        count: number of nodes and constants so far.
-    """
+    """A writer that puts named nodes and constants behind the nodes of a model."""
 
     def __init__(self, model: ModelProto) -> None:
         self.model, self.count = model, 0
@@ -101,17 +87,7 @@ class Appended:
     def node(
         self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: Any
     ) -> Any:
-        """Add a node.
-
-        Args:
-            op: its operator.
-            inputs: names of tensors.
-            outputs: number of its outputs, or their names.
-            **attributes: of the operator.
-
-        Returns:
-            The name of its output, or a list if there are more.
-        """
+        """Add a node and return the name of its output, or a list of them. outputs: their number, or names."""
         self.count += 1
         name = f'/{SCOPE}/{op}_{self.count}'
         made = [f'{name}_output_{i}' for i in range(outputs)] if isinstance(outputs, int) else list(outputs)
@@ -127,14 +103,7 @@ class Appended:
 
 
 def add_plugin(graph: Appended, boxes: str, scores: str, nms: Nms) -> None:
-    """Add TensorRT's plugin: one node, with the attributes of plugin/efficientNMSPlugin/README.md.
-
-    Args:
-        graph: the model.
-        boxes: name of a tensor [B, N, 4].
-        scores: name of a tensor [B, N, nc].
-        nms: the settings.
-    """
+    """Add TensorRT's plugin by plugin/efficientNMSPlugin/README.md, for boxes [B, N, 4] and scores [B, N, nc]."""
     graph.node(
         PLUGIN,
         [boxes, scores],
@@ -153,14 +122,7 @@ def add_plugin(graph: Appended, boxes: str, scores: str, nms: Nms) -> None:
 
 
 def add_standard(graph: Appended, boxes: str, scores: str, nms: Nms, classes: int) -> tuple[str, str]:
-    """Add NMS by operators of ONNX alone.
-
-    Args:
-        graph: the model.
-        boxes: name of a tensor [B, N, 4].
-        scores: name of a tensor [B, N, nc].
-        nms: the settings.
-        classes: nc.
+    """Add NMS by operators of ONNX alone; boxes [B, N, 4], scores [B, N, nc].
 
     Returns:
         Names of two tensors [B, K, 1]: whether a row is a detection, and the index of its box in 0..N - 1.
@@ -217,27 +179,18 @@ def add_masks(
     top: int,
     pooling: Pooling,
 ) -> None:
-    """Add the masks of the detections: the sigmoid of coefficients times prototypes, over the box of each.
+    """Add the masks: the sigmoid of coefficients [B, N, nm] times prototypes [B, nm, h, w], over each box.
 
     RoiAlign cuts out a box and brings it to R x R by means of its input. It is linear, and so is the product with the
     coefficients, so they may change places. With the product first, one channel is cut out for each detection; else it
-    would be nm prototypes for each.
-
-    Args:
-        graph: the model.
-        coefficients: name of a tensor [B, N, nm].
-        prototypes: [B, nm, h, w].
-        is_one: see `add_standard`.
-        box: see `add_standard`.
-        top: K.
-        pooling: the settings.
+    would be nm prototypes for each. For is_one and box see `add_standard`; top is K.
     """
     imgsz, sides = _dims(graph.model.graph.input[0])[2:], _dims(prototypes)[2:]
     scales = {side / whole for side, whole in zip(sides, imgsz)}
     if scales != {pooling.pooler_scale}:
         raise QatError(
-            f'--pooler-scale {pooling.pooler_scale}: the prototypes of this model are {" x ".join(map(str, sides))} for images of '
-            f'{" x ".join(map(str, imgsz))}; give {" or ".join(map(str, scales))}'
+            f'the prototypes of this model are {" x ".join(map(str, sides))} for images of {" x ".join(map(str, imgsz))}, and masks '
+            f'inside a file need {pooling.pooler_scale:g} of each side; use --include onnx'
         )
     own = graph.node('GatherND', [coefficients, box], batch_dims=1)  # [B, K, nm]
     flat = graph.node('Reshape', [prototypes.name, graph.constant([0, 0, -1])])

@@ -38,11 +38,7 @@ def opset(model: ModelProto) -> int:
 
 
 def constants(model: ModelProto) -> dict[str, np.ndarray]:
-    """Return {tensor name: value} of every initializer and Constant node.
-
-    Raises:
-        QatError: the values of a constant do not fit its type and shape.
-    """
+    """Return {tensor name: value} of every initializer and Constant node."""
     stored = {i.name: i for i in model.graph.initializer}
     stored.update(
         (node.output[0], a.t)
@@ -68,10 +64,7 @@ def producers(model: ModelProto) -> dict[str, NodeProto]:
 
 
 def readers(model: ModelProto) -> dict[str, list[tuple[NodeProto, int]]]:
-    """Return {tensor name: [(node, position among its inputs), ...]}, in the order of the graph.
-
-    Graph outputs are no readers here.
-    """
+    """Return {tensor name: [(node, position among its inputs), ...]} in the order of the graph, without its outputs."""
     found: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
         for i, name in enumerate(node.input):
@@ -92,6 +85,11 @@ def given(model: ModelProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs that a caller has to give; old files list their weights among the inputs as well."""
     weights = {i.name for i in model.graph.initializer}
     return [i for i in model.graph.input if i.name not in weights]
+
+
+def shape_of(value: onnx.ValueInfoProto) -> list[int]:
+    """Read the shape of a graph's input or output; 3 for an open batch axis."""
+    return [d.dim_value or 3 for d in value.type.tensor_type.shape.dim]
 
 
 def is_half(model: ModelProto) -> bool:
@@ -145,11 +143,7 @@ def metadata_value(model: ModelProto, key: str, default: str = '') -> str:
 
 
 def kept_float(model: ModelProto) -> set[str]:
-    """Return the paths of modules that were left in float by choice, from the model's metadata.
-
-    Raises:
-        QatError: the entry is no list of paths.
-    """
+    """Return the paths of modules that were left in float by choice, from the model's metadata."""
     text = metadata_value(model, 'kept_float', '[]')
     if not re.fullmatch(r"\[('[\w.-]+'(, '[\w.-]+')*)?\]", text):  # as export writes it
         raise QatError(
@@ -175,12 +169,8 @@ class Graph:
     """A model with its tables made once, and questions that one asks of a Q/DQ graph.
 
     Attributes:
-        nodes: in the order of the graph.
         inputs: names of the tensors that a caller gives.
-        outputs: names of the tensors that the graph returns.
         values: see `constants`.
-        producer: see `producers`.
-        readers: see `readers`.
         fixed: names of tensors that no image changes: weights on their way through Q and DQ, shapes, and all that is
             computed from these.
         kept_float: paths of modules that were left in float by choice, from the file's metadata.
@@ -331,10 +321,7 @@ class Graph:
         return found
 
     def activation_of(self, node: NodeProto) -> str | None:
-        """Return the tensor x if a node ends an activation function of x, else None.
-
-        SiLU is x * Sigmoid(x).
-        """
+        """Return the tensor x if a node ends an activation function of x, such as SiLU, x * Sigmoid(x); else None."""
         if node.op_type == 'Mul':
             return next(
                 (

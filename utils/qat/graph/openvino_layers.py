@@ -1,8 +1,6 @@
-"""OpenVINO compiles a model into layers. This file reads from the compiled model which type each layer computes in.
+"""The layers that OpenVINO compiles a model into, and the type that each computes in, read from the compiled model.
 
-in:  a compiled model, and the model that it was compiled of
-out: layers; convolutions that are in integers and that are not; operators that only move values but run in float between INT8 layers;
-     and re-encodings, layers that do nothing but write the values of an INT8 layer in another type or order
+Re-encodings are layers that do nothing but write the values of an INT8 layer in another type or order.
 """
 
 from __future__ import annotations
@@ -118,12 +116,7 @@ class Int8Layers:
 
 
 def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
-    """Sort the layers of a compiled model.
-
-    Args:
-        layers: see `layers_of`.
-        quantized: see `quantized_convs`, of the model that was compiled.
-    """
+    """Sort the layers of a compiled model, given which convolutions were quantized before, see `quantized_convs`."""
     convs = [layer for layer in layers if layer.kind in CONV_KINDS]
     floats = [layer for layer in convs if not layer.integer]
     lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
@@ -151,7 +144,6 @@ def _only_casts(layer: Layer) -> bool:
 
 
 def _integers(layer: Layer) -> bool:
-    """Whether a layer computes in INT8 or returns it."""
     return layer.integer or layer.returns in INTEGERS
 
 

@@ -1,7 +1,6 @@
 """OpenVINO's model of a file: the library without its telemetry, .onnx and .xml files read, .xml files written.
 
-The Q/DQ of an .onnx file are rewritten on the way, see `for_openvino`. Settings, threads and results are not here: see
-utils/qat/prediction/openvino.py.
+The Q/DQ of an .onnx file are rewritten on the way, see `for_openvino`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import onnx
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.graph import passes
-from utils.qat.graph.audit import load, naming
+from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import count_qdq
 
 if TYPE_CHECKING:
@@ -30,14 +29,7 @@ HEAD = 4096  # bytes in which it does
 
 
 def load_openvino(who: str = 'OpenVINO') -> ModuleType:
-    """Import OpenVINO, without the package that would write an id under the home folder and tell its maker of each import.
-
-    Args:
-        who: the file or the flag that needs it, for the message.
-
-    Raises:
-        QatError: it is not installed, or cannot be loaded.
-    """
+    """Import OpenVINO without its telemetry, which would write an id under the home folder and report each import."""
     sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # OpenVINO takes it as not installed
     try:
         import openvino
@@ -50,11 +42,8 @@ def load_openvino(who: str = 'OpenVINO') -> ModuleType:
 def one_core() -> openvino.Core:
     """Make OpenVINO's core, the only one of this process.
 
-    The last core takes the CPU plugin along. The plugin frees a signal stack then, which stays in use where another thread loaded
-    the plugin: the next signal ends the process (OpenVINO 2026.4.1).
-
-    Raises:
-        QatError: see `load_openvino`.
+    The last core takes the CPU plugin along. The plugin frees a signal stack then, which stays in use where another
+    thread loaded the plugin: the next signal ends the process (OpenVINO 2026.4.1).
     """
     return load_openvino().Core()
 
@@ -66,11 +55,7 @@ def reason(error: Exception) -> str:
 
 
 def read_model(file: Path) -> openvino.Model:
-    """Read an .onnx or .xml file.
-
-    Raises:
-        QatError: no OpenVINO, or the file is not whole, is another kind of file, or has operators that OpenVINO lacks.
-    """
+    """Read an .onnx or .xml file."""
     load_openvino(str(file))
     if file.suffix.lower() == '.onnx':
         return _from_onnx(load(file), file)
@@ -133,11 +118,7 @@ def metadata(model: openvino.Model) -> dict[str, str]:
 
 
 def write_ir(model: onnx.ModelProto, file: Path) -> None:
-    """Write an ONNX graph in OpenVINO's own form: `file`, an .xml, and a .bin beside it, with weights in INT8 where they are quantized.
-
-    Raises:
-        QatError: OpenVINO is missing, or cannot read the graph.
-    """
+    """Write an ONNX graph as OpenVINO's .xml, and a .bin beside it, with weights in INT8 where they are quantized."""
     openvino = load_openvino(str(file))
     model = passes.store_int8_weights(model) if any(count_qdq(model)) else model
     openvino.serialize(_from_onnx(model, file), str(file), str(file.with_suffix('.bin')))

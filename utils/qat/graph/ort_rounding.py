@@ -1,9 +1,6 @@
 """FP16 values quantized as ONNX demands, in every version of ONNX Runtime: x / scale, rounded half to even.
 
-in:  FP16 x → Q (FP16 scale)
-out: FP16 x → Cast → FP32 → Q (FP32 scale): the same INT8 values
-
-Imports no torch.
+Where ONNX Runtime truncates, FP16 x → Cast → FP32 → Q (FP32 scale) gives the same INT8 values.
 """
 
 from functools import cache
@@ -18,10 +15,7 @@ from utils.qat.graph.onnx_graph import constants, is_half
 
 @cache
 def rounds_fp16() -> bool:
-    """Tell whether ONNX Runtime rounds FP16 values.
-
-    Up to 1.29, on CPUs, it truncates; and 1.30 needs Python 3.11.
-    """
+    """Tell whether ONNX Runtime rounds FP16 values: up to 1.29, on CPUs, it truncates; and 1.30 needs Python 3.11."""
     import onnxruntime as ort
 
     graph = helper.make_graph(
@@ -41,14 +35,7 @@ def rounds_fp16() -> bool:
 
 
 def rounding(source: str | bytes) -> str | bytes:
-    """Return a model with which ONNX Runtime rounds FP16 values.
-
-    Args:
-        source: the name of a file, or a serialized model.
-
-    Returns:
-        `source`; if it has FP16 values and ONNX Runtime truncates, another serialized model.
-    """
+    """Return a model with which ONNX Runtime rounds FP16 values: `source`, unless ONNX Runtime would truncate them."""
     if rounds_fp16():
         return source
     model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)

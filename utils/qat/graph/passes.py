@@ -1,7 +1,4 @@
-"""Passes over an exported ONNX graph, one function each, each with its invariant.
-
-Imports no torch: the passes work on any Q/DQ graph.
-"""
+"""Passes over any exported ONNX graph, one function each, each with its invariant."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,16 +25,9 @@ OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
 
 
 def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
-    """Rewrite the node list in place: rename inputs, and drop nodes.
+    """Rewrite the node list in place: rename inputs (old name → new name), and drop nodes that `keep` refuses.
 
-    Args:
-        model: the graph.
-        keep: whether a node stays. Nodes come in topological order, so it may add to `renamed` the tensors that later
-            nodes shall read instead.
-        renamed: old name of an input → new name.
-
-    Returns:
-        `model`.
+    Nodes come in topological order, so `keep` may add to `renamed` the tensors that later nodes shall read instead.
     """
     kept = []
     for node in model.graph.node:
@@ -65,11 +55,11 @@ def remove_identities(model: ModelProto) -> ModelProto:
 
 
 def merge_duplicates(model: ModelProto) -> ModelProto:
-    """Merge nodes that compute the same, in place.
+    """Merge nodes that compute the same, in place; graph outputs keep their names.
 
     Above all, every reader of a tensor that quantizes it with the same scale then shares one Q and one DQ. Two nodes
-    are the same if operator, attributes and inputs are; constants are compared by value. (The operators of these
-    graphs have no state and no randomness.) Graph outputs keep their names.
+    are the same if operator, attributes and inputs are; constants are compared by value. (The operators of these graphs
+    have no state and no randomness.)
     """
     values = constants(model)
     outputs = {o.name for o in model.graph.output}
@@ -99,9 +89,6 @@ def constants_to_initializers(model: ModelProto) -> ModelProto:
     """Turn every Constant node into an initializer of the same name and value, in place.
 
     TensorRT 8.6 reads scales and zero points from initializers only.
-
-    Raises:
-        QatError: a Constant has no tensor as its value.
     """
     values = constants(model)
     made = [n.output[0] for n in model.graph.node if n.op_type == 'Constant']
@@ -127,15 +114,14 @@ def quantize_moves(model: ModelProto) -> ModelProto:
     """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place.
 
     A move is an operation that only moves values: Concat, MaxPool, Split, Slice, nearest Resize ... It then runs in
-    INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat beside it. No value
-    changes: to quantize with one scale before and after a move is to quantize once. A move stays as it is if its
-    readers ask for several scales, or for a scale and float.
+    INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat beside it. No value changes:
+    to quantize with one scale before and after a move is to quantize once. A move stays as it is if its readers ask for
+    several scales, or for a scale and float.
     """
     values, outputs = constants(model), {o.name for o in model.graph.output}
     made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
 
     def grid(node: NodeProto) -> list[bytes]:
-        """Return scale and zero point of a Q or DQ, to compare."""
         return [values[name].tobytes() for name in node.input[1:3]]
 
     def demand(node: NodeProto) -> NodeProto | None:
@@ -183,15 +169,9 @@ def quantize_moves(model: ModelProto) -> ModelProto:
 def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
     """Drop each Q/DQ that repeats the scale which its values already have, in place; changes no value.
 
-    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT and ONNX Runtime want it there; OpenVINO
-    makes a layer of it that encodes i8 as u8 again.
-
-    Args:
-        model: the graph.
-        behind_moves: also behind operators that move values, not only directly behind a DQ.
-
-    Returns:
-        `model`.
+    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT and ONNX Runtime want it
+    there; OpenVINO makes a layer of it that encodes i8 as u8 again. Without `behind_moves` only pairs directly behind a
+    DQ go.
     """
     graph, outputs = Graph(model), {o.name for o in model.graph.output}
     renamed: dict[str, str] = {}
@@ -224,8 +204,8 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
 def fake_quantize(model: ModelProto) -> ModelProto:
     """Write each Q/DQ of an activation as one FakeQuantize, an operator of OpenVINO's, in place; changes no value.
 
-    OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some activations with a
-    scale of 1: docs/openvino.md. Its own tools write one operator, which is computed as it says.
+    OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some
+    activations with a scale of 1: docs/openvino.md. Its own tools write one operator, which is computed as it says.
     """
     values, made, half = constants(model), producers(model), is_half(model)
     stored, nodes = set(values), []
@@ -279,8 +259,9 @@ def fake_quantize(model: ModelProto) -> ModelProto:
 def multiply_dfl(model: ModelProto) -> ModelProto:
     """Write the integral over the box distribution (DFL) as a matrix product, in place; sums may round otherwise.
 
-    The export has Transpose → Softmax over axis 1 → 1x1 convolution. OpenVINO copies all maps twice for them. The product takes the
-    Softmax over axis 2 of what was transposed, so neither the Transpose nor a copy remains: 1 to 2 % less time.
+    The export has Transpose → Softmax over axis 1 → 1x1 convolution. OpenVINO copies all maps twice for them. The
+    product takes the Softmax over axis 2 of what was transposed, so neither the Transpose nor a copy remains: 1 to 2 %
+    less time.
     """
     if opset(model) < 13:  # there Softmax takes all axes behind the first as one
         return model
@@ -326,11 +307,9 @@ def check_scales(model: ModelProto, scales: Iterable[Any]) -> None:
 
 
 def simplify(model: ModelProto) -> ModelProto:
-    """Fold constants and drop nodes that compute nothing (onnxslim).
+    """Fold constants and drop nodes that compute nothing (onnxslim), or raise QatError if a Q or DQ is lost.
 
-    Raises:
-        QatError: a Q or DQ is lost. A simplifier that folds the DQ of a weight turns an INT8 convolution back into a
-            float one.
+    A simplifier that folds the DQ of a weight turns an INT8 convolution back into a float one.
     """
     import onnxslim
 
@@ -347,8 +326,8 @@ def simplify(model: ModelProto) -> ModelProto:
 def store_int8_weights(model: ModelProto) -> ModelProto:
     """Store each weight as the INT8 values that its Q computes, in place: initializer → DQ.
 
-    A weight had a Q and a DQ. Exactly one Q per weight is removed, none of an activation and no DQ. The values are the
-    Q's, bit for bit: rounded half to even and saturated.
+    Exactly one Q per weight is removed, none of an activation and no DQ. The values are the Q's, bit for bit: rounded
+    half to even and saturated.
     """
     values = constants(model)
     stored = {i.name: i for i in model.graph.initializer}
@@ -369,13 +348,9 @@ def store_int8_weights(model: ModelProto) -> ModelProto:
 
 
 def set_output_shapes(model: ModelProto, *shapes: Iterable[int | str]) -> None:
-    """Write the shape of each output: with an open batch axis the exporter leaves the other axes open too.
+    """Write the shape of each output, with names for open axes; no node changes.
 
-    No node changes.
-
-    Args:
-        model: the graph.
-        *shapes: of each output: numbers, or a name for an open axis.
+    With an open batch axis the exporter leaves the other axes open too.
     """
     for output, dims in zip(model.graph.output, shapes, strict=True):
         shape = output.type.tensor_type.shape
@@ -431,3 +406,11 @@ def unsigned_activations(model: ModelProto) -> ModelProto:
         model.graph.initializer.append(numpy_helper.from_array(np.array(zero, np.uint8), name))
     del model.graph.value_info[:]  # types of the signed integers
     return model
+
+
+def integers_in_onnxruntime(model: ModelProto) -> ModelProto:
+    """Give a graph the form that ONNX Runtime computes in integers, in place; changes no value."""
+    return unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
+
+
+LAST = {'onnxruntime': integers_in_onnxruntime}  # target → last pass over its graphs

@@ -1,10 +1,7 @@
-"""config.pbtxt, by which NVIDIA Triton Inference Server serves an exported graph.
+"""config.pbtxt, by which NVIDIA Triton Inference Server serves an exported graph: plain, DeepStream, with NMS inside.
 
-in:  any graph of ours: plain, DeepStream, with NMS inside
-out: the text of MODELS/<name>/config.pbtxt; beside it, the graph's engine is 1/model.plan, the graph itself
-     1/model.onnx
-
-Format: docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server. Imports no torch.
+It belongs into MODELS/<name>/, beside 1/model.plan (the graph's engine) or 1/model.onnx. Format:
+docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server.
 """
 
 import json
@@ -27,18 +24,10 @@ PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 
 
 def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: str = 'tensorrt_plan') -> str:
-    """Write the configuration of a model.
+    """Write the configuration of a model, by its name in Triton, for a runtime of PLATFORMS.
 
-    Args:
-        model: the graph.
-        name: its name in Triton.
-        max_batch: most images per run, if the batch axis is open; the engine must be built for it. Requests of several
-            clients are then run together. A graph with a fixed batch takes only this batch.
-        platform: the runtime, one of PLATFORMS.
-
-    Raises:
-        QatError: a tensor has no shape or a type that Triton lacks, or some tensors have an open batch and others do
-            not.
+    Where the batch axis is open, requests of several clients run together, up to max_batch, for which the engine must
+    be built. A graph with a fixed batch takes only this batch.
     """
     inputs = given(model)
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}

@@ -1,30 +1,30 @@
 """AOTInductor: .pt2 packages with compiled code for one device, one version of PyTorch and one kind of CPU or GPU.
 
 A package is a program: to load it is to run it. Its metadata are read first, without running it, and only a package that names this
-device, this PyTorch and instructions that are here is loaded. This finds mistakes, not malice: load packages of people you trust.
+device, this PyTorch and instructions that are here is loaded. This finds mistakes, not malice: so no command loads a package unless
+--backend names aoti (session.require_named).
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import zipfile
-from functools import cache
 from pathlib import Path
 
 import torch
 from typing_extensions import override
 
-from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.device import instruction_flags
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import LOGGER
 from utils.qat.prediction.pt2 import Pt2, image_shape
-from utils.qat.prediction.session import Load, MeasuredCase
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.program_archive import is_package, read_metadata
+from utils.qat.untrusted.torch_archive import plain_archive
 
 AGAIN = 'export it here with export_qat.py --include aoti'
-PART = re.compile(r'[^/]+/data/aotinductor/model/[^/]+_metadata\.json')
+MEMBERS = re.compile(r'[^/]+/.+')
+PART = re.compile(r'data/aotinductor/model/[^/]+_metadata\.json')
 WRAPPER = re.compile(r'[^/]+/data/aotinductor/model/[^/]+\.wrapper\.cpp')
 WEIGHTED = re.compile(rb'\baoti_torch_\w*(?:conv|linear)\w*(?=\()')  # a call of a kernel, in C++
 
@@ -36,14 +36,11 @@ def package_metadata(file: Path) -> dict[str, str]:
         QatError: the file is no such package, or is damaged.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-            if damaged:
-                raise zipfile.BadZipFile(f'{damaged[:80]!r} inside is damaged')
-            parts = [name for name in archive.namelist() if PART.fullmatch(name)]
-            if not parts:
-                raise zipfile.BadZipFile('no metadata inside')
-            return read_metadata(archive.read(parts[0]))
+        parts = plain_archive(file, MEMBERS, 'archive_format')  # nothing is compressed, so it has the size that it says
+        found = [part for name, part in parts.items() if PART.fullmatch(name)]
+        if not found:
+            raise zipfile.BadZipFile('no metadata inside')
+        return read_metadata(bytes(found[0]))
     except (
         Refused,
         zipfile.BadZipFile,
@@ -51,7 +48,7 @@ def package_metadata(file: Path) -> dict[str, str]:
         UnicodeDecodeError,
         ValueError,
         EOFError,
-        RuntimeError,
+        struct.error,
     ) as e:
         raise QatError(
             f'--weights {file}: no package of AOTInductor (or cut short): {e or type(e).__name__}; {AGAIN}'
@@ -93,22 +90,16 @@ def require_match(file: Path, metadata: dict[str, str], device: torch.device) ->
         )
 
 
-@cache
-def _warn(file: Path) -> None:
-    """Say once for each file that it is a program."""
-    LOGGER.warning(f'{file}: a package is a program, and runs when it is loaded; load those of people you trust')
-
-
 class AotPackage(Pt2):
     """A package of AOTInductor."""
 
-    def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
-        super().__init__(file, device, types)
+    def __init__(self, file: Path, device: torch.device) -> None:
+        super().__init__(file, device)
         if not is_package(file):
             raise QatError(f'--weights {file}: no package of AOTInductor (or cut short); {AGAIN}')
         self.metadata = package_metadata(file)
         require_match(file, self.metadata, device)
-        self.shape, self.types = image_shape(self.metadata, file), types or self.metadata.get('precision', '')
+        self.shape = image_shape(self.metadata, file)
         try:
             # Not torch._inductor.aoti_load_package, which compiles a test program. One thread runs it, and a CUDA graph may hold it.
             self.loader = torch._C._aoti.AOTIModelPackageLoader(
@@ -116,20 +107,6 @@ class AotPackage(Pt2):
             )
         except RuntimeError as e:
             raise QatError(f'{file}: PyTorch cannot load it: {" ".join(str(e).split())[:200]}; {AGAIN}') from e
-
-    @classmethod
-    @override
-    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> AotPackage:
-        _warn(file)
-        return cls(file, device)
-
-    @classmethod
-    @override
-    def to_measure(
-        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
-    ) -> AotPackage:
-        _warn(file)
-        return cls(file, device, case.network.types)
 
     @property
     @override
@@ -147,4 +124,4 @@ class AotPackage(Pt2):
         return self.loader.run([images])
 
 
-SESSION = AotPackage  # see registry.py
+SESSION = AotPackage

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from utils.qat.config.export import END2END, MASKS
+from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import BoxMasks
 from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.session import Session
+from utils.qat.prediction.session import Session, open_session
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
@@ -64,10 +65,11 @@ class FileModel:
         stride: of the model that was exported, in pixels.
         nc: number of classes; None if only the names would tell, and there are none.
         names: class index → name.
-        end2end, classifies, segments: which of the layouts above it has.
+        end2end: whether NMS is inside.
+        task: see config.tasks.
         conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
-        kind: what says so, in words.
-        task: of the model, by the metadata of the export; None if they do not tell.
+        kind: what tells the task, in words.
+        ours: whether the metadata of the export name a task: then images are prepared as `qat.py eval` does.
     """
 
     def __init__(self, session: Session) -> None:
@@ -85,13 +87,12 @@ class FileModel:
         self.end2end = set(END2END) <= set(outputs)
         shapes = list(outputs.values())
         dimensions = [len(shape) for shape in shapes]
-        self.classifies = dimensions == [2]
         if dimensions == [3] and shapes[0][2] == 6:  # no grid has 6 cells
             raise QatError(
                 f'--weights {path}: has the outputs of export_yoloV9.py, the best class of each box only; use the file that '
                 'export_qat.py writes of the same checkpoint'
             )
-        if len(image) != 4 or not (self.classifies or self.end2end or dimensions in ([3], [3, 4])):
+        if len(image) != 4 or not (self.end2end or dimensions in ([2], [3], [3, 4])):
             raise QatError(
                 f'--weights {path}: expected images [B, 3, H, W] -> output0 [B, 4 + classes, N], of a segmentation model '
                 f'output1 [B, coefficients, H / 4, W / 4] as well, or with NMS inside {", ".join(END2END)}; found '
@@ -100,8 +101,9 @@ class FileModel:
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
         self.imgsz, self.batch = list(image[2:]), signature.batch or own
         self.stride, names = _read_metadata(path, signature.metadata)
-        self.task = signature.metadata.get('task')
-        self.segments, self.kind = MASKS in outputs or dimensions == [3, 4], f'its outputs are {", ".join(outputs)}'
+        masks = MASKS in outputs or dimensions == [3, 4]
+        self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
+        self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
         if self.end2end:  # how many classes there are is not in the shapes
             self.nc, self.names = len(names) if names else None, names
@@ -110,7 +112,7 @@ class FileModel:
                 raise QatError(
                     f'--weights {path}: leaves the number of classes open, {list(shapes[0])}; export it with export_qat.py'
                 )
-            self.nc = shapes[0][1] - 4 * (not self.classifies) - (shapes[1][1] if self.segments else 0)
+            self.nc = self.task.classes_in(shapes)
             self.names = names or {i: str(i) for i in range(self.nc)}
 
     @property
@@ -130,7 +132,7 @@ class FileModel:
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
         floats = tuple(out.float() for out in outputs.values())
-        return floats if self.segments else floats[0]
+        return floats if len(floats) > 1 else floats[0]
 
     def _detections(self, outputs: dict[str, torch.Tensor], shape: Sequence[int]) -> list[Detections]:
         """Take the detections of each image from the outputs of NMS."""
@@ -139,10 +141,34 @@ class FileModel:
         found = []
         for i, n in enumerate(number.flatten().int().tolist()):
             masks = None
-            if self.segments:
+            if MASKS in outputs:
                 side = math.isqrt(outputs[MASKS].shape[2])
                 masks = BoxMasks(
                     outputs[MASKS][i, :n].float().unflatten(1, (side, side)), rows[i, :n, :4], tuple(shape)
                 )
             found.append(Detections(rows[i, :n], masks))
         return found
+
+
+def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: str | None = None) -> FileModel:
+    """Open an exported file for an evaluation; see session.open_session."""
+    return FileModel(open_session(path, device, backend))
+
+
+def parts(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split predictions by meaning.
+
+    Args:
+        outputs: predictions, and of a segmentation model prototypes, see file_model.py.
+
+    Returns:
+        'boxes' [B, 4, N] and 'scores' [B, nc, N], and of a segmentation model 'coefficients' [B, nm, N] and
+        'prototypes' [B, nm, h, w]. Of a classifier 'logits' [B, nc].
+    """
+    if isinstance(outputs, torch.Tensor) and outputs.dim() == 2:
+        return {'logits': outputs}
+    if not isinstance(outputs, (tuple, list)):
+        return {'boxes': outputs[:, :4], 'scores': outputs[:, 4:]}
+    predictions, prototypes = outputs
+    nm = prototypes.shape[1]
+    return {**parts(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}

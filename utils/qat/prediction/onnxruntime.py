@@ -10,12 +10,12 @@ from typing_extensions import (
     override,
 )  # torch requires this package, so it is installed; typing has it from Python 3.12
 
-from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
+from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.ort_rounding import rounding
-from utils.qat.prediction.session import Load, MeasuredCase, Session, Signature
+from utils.qat.prediction.session import Session, Signature
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 AS_WRITTEN = {'session.disable_quant_qdq': '1'}
 
 
-def _cuda_missing() -> bool:
-    """Whether the ONNX Runtime that is installed is the one without CUDA."""
+def cuda_missing() -> bool:
+    """Tell whether the ONNX Runtime that is installed is the one without CUDA."""
     import onnxruntime as ort
 
     return 'CUDAExecutionProvider' not in ort.get_available_providers()
@@ -56,59 +56,25 @@ def onnx_session(
     options, cuda = onnx_options(entries), []
     if threads:
         options.intra_op_num_threads = threads
-    if device.type == 'cuda' and not _cuda_missing():
+    if device.type == 'cuda' and not cuda_missing():
         cuda = [('CUDAExecutionProvider', {'device_id': device.index or 0, **settings})]
     source = rounding(source) if entries is AS_WRITTEN else source
     return ort.InferenceSession(source, options, providers=[*cuda, 'CPUExecutionProvider'])
 
 
 class OnnxRuntime(Session):
-    """An .onnx file in ONNX Runtime.
+    """An .onnx file in ONNX Runtime."""
 
-    It is evaluated with Q and DQ computed as they are written, and measured with ONNX Runtime's own optimizations: Q/DQ fused into INT8
-    kernels, where it can load that.
-    """
-
-    def __init__(self, file: Path, device: torch.device, types: str = '', fused: bool = False) -> None:
-        super().__init__(file, device, types)
-        if not fused:
-            self.session = self._load(AS_WRITTEN)
-            return
-        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
-        if device.type == 'cuda':
-            self.stream = torch.cuda.Stream(device)
-            options['user_compute_stream'] = str(self.stream.cuda_stream)
+    def __init__(self, file: Path, device: torch.device, entries: dict[str, str] = AS_WRITTEN, **options: Any) -> None:
+        """Load the file. entries, options: see `onnx_session`."""
+        super().__init__(file, device)
+        require_bounded(file)
         try:
-            self.session = self._load({}, **options)
-        except QatError:
-            if 'INT8' not in types:
-                raise
-            self.session = self._load(AS_WRITTEN, **options)  # FP16 scales: its fused Concat does not load (1.31)
-            self.types = f'{types}, Q/DQ not fused'
-
-    @classmethod
-    @override
-    def to_measure(
-        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
-    ) -> OnnxRuntime:
-        return cls(file, device, case.network.types, fused=True)
-
-    @staticmethod
-    @override
-    def missing(backend: str, device: torch.device) -> str:
-        if device.type == 'cuda' and _cuda_missing():
-            return (
-                'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
-            )
-        return ''
-
-    def _load(self, entries: dict[str, str], **options: Any) -> onnxruntime.InferenceSession:
-        try:
-            return onnx_session(str(self.file), self.device, entries, **options)
+            self.session = onnx_session(str(file), device, entries, **options)
         except Exception as e:  # onnxruntime's exceptions share no public base class
-            raise self._refused(e, 'load') from e
+            raise self.refused(e, 'load') from e
 
-    def _refused(self, error: Exception, verb: str) -> QatError:
+    def refused(self, error: Exception, verb: str) -> QatError:
         """Make the QatError for a file that ONNX Runtime did not load, or not run. verb: 'load' or 'run'."""
         if PLUGIN in str(error):
             return QatError(
@@ -117,9 +83,7 @@ class OnnxRuntime(Session):
             )
         said = ' '.join(str(error).split())[:300]
         if verb == 'run' or 'MLFloat16' in said:  # some versions find this out while they load a file
-            return QatError(
-                f'{self.file}: ONNX Runtime cannot run it (a file with --fp32-scales is for TensorRT only): {said}'
-            )
+            return QatError(f'{self.file}: ONNX Runtime cannot run it: {said}')
         return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')
 
     @override
@@ -139,31 +103,8 @@ class OnnxRuntime(Session):
         try:
             outputs = self.session.run(None, {name: tensor.cpu().numpy() for name, tensor in tensors.items()})
         except Exception as e:  # as above; such as of a file with FP32 scales beside FP16 values
-            raise self._refused(e, 'run') from e
+            raise self.refused(e, 'run') from e
         return {o.name: torch.from_numpy(out).to(self.device) for o, out in zip(self.session.get_outputs(), outputs)}
 
-    @override
-    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        where, index = self.device.type, self.device.index or 0
-        bound, self.binding = super().bind(host), self.session.io_binding()
-        for name, tensor in bound.items():
-            kind = host[name].numpy().dtype.type
-            self.binding.bind_input(name, where, index, kind, tuple(tensor.shape), tensor.data_ptr())
-        for output in self.session.get_outputs():
-            self.binding.bind_output(output.name, where, index)
-        return bound
 
-    @override
-    def compute(self) -> None:
-        try:
-            self.session.run_with_iobinding(self.binding)
-        except Exception as e:  # as above
-            raise self._refused(e, 'run') from e
-
-    @override
-    def download(self) -> None:
-        if self.stream:
-            self.binding.copy_outputs_to_cpu()
-
-
-SESSION = OnnxRuntime  # see registry.py
+SESSION = OnnxRuntime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.errors import QatError
-from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs, run_layers
+from utils.qat.graph.openvino_layers import Int8Layers, int8_layers, layers_of, quantized_convs
 from utils.qat.graph.openvino_model import load_openvino, metadata, one_core, read_model, reason
-from utils.qat.prediction.session import Load, MeasuredCase, MeasuredFile, Signature, StreamingSession
+from utils.qat.prediction.session import Session, Signature
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,16 +32,17 @@ ON_CPU = torch.device('cpu')
 
 
 @cache
-def _float_precisions() -> tuple[str, ...]:
+def float_precisions() -> tuple[str, ...]:
     """Return the keys of HINTS that this CPU has instructions for, INT8 aside."""
     able = one_core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
     return 'fp32', *(name for name in ('bf16', 'fp16') if name.upper() in able)
 
 
-class OpenVINO(StreamingSession):
+class OpenVINO(Session):
     """An .onnx or .xml file in OpenVINO, compiled for each shape of the inputs that comes.
 
     Attributes:
+        types: what it computes in, in words.
         int8: how much of a quantized model runs in INT8, known after the first run; None of a float model.
     """
 
@@ -67,8 +66,6 @@ class OpenVINO(StreamingSession):
         self.library = load_openvino(str(file))
         self.model = read_model(file)
         self.quantized = quantized_convs(self.model)
-        if file.suffix.lower() == '.xml':
-            self.size += file.with_suffix('.bin').stat().st_size
         hint, self.types = HINTS['int8' if any(self.quantized.values()) else precision]
         self.settings: dict[str, Any] = {
             'INFERENCE_PRECISION_HINT': hint,
@@ -79,32 +76,9 @@ class OpenVINO(StreamingSession):
 
     @classmethod
     @override
-    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> OpenVINO:
+    def open(cls, file: Path, device: torch.device, backend: str) -> OpenVINO:
         # Pinned threads of two processes share cores while others are idle: 1.4 times slower, docs/openvino.md.
         return cls(file, device, settings={'ENABLE_CPU_PINNING': False})
-
-    @classmethod
-    @override
-    def to_measure(
-        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
-    ) -> OpenVINO:
-        return cls(file, device, case.precision)
-
-    @staticmethod
-    @override
-    def missing(backend: str, device: torch.device) -> str:
-        if device.type != 'cpu':
-            return f'OpenVINO: computes on the CPU, and this is --device {device}; --device cpu measures it'
-        try:
-            load_openvino()
-        except QatError as e:
-            return str(e)
-        return ''
-
-    @staticmethod
-    @override
-    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
-        return ('int8',) if network.precision == 'int8' else _float_precisions()
 
     @property
     @override
@@ -135,41 +109,12 @@ class OpenVINO(StreamingSession):
     @override
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         arrays = {name: tensor.to(ON_CPU).contiguous().numpy() for name, tensor in tensors.items()}
-        self._compile_for({name: array.shape for name, array in arrays.items()})
-        self._infer(arrays)
+        self.compile_for({name: array.shape for name, array in arrays.items()})
+        self.infer(arrays)
         return {  # names of the compiled model are others where operators were fused
             named.any_name: torch.from_numpy(self.request.get_tensor(port).data).to(self.device)
             for named, port in zip(self.model.outputs, self.compiled.outputs)
         }
-
-    @override
-    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        self._compile_for({name: tuple(tensor.shape) for name, tensor in host.items()})
-        self.layers = sum(1 for _ in run_layers(layers_of(self.compiled)))
-        self.outputs = [torch.from_numpy(self.request.get_tensor(port).data) for port in self.compiled.outputs]
-        return host
-
-    @override
-    def compute(self) -> None:
-        self._infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
-
-    @override
-    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
-        compiled = self._compile('THROUGHPUT')
-        self.streams = compiled.get_property('NUM_STREAMS')
-        queue = self.library.AsyncInferQueue(compiled, compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS'))
-        arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}
-        busy: list[float] = []  # ms of each query
-        for _ in queue:  # the first run of a request sets things up
-            queue.start_async(arrays, share_inputs=True)
-        queue.wait_all()
-        queue.set_callback(lambda request, _: busy.append(request.latency))
-        start, ordered = time.perf_counter(), 0
-        while ordered < least or time.perf_counter() - start < seconds:
-            queue.start_async(arrays, share_inputs=True)  # waits for a request that is free
-            ordered += 1
-        queue.wait_all()
-        return ordered, time.perf_counter() - start, sum(busy) / 1000
 
     def profile(self, shapes: dict[str, tuple[int, ...]], runs: int = 20) -> Int8Layers:
         """Time each layer of a quantized model.
@@ -179,26 +124,26 @@ class OpenVINO(StreamingSession):
             runs: number of runs; the time of a layer is the mean over them, in ms.
         """
         self.settings['PERF_COUNT'] = True
-        self._compile_for(shapes)
+        self.compile_for(shapes)
         arrays = {name: torch.rand(shape).numpy() for name, shape in shapes.items()}
         ms: dict[str, float] = {}
         for run in range(runs + 1):
-            self._infer(arrays)
+            self.infer(arrays)
             for layer in self.request.profiling_info if run else ():  # the first run sets things up
                 ms[layer.node_name] = ms.get(layer.node_name, 0) + layer.real_time.total_seconds() * 1000 / runs
         return int8_layers(layers_of(self.compiled, ms), self.quantized)
 
-    def _compile_for(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def compile_for(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Compile the model for inputs of these shapes, unless it is."""
         if shapes == self.shapes:
             return
         self.shapes = shapes
-        self.compiled = self._compile('LATENCY')
+        self.compiled = self.compile('LATENCY')
         self.request = self.compiled.create_infer_request()
         if any(self.quantized.values()):
             self.int8 = int8_layers(layers_of(self.compiled), self.quantized)
 
-    def _compile(self, purpose: str) -> openvino.CompiledModel:
+    def compile(self, purpose: str) -> openvino.CompiledModel:
         """Compile the model for self.shapes. purpose: LATENCY, a query at a time, or THROUGHPUT, several in streams."""
         model = self.model
         try:
@@ -212,7 +157,7 @@ class OpenVINO(StreamingSession):
                 f'{reason(e)}; export it with export_qat.py'
             ) from e
 
-    def _infer(self, arrays: dict[str, np.ndarray]) -> None:
+    def infer(self, arrays: dict[str, np.ndarray]) -> None:
         """Run once, on arrays of the shapes that the model is compiled for."""
         try:
             self.request.start_async(arrays, share_inputs=True)
@@ -221,4 +166,4 @@ class OpenVINO(StreamingSession):
             raise QatError(f'{self.file}: OpenVINO cannot run it: {reason(e)}') from e
 
 
-SESSION = OpenVINO  # see registry.py
+SESSION = OpenVINO

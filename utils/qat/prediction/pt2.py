@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -58,11 +59,9 @@ class Pt2(Session):
     metadata: Mapping[str, str]
     shape: tuple[int | None, int, int, int]
 
-    def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
-        super().__init__(file, device, types)
+    def __init__(self, file: Path, device: torch.device) -> None:
+        super().__init__(file, device)
         require_pt2(str(file))
-        if device.type == 'cuda':
-            self.stream = torch.cuda.Stream(device)
 
     @abstractmethod
     def call(self, images: torch.Tensor) -> list[torch.Tensor]:
@@ -96,14 +95,17 @@ class Pt2(Session):
 class ExportedProgram(Pt2):
     """An exported program, checked and then loaded by torch.export."""
 
-    def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
-        super().__init__(file, device, types)
+    def __init__(self, file: Path, device: torch.device) -> None:
+        super().__init__(file, device)
         if is_package(file):
             raise QatError(f'{file}: is a package of AOTInductor; give --backend aoti')
         members, self.metadata = read_program(file)
-        self.shape, self.types = image_shape(self.metadata, file), types or self.metadata.get('precision', '')
+        self.shape = image_shape(self.metadata, file)
         import torch.ao.quantization.fx._decomposed  # registers the operators
 
+        reader = logging.getLogger('torch.export')  # it would show the traceback of what it raises
+        level = reader.level
+        reader.setLevel(logging.ERROR)
         try:
             program = torch.export.load(archive_of(members, (self.shape[0] or 2, *self.shape[1:])))
             if device.type != 'cpu':
@@ -114,9 +116,11 @@ class ExportedProgram(Pt2):
         except Exception as e:  # torch raises whatever its reader met; what could run code was checked before
             raise QatError(
                 f'{file}: PyTorch {torch.__version__} cannot load it (written by '
-                f'{self.metadata.get("torch", "another one")[:20]}): {" ".join(str(e).split())[:200] or type(e).__name__}; '
+                f'{self.metadata.get("torch", "another one")[:20]}): {" ".join(str(e.__context__ or e).split())[:200] or type(e).__name__}; '
                 'export it with export_qat.py --include pt2'
             ) from e
+        finally:
+            reader.setLevel(level)
 
     @staticmethod
     @override
@@ -128,4 +132,4 @@ class ExportedProgram(Pt2):
         return list(self.program(images))
 
 
-SESSION = ExportedProgram  # see registry.py
+SESSION = ExportedProgram

@@ -1,55 +1,21 @@
-"""An engine's hold on one file: a Session, which an evaluation asks for outputs and the benchmark measures.
+"""An engine's hold on one file: opened, described, run. What the benchmark needs beside that is in benchmark/measured.py.
 
-An evaluation calls `run`. The benchmark calls `prepare` once, and then `upload`, `compute` and `download`, in this order, as often as
-it likes. On a GPU these three order work on `session.stream`, which must be the current one, and the benchmark waits for it (ONNX
-Runtime waits by itself). On a CPU nothing is transferred: the inputs are where the engine reads them.
+config/backends.py has a line for each backend. The file that the line names has SESSION, a class of Session.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from utils.qat.config.engine import BenchmarkConfig
-
-Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
-OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
-# A function that loads a checkpoint: the model, and whether it is quantized
-Load = Callable[[Path, torch.device], tuple[torch.nn.Module, bool]]
-
-
-def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Make data to compute on, the same every time: floats in 0..1; ones of any other type, which are valid as token, mask and flag."""
-    if dtype.is_floating_point:
-        return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return torch.ones(shape, dtype=dtype)
-
-
-class MeasuredFile(Protocol):
-    """The attributes of a benchmark.model_files.Network that a session reads."""
-
-    file: Path
-    types: str
-
-    @property
-    def precision(self) -> str:
-        """Return fp32, fp16, int8, or '' if nothing tells."""
-
-
-class MeasuredCase(Protocol):
-    """The attributes of a benchmark.cases.Case that a session reads."""
-
-    backend: str
-    precision: str
-
-    @property
-    def network(self) -> MeasuredFile:
-        """Return the file that the case measures."""
+from utils.qat.config.backends import BACKENDS
+from utils.qat.core.errors import QatError
 
 
 @dataclass
@@ -70,94 +36,37 @@ class Signature:
 
 
 class Session(ABC):
-    """A file that an engine has loaded for a device.
+    """A file that an engine has loaded for a device."""
 
-    Attributes:
-        types: what it computes in, in words, such as 'INT8 and FP16'.
-        size: bytes of the file.
-        inputs: name → tensor that the engine reads, known after `prepare`.
-        outputs: tensors on the device, known after `compute`.
-        stream: CUDA stream of the work; None on a CPU.
-        parameters: number of them; None if the engine does not tell.
-        layers: number of them, likewise.
-        streams: how many queries it computes at once, known after `serve` of a StreamingSession.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    outputs: Sequence[torch.Tensor] = ()
-    stream: torch.cuda.Stream | None = None
-    parameters: int | None = None
-    layers: int | None = None
-    streams: int | None = None
-
-    def __init__(self, file: Path, device: torch.device, types: str = '') -> None:
-        self.file, self.device, self.types, self.size = file, device, types, file.stat().st_size
+    def __init__(self, file: Path, device: torch.device) -> None:
+        self.file, self.device = file, device
 
     @classmethod
-    def to_evaluate(cls, file: Path, device: torch.device, backend: str) -> Session:
-        """Load an exported file for an evaluation: it computes what the file says, whatever the time.
+    def open(cls, file: Path, device: torch.device, backend: str) -> Session:
+        """Load a file, to compute what it says, whatever the time.
 
         Raises:
-            QatError: the file cannot be loaded here.
+            QatError: it cannot be loaded here.
         """
         return cls(file, device)
-
-    @classmethod
-    def to_measure(
-        cls, case: MeasuredCase, file: Path, device: torch.device, config: BenchmarkConfig, load: Load
-    ) -> Session:
-        """Load the file of a benchmark's case, with all that makes the engine fast.
-
-        Args:
-            case: gives types, precision and backend.
-            file: the file to run, which for an engine is built of the case's file.
-            device: where it runs.
-            config: settings of the benchmark.
-            load: for checkpoints.
-
-        Raises:
-            QatError: the file cannot be loaded here.
-        """
-        return cls(file, device, case.network.types)
 
     @staticmethod
     def takes(file: Path) -> bool:
         """Tell whether `file` is for this engine, where two engines have files of one suffix."""
         return True
 
-    @staticmethod
-    def missing(backend: str, device: torch.device) -> str:
-        """Say why `backend` cannot run on `device`; '' if it can."""
-        return ''
-
-    @staticmethod
-    def precisions(network: MeasuredFile, device: torch.device) -> tuple[str, ...]:
-        """Return the precisions, of MEASURED, in which a file can run; '' where nothing tells."""
-        return (network.precision,)
-
-    @property
-    def accepts(self) -> OpenInputs | None:
-        """Return the inputs of an engine, which knows them better than the file it was built of; None of any other."""
-        return None
-
     @property
     def notes(self) -> Sequence[str]:
         """Return lines about what the engine made of the file, known after the first run."""
         return ()
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give back what is on the device."""
-
+    @abstractmethod
     def signature(self) -> Signature:
-        """Describe an exported file to an evaluation.
+        """Describe the file.
 
         Raises:
             QatError: the names or the metadata in the file cannot be read.
         """
-        raise NotImplementedError(f'{type(self).__name__} runs no exported files')
 
     @abstractmethod
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -167,49 +76,51 @@ class Session(ABC):
             Tensors on the session's device, by name, valid until the next call.
         """
 
-    def prepare(self, inputs: Inputs) -> None:
-        """Make data for the inputs and run once, after which the sizes of all outputs are known."""
-        self.host = {name: example(dtype, shape) for name, (dtype, shape) in inputs.items()}
-        if self.stream:
-            self.host = {
-                name: tensor.pin_memory() for name, tensor in self.host.items()
-            }  # or no copy runs beside the host
-        with torch.cuda.stream(self.stream):  # None leaves everything as it is
-            self.inputs = self.bind(self.host)
-            self.upload()
-            self.compute()
-        if self.stream:
-            self.stream.synchronize()
-            self.results = [torch.empty(o.shape, dtype=o.dtype).pin_memory() for o in self.outputs]
+    def __enter__(self) -> Session:
+        return self
 
-    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors on the device in the shapes of `host`, which `compute` reads."""
-        return {name: tensor.to(self.device) for name, tensor in host.items()}
-
-    def upload(self) -> None:
-        """Order the copies of the inputs to the GPU."""
-        if self.stream:
-            for name, tensor in self.host.items():
-                self.inputs[name].copy_(tensor, non_blocking=True)
-
-    def compute(self) -> None:
-        """Order one run on `inputs`; afterwards `outputs` are known."""
-        self.outputs = list(self.run(self.inputs).values())
-
-    def download(self) -> None:
-        """Order the copies of the outputs from the GPU."""
-        if self.stream:
-            for result, output in zip(self.results, self.outputs):
-                result.copy_(output, non_blocking=True)
+    def __exit__(self, *_: object) -> None:
+        """Give back what is on the device."""
 
 
-class StreamingSession(Session):
-    """A session of an engine that can answer several queries at once, in streams."""
+def session_of(backend: str) -> type[Session]:
+    """Return the class of a backend's sessions. backend: a key of BACKENDS."""
+    return import_module(f'{__package__}.{BACKENDS[backend].file}').SESSION
 
-    @abstractmethod
-    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
-        """Answer queries on `inputs` for so many seconds, at least so many of them, several at once.
 
-        Returns:
-            Number of queries, seconds they took, and seconds in the model, summed over the streams.
-        """
+def backends_of(path: Path) -> list[str]:
+    """Return the backends that take an exported file in an evaluation, the first choice first."""
+    able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
+    return [name for name in able if len(able) == 1 or session_of(name).takes(path)]
+
+
+def require_named(path: Path, backend: str) -> None:
+    """Raise QatError if `backend`, which the content of a file asks for and the user did not name, runs native code of the file."""
+    if BACKENDS[backend].native:
+        raise QatError(
+            f'{path}: a package of {BACKENDS[backend].title}, which is native code and runs when it is loaded; that takes its name, '
+            f'so if you trust the file: --backend {backend}'
+        )
+
+
+def open_session(path: Path, device: torch.device, backend: str | None = None) -> Session:
+    """Open an exported file.
+
+    Args:
+        path: the file.
+        device: where it is computed.
+        backend: what computes it; None = the first that takes such files.
+
+    Raises:
+        QatError: the file is none, or cannot run here, or the backend does not take such files, or has to be named.
+    """
+    able = backends_of(path)
+    if backend is not None and backend not in able:
+        raise QatError(
+            f'--backend {backend}: {BACKENDS[backend].title} does not run {path.suffix} files; for {path} give '
+            f'{" or ".join(able)}'
+        )
+    if backend is None:
+        require_named(path, able[0])
+    chosen = backend or able[0]
+    return session_of(chosen).open(path, device, chosen)

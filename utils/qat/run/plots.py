@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
-from utils.qat.evaluation.figures import found_by, keys_of, title_of
+from utils.qat.evaluation.figures import keys_of, task_in, title_of
 
 NARROWEST = 0.02  # of the AP axis: less than two points apart shall not look like a collapse
 
@@ -91,7 +91,7 @@ def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
         yscale='log',
         xlim=(-1, len(units)),
         xlabel='unit',
-        ylabel=f'divergence of the {found_by(summary["int8"])}',
+        ylabel=f'divergence of the {task_in(summary["int8"]).found}',
         title=f'{literal(summary["weights"])}: each unit alone in INT8, {summary["images"]} images',
     )
     axes.grid(axis='y', alpha=0.3)

@@ -4,18 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
-from utils.qat.core.next_command import command, typed_sides
+from utils.qat.core.next_command import command, repeated, typed_sides
 from utils.qat.evaluation.chance import EXPLAINED, in_words, parts, points, points_lost, within_chance
-from utils.qat.evaluation.figures import columns, differences, figures, is_scored, keys_of, title_of
+from utils.qat.evaluation.figures import columns, differences, figures, is_scored, keys_of, task_in, title_of
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.run.plots import plot_ap
-from utils.qat.run.resampled import LAST
+from utils.qat.run.state import LAST
 
 
 def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
@@ -204,9 +203,8 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     """Write report.json, report.md and, with `pictures`, its pictures; the run may be unfinished."""
     write_json(folder / 'report.json', report)
     settings, calibrated = report['settings'], report['ptq']
-    classifies = title_of(report['origin'], report['ptq']) != 'AP'
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
-    seen = f'; scored {seen_as(settings["imgsz"], False, classifies)}' if scored else ''
+    seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
     document(
@@ -224,7 +222,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
-            code(command('qat.py', 'quantize', *options(settings, QuantizeConfig))),
+            code(repeated('qat.py', 'quantize', *options(settings, QuantizeConfig))),
             *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),
         ],
     )

@@ -1,29 +1,36 @@
-"""An interrupted `quantize` run → its settings, or one line that says why it cannot be resumed.
+"""The file of an interrupted `quantize` run ↔ its state, or one line that says why it cannot be resumed.
 
-report.json and resume.pt are checked completely before anything in them is used: a folder may come from anybody.
+The file is there from the calibration until the run is complete. It may come from anybody, so it is read as data and checked
+completely before anything in it is used.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import write_torch
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import writing
-from utils.qat.evaluation.figures import is_scored, merit
+from utils.qat.evaluation.chance import RESAMPLES
+from utils.qat.evaluation.figures import is_scored
+from utils.qat.run.state import EPOCH, FLOAT, PTQ, State
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
-    CHANCE,
     CLASS_METRICS,
     COUNT,
     INDEX,
     METRICS,
     NONE,
+    NUMBER,
     POSITIVE,
     SECONDS,
     SQNR,
@@ -31,10 +38,10 @@ from utils.qat.untrusted.json_schema import (
     misfit,
     read_json,
 )
+from utils.qat.untrusted.plain_values import read_values
 
-# files in the folder of a run until it is complete
-STATE = 'weights/resume.pt'  # state of fine-tuning
-RESAMPLED = 'weights/resampled.json'  # AP of each model on the resamples of the images, see resampled.py
+STATE = 'weights/resume.pt'  # in the run's folder
+FORMAT = 2  # of the file; in format 1 report.json had a part of it
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 
@@ -44,37 +51,52 @@ def _file(value: Any) -> bool:
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
+def _shares(value: Any) -> bool:
+    """Check values of chance.resampled_ap, a kind of json_schema."""
+    return (
+        type(value) is np.ndarray
+        and value.dtype == np.float64
+        and value.ndim == 2
+        and bool(((value >= 0) & (value <= 1)).all())
+    )
+
+
 # of a stage: with detections, or of a classifier
 STAGES = METRICS, CLASS_METRICS
-COMPARED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST} for metrics in STAGES)
-SCORED = tuple({**compared, 'file': _file} for compared in COMPARED)
-REPORT = {  # report.json; its settings are checked later. For the form see json_schema.misfit
+SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
+KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
+    'format': INDEX,
     'settings': {str: anything},
     'versions': dict.fromkeys(('python', *PACKAGES), str),
     'device': str,
-    'machine?': {str: anything},
+    'machine': {str: (str, bool, NUMBER, {str: str})},
     'classes': {str: str},
-    'images': {'val': COUNT, 'held out?': COUNT, 'train?': COUNT},
-    'chosen_on': str,
+    'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
     'origin': (NONE, *STAGES),
-    'calibration': (NONE, CALIBRATION),
+    'calibration': CALIBRATION,
     'kept_float': [str],
-    'ptq': (NONE, {'file': _file}, *SCORED),
+    'ptq': ({'file': _file}, *SCORED),
     'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
-    'best': (NONE, *({'epoch': INDEX, 'loss?': POSITIVE, **scored} for scored in SCORED)),
+    'val': NONE,
     'times': {str: SECONDS},
-    'changed?': {str: {str: str}},
-    'gain': (NONE, CHANCE),
-    'last_epochs': (NONE, AGAINST),
-    'val': (NONE, {'origin?': STAGES, 'ptq?': COMPARED, 'best?': COMPARED}),
+    'changed': {str: {str: str}},
+    'resampled': {'val': {str: _shares}, 'held out?': {str: _shares}},
+    'training': (  # training_step.TrainingStep compares the tensors with its own
+        NONE,
+        {
+            'number': COUNT,
+            'loss': POSITIVE,
+            'steps': COUNT,
+            'seconds': SECONDS,
+            'state': {'tensors': dict, 'optimizer': dict},
+        },
+    ),
 }
-EPOCH = {  # resume.pt, except its tensors: training_step.TrainingStep compares them with its own
-    'number': COUNT,
-    'loss': POSITIVE,
-    'steps': COUNT,
-    'seconds': SECONDS,
-    'state': {'tensors': dict, 'optimizer': dict},
-}
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write the file that `read_state` reads, whole at any moment."""
+    write_torch(folder / STATE, {'format': FORMAT, **vars(state)})
 
 
 def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
@@ -89,11 +111,10 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
             interrupted before its calibrated model was saved.
     """
     folder = Path(folder)
-    if not (folder / 'report.json').is_file():
+    if not folder.is_dir():
         raise _no_run(folder, 'not there')
     with writing(folder, '--resume'):  # first of all, whether the run is still active
-        report = interrupted(folder)
-    config = _settings(folder, report['settings'])
+        config = _config(folder, read_state(folder).settings)
     contradictions = [
         f'{flag_of(k, v)} contradicts the run, whose {k} is {getattr(config, k)}'
         for k, v in given.items()
@@ -112,6 +133,105 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
     return replace(config, resume=folder, **{k: v for k, v in given.items() if k in FREE})
 
 
+def read_state(folder: Path) -> State:
+    """Read and check the state of an interrupted run.
+
+    Raises:
+        QatError: there is none, or it is not what a run writes.
+    """
+    file = folder / STATE
+    if not os.path.lexists(file):
+        raise _not_interrupted(folder)
+    _require_no_link(folder, STATE)
+    content = read_values(file, '--resume')
+    if type(content) is dict and content.get('format') != FORMAT:
+        raise _another_version(folder)
+    wrong = misfit(content, KINDS)
+    if wrong:
+        raise unfit_state(folder, wrong)
+    kinds = json_kinds(QuantizeConfig)
+    del kinds['resume']
+    if content['settings'].keys() != kinds.keys():
+        differ = ', '.join(sorted(content['settings'].keys() ^ kinds.keys()))
+        raise _another_version(folder, f' (settings that differ: {ascii(differ)[1:200]})')
+    wrong = misfit(content['settings'], kinds, 'settings') or _contradiction(content) or _unlike_resamples(content)
+    if wrong:
+        raise unfit_state(folder, wrong)
+    del content['format']
+    state = State(**content)
+    for file in (state.best_file, *(stage['file'] for stage in (state.ptq, *state.epochs))):
+        _require_no_link(folder, file)
+    return state
+
+
+def _contradiction(content: dict[str, Any]) -> str | None:
+    """Find a place in a state of the right kind that contradicts another place; None if there is none."""
+    settings, images, epochs, training = (content[key] for key in ('settings', 'images', 'epochs', 'training'))
+    stages = [*([content['ptq']] if is_scored(content['ptq']) else []), *epochs]
+    return next(
+        (
+            place
+            for place, wrong in (
+                ('settings.dry_run', settings['dry_run']),
+                ('settings.epochs', not settings['epochs']),
+                ('epochs', [e['epoch'] for e in epochs] != [*range(1, len(epochs) + 1)]),
+                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
+                ('training', training is None and epochs),
+                ('training.number', training and training['number'] != len(epochs) + 1),
+                ('training.number', training and training['number'] > settings['epochs']),
+                ('images', ('held out' in images) != (settings['val_split'] > 0)),
+                ('resampled', content['resampled'].keys() != images.keys() - {'train'}),
+            )
+            if wrong
+        ),
+        None,
+    )
+
+
+def _unlike_resamples(content: dict[str, Any]) -> str | None:
+    """Find a scored model without its resampled AP, or values of another shape; None if there is none."""
+    images = 'held out' if 'held out' in content['images'] else 'val'
+    scored = {FLOAT: content['origin'], PTQ: content['ptq']}
+    scored |= {EPOCH.format(e['epoch']): e for e in content['epochs']}
+    needed = {name: metrics for name, metrics in scored.items() if is_scored(metrics)}
+    shape = 1 + RESAMPLES * (content['images'][images] > 1), 1 + any('mask' in m for m in needed.values())
+    given = content['resampled'][images]
+    if not needed.keys() <= given.keys() or any(values.shape != shape for values in given.values()):
+        return f'resampled.{images}'
+    return None
+
+
+def _config(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
+    """Make the QuantizeConfig of a state, with the same checks as for typed options."""
+    paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
+    values: dict[str, Any] = {k: Path(v) if v is not None and k in paths else v for k, v in settings.items()}
+    try:
+        return QuantizeConfig(**values)
+    except QatError as e:
+        raise QatError(f'--resume {folder}: settings in {STATE}: {e}') from e
+
+
+def _not_interrupted(folder: Path) -> QatError:
+    """Make the error for a folder without a state, by its report."""
+    kind = {'settings': {'epochs': INDEX, str: anything}, 'ptq': anything, 'epochs': [anything], str: anything}
+    try:
+        report = read_json(folder / 'report.json', kind)
+    except OSError:
+        return _no_run(folder, 'not there')
+    except ValueError:
+        return _no_run(folder, 'not of a run')
+    if not report['ptq']:
+        return QatError(
+            f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
+            'start it again without --resume'
+        )
+    if len(report['epochs']) == report['settings']['epochs']:
+        return QatError(
+            f'--resume {folder}: this run is finished, see {folder / "report.md"}; for more epochs start a new one'
+        )
+    return _another_version(folder, f', or {STATE} is gone')
+
+
 def _no_run(folder: Path, why: str) -> QatError:
     """Make the error for a folder without a report of a run."""
     return QatError(
@@ -120,142 +240,19 @@ def _no_run(folder: Path, why: str) -> QatError:
     )
 
 
-def _settings(folder: Path, settings: dict[str, Any]) -> QuantizeConfig:
-    """Make the QuantizeConfig of the settings in a report, with the same checks as for typed options."""
-    paths = {f.name for f in fields(QuantizeConfig) if kind_of(f.type)[0] is Path}
-    values: dict[str, Any] = {k: Path(v) if v and k in paths else v for k, v in settings.items()}
-    try:
-        return QuantizeConfig(**values)
-    except QatError as e:
-        raise QatError(f'--resume {folder}: settings in report.json: {e}') from e
+def _another_version(folder: Path, how: str = '') -> QatError:
+    return QatError(f'--resume {folder}: started by another version of this toolkit{how}; start the run again')
 
 
-def interrupted(folder: Path) -> dict[str, Any]:
-    """Read and check report.json of an interrupted run.
-
-    Raises:
-        QatError: it is no report of a run, or the run cannot be resumed.
-    """
-    try:
-        report = read_json(folder / 'report.json')
-        wrong = misfit(report, REPORT) or _contradiction(report)
-    except ValueError as e:
-        raise _no_run(folder, 'not JSON') from e
-    kinds = json_kinds(QuantizeConfig)
-    del kinds['resume']
-    if not wrong and report['settings'].keys() != kinds.keys():
-        other = ', '.join(sorted(report['settings'].keys() ^ kinds.keys()))
+def _require_no_link(folder: Path, file: str) -> None:
+    if (folder / file).is_symlink():
         raise QatError(
-            f'--resume {folder}: started by another version of this toolkit (settings that differ: {other}); start the run again'
-        )
-    wrong = wrong or misfit(report['settings'], kinds, 'settings') or _beyond_settings(report)
-    if wrong:
-        raise _no_run(folder, f'{wrong} is not what a run writes')
-    _check_progress(folder, report)
-    return report
-
-
-def _contradiction(report: dict[str, Any]) -> str | None:
-    """Find a place in a report of the right kind that contradicts another place; None if there is none."""
-    epochs, ptq, best, images = (report[key] for key in ('epochs', 'ptq', 'best', 'images'))
-    stages = [*([{'epoch': 0, **ptq}] if ptq and is_scored(ptq) else []), *epochs]
-    expected = max(stages, key=merit) if epochs else None  # the first of the highest
-    names = [str(i) for i in range(len(report['classes']))]
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('chosen_on', report['chosen_on'] != ('held out' if 'held out' in images else 'val')),
-                ('classes', list(report['classes']) != names),
-                ('epochs', [e['epoch'] for e in epochs] != list(range(1, len(epochs) + 1)) or (epochs and not ptq)),
-                ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
-                ('calibration', ptq and not report['calibration']),
-                ('best', (best and {**best, 'file': ''}) != (expected and {**expected, 'file': ''})),
-            )
-            if wrong
-        ),
-        None,
-    )
-
-
-def _beyond_settings(report: dict[str, Any]) -> str | None:
-    """Find a place in a report of the right kind that contradicts the settings; None if there is none."""
-    settings, images = report['settings'], report['images']
-    return next(
-        (
-            place
-            for place, wrong in (
-                ('settings.dry_run', settings['dry_run']),
-                ('epochs', len(report['epochs']) > settings['epochs']),
-                (
-                    'images',
-                    ('held out' in images, 'train' in images) != (settings['val_split'] > 0, settings['epochs'] > 0),
-                ),
-            )
-            if wrong
-        ),
-        None,
-    )
-
-
-def _check_progress(folder: Path, report: dict[str, Any]) -> None:
-    """Refuse a run that is finished or cannot be resumed."""
-    if not report['ptq']:
-        raise QatError(
-            f'--resume {folder}: interrupted before the calibrated model was saved, so there is nothing to go on from; '
-            'start it again without --resume'
-        )
-    files = [*(c['file'] for c in (report['ptq'], report['best'], *report['epochs']) if c), STATE, RESAMPLED]
-    links = [file for file in files if (folder / file).is_symlink()]
-    if links:
-        raise QatError(
-            f'--resume {folder}: {links[0]} is a link, and a run reads and writes only its own files; put the file itself there'
-        )
-    if (folder / STATE).is_file():
-        return
-    if len(report['epochs']) == report['settings']['epochs']:
-        raise QatError(
-            f'--resume {folder}: this run is finished, see {folder / "report.md"}; for more epochs start a new one'
-        )
-    if report['epochs']:
-        raise QatError(
-            f'--resume {folder}: {folder / STATE} is gone, and fine-tuning cannot go on without it; start the run again'
+            f'--resume {folder}: {file} is a link, and a run reads and writes only its own files; put the file itself there'
         )
 
 
-def require_epoch(content: Any, folder: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Check the content of resume.pt, except its tensors.
-
-    Args:
-        content: content of the file.
-        folder: folder of the run.
-        report: report of the run, already checked.
-
-    Returns:
-        `content`, see EPOCH.
-
-    Raises:
-        QatError: it has another form, or is of another run.
-    """
-    wrong = misfit(content, EPOCH)
-    done = len(report['epochs'])
-    if (not wrong and content['number'] not in (done, done + 1)) or (
-        not wrong and content['number'] > report['settings']['epochs']
-    ):
-        wrong = 'number'
-    if wrong:
-        raise unfit_state(folder, wrong)
-    return content
-
-
-def unfit_state(folder: Path | None, wrong: str, file: str = STATE) -> QatError:
-    """Make the error for a resume.pt or a resampled.json that does not fit the run.
-
-    Args:
-        folder: folder of the run, as QuantizeConfig.resume has it.
-        wrong: the place in the file that is wrong.
-        file: path of the file in the folder.
-    """
+def unfit_state(folder: Path | None, wrong: str) -> QatError:
+    """Make the error for a file that does not fit the run. wrong: the place in it."""
     return QatError(
-        f'--resume {folder}: {file} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again'
+        f'--resume {folder}: {STATE} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again'
     )

@@ -4,7 +4,6 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import seen_as
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
@@ -15,7 +14,7 @@ from utils.qat.core.machine import PACKAGES
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
 from utils.qat.evaluation.chance import RESAMPLES, in_words, points
-from utils.qat.evaluation.figures import figures, found_by, is_scored, title_of
+from utils.qat.evaluation.figures import figures, is_scored, task_in, title_of
 from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,
@@ -198,10 +197,10 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         summary: the summary.
         following: the next command for the user.
     """
-    title, outputs, settings = title_of(summary['int8']), found_by(summary['int8']), summary['settings']
+    title, task, settings = title_of(summary['int8']), task_in(summary['int8']), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
-        f'{seen_as(settings["imgsz"], True, outputs == "scores")}. Divergence of the {outputs} from '
+        f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
         f"the float model's with all in INT8: {summary['int8']['divergence']:.5f}."
     ]
     if is_scored(summary['int8']):
@@ -218,7 +217,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
     first, whole = worst(summary)[0], summary['int8']
     cost = f', and all units in INT8 {in_words(whole["against_float"], title)}' if 'against_float' in whole else ''
     verdict = (
-        f'{first["unit"]} costs most: alone in INT8 it changes the {outputs} by {first["distortion"]:.5f}, all units together by '
+        f'{first["unit"]} costs most: alone in INT8 it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
         f'{whole["divergence"]:.5f}{cost}.'
     )
     document(

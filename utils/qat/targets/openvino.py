@@ -12,9 +12,6 @@ it is a kernel of its own (docs/classification.md).
 The Q/DQ that repeat a scale are dropped when a file is read or written for it (graph/openvino_model.py).
 """
 
-from functools import partial
-
-from utils.qat.graph.audit_rules import CHECKS, adds, numbers
 from utils.qat.targets.target import Target
 
 TARGET = Target(
@@ -22,10 +19,5 @@ TARGET = Target(
     zero_points='unsigned',
     add_policies={'residual': 'each'},
     int8_outputs=frozenset({'box', 'class'}),
-    checks=(
-        *(check for check in CHECKS if check not in (adds, numbers)),
-        partial(adds, one_scale=False),
-        partial(numbers, zero_points='unsigned'),
-    ),
     only_here='TensorRT reads no unsigned INT8, which stands behind ReLU',
 )

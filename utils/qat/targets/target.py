@@ -1,11 +1,11 @@
 """A target is an engine, as far as the placement of Q/DQ depends on it.
 
-It says which activation functions have Q/DQ, which form the file has, and which faults the audit looks for.
+The passes over its graphs are graph.passes.LAST, the rules of its audit are by graph.audit_rules.rules_of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
@@ -14,8 +14,7 @@ import onnx
 
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
-from utils.qat.graph.audit_rules import CHECKS, Finding
-from utils.qat.graph.onnx_graph import Graph, metadata_value
+from utils.qat.graph.onnx_graph import metadata_value
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,9 @@ class Target:
             smallest integer, so that all 256 integers serve them; else 0. 'any': it follows from the values.
         add_policies: default of a residual Add → the policy of this engine, see models/quantize/blocks.py, QuantResidual.
         int8_outputs: outputs of the head, of box, class and mask, that INT8 convolutions compute. Their results are float, without Q/DQ.
-        finish: last pass over an exported graph; it changes no value.
-        checks: rules of the audit.
         only_here: why TensorRT cannot read a file with zero points, and what other engines lose by it, a clause.
-        in_openvino: what OpenVINO loses by the file, a clause; '' if it loses nothing.
+        in_openvino: what OpenVINO loses by the file of a detector, a clause; '' if it loses nothing.
+        in_openvino_classes: likewise, by the file of a classifier.
     """
 
     name: str
@@ -40,15 +38,14 @@ class Target:
     zero_points: Literal['none', 'unsigned', 'any'] = 'none'
     add_policies: Mapping[str, str] = field(default_factory=dict)
     int8_outputs: frozenset[str] = frozenset()
-    finish: Callable[[onnx.ModelProto], onnx.ModelProto] = lambda model: model
-    checks: tuple[Callable[[Graph], Iterator[Finding]], ...] = CHECKS
     only_here: str = ''
     in_openvino: str = ''
+    in_openvino_classes: str = ''
 
     @property
     def title(self) -> str:
         """The name of the engine in texts."""
-        return TARGETS[self.name]
+        return TARGETS[self.name].title
 
     def places_as(self, other: Target) -> bool:
         """Tell whether Q/DQ stand at the same places, with the same ranges, as for `other`."""

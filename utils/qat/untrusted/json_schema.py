@@ -12,7 +12,7 @@ A kind says which values fit. It is one of
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +62,40 @@ def misfit(value: Any, kind: Any, place: str = '') -> str | None:
     Returns:
         Its place, such as 'epochs[2].ap'; None if everything fits.
     """
+    wrong = _wrong(value, kind)
+    return None if wrong is None else f'{place}{wrong}'.lstrip('.') or 'all of it'
+
+
+def _wrong(value: Any, kind: Any) -> str | None:
+    """Return the place of a misfit from `value` on, such as '[2].ap'; '' for `value` itself."""
     if isinstance(kind, tuple):
-        found = [misfit(value, k, place) for k in kind]
-        return None if None in found else max(filter(None, found), key=len)  # of the kind that fits best
+        found = [_wrong(value, k) for k in kind]
+        return None if None in found else max(filter(None, found), key=len, default='')  # of the kind that fits best
     if isinstance(kind, list):
-        parts = [(f'{place}[{i}]', v, *kind) for i, v in enumerate(value)] if type(value) is list else None
-    elif isinstance(kind, dict):
-        parts = _items(value, kind, place) if type(value) is dict else None
-    else:
-        return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else place or 'all of it'
-    if parts is None:
-        return place or 'all of it'
-    return next((wrong for at, v, k in parts if (wrong := misfit(v, k, at))), None)
+        if type(value) is not list:
+            return ''
+        return next((f'[{i}]{wrong}' for i, v in enumerate(value) if (wrong := _wrong(v, *kind)) is not None), None)
+    if isinstance(kind, dict):
+        if type(value) is not dict:
+            return ''
+        parts = _items(value, kind)
+        return next((f'.{_shown(key)}{wrong}' for key, v, k in parts if (wrong := _wrong(v, k)) is not None), None)
+    return None if (type(value) is kind if isinstance(kind, type) else kind(value)) else ''
 
 
-def _items(value: dict, kind: dict, place: str) -> list[tuple[str, Any, Any]]:
-    """Return (place, value, kind) of each entry of a dict; a missing or unknown key gets a kind that nothing fits."""
+def _shown(key: Any) -> str:
+    return ascii(key)[1:-1][:60] if type(key) is str else '?'
 
-    def at(key: Any) -> str:
-        return f'{place}{"." * bool(place)}{ascii(key)[1:61] if type(key) is str else "?"}'
 
+def _items(value: dict, kind: dict) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (key, value, kind) of each entry of a dict; a missing or unknown key gets a kind that nothing fits."""
+    for key in kind:
+        if key is not str and not key.endswith('?') and key not in value:
+            yield key, None, _never
     named = {key.removesuffix('?'): k for key, k in kind.items() if key is not str}
-    missing = [key for key in kind if key is not str and not key.endswith('?') and key not in value]
-    return [
-        *((at(key), None, _never) for key in missing),
-        *((at(key), v, named.get(key, kind.get(str, _never))) for key, v in value.items()),
-    ]
+    other = kind.get(str, _never)
+    for key, part in value.items():
+        yield key, part, named.get(key, other) if type(key) is str else _never
 
 
 def _never(value: Any) -> bool:
@@ -99,16 +107,23 @@ def anything(value: Any) -> bool:
     return True
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: Path, kind: Any = anything) -> Any:
     """Read a JSON file.
 
+    Args:
+        file: the file.
+        kind: what it has to be, see the head of this file.
+
     Raises:
-        ValueError: it is no JSON, or no file.
+        ValueError: it is no JSON, or no file, or of another kind.
         OSError: it cannot be read.
     """
     if file.exists() and not file.is_file():  # reading a pipe would wait
         raise ValueError('not a file')
     try:
-        return json.loads(file.read_text(encoding='utf-8'))
+        content = json.loads(file.read_text(encoding='utf-8'))
     except RecursionError as e:
         raise ValueError('lists within lists') from e
+    if wrong := misfit(content, kind):
+        raise ValueError(f'{wrong} is missing, or not as expected')
+    return content

@@ -31,27 +31,16 @@ AGAIN = "if you trust it, write it again: python -c \"import torch; torch.save(t
 
 @dataclass
 class Archive:
-    """Content of a torch.save file.
+    """Content of a torch.save file."""
 
-    Attributes:
-        content: its pickle as records.
-        names: all names in the pickle.
-        members: 'data/KEY' → its bytes.
-        digest: its result is the SHA-256 of the file as it was read, in hex digits.
-    """
-
-    content: Any
-    names: set[str]
-    members: dict[str, memoryview]
-    digest: 'Future[str]'
+    content: Any  # its pickle as records
+    names: set[str]  # all names in the pickle
+    members: dict[str, memoryview]  # 'data/KEY' → its bytes
+    digest: 'Future[str]'  # SHA-256 of the file as it was read, hex digits
 
 
 def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
-    """Read a torch.save file.
-
-    Args:
-        path: the file.
-        flag: the option that gave it.
+    """Read a torch.save file. flag: the option that gave it.
 
     Raises:
         QatError: it is no such file, is damaged, or holds anything else.
@@ -84,15 +73,12 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
 
 
 def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> dict[str, memoryview]:
-    """Read a zip file of another kind that PyTorch writes, checked member by member.
+    """Read a zip file of another kind that PyTorch writes: name without the leading folder → bytes.
 
     Args:
-        path: the file.
+        path: of the file.
         members: the names that it may have.
         needed: a name that it must have, without the leading folder.
-
-    Returns:
-        Name without the leading folder → bytes.
 
     Raises:
         Refused, zipfile.BadZipFile: it is no such archive, or is damaged.
@@ -109,19 +95,10 @@ def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> di
 def _members(
     file: BinaryIO, content: memoryview, allowed: re.Pattern[str] = MEMBERS, needed: str = 'data.pkl'
 ) -> tuple[dict[str, memoryview], dict[str, int]]:
-    """Check the members of a zip file: each is a plain, separate part of `content`.
-
-    Args:
-        file: the zip file.
-        content: its bytes.
-        allowed: the names that it may have.
-        needed: a name that it must have, without the leading folder.
+    """Check that each member of a zip file is a plain, separate part of its `content`; see `plain_archive`.
 
     Returns:
         Name without the leading folder → bytes, and name → CRC-32.
-
-    Raises:
-        Refused, zipfile.BadZipFile: it is no plain archive of torch.save.
     """
     if content[:4] != b'PK\3\4':
         raise zipfile.BadZipFile(
@@ -168,10 +145,7 @@ def _members(
 
 
 def _start(info: zipfile.ZipInfo, content: memoryview) -> int:
-    """Find the first byte of a member.
-
-    It stands behind the member's own header, which must name the same file as the directory at the end does.
-    """
+    """Find the first byte of a member, behind its own header, which must name the same file as the directory does."""
     signature, *_, name_length, extra_length = HEADER.unpack_from(content, info.header_offset)
     name = info.header_offset + HEADER.size
     if signature != b'PK\3\4' or bytes(content[name : name + name_length]) != info.orig_filename.encode():

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Write docs/options.md, the options of the commands, as their -h has them.
+
+    python docs/write_options.py
+
+Needs Python alone. A test compares the page with what this script writes.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import Field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.config.compare import CompareConfig
+from utils.qat.config.engine import BenchmarkConfig, BuildConfig
+from utils.qat.config.export import DeepStreamConfig, ExportConfig
+from utils.qat.config.options import grouped, help_of
+from utils.qat.config.qat import EvalConfig, FileEvalConfig, QuantizeConfig, SensitiveConfig
+from utils.qat.config.settings import Option, Settings, flag_of
+
+PAGE = Path(__file__).with_name('options.md')
+COMMANDS: dict[str, type[Settings]] = {
+    'qat.py quantize': QuantizeConfig,
+    'export_qat.py': ExportConfig,
+    'qat.py eval': EvalConfig,
+    'qat.py sensitive': SensitiveConfig,
+    'val_trt.py': FileEvalConfig,
+    'compare_outputs.py': CompareConfig,
+    'benchmark_trt.py': BenchmarkConfig,
+    'export_yoloV9.py': DeepStreamConfig,
+    'scripts/build_engine.py': BuildConfig,
+}
+INTRODUCTION = """# Options
+
+The options of each command, as its `-h` prints them, with the default in brackets; the commands that are not here have few. `segment/qat_seg.py` and
+`classify/qat_cls.py` are `qat.py` for segmentation models and for classifiers only. Files, exit codes and what figures mean:
+[results.md](results.md). Options of other tools: [migration.md](migration.md).
+
+All commands have `--quiet` (errors, warnings and the result, no more), `--verbose` (details and upstream's messages as well) and `-h`.
+
+<!-- Written by docs/write_options.py. Change the option, not this page. -->"""
+
+
+def flag(field: Field, option: Option) -> str:
+    """Name an option: its flag, and the values that it takes if it has them or a name for them."""
+    choices = option.allowed if isinstance(option.allowed, tuple) and not option.parse else ()
+    values = option.metavar or (f'{{{",".join(map(str, choices))}}}' if choices else '')
+    names = [] if option.positional else [flag_of(field.name, False if field.default is True else None)]
+    return ' '.join([*names, values]).strip()
+
+
+def section(command: str, known: dict[tuple[str, str], tuple[str, str]]) -> Iterator[str]:
+    """Describe the options of a command as blocks of text, group by group.
+
+    Args:
+        command: one of COMMANDS.
+        known: (option, help) → (the first command that has them, the default there). They are only named again. New ones are
+            added.
+    """
+    kind = COMMANDS[command]
+    yield f'## {command}'
+    same: dict[str, list[str]] = {}  # command → options
+    for title, found in grouped(kind).items():
+        items = []
+        for field, option in found:
+            if field.name in kind.HIDDEN:
+                continue
+            name, default = flag(field, option), default_of(field, option)
+            first, told = known.setdefault((name, option.help), (command, default))
+            if first == command:
+                items.append(f'- `{name}`: {option.help}{default}')
+            else:
+                same.setdefault(first, []).append(f'`{name.split()[0]}`{default if default != told else ""}')
+        if items:
+            yield f'{title[0].upper()}{title[1:]}:'
+            yield '\n'.join(items)
+    for first, names in same.items():
+        yield f'As `{first}`: {", ".join(names)}.'
+
+
+def default_of(field: Field, option: Option) -> str:
+    """Write the default of an option in brackets, unless its help tells it."""
+    told = help_of(field, option).removeprefix(option.help).removeprefix('; default: ')
+    return f' ({told})' if told else ''
+
+
+def page() -> str:
+    """Make the content of the page."""
+    known: dict[tuple[str, str], tuple[str, str]] = {}
+    return '\n\n'.join([INTRODUCTION, *(block for command in COMMANDS for block in section(command, known))]) + '\n'
+
+
+if __name__ == '__main__':
+    PAGE.write_text(page(), encoding='utf-8')

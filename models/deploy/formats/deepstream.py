@@ -1,0 +1,162 @@
+"""A detector for DeepStream-Yolo (https://github.com/marcoslucianops/DeepStream-Yolo, from November 2024 on).
+
+Its parser NvDsInferParseYolo reads one output [B, N, 6]. DeepStream chooses the boxes behind the graph, where it
+clusters them (NMS, cluster-mode=2).
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from typing_extensions import override
+
+from models.deploy.formats.format import Export, Format, Written, size_of
+from models.deploy.formats.onnx import export_onnx
+from models.quantize.head_outputs import head_of
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_own, write_text
+from utils.qat.core.log import LOGGER, bar
+from utils.qat.graph.passes import set_output_shapes
+
+INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library asks for
+LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'
+
+
+def deepstream_layout(model: ModelProto) -> ModelProto:
+    """Let a detector return boxes as DeepStream-Yolo reads them, in place.
+
+    In: images [B, 3, H, W] → output0 [B, 4 + nc, N], xywh in pixels, then the scores of all classes. Out: input →
+    output FP32 [B, N, 6], x1, y1, x2, y2 in pixels of the input, the best class's score and its index.
+
+    Nodes are added behind output0, none before it is changed. They compute in FP32 also where the features are FP16,
+    because boxes do not fit FP16. They are the same in opsets 13 to 23.
+    """
+    graph = model.graph
+    [given], [predictions] = graph.input, graph.output
+    for node in graph.node:
+        node.input[:] = [INPUT if name == given.name else name for name in node.input]
+    given.name = INPUT
+    batch, rows, anchors = (d.dim_param or d.dim_value for d in predictions.type.tensor_type.shape.dim)
+
+    def tensor(name: str, values: Any, dtype: type = np.int64) -> str:
+        graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), f'deepstream/{name}'))
+        return f'deepstream/{name}'
+
+    def add(op: str, inputs: list[str], *outputs: str, **attributes: Any) -> Any:
+        made = [name if name == OUTPUT else f'deepstream/{name}' for name in outputs]
+        graph.node.append(helper.make_node(op, inputs, made, f'deepstream/{op}_{made[0].split("/")[-1]}', **attributes))
+        return made if len(made) > 1 else made[0]
+
+    parts = tensor('parts', [2, 2, rows - 4])
+    centre, size, scores = add('Split', [predictions.name, parts], 'centre', 'size', 'scores', axis=1)
+    half = add('Mul', [size, tensor('0.5', 0.5, np.float32)], 'half')
+    corners = add('Sub', [centre, half], 'top_left'), add('Add', [centre, half], 'bottom_right')
+    score, best = add('TopK', [scores, tensor('1', [1])], 'score', 'best', axis=1)
+    number = add('Cast', [best], 'class', to=TensorProto.FLOAT)
+    add('Transpose', [add('Concat', [*corners, score, number], 'columns', axis=1)], OUTPUT, perm=[0, 2, 1])
+    predictions.name = OUTPUT
+    set_output_shapes(model, (batch, anchors, 6))
+    return model
+
+
+def deepstream_config(onnx: str, classes: int, batch: int = 1, int8: bool = False) -> str:
+    """Write the configuration of nvinfer, the element that runs an ONNX file, for DeepStream-Yolo's folder.
+
+    A batch of more than 1 only if the file takes it. With int8 (Q/DQ) there is no calibration and no calibration table;
+    else nvinfer builds an FP16 engine.
+    """
+    return f"""\
+# {onnx} in DeepStream-Yolo, by yolov9-qat: put both files and {LABELS} into its folder. Paths are relative to this file.
+[property]
+gpu-id=0
+gie-unique-id=1
+process-mode=1
+network-type=0
+interval=0
+onnx-file={onnx}
+# built at the first start, unless it is there: docs/deepstream.md of yolov9-qat tells how to build it beforehand
+model-engine-file=model_b{batch}_gpu0_{'int8' if int8 else 'fp16'}.engine
+labelfile-path={LABELS}
+batch-size={batch}
+# {'1: INT8; the scales are in the file, so that there is no int8-calib-file' if int8 else '2: FP16'}
+network-mode={1 if int8 else 2}
+num-detected-classes={classes}
+# RGB, 0 to 255 divided by 255, the whole image with equal borders on both sides
+net-scale-factor=0.0039215697906911373
+model-color-format=0
+maintain-aspect-ratio=1
+symmetric-padding=1
+# NMS
+cluster-mode=2
+parse-bbox-func-name=NvDsInferParseYolo
+custom-lib-path=nvdsinfer_custom_impl_Yolo/libnvdsinfer_custom_impl_Yolo.so
+engine-create-func-name=NvDsInferYoloCudaEngineGet
+
+[class-attrs-all]
+nms-iou-threshold=0.45
+pre-cluster-threshold=0.25
+topk=300
+"""
+
+
+class DeepStream(Format):
+    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder."""
+
+    name = 'deepstream'
+
+    @override
+    def require_model(self, export: Export) -> None:
+        weights, task = f'--weights {export.config.weights}', export.predict.task
+        if task.name != 'detect':
+            raise QatError(
+                f'{weights}: {task.title}, {export.predict.kind}; DeepStream-Yolo reads detections only, no masks; use: python export_qat.py'
+            )
+        export.target.require_tensorrt(weights, export.zero_points)
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        config, model, half = export.config, export.predict.model, export.config.trt == 11
+        LOGGER.info(
+            f'{config.weights}: YOLOv9 {"INT8" if export.int8 else "float"}, head {type(head_of(model)).__name__}'
+        )
+        names = [str(name) for name in model.names.values()]
+        texts = {
+            LABELS: ''.join(f'{name}\n' for name in names),
+            CONFIG: deepstream_config(path.name, len(names), config.batch_size, export.int8),
+        }
+        for file, text in texts.items():
+            require_own(Path(file), text)
+        done = export_onnx(
+            model,
+            path,
+            config.imgsz,
+            config.batch_size,
+            config.dynamic,
+            config.simplify,
+            config.onnx_opset,
+            half=half,
+            kept_float=export.kept_float,
+            target=export.target,
+            layout=deepstream_layout,
+            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+        )
+        for file, text in texts.items():
+            write_text(file, text)
+        height, width = config.imgsz
+        return Written(
+            {'onnx': path, 'labels': Path(LABELS), 'config': Path(CONFIG)},
+            [
+                f'input [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}] -> output [B, N, 6], opset {done.opset}, '
+                f'{size_of(path)}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{", FP16 outside them" * half}',
+                f'ONNX Runtime against PyTorch: {done}',
+            ],
+        )
+
+    @override
+    def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
+        return [shlex.join(['cp', *map(str, written.files.values()), 'DeepStream-Yolo/'])]
+
+
+FORMAT = DeepStream()

@@ -1,0 +1,165 @@
+"""What a format says of its files. config/formats.py has a line for each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from models.quantize.quantizers import has_zero_points
+from utils.qat.config.backends import BACKENDS
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.formats import FORMATS
+from utils.qat.core.next_command import after_scoring
+from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.targets.target import Target, target_of_recipe
+
+
+@dataclass
+class Written:
+    """What was written as one format.
+
+    Attributes:
+        files: kind → file, as the end of the command lists them; the first is the format's own.
+        lines: what was written, and how far it is from PyTorch.
+        warnings: what to know before it is used.
+        about: the graph inside, said once for all files that are made of it.
+    """
+
+    files: dict[str, Path]
+    lines: Sequence[str]
+    warnings: Sequence[str] = ()
+    about: str = ''
+
+    @property
+    def path(self) -> Path:
+        """The format's own file."""
+        return next(iter(self.files.values()))
+
+
+@dataclass
+class Export:
+    """A loaded checkpoint, and what is written of it.
+
+    Attributes:
+        config: with the image size of the model.
+        predict: the model.
+        written: format → its files. A format that was not asked for is there too, if others are made of it.
+    """
+
+    config: ExportConfig
+    predict: TorchModel
+    written: dict[str, Written] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> list[Format]:
+        """The formats of --include."""
+        return [load_format(name) for name in self.config.files]
+
+    @property
+    def int8(self) -> bool:
+        """Whether the checkpoint is quantized."""
+        return self.predict.recipe is not None
+
+    @property
+    def target(self) -> Target:
+        """The engine that the checkpoint was quantized for."""
+        return target_of_recipe(self.predict.recipe)
+
+    @property
+    def zero_points(self) -> bool:
+        """Whether a zero point of the checkpoint is not 0."""
+        return has_zero_points(self.predict.model)
+
+    @property
+    def kept_float(self) -> Sequence[str]:
+        """The blocks of a quantized checkpoint that its user left in float."""
+        return (self.predict.recipe or {}).get('kept_float', ())
+
+    def write(self) -> list[Written]:
+        """Write the files of --include. What only others are made of goes to a scratch folder."""
+        with TemporaryDirectory() as scratch:
+            self.scratch = Path(scratch)
+            return [self.made(name) for name in self.config.files]
+
+    def made(self, name: str) -> Written:
+        """Write the files of a format, unless they are."""
+        if name not in self.written:
+            path = self.config.files.get(name) or self.scratch / f'model{FORMATS[name].suffix}'
+            self.written[name] = load_format(name).write(self, path)
+        return self.written[name]
+
+
+class Format(ABC):
+    """A kind of file.
+
+    Attributes:
+        name: a key of FORMATS.
+        source: the format that its files are made of; None = the model itself.
+        takes_plugin: whether NMS inside can be a plugin of TensorRT.
+    """
+
+    name: str
+    source: str | None = None
+    takes_plugin = True
+
+    def require(self, config: ExportConfig, device: torch.device) -> None:
+        """Raise QatError if it cannot be written with these options, on this device, with the libraries that are here."""
+
+    def require_model(self, export: Export) -> None:
+        """Raise QatError if it cannot be written of this checkpoint."""
+
+    @abstractmethod
+    def write(self, export: Export, path: Path) -> Written:
+        """Write the files, and compare them with PyTorch.
+
+        Raises:
+            QatError: they differ from PyTorch, or a library refuses. No file is left.
+        """
+
+    def backend(self, export: Export) -> str | None:
+        """Name the backend that runs the file for --verify; None = none here does."""
+        return None
+
+    def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
+        """Return what finds with PyTorch what the file finds: images → predictions."""
+        return load_format(self.source).reference(export) if self.source else export.predict
+
+    def keeps_low_scores(self, export: Export) -> bool:
+        """Tell whether low scores are among the detections; an AP without them compares with no other."""
+        return load_format(self.source).keeps_low_scores(export) if self.source else True
+
+    def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
+        """Make the commands that follow a good score. data: the user's, or a placeholder."""
+        return [after_scoring(written.path, export.config.imgsz, self.typed_backend(export))]
+
+    def typed_backend(self, export: Export) -> str | None:
+        """Name the backend that has to be typed because it runs native code; None of any other."""
+        backend = self.backend(export)
+        return backend if backend and BACKENDS[backend].native else None
+
+
+def load_format(name: str) -> Format:
+    """Load the file of a format and return its FORMAT. name: a key of FORMATS."""
+    return import_module(f'{__package__}.{FORMATS[name].file}').FORMAT
+
+
+def with_sources(names: Mapping[str, object] | Sequence[str]) -> list[Format]:
+    """List formats and those that they are made of, each behind the one that it is made of."""
+    found: dict[str, Format] = {}
+    for name in names:
+        made = load_format(name)
+        before = with_sources([made.source]) if made.source else []
+        found |= {each.name: each for each in (*before, made)}
+    return list(found.values())
+
+
+def size_of(*files: Path) -> str:
+    """Write the size of files in MB."""
+    return f'{sum(file.stat().st_size for file in files) / 1e6:.1f} MB'

@@ -1,0 +1,228 @@
+"""Export of a model to ONNX: trace, passes, checks. The file appears only if every check passes.
+
+TensorRT 8.6 and 10 take an FP32 graph with Q/DQ, opset 13 to 17; their builder chooses FP16 (--int8 --fp16). TensorRT
+11 has no such choice, so the graph itself is typed (`half`): FP16 outside Q/DQ, opset 19 or more, with scales in FP16
+or, on request, in FP32 (opset 23); see utils/qat/graph/half.py.
+"""
+
+import inspect
+import logging
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+import torch.nn as nn
+from typing_extensions import override
+
+from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.formats.format import Export, Format, Written, size_of
+from models.quantize.convert import float_inside_blocks
+from models.quantize.head_outputs import head_of
+from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.core.errors import check
+from utils.qat.core.files import atomic
+from utils.qat.core.log import bar
+from utils.qat.graph import half as onnx_half
+from utils.qat.graph import onnx_graph
+from utils.qat.graph import passes as onnx_passes
+from utils.qat.prediction.file_model import open_file
+from utils.qat.prediction.pytorch import task_of
+from utils.qat.targets.target import Target, load_target
+
+OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model
+
+
+@dataclass(kw_only=True)
+class Exported(Agreement):
+    """The facts of a written ONNX file, and how far ONNX Runtime is from PyTorch."""
+
+    opset: int
+    qdq: tuple[int, int]  # numbers of Q and of DQ nodes
+
+
+def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool) -> None:
+    """Write the traced graph by the TorchScript exporter: it knows fake-quantize operators at every opset we need."""
+    options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
+    outputs = OUTPUTS[: 1 + hasattr(head_of(model), 'nm')]
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='.*legacy TorchScript-based ONNX export.*')
+        warnings.filterwarnings('ignore', category=torch.jit.TracerWarning)  # the head compares shapes, which are fixed
+        torch.onnx.export(
+            model,
+            (images,),
+            str(path),
+            opset_version=opset,
+            input_names=['images'],
+            output_names=list(outputs),
+            do_constant_folding=True,
+            dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None,
+            **options,
+        )
+
+
+@torch.no_grad()
+def export_onnx(
+    model: nn.Module,
+    path: Path,
+    imgsz: Sequence[int] = (640, 640),
+    batch: int = 1,
+    dynamic: bool = False,
+    simplify: bool = False,
+    opset: int = 17,
+    inplace: bool = False,
+    half: bool = False,
+    kept_float: Sequence[str] = (),
+    target: Target = load_target(DEFAULT_TARGET),
+    layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> Exported:
+    """Write a model to an ONNX file, and compare ONNX Runtime with PyTorch.
+
+    The graph takes images [B, 3, H, W] and returns output0 [B, 4 + nc, N]. A segmentation model returns output0 [B, 4 +
+    nc + nm, N], with mask coefficients behind the scores, and the prototypes output1 [B, nm, H / 4, W / 4]. A classifier
+    takes normalized images and returns the logits output0 [B, nc]. All of them are FP32.
+
+    model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
+    half: FP16 outside Q/DQ. kept_float: blocks that are float by choice, for the metadata. layout: gives the checked graph other
+    inputs and outputs, such as deepstream_layout. progress: wraps the steps.
+
+    Raises:
+        QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
+    """
+    traced = traceable_copy(model, inplace)
+    device = next(traced.parameters()).device
+    quantizers = [q for _, q in named_quantizers(traced)]
+    last = onnx_passes.LAST.get(target.name)
+    # onnxslim would drop Q/DQ of equal nodes, so these are merged first; other nodes that it drops shall get no Q/DQ
+    passes = [
+        onnx_passes.remove_identities,
+        onnx_passes.constants_to_initializers,
+        onnx_passes.write_axis,
+        onnx_passes.merge_duplicates,
+        *[onnx_passes.simplify] * simplify,
+        onnx_passes.quantize_moves,
+        onnx_passes.merge_duplicates,
+        *[onnx_half.to_half] * half,
+        *([last] if last else []),
+    ]
+    with atomic(path) as tmp:
+        logging.getLogger('torch.onnx').setLevel(logging.ERROR)
+
+        def trace(_: None) -> onnx.ModelProto:
+            _trace(traced, torch.zeros(batch, 3, *imgsz, device=device), tmp, opset, dynamic)
+            return onnx.load(tmp)
+
+        graph = None
+        for step in progress([trace, *passes]):
+            graph = step(graph)
+        scales = [q.scale.cpu().numpy() for q in quantizers]
+        units = [np.float32(UNIT_SCALE)] * any(isinstance(q, SiLUQuantizer) for q in quantizers)
+        onnx_passes.check_scales(graph, [*scales, *units])
+        images = made_images(2 if dynamic else batch, imgsz)
+        images = task_of(model).normalized(images)
+        theirs = traced(images.to(device))
+        returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
+        onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
+        onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, target.name if quantizers else DEFAULT_TARGET))
+        onnx.checker.check_model(graph, full_check=True)
+        onnx.save(graph, tmp)
+
+        agreement = require_agreement(
+            traced,
+            images.to(device),
+            open_file(tmp)(images),
+            theirs,
+            'ONNX Runtime',
+            'FP16' if half else 'FP32',
+            bool(quantizers),
+        )
+        if layout:
+            graph = layout(graph)
+            onnx.checker.check_model(graph, full_check=True)
+            onnx.save(graph, tmp)
+    return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), **vars(agreement))
+
+
+def typed_half(export: Export) -> bool:
+    """Tell whether the graph is FP16 outside of Q/DQ."""
+    return export.config.half or (export.config.trt == 11 and export.int8)
+
+
+def build_command(path: Path, export: Export) -> str:
+    """Return the trtexec command for a file, with the precisions of its engine."""
+    trt, int8, trtexec = export.config.trt, export.int8, shlex.join(['trtexec', f'--onnx={path}'])
+    if export.zero_points:
+        return f'{export.target.title}; {export.target.only_here} (--target tensorrt)'
+    if trt == 11:
+        return f'{trtexec}  (TensorRT 11; {"INT8 and " * int8}{"FP16" if typed_half(export) else "FP32: --half exports FP16"})'
+    return f'{trtexec} --fp16{" --int8" * int8}  (TensorRT {"8.6" if trt == 8 else 10})'
+
+
+def lines_of(path: Path, export: Export, more: str = '') -> list[str]:
+    """Report an ONNX file: its outputs, then `more`, and the engine to build of it."""
+    outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
+    return [f'-> {path}, {size_of(path)}: {outputs}{more}', f'engine: {build_command(path, export)}']
+
+
+class Onnx(Format):
+    """MODEL.onnx, which returns predictions."""
+
+    name = 'onnx'
+
+    @override
+    def require(self, config: ExportConfig, device: torch.device) -> None:
+        check(
+            [
+                (
+                    config.half and config.trt != 11,
+                    f'--half: only with --trt 11; TensorRT {config.trt} takes the FP32 file and chooses FP16 '
+                    'when it builds (trtexec --fp16)',
+                )
+            ]
+        )
+
+    @override
+    def require_model(self, export: Export) -> None:
+        for flag, given in (('--half', export.config.half), ('--trt 11', export.config.trt == 11)):
+            if given:
+                export.target.require_tensorrt(flag, export.zero_points)
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        config, model, half = export.config, export.predict.model, typed_half(export)
+        done = export_onnx(
+            model,
+            path,
+            imgsz=config.imgsz,
+            batch=config.batch_size,
+            dynamic=config.dynamic,
+            simplify=config.simplify,
+            opset=config.onnx_opset,
+            inplace=config.inplace,
+            half=half,
+            kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
+            target=export.target,
+            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+        )
+        height, width = config.imgsz
+        about = (
+            f'{config.weights} ({"INT8" if export.int8 else "float"}{", FP16" * half}), '
+            f'images [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}], '
+            f'opset {done.opset}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}\n'
+            f'ONNX Runtime against PyTorch: {done}'
+        )
+        return Written({self.name: path}, lines_of(path, export), about=about)
+
+    @override
+    def backend(self, export: Export) -> str | None:
+        return export.config.backend
+
+
+FORMAT = Onnx()

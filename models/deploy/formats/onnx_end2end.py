@@ -1,0 +1,332 @@
+"""NMS inside a finished ONNX detector: appended, then checked against torchvision's NMS, box by box and mask by mask.
+
+The detector itself was compared with PyTorch at its export. Here the rest is checked in ONNX Runtime: the detections
+must be equal to `torch_nms` of the predictions bit for bit, and the masks to `torch_masks` within MASK_TOLERANCE. A
+file with the plugin cannot run there: only ONNX's checker sees it before TensorRT does.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torchvision.ops import nms as torchvision_nms
+from torchvision.ops import roi_align
+from typing_extensions import override
+from utils.general import xywh2xyxy
+
+from models.deploy.agreement import made_images
+from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
+from models.deploy.formats.onnx import lines_of
+from utils.qat.config.export import MASK_OPSET, NMS_LIMITS, PLUGIN, ExportConfig, Nms, Pooling
+from utils.qat.core.errors import QatError, check
+from utils.qat.core.files import atomic, write_text
+from utils.qat.data.masks import BoxMasks
+from utils.qat.graph import passes
+from utils.qat.graph.nms import add_nms
+from utils.qat.graph.onnx_graph import shape_of
+from utils.qat.graph.triton_config import triton_config
+from utils.qat.prediction.detections import Detections
+from utils.qat.prediction.onnxruntime import onnx_session
+
+MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
+
+
+def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> list[torch.Tensor]:
+    """Compute the detections that a file with NMS inside must return.
+
+    NMS runs class by class on the boxes as they are. Upstream's NMS moves each class to a place of its own (by 7680 px)
+    to do all classes at once; with many classes this costs the last bits of the boxes. Of equal scores the earlier box
+    comes first, and of one box the earlier class.
+
+    Args:
+        predictions: [B, 4 + nc + nm, N].
+        nms: settings.
+        nm: number of mask coefficients.
+
+    Returns:
+        Rows [n, 6 + nm] per image: see detections.Detections, and the mask coefficients behind them.
+    """
+    found = []
+    for p in predictions:
+        boxes, scores, coefficients = p.T.split((4, len(p) - 4 - nm, nm), 1)
+        boxes = xywh2xyxy(boxes)
+        if nms.class_agnostic:
+            scores, best = scores.max(1, keepdim=True)
+        places = []
+        for c, of_class in enumerate(scores.T):
+            candidates = (of_class > nms.conf_thres).nonzero().flatten()
+            places.append(
+                candidates[torchvision_nms(boxes[candidates], of_class[candidates], nms.iou_thres)] * scores.shape[1]
+                + c
+            )
+        places = torch.cat(places).sort().values
+        places = places[scores.flatten()[places].sort(descending=True, stable=True).indices[: nms.topk_all]]
+        box = places // scores.shape[1]
+        label = best[box, 0] if nms.class_agnostic else places % scores.shape[1]
+        found.append(torch.cat((boxes[box], scores.flatten()[places, None], label[:, None], coefficients[box]), 1))
+    return found
+
+
+def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling: Pooling) -> list[torch.Tensor]:
+    """Compute the masks that a file with NMS inside must return.
+
+    Args:
+        rows: of `torch_nms`.
+        prototypes: [B, nm, h, w].
+        pooling: settings; R is its mask_resolution.
+
+    Returns:
+        [n, R * R] per image, in 0..1.
+    """
+    found = []
+    for each, p in zip(rows, prototypes):
+        maps = (each[:, 6:] @ p.flatten(1)).view(-1, 1, *p.shape[1:])
+        boxes = torch.cat((torch.arange(len(each), device=each.device)[:, None], each[:, :4]), 1)
+        cut = roi_align(
+            maps, boxes, pooling.mask_resolution, pooling.pooler_scale, pooling.sampling_ratio, aligned=True
+        )
+        found.append(cut.sigmoid().flatten(1))
+    return found
+
+
+def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
+    """Compute detections from the outputs of a model without NMS, as a file with NMS inside does.
+
+    Args:
+        outputs: of a TorchModel or of a plain file.
+        shape: height and width of the images.
+        nms: settings.
+        pooling: settings, for masks.
+
+    Returns:
+        One per image.
+    """
+    predictions, *prototypes = outputs if isinstance(outputs, tuple) else (outputs,)
+    found = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
+    if not prototypes:
+        return [Detections(rows) for rows in found]
+    sides = (pooling.mask_resolution,) * 2
+    return [
+        Detections(rows[:, :6], BoxMasks(masks.unflatten(1, sides), rows[:, :4], shape))
+        for rows, masks in zip(found, torch_masks(found, prototypes[0], pooling))
+    ]
+
+
+def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Pooling()) -> None:
+    """Append NMS to an exported model, check it, and write it.
+
+    Args:
+        source: file of export_onnx.
+        path: of the new file; it may be `source`.
+        nms: settings.
+        pooling: settings, for a segmentation model.
+
+    Raises:
+        QatError: ONNX's checker rejects the graph, or its detections or masks are not equal to `torch_nms` and
+            `torch_masks`. Nothing is written.
+    """
+    model = onnx.load(source)
+    [given], outputs = model.graph.input, list(model.graph.output)
+    add_nms(model, nms, pooling)
+    passes.set_metadata(
+        model,
+        nms=nms.kind,
+        topk_all=nms.topk_all,
+        iou_thres=nms.iou_thres,
+        conf_thres=nms.conf_thres,
+        class_agnostic=nms.class_agnostic,
+        **asdict(pooling) if outputs[1:] else {},
+    )
+    onnx.checker.check_model(model, full_check=True)
+    if nms.kind == 'standard':
+        part = nms_part(model, [o.name for o in outputs])
+        batch, _, *imgsz = shape_of(given)
+        made = made_predictions(nms, max(imgsz), *map(shape_of, outputs))
+        found = _run(part, dict(zip((o.name for o in outputs), made)))
+        check_detections(found, made, nms, pooling, 'ONNX Runtime')
+        whole = onnx.ModelProto()
+        whole.CopyFrom(model)
+        whole.graph.output.extend(outputs)
+        returned = _run(whole, {given.name: made_images(batch, imgsz)})
+        check_detections(returned[: -len(outputs)], returned[-len(outputs) :], nms, pooling, 'ONNX Runtime')
+    with atomic(path) as tmp:
+        onnx.save(model, tmp)
+
+
+def nms_part(model: onnx.ModelProto, predictions: Sequence[str]) -> onnx.ModelProto:
+    """Cut out the part of a graph behind the predictions.
+
+    Args:
+        model: the graph with NMS inside.
+        predictions: names of the tensors that the part begins with.
+    """
+    return onnx.utils.Extractor(model).extract_model(list(predictions), [o.name for o in model.graph.output])
+
+
+def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Sequence[int]) -> list[torch.Tensor]:
+    """Make predictions, and prototypes, the same every time.
+
+    Every second image has more boxes than nms.topk_all, some of several classes; the other images are empty.
+
+    Args:
+        nms: settings.
+        side: of the images, in pixels.
+        shape: of the predictions, [batch, rows, number].
+        *prototypes: shape of the prototypes, for a segmentation model.
+    """
+    batch, rows, number = shape
+    nm = sum(p[1] for p in prototypes)
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    boxes = torch.cat((rand(batch, 2, number), 0.02 + 0.15 * rand(batch, 2, number)), 1)
+    made = torch.cat((side * boxes, torch.zeros(batch, rows - 4, number)), 1)
+    made[:, rows - nm :] = 2 * rand(batch, nm, number) - 1
+    for image in made[::2]:
+        some = 3 * nms.topk_all
+        image[4 + (rand(some) * (rows - 4 - nm)).long(), (rand(some) * number).long()] = rand(some)
+    return [made, *(2 * rand(*p) - 1 for p in prototypes)]
+
+
+def _run(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Run a graph in ONNX Runtime. `values`: name of an input → tensor."""
+    return [
+        torch.from_numpy(out)
+        for out in onnx_session(model.SerializeToString()).run(None, {k: v.numpy() for k, v in values.items()})
+    ]
+
+
+def check_detections(
+    outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling, engine: str
+) -> None:
+    """Compare a file's outputs with torchvision.
+
+    Args:
+        outputs: END2END, and MASKS of a segmentation model.
+        made: outputs of the plain file, which `outputs` follow from.
+        nms: settings.
+        pooling: settings.
+        engine: name of the one that computed `outputs`, for the message.
+
+    Raises:
+        QatError: detections or masks differ from `torch_nms` and `torch_masks`.
+    """
+    predictions, *prototypes = made
+    rows = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
+    for number, boxes, scores, classes, wanted in zip(*outputs[:4], rows):
+        found = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
+        if not torch.equal(found[:number], wanted[:, :6]) or found[number:].any():
+            raise QatError(
+                f'NMS in {engine} finds {number.item()} detections, torchvision {len(wanted)}, and they are not the same; '
+                'please report this model. No file was written'
+            )
+    for p in prototypes:
+        for number, found, wanted in zip(outputs[0], outputs[4], torch_masks(rows, p, pooling)):
+            if not torch.allclose(found[:number], wanted, rtol=0, atol=MASK_TOLERANCE) or found[number:].any():
+                raise QatError(
+                    f'masks in {engine} are not those of torchvision; please report this model. No file was written'
+                )
+
+
+def choose_nms(config: ExportConfig, masks: bool) -> tuple[Nms, Pooling]:
+    """Choose what is inside the files with NMS of a model. masks: whether it returns masks.
+
+    Raises:
+        QatError: the options are not for such a model.
+    """
+    plugin = all(load_format(name).takes_plugin for name in config.include)
+    kind = config.nms or ('standard' if masks or config.trt == 11 or not plugin else 'plugin')
+    given = config.given(f.name for f in fields(Pooling))
+    check(
+        [
+            (
+                masks and kind == 'plugin',
+                f'--nms plugin: {PLUGIN} does not tell which candidates it keeps, and so not whose masks; leave '
+                'it out, a segmentation model takes --nms standard',
+            ),
+            (
+                masks and config.onnx_opset < MASK_OPSET,
+                f'--opset {config.onnx_opset}: masks take RoiAlign of opset {MASK_OPSET}; give that or more',
+            ),
+            (given and not masks, f'{given}: only for a segmentation model, which {config.weights} is not'),
+            (
+                not 1 <= config.topk_all <= NMS_LIMITS[kind],
+                f'--topk-all {config.topk_all}: must lie in 1 to {NMS_LIMITS[kind]} for --nms {kind}',
+            ),
+            (
+                kind == 'plugin' and config.iou_thres == 0,
+                f'--iou-thres 0: {PLUGIN} takes more than 0 only; give 0.01, or --nms standard',
+            ),
+        ]
+    )
+    return (
+        Nms(kind, config.topk_all, config.iou_thres, config.conf_thres, config.class_agnostic),
+        Pooling(config.mask_resolution, config.pooler_scale, config.sampling_ratio),
+    )
+
+
+def nms_of(export: Export) -> tuple[Nms, Pooling]:
+    """Choose what is inside the files with NMS of an export; see `choose_nms`."""
+    return choose_nms(export.config, export.predict.task.masks)
+
+
+class OnnxEnd2end(Format):
+    """MODEL-end2end.onnx, which returns detections, and MODEL-end2end.pbtxt, by which a Triton server serves it."""
+
+    name = 'onnx_end2end'
+    source = 'onnx'
+
+    @override
+    def require_model(self, export: Export) -> None:
+        if not export.predict.task.boxes:
+            names = [name for name in export.config.files if self in with_sources([name])]
+            raise QatError(
+                f'--include {" ".join(names)}: NMS is for detectors, and {export.config.weights} is {export.predict.task.title}'
+            )
+        nms, _ = nms_of(export)
+        if nms.kind == 'plugin':
+            export.target.require_tensorrt('--nms plugin', export.zero_points)
+        if export.config.verify and not any(each.backend(export) for each in export.formats):
+            raise QatError(
+                f'--verify: ONNX Runtime has no {PLUGIN}; verify the file without NMS (--include onnx onnx_end2end), or give --nms standard'
+            )
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        config, (nms, pooling) = export.config, nms_of(export)
+        export_end2end(export.made('onnx').path, path, nms, pooling)
+        serving = path.with_suffix('.pbtxt')
+        write_text(serving, triton_config(onnx.load(path), path.stem, config.batch_size))
+        checked = 'not run here, only TensorRT has it' if nms.kind == 'plugin' else 'in ONNX Runtime as by torchvision'
+        return Written(
+            {self.name: path, 'triton': serving},
+            [
+                *lines_of(path, export, f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'),
+                f'-> {serving}: copy it to MODELS/{path.stem}/config.pbtxt of a Triton server, docs/deepstream.md',
+            ],
+            [
+                f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'
+            ]
+            * (nms.kind == 'plugin' and config.trt == 11),
+        )
+
+    @override
+    def backend(self, export: Export) -> str | None:
+        return None if nms_of(export)[0].kind == 'plugin' else export.config.backend
+
+    @override
+    def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
+        nms, pooling = nms_of(export)
+        return lambda images: torch_detections(export.predict(images), tuple(images.shape[2:]), nms, pooling)
+
+    @override
+    def keeps_low_scores(self, export: Export) -> bool:
+        return export.config.conf_thres <= 0.001
+
+
+FORMAT = OnnxEnd2end()

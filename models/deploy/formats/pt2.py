@@ -1,0 +1,212 @@
+"""Model → exported program of torch.export (.pt2): traced, saved, loaded again and compared with PyTorch before it gets its name.
+
+A quantized model becomes a graph with PyTorch's quantize and dequantize operators and INT8 weights (decomposed.py), a float model a
+float graph. Inputs, outputs and metadata are those of the ONNX file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from typing_extensions import override
+
+from models.deploy.agreement import Agreement, made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.decomposed import on_integers
+from models.deploy.formats.format import Export, Format, Written, size_of
+from models.quantize.head_outputs import head_of
+from models.quantize.quantizers import named_quantizers
+from utils.qat.config.backends import BACKENDS
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import atomic
+from utils.qat.prediction.file_model import open_file
+from utils.qat.prediction.pt2 import require_pt2
+
+
+class AnyBatch:
+    """Shape of a head whose anchors are right for every batch: the model has run on images of the size that is traced."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+class Deployed(nn.Module):
+    """A model as it is deployed: images in FP32, outputs in FP32, and between them the type of its weights."""
+
+    def __init__(self, model: nn.Module, half: bool) -> None:
+        super().__init__()
+        # or the head compares the batch with the last one, and the trace is for that alone
+        head_of(model).shape = AnyBatch()
+        self.model, self.dtype = model.half() if half else model, torch.float16 if half else torch.float32
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Predict for images FP32 [B, 3, H, W]: output0, and of a segmentation model output1; see onnx.export_onnx."""
+        found = self.model(images.to(self.dtype))
+        return tuple(part.float() for part in (found if isinstance(found, (tuple, list)) else (found,)))
+
+
+def trace(
+    model: nn.Module, images: torch.Tensor, half: bool = False, dynamic: bool = False
+) -> torch.export.ExportedProgram:
+    """Trace a model.
+
+    Args:
+        model: in the form of `traceable_copy`, which has run on such images; it is changed.
+        images: FP32 [B, 3, H, W]; two or more with `dynamic`.
+        half: FP16 between images and outputs.
+        dynamic: leave the batch axis open.
+    """
+    batch = torch.export.Dim('batch', min=1, max=4096) if dynamic else None
+    program = torch.export.export(
+        Deployed(model, half).eval(),
+        (images,),
+        dynamic_shapes={'images': {0: batch}} if dynamic else None,
+        strict=False,
+    )
+    for node in program.graph.nodes:  # they name source files of this machine
+        for key in ('stack_trace', 'nn_module_stack', 'source_fn_stack', 'torch_fn', 'custom'):
+            node.meta.pop(key, None)
+    return program
+
+
+def package_metadata(
+    model: nn.Module,
+    quantized: bool,
+    half: bool,
+    dynamic: bool,
+    images: torch.Tensor,
+    kept_float: Sequence[str] = (),
+    target: str = DEFAULT_TARGET,
+    **more: object,
+) -> dict[str, str]:
+    """Return the metadata of a .pt2 file, as texts: the ONNX file's, and how to run the file.
+
+    Args:
+        model: fused; float or quantized.
+        quantized: whether it computes in INT8.
+        half: FP16 between images and outputs.
+        dynamic: whether the batch is open.
+        images: FP32 [B, 3, H, W], of the size that the file takes.
+        kept_float: see agreement.metadata_of.
+        target: likewise.
+        more: of the kind of file.
+    """
+    height, width = images.shape[2:]
+    own = {
+        'imgsz': f'{height},{width}',
+        'batch': 'dynamic' if dynamic else len(images),
+        'precision': 'INT8 and FP32' if quantized else 'FP16' if half else 'FP32',
+        'torch': torch.__version__,
+        'input': 'images',
+        'input_dtype': 'float32',
+    }
+    return {key: str(value) for key, value in {**metadata_of(model, kept_float, target), **own, **more}.items()}
+
+
+@torch.no_grad()
+def with_example(
+    model: nn.Module, imgsz: Sequence[int], batch: int, dynamic: bool
+) -> tuple[nn.Module, torch.Tensor, Any]:
+    """Return a copy of a model that can be traced, images for the trace on the model's device, and its outputs for them.
+
+    Args:
+        model: fused; float or quantized.
+        imgsz: height and width, multiples of the stride.
+        batch: number of images; two with `dynamic`.
+        dynamic: the batch axis will be open.
+    """
+    traced = traceable_copy(model)
+    images = made_images(2 if dynamic else batch, imgsz).to(next(traced.parameters()).device)
+    return traced, images, traced(images)
+
+
+@torch.no_grad()
+def export_pt2(
+    model: nn.Module,
+    path: Path,
+    imgsz: Sequence[int] = (640, 640),
+    batch: int = 1,
+    dynamic: bool = False,
+    half: bool = False,
+    kept_float: Sequence[str] = (),
+    target: str = DEFAULT_TARGET,
+) -> Agreement:
+    """Write a model as an exported program, and return how far it is from PyTorch.
+
+    half: FP16 between images and outputs; of a float model only. The other arguments are those of onnx.export_onnx.
+
+    Raises:
+        QatError: this PyTorch has no such files, or the reloaded file does not agree with PyTorch. No file is left.
+    """
+    require_pt2('--include pt2')
+    quantized = bool(named_quantizers(model))
+    traced, images, theirs = with_example(model, imgsz, batch, dynamic)
+    try:
+        program = trace(on_integers(traced), images, half, dynamic)
+    except torch._dynamo.exc.UserError as e:
+        raise QatError(f'torch.export cannot trace the model: {" ".join(str(e).split())[:200]}') from e
+    metadata = package_metadata(model, quantized, half, dynamic, images, kept_float, target)
+    with atomic(path) as tmp:
+        torch.export.save(program, tmp, extra_files={'metadata.json': json.dumps(metadata)})
+        ours = open_file(tmp, images.device, 'pt2')(images)
+        return require_agreement(traced, images, ours, theirs, 'torch.export', 'FP16' if half else 'FP32', quantized)
+
+
+class Pt2Format(Format):
+    """MODEL.pt2, an exported program."""
+
+    name = 'pt2'
+
+    @override
+    def require(self, config: ExportConfig, device: torch.device) -> None:
+        require_pt2(f'--include {self.name}')
+
+    @override
+    def require_model(self, export: Export) -> None:
+        if export.config.half and export.int8:
+            raise QatError(
+                f'--half: not with --include {self.name} and an INT8 checkpoint, whose float parts are FP32 there; leave it out'
+            )
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        agreement = export_pt2(export.predict.model, path, **self.options(export))
+        return self.report(export, path, 'exported program', agreement)
+
+    def options(self, export: Export) -> dict[str, Any]:
+        """Return the options of the writer."""
+        config = export.config
+        return {
+            'imgsz': config.imgsz,
+            'batch': config.batch_size,
+            'dynamic': config.dynamic,
+            'half': config.half,
+            'kept_float': export.kept_float,
+            'target': export.target.name,
+        }
+
+    def report(self, export: Export, path: Path, kind: str, agreement: Agreement, *more: str) -> Written:
+        """Report the file. kind: what it is, in words; more: lines about it."""
+        takes = 'any batch' if export.config.dynamic else f'batch {export.config.batch_size}'
+        size = ' x '.join(map(str, export.config.imgsz))
+        return Written(
+            {self.name: path},
+            [
+                f'-> {path}, {size_of(path)}: {kind}, {takes}, images of {size}',
+                *more,
+                f'{BACKENDS[self.name].title} against PyTorch: {agreement}',
+            ],
+        )
+
+    @override
+    def backend(self, export: Export) -> str | None:
+        return self.name  # each has a backend of its own
+
+
+FORMAT = Pt2Format()

@@ -1,0 +1,253 @@
+"""Model → MODEL.ep, MODEL.ts and MODEL-torch_tensorrt.engine, by Torch-TensorRT; see docs/tensorrt.md.
+
+The interfaces are those of torch-tensorrt 2.10 to 2.14 (sources read: dynamo/_compiler.py, _compile.py). From 2.10 on its networks are
+strongly typed by default, from 2.13 on always (TensorRT 11): so no precision is asked for, the program has its types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn as nn
+from typing_extensions import override
+
+from models.deploy.agreement import made_images, metadata_of, require_agreement, traceable_copy
+from models.deploy.formats.format import Export, Format, Written, size_of
+from models.deploy.quantize_op import quantize_op_program
+from models.quantize.quantizers import named_quantizers
+from utils.qat.config.export import ExportConfig, TorchTensorRT
+from utils.qat.core.errors import QatError, check
+from utils.qat.core.files import atomic
+from utils.qat.core.log import LOGGER
+from utils.qat.core.next_command import command
+from utils.qat.engine.api import load_tensorrt, product
+from utils.qat.engine.sidecar import sidecar_of, write_entries
+from utils.qat.prediction.file_model import open_file
+
+WHO = '--include torch_tensorrt'
+OLDEST = 2, 10
+MIB = 1 << 20
+
+
+def load_torch_tensorrt(device: torch.device) -> ModuleType:
+    """Import Torch-TensorRT, and ModelOpt before it: its converter of quantize_op is registered only then.
+
+    Raises:
+        QatError: a package, the GPU or the CUDA compiler is missing, or Torch-TensorRT is older than OLDEST.
+    """
+    own = '.'.join(torch.__version__.split('.')[:2])
+    get = f"pip install 'torch-tensorrt=={own}.*' nvidia-modelopt huggingface_hub ninja"
+    missing = [name for name in ('torch_tensorrt', 'modelopt', 'huggingface_hub') if find_spec(name) is None]
+    if missing:
+        raise QatError(
+            f'{WHO}: no package {", ".join(missing)} here; {get} (each torch has a torch-tensorrt of its own). Without it: --include onnx, then scripts/generate_trt_engine.sh'
+        )
+    if device.type != 'cuda':
+        # import torch_tensorrt fails too: _utils.is_tegra_platform (2.14.0) asks the driver
+        raise QatError(
+            f'{WHO}: its builder needs an NVIDIA GPU, and this is --device {device}; give a number: --device 0'
+        )
+    try:
+        import modelopt.torch.quantization  # noqa: F401  # defines tensorrt::quantize_op
+        import torch_tensorrt
+        from modelopt.torch.quantization.extensions import get_cuda_ext
+    except Exception as e:  # both raise plain exceptions at import
+        raise QatError(f'{WHO}: torch_tensorrt cannot be loaded here ({" ".join(str(e).split())[:200]}); {get}') from e
+    if tuple(map(int, torch_tensorrt.__version__.split('.')[:2])) < OLDEST:
+        raise QatError(
+            f'{WHO}: Torch-TensorRT {torch_tensorrt.__version__} is installed; at least {".".join(map(str, OLDEST))} is needed: {get}'
+        )
+    if get_cuda_ext() is None:  # the constant folder calls the operator on each weight, though it keeps the node then
+        raise QatError(
+            f'{WHO}: ModelOpt could not compile its CUDA kernel, which Torch-TensorRT calls on weights; it takes nvcc (CUDA toolkit) '
+            'and ninja on the PATH'
+        )
+    return torch_tensorrt
+
+
+@torch.no_grad()
+def export_torch_tensorrt(
+    model: nn.Module,
+    path: Path,
+    imgsz: Sequence[int],
+    batch: int,
+    dynamic: bool,
+    options: TorchTensorRT,
+    kept_float: Sequence[str],
+    target: str,
+) -> dict[str, str]:
+    """Compile a model with Torch-TensorRT, run the result on made images, and write it.
+
+    path: MODEL.ep; the names of the other files are made of it. batch: with `dynamic` the largest. The other arguments are those of
+    onnx.export_onnx, for a model on a GPU.
+
+    Returns:
+        Name of each file → how far it is from PyTorch, in words.
+
+    Raises:
+        QatError: a package is missing, TensorRT cannot build an engine, or an output differs from PyTorch's. No file of that step is left.
+    """
+    device = next(model.parameters()).device
+    tt = load_torch_tensorrt(device)
+    half, typing = options.dtype == 'fp16', options.dtype.upper()
+    program = quantize_op_program(model, imgsz, batch, dynamic, half)
+    reference, images = traceable_copy(model), made_images(batch, imgsz).to(device)
+    theirs, quantized = reference(images), bool(named_quantizers(reference))
+    smallest, largest = (1 if dynamic else batch, 3, *imgsz), (batch, 3, *imgsz)
+    settings = compile_settings(tt, device, smallest, largest, options, path)
+    files, found = options.files(path), {}
+
+    def agree(name: str, ours: Any) -> None:
+        agreement = require_agreement(reference, images, ours, theirs, f'Torch-TensorRT ({name})', typing, quantized)
+        found[name] = str(agreement)
+
+    try:
+        if {'ep', 'ts'} & set(files):
+            compiled = tt.dynamo.compile(program, require_full_compilation=True, min_block_size=1, **settings)
+        for kind in sorted({'ep', 'ts'} & set(files)):
+            with atomic(files[kind]) as tmp:
+                how = 'exported_program' if kind == 'ep' else 'torchscript'
+                # an example, of which the batch axis stays open; torch.jit.trace takes tensors alone
+                example = settings['arg_inputs'] if kind == 'ep' else [images]
+                tt.save(compiled, str(tmp), output_format=how, arg_inputs=example)
+                loaded = tt.load(str(tmp))
+                agree(files[kind].name, (loaded.module() if kind == 'ep' else loaded)(images))
+        if 'engine' in files:
+            # the whole program is one engine; its inputs have the names of forward, its outputs are output0, output1
+            engine = bytes(tt.dynamo.convert_exported_program_to_serialized_trt_engine(program, **settings))
+            write_engine(
+                files['engine'],
+                engine,
+                product(load_tensorrt()),
+                lambda tmp: agree(files['engine'].name, open_file(tmp, device, 'tensorrt')(images)),
+                weights=path.with_suffix('.pt').name,
+                precision=f'{"INT8 and " * quantized}{typing}',
+                typed=True,
+                inputs={'images': {'min': smallest, 'opt': largest, 'max': largest}},
+                metadata={key: str(value) for key, value in metadata_of(model, kept_float, target).items()},
+                workspace_mib=options.workspace,
+                level=None,
+                torch_tensorrt=tt.__version__,
+            )
+    except (RuntimeError, AssertionError, ValueError) as e:
+        raise QatError(
+            f'{WHO}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
+            'no file was written by that step. --include onnx takes another way to TensorRT'
+        ) from e
+    return found
+
+
+def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path], None], **entries: Any) -> None:
+    """Write an engine and its sidecar, if `check` of the file finds nothing.
+
+    Args:
+        path: of the engine.
+        engine: its content.
+        built_by: name and version of the TensorRT that built it.
+        check: takes the temporary file; raises what is wrong.
+        entries: of the sidecar.
+    """
+    with atomic(path) as tmp:
+        sidecar = sidecar_of(tmp)
+        try:
+            tmp.write_bytes(engine)
+            write_entries(tmp, built_by, **entries)
+            check(tmp)
+            sidecar.replace(sidecar_of(path))
+        finally:
+            sidecar.unlink(missing_ok=True)
+
+
+def compile_settings(
+    tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], options: TorchTensorRT, path: Path
+) -> dict[str, Any]:
+    """Return the arguments that both ways into TensorRT take.
+
+    Args:
+        tt: module torch_tensorrt.
+        device: a CUDA device.
+        smallest: smallest shape of the images.
+        largest: largest shape, for which the kernels are chosen.
+        options: of the command.
+        path: MODEL.ep; the timing cache is beside it, so that the second build reuses the timings of the first.
+    """
+    shapes = {'min_shape': smallest, 'opt_shape': largest, 'max_shape': largest}
+    return {
+        'arg_inputs': [
+            tt.Input(shape=largest, dtype=torch.float32)
+            if smallest == largest
+            else tt.Input(**shapes, dtype=torch.float32, name='images')
+        ],
+        'device': device,
+        'workspace_size': options.workspace * MIB,
+        'timing_cache_path': str(path.with_name(f'{path.stem}-torch_tensorrt.timing.cache').absolute()),
+    }
+
+
+class TorchTensorRTFormat(Format):
+    """MODEL.ep, MODEL.ts and MODEL-torch_tensorrt.engine. They are run when they are compiled, and not again."""
+
+    name = 'torch_tensorrt'
+
+    @override
+    def require(self, config: ExportConfig, device: torch.device) -> None:
+        alone = list(config.files) == [self.name]
+        check(
+            [
+                (
+                    config.dynamic and config.batch_size == 1,
+                    f'--dynamic: with {WHO} the batch is 1 to --batch-size; give that, such as --batch-size 8',
+                ),
+                (
+                    config.verify and alone,
+                    f'--verify: not with {WHO} alone, whose files are compared with PyTorch as they are compiled; '
+                    'val_trt.py evaluates the engine',
+                ),
+                (
+                    config.half and alone,
+                    f'--half: {WHO} takes --dtype instead, which is fp16 by default; leave it out',
+                ),
+            ]
+        )
+        load_torch_tensorrt(device)
+
+    @override
+    def require_model(self, export: Export) -> None:
+        export.target.require_tensorrt(WHO, export.zero_points)
+
+    @override
+    def write(self, export: Export, path: Path) -> Written:
+        LOGGER.info('compiling with Torch-TensorRT: some minutes')
+        config = export.config
+        found = export_torch_tensorrt(
+            export.predict.model,
+            path,
+            config.imgsz,
+            config.batch_size,
+            config.dynamic,
+            config.torch_tensorrt,
+            export.kept_float,
+            export.target.name,
+        )
+        files = config.torch_tensorrt.files(path)
+        takes = f'batch {"of 1 to " * config.dynamic}{config.batch_size}'
+        return Written(
+            files,
+            [
+                f'-> {file}, {size_of(file)}, {takes}; against PyTorch: {agreement}'
+                for file, agreement in ((path.with_name(name), agreement) for name, agreement in found.items())
+            ],
+        )
+
+    @override
+    def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
+        engine = written.files.get('engine')
+        return [command('val_trt.py', '--engine-file', engine, '--data', data)] if engine else []
+
+
+FORMAT = TorchTensorRTFormat()

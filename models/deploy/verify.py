@@ -1,0 +1,72 @@
+"""A written file against PyTorch on a user's images, for --verify."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from models.deploy.formats.format import Export, Format
+from utils.qat.config.backends import BACKENDS
+from utils.qat.core.files import sha256, write_json
+from utils.qat.core.log import LOGGER, RESULT, bar
+from utils.qat.core.machine import versions
+from utils.qat.evaluation.compare import compare
+from utils.qat.prediction.file_model import open_file
+
+
+def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -> bool:
+    """Compare a written file with PyTorch: log the tables and write a .verify.json beside it.
+
+    Args:
+        export: the checkpoint, whose files are written.
+        made: the format of the file.
+        backend: that runs it.
+        data: of --verify.
+        loader: images of `data`.
+
+    Returns:
+        Whether the limits are kept.
+    """
+    config, path, task = export.config, export.written[made.name].path, export.predict.task
+    device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title
+    model = open_file(path, device, backend)
+    result = compare(
+        made.reference(export),
+        model,
+        loader,
+        device,
+        data.names,
+        progress=lambda it: bar(it, 'verifying'),
+        task=task,
+    )
+    plain = result.plain()
+    beyond = task.comparing().excess(plain, limits)
+    # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
+    file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
+    library = find_spec(backend) and import_module(backend)  # PyTorch runs the other files
+    write_json(
+        file,
+        {
+            'settings': {**config.plain(), 'opset': config.onnx_opset},
+            'versions': {**versions(), **({backend: library.__version__} if library else {})},
+            'onnx': {'file': path, 'sha256': sha256(path)},
+            'limits': asdict(limits),
+            'above_limits': beyond,
+            **plain,
+        },
+    )
+    notes = ''.join(f'{line}\n' for line in model.notes)
+    LOGGER.log(
+        RESULT,
+        f'\nPyTorch and {title} ({path.name}) on {result.images} images of {config.verify}, {task.seen_as(config.imgsz, True)}\n\n'
+        f'{task.comparing().tables(plain, ("PyTorch", title))}\n{notes}limits: {task.comparing().limits_text(limits, plain)}: '
+        f'{"exceeded" if beyond else "kept"}\nresults {file}\n',
+    )
+    if beyond:
+        LOGGER.error(
+            f'{path}: above the limits of --verify: {"; ".join(beyond)}. The file stays. AP is uncertain on few images: '
+            'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff'
+        )
+    return not beyond

@@ -1,0 +1,1 @@
+"""A run of `quantize`: its inputs, stages, scores and files."""

@@ -1,0 +1,156 @@
+"""The files of a `quantize` run: what the stages give is written here, and given back to a resumed run.
+
+Each file but the log is whole at any moment. All processes of a torchrun call the same methods, and the first one writes.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from models.quantize.checkpoint import CheckpointFile, save_quantized
+from utils.qat.core.distributed import from_first, is_first, on_first
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import HALF, atomic
+from utils.qat.core.log import LOGGER
+from utils.qat.core.machine import versions
+from utils.qat.evaluation.figures import figures
+from utils.qat.prediction.pytorch import task_of
+from utils.qat.run.report import write_report
+from utils.qat.run.resume import STATE, read_state, write_state
+from utils.qat.run.state import State
+
+UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
+
+
+class Keeper:
+    """Writes and reads the files of a run.
+
+    Args:
+        folder: PROJECT/NAME.
+        weights: file of the float model.
+        sha256: of that file, hex digits.
+        device: of the models that are loaded.
+    """
+
+    def __init__(self, folder: Path, weights: Path, sha256: str, device: torch.device) -> None:
+        self.folder, self.weights, self.sha256, self.device = folder, weights, sha256, device
+
+    def start(self, state: State) -> None:
+        """Clear the folder of an earlier run's unfinished files, and write the first report."""
+        on_first((self.folder / 'weights').mkdir)(exist_ok=True)
+        self.clear_up()
+        self._forget()
+        self.report(state)
+
+    def resume(self, images: Mapping[str, int], data: Path, device: str) -> State:
+        """Read the state of the interrupted run. It must have had as many images; other versions change figures a little.
+
+        Args:
+            images: 'val', 'held out' and 'train' → number of images now.
+            data: the data YAML or folder.
+            device: the device now, in words.
+
+        Raises:
+            QatError: the run cannot be resumed.
+        """
+        state = read_state(self.folder)  # read again, because now no other process writes it
+        if images != state.images:
+            raise QatError(
+                f'--resume {self.folder}: {data} had {state.images} images when the run was started, and has {images}; '
+                'put the old ones back, or start a new run'
+            )
+        now, before = {**versions(), 'device': device}, {**state.versions, 'device': state.device}
+        changed = {k: v for k, v in now.items() if v != before[k]}
+        if changed:
+            LOGGER.warning(
+                'not what the run was started with, so figures may differ a little from those of a run that was not '
+                'interrupted: ' + ', '.join(f'{k} {before[k]}, now {v}' for k, v in changed.items())
+            )
+            epoch = state.training['number'] if state.training else 0
+            state.changed[f'after epoch {epoch}'] = changed
+        return state
+
+    def save(
+        self,
+        model: nn.Module,
+        stage: str,
+        state: State,
+        score: Callable[[nn.Module], dict[str, Any]] | None,
+    ) -> dict[str, Any]:
+        """Save a quantized model, and score what the file holds.
+
+        The name of the file has the score, so the file is hidden until the score is known.
+
+        Args:
+            model: calibrated.
+            stage: start of the file's name.
+            state: its settings go into the file.
+            score: model → plain metrics; None = it is not scored.
+
+        Returns:
+            The metrics, and 'file', the path in the folder.
+        """
+        unscored = self.folder / UNSCORED
+        try:
+            recipe = {**state.settings, 'kept_float': state.kept_float}
+            on_first(save_quantized)(unscored, model, recipe, self.sha256)
+            metrics = score(self._load(unscored)[0]) if score else {}
+            key = task_of(model).keys[0]
+            value = figures(metrics)[0] if metrics else 'unknown'
+            file = f'weights/{stage}_{key}_{value}_{self.weights.stem}.pt'
+            on_first(os.replace)(unscored, self.folder / file)
+        finally:
+            on_first(unscored.unlink)(missing_ok=True)
+        return {**metrics, 'file': file}
+
+    def load(self, stage: dict[str, Any]) -> nn.Module:
+        """Load the model of a stage.
+
+        Raises:
+            QatError: it was made from another float checkpoint.
+        """
+        model, quant = self._load(self.folder / stage['file'])
+        if quant['source_sha256'] != self.sha256:
+            raise QatError(
+                f'--resume {self.folder}: {self.weights} is another file than the run was started with (its SHA-256 '
+                'differs); put the old one back, or start a new run'
+            )
+        return model
+
+    def _load(self, file: Path) -> tuple[nn.Module, dict[str, Any]]:
+        from_first()  # the others wait until it is there
+        return CheckpointFile(file).load_quantized(self.device)
+
+    def keep(self, state: State) -> None:
+        """Write the state, from which a resumed run goes on."""
+        on_first(write_state)(self.folder, state)
+
+    def report(self, state: State, pictures: bool = False) -> None:
+        """Write the report. `pictures`: draw them, too; they take a while."""
+        on_first(write_report)(self.folder, state.report(), pictures)
+
+    def copy(self, file: str, copy: str) -> None:
+        """Copy a file in the folder."""
+        if is_first():
+            with atomic(self.folder / copy) as tmp:
+                shutil.copyfile(self.folder / file, tmp)
+
+    def finish(self, state: State) -> None:
+        """Write the last report. Then there is nothing to go on from."""
+        self.report(state, pictures=True)
+        self._forget()
+
+    def _forget(self) -> None:
+        on_first((self.folder / STATE).unlink)(missing_ok=True)
+
+    def clear_up(self) -> None:
+        """Delete the unfinished files of a killed process; links and folders stay."""
+        for path in (*self.folder.iterdir(), *(self.folder / 'weights').iterdir()) if is_first() else ():
+            unfinished = path == self.folder / UNSCORED or HALF.fullmatch(path.name)
+            if unfinished and path.is_file() and not path.is_symlink():
+                path.unlink()

@@ -1,0 +1,162 @@
+"""A run of `quantize`, from its inputs to its report: calibrate, fine-tune, and score each model as it was saved."""
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from models.quantize.calibration.ptq import FloatBlocks, calibrated, within_budget
+from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
+from models.quantize.run.inputs import Inputs, RunInputs
+from models.quantize.run.keeper import Keeper
+from models.quantize.run.scoring import Scorer
+from utils.qat.core.command import resumable
+from utils.qat.core.device import describe
+from utils.qat.core.log import LOGGER, bar
+from utils.qat.core.machine import machine, versions
+from utils.qat.core.next_command import repeated
+from utils.qat.data.loaders import Images, TrainingImages
+from utils.qat.evaluation.chance import parts, points_lost
+from utils.qat.evaluation.figures import is_scored
+from utils.qat.run.resume import unfit_state
+from utils.qat.run.state import BEST, EPOCH, PTQ, State
+
+
+def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
+    """Calibrate and fine-tune a float model, and score each stage. Everything finished stays on disk.
+
+    Args:
+        inputs: the float model and its data. With config.resume only the rest of the interrupted run is done.
+        of_run: its images.
+        folder: PROJECT/NAME, which no other process writes to.
+
+    Returns:
+        The content of report.json.
+    """
+    config = inputs.config
+    keeper = Keeper(folder, config.weights, inputs.sha256, inputs.device)
+    loaders = {**of_run.scored, **({'train': of_run.training.loader} if of_run.training else {})}
+    images = {name: len(loader.dataset) for name, loader in loaders.items()}
+    if config.resume:
+        state = keeper.resume(images, inputs.data.file, describe(inputs.device))
+    else:
+        state = new_state(inputs, images)
+        keeper.start(state)
+    scorers = {split: Scorer(inputs, state, split, loader, bar) for split, loader in of_run.scored.items()}
+    scorer = scorers[state.chosen_on]
+
+    if of_run.calibration and of_run.float_blocks:
+        calibrate(inputs, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
+        of_run.calibration = None  # ends the processes that load its images
+    again = repeated('qat.py', 'quantize', '--resume', folder)
+    with resumable(again) if of_run.training else nullcontext():
+        if of_run.training:
+            fine_tune(inputs, of_run.training, state, scorer, keeper)
+        if state.chosen_on != 'val':
+            state.val = scored_on_val(state, scorers['val'], keeper)
+        keeper.finish(state)
+    return state.report()
+
+
+def new_state(inputs: Inputs, images: dict[str, int]) -> State:
+    """Describe a run that begins. images: 'val', 'held out' and 'train' → number of images."""
+    return State(
+        settings=inputs.config.plain(),
+        versions=versions(),
+        device=describe(inputs.device),
+        machine=machine(inputs.device),
+        classes={str(i): name for i, name in inputs.data.names.items()},
+        images=images,
+        resampled={name: {} for name in images if name != 'train'},
+    )
+
+
+def calibrate(
+    inputs: Inputs,
+    images: Images,
+    float_blocks: FloatBlocks,
+    state: State,
+    scorer: Scorer,
+    keeper: Keeper,
+) -> None:
+    """Do the PTQ of a run: score the float model, calibrate a quantized copy, save the copy and score it.
+
+    float_blocks: more blocks stay in float if config.max_drop asks for a budget.
+    """
+    config, budget = inputs.config, inputs.config.max_drop
+    if config.eval_origin or budget is not None:
+        state.origin = scorer.of_float()
+    start = time.perf_counter()
+
+    def attempt(blocks: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
+        model, found = calibrated(inputs.model, images, config, bar, blocks.paths)
+        against = scorer.of_trial(model)['against_float']
+        chance = 100 * max(part['chance'] for part in parts(against))
+        if chance > budget and blocks is float_blocks:
+            LOGGER.warning(
+                f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
+                f'{state.images[state.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
+                'so small a budget use more images (val in --data)'
+            )
+        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+        return points_lost(against), (model, found)
+
+    if budget is None:
+        model, state.calibration = calibrated(inputs.model, images, config, bar, float_blocks.paths)
+    else:
+        float_blocks, (model, state.calibration) = within_budget(float_blocks, budget, attempt)
+    state.kept_float = float_blocks.paths
+    state.times['calibrate'] = round(time.perf_counter() - start, 2)
+    LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
+    score = (lambda saved: scorer.of_quantized(saved, PTQ)) if config.eval_ptq else None
+    state.ptq = keeper.save(model, 'ptq', state, score)
+    if config.epochs:
+        keeper.keep(state)
+        keeper.report(state)
+
+
+def fine_tune(inputs: Inputs, images: TrainingImages, state: State, scorer: Scorer, keeper: Keeper) -> None:
+    """Do the QAT of a run: fine-tune the calibrated model from the last epoch that is over, and save and score it after each."""
+    config = inputs.config
+    student, teacher = keeper.load(state.ptq), deepcopy(inputs.model)
+    after = Epoch(**state.training) if state.training else None
+    images.epoch = after.number if after else 0
+
+    def shown(batches: Iterable, epoch: int, steps: int) -> Iterable:
+        return bar(batches, f'epoch {epoch}/{config.epochs}', steps)
+
+    try:
+        for epoch in finetune(student, teacher, images, config, shown, after):
+            keeper.clear_up()  # not earlier: only now the resumed state has proved right
+            if epoch is not after:
+                state.training = vars(epoch)
+                keeper.keep(state)  # before the score, so that an interrupted score loses no epoch
+            finish_epoch(student, epoch, state, scorer, keeper)
+    except UnfitState as e:
+        raise unfit_state(keeper.folder, str(e)) from e
+
+
+def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: Scorer, keeper: Keeper) -> None:
+    """Save, score and report the model as an epoch left it."""
+    name = EPOCH.format(epoch.number)
+    result = keeper.save(student, f'qat_ep_{epoch.number}', state, lambda saved: scorer.of_quantized(saved, name))
+    state.epochs.append({'epoch': epoch.number, 'loss': epoch.loss, **result})
+    state.times[f'fine-tune {name}'] = round(epoch.seconds, 2)
+    best = state.best
+    if best and (best['epoch'] == epoch.number or epoch.number == 1):
+        keeper.copy(best['file'], state.best_file)
+    keeper.report(state)
+
+
+def scored_on_val(state: State, scorer: Scorer, keeper: Keeper) -> dict[str, Any]:
+    """Score float, PTQ and best on val, which chose nothing. A model without a score on the held-out images gets none."""
+    scored = {'origin': scorer.of_float()} if state.origin else {}
+    report = state.report()
+    for key, name in (('ptq', PTQ), ('best', BEST)):
+        if is_scored(report[key]):
+            scored[key] = scorer.of_quantized(keeper.load(report[key]), name)
+    return scored

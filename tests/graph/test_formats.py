@@ -1,0 +1,60 @@
+"""Laws of the registry of formats: a format is one file and one line, and formats that are made of another share it."""
+
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import onnx
+from conftest import REPO
+
+from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
+from utils.qat.config.export import ExportConfig
+from utils.qat.config.formats import FORMATS, FileKind
+from utils.qat.prediction.pytorch import TorchModel
+
+FILES = [*REPO.glob('*.py'), *(REPO / 'models').rglob('*.py'), *(REPO / 'utils/qat').rglob('*.py')]
+
+
+def test_each_line_has_its_file():
+    for name in FORMATS:
+        assert load_format(name).name == name and load_format(name).source in (None, *FORMATS)
+    assert [each.name for each in with_sources(['openvino_end2end', 'onnx'])] == [
+        'onnx',
+        'onnx_end2end',
+        'openvino_end2end',
+    ]
+    assert not [name for name, kind in FORMATS.items() for field in kind.options if not hasattr(ExportConfig, field)]
+
+
+def test_nothing_else_branches_on_a_format():
+    own = {*(REPO / 'models/deploy/formats').glob('*.py'), REPO / 'utils/qat/config/formats.py'}
+    by_name = re.compile(r"""['"]\w+['"] (?:not )?in \w+\.(?:include|files)\b|['"](?:onnx|openvino)_end2end['"]""")
+    places = {file.name: by_name.findall(file.read_text()) for file in FILES if file not in own}
+    assert not {name: found for name, found in places.items() if found}
+
+
+class Outputs(Format):
+    """MODEL.txt, the names of the outputs: the smallest format that is made of another."""
+
+    name = 'outputs'
+    source = 'onnx'
+
+    def write(self, export, path):
+        graph = export.made('onnx')
+        path.write_text('\n'.join(o.name for o in onnx.load(graph.path).graph.output))
+        return Written({self.name: path}, [f'-> {path}: of {graph.path.name}'])
+
+
+def test_a_new_format_is_one_file_and_one_line(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(FORMATS, 'outputs', FileKind('.txt', 'outputs'))
+    monkeypatch.setitem(sys.modules, 'models.deploy.formats.outputs', SimpleNamespace(FORMAT=Outputs()))
+    weights = shutil.copy(small.quantized, tmp_path)
+    export = Export(ExportConfig(tmp_path / 'quantized.pt', imgsz=64), TorchModel(small.quantized_model()))
+    export.scratch = tmp_path
+    made = export.made('outputs')
+    assert made.path.read_text() == 'output0' and made is export.made('outputs') and len(made.lines) == 1
+    assert list(export.written) == ['onnx', 'outputs'] and export.written['onnx'].path.with_suffix('.pt').samefile(
+        weights
+    )
+    assert made.path.name == 'model.txt', 'it was not asked for by --include'

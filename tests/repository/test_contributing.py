@@ -1,0 +1,30 @@
+"""The worked example of CONTRIBUTING.md: a target is a file and a line, and then every command knows it."""
+
+import re
+import subprocess
+import sys
+
+from conftest import REPO, copy_upstream
+
+PAGE = (REPO / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+SECTION = PAGE.split('\n## A target\n')[1].split('\n## ')[0]
+FILE, LINE, COMMANDS = re.findall(r'```\w+\n(.*?)```', SECTION, re.DOTALL)
+
+
+def test_a_target_is_a_file_and_a_line(small, tmp_path):
+    tree = copy_upstream(tmp_path / 'yolov9')
+    subprocess.run([REPO / 'patch_yolov9.sh', tree], check=True, stdout=subprocess.DEVNULL)
+    (tree / 'utils/qat/targets/npu.py').write_text(FILE)
+    table = tree / 'utils/qat/config/targets.py'
+    table.write_text(table.read_text().replace('\n}\n', f'\n{LINE}}}\n', 1))
+
+    extra = *('--imgsz', '64', '--calib-images', '2', '--calib-method', 'max'), *('--device', 'cpu', '--workers', '0')
+    given = {'MODEL.pt': [str(small.single)], 'DATA.yaml': [str(small.data), *extra]}
+    ptq = 'PTQ'
+    for line in COMMANDS.splitlines():
+        words = [word for typed in line.split()[1:] for word in given.get(typed, [typed.replace('PTQ', ptq)])]
+        done = subprocess.run([sys.executable, *words], cwd=tree, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ptq = next((tree / 'runs/qat/exp/weights').glob('ptq_*.pt')).stem
+    assert f'{ptq}.onnx, for NPU' in done.stdout
+    assert 'In float, as it should be: 1\n' in done.stdout, 'DFL alone: the outputs of the head are INT8'

@@ -1,0 +1,92 @@
+"""Where rows are checked: a folder, a deadline, and our commands as processes of their own.
+
+A command that fails, hangs or crashes the interpreter, as a fault of TensorRT can, ends its row and no other.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import TREE
+
+from utils.qat.config.verify import VerifyConfig
+
+ERROR = re.compile(r'error: (.*)')
+
+
+@dataclass
+class Bench:
+    config: VerifyConfig
+    machine: dict  # see machine_facts.py
+    folder: Path  # current folder of the commands; all files are made there
+    deadline: float  # by time.monotonic
+    commands: list[str]  # of the present row, as a user would type them
+    found: str = ''  # figures of the present row, in words
+
+    def need(self, row):
+        """Skip the present row unless this row, such as 'build plain' or 'trtexec plain', has left an engine."""
+        if not (self.folder / engine_of(*reversed(row.split()))).exists():
+            pytest.skip(f'needs {row}')
+
+    def need_gpu(self):
+        if self.machine['gpu'] is None:
+            pytest.skip('PyTorch sees no NVIDIA GPU, and an engine runs on nothing else')
+
+    def run(self, file, *words, code=0):
+        """The standard output and errors of one of our commands, such as 'val_trt.py', run in `folder`; fails unless it ends with `code`."""
+        line = [str(TREE / file), *map(str, words)]
+        self.commands.append(shlex.join(['python', str(file), *line[1:]]))
+        paths = [str(TREE), *filter(None, [os.environ.get('PYTHONPATH')])]
+        log = self.folder / 'log.txt'
+        with log.open('a+', encoding='utf-8', errors='backslashreplace') as out:
+            out.write(f'\n$ {self.commands[-1]}\n')
+            out.flush()
+            begin = out.tell()
+            process = subprocess.Popen(
+                [sys.executable, *line],
+                cwd=self.folder,
+                env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its workers end with it
+            )
+            try:
+                ended = process.wait(max(1.0, self.deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f'{file} had not ended when the time for all rows was over (--minutes)', pytrace=False)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            out.seek(begin)
+            said = out.read()
+        if ended != code:
+            pytest.fail(reason(file, ended, code, said), pytrace=False)
+        return said
+
+    def json(self, file):
+        """The content of a JSON file in `folder` that a command has written."""
+        return json.loads((self.folder / file).read_text(encoding='utf-8'))
+
+
+def engine_of(name, by='build'):
+    """File name of the engine of a kind, built by the Python package or by 'trtexec'."""
+    return f'{name}.engine' if by == 'build' else f'{name}-{by}.engine'
+
+
+def reason(file, ended, code, said):
+    """The wrong end of a command in words: its last error message, else the last line of its output."""
+    if ended < 0:
+        return f'{file} was ended by {signal.Signals(-ended).name}'
+    lines = [' '.join(line.split()) for line in said.splitlines() if line.strip()]
+    last = (ERROR.findall('\n'.join(lines)) or lines or ['no output'])[-1]
+    return f'{file}: exit code {ended}, not {code}: {last}'

@@ -1,0 +1,167 @@
+"""A file that is measured: prepared once, and then run as often as the clock asks, with all that makes its engine fast.
+
+`prepare` is called once, and then `upload`, `compute` and `download`, in this order. On a GPU these three order work on `stream`, which
+must be the current one, and the caller waits for it (ONNX Runtime waits by itself). On a CPU nothing is transferred: the inputs are where
+the engine reads them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from typing_extensions import override
+
+from utils.qat.benchmark.case import Case, Load
+from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
+from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.prediction.session import Session, session_of
+
+
+def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Make data to compute on, the same every time: floats in 0..1; ones of any other type, which are valid as token, mask and flag."""
+    if dtype.is_floating_point:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.ones(shape, dtype=dtype)
+
+
+class Measured(ABC):
+    """What is measured.
+
+    Attributes:
+        types: what it computes in, in words, such as 'INT8 and FP16'.
+        size: bytes of the file.
+        inputs: name → tensor that the engine reads, known after `prepare`.
+        outputs: tensors on the device, known after `compute`.
+        stream: CUDA stream of the work; None on a CPU.
+        parameters: number of them; None if the engine does not tell.
+        layers: number of them, likewise.
+        several: whether it can answer several queries at once, see `serve`.
+        streams: how many at once, known after `serve`.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    outputs: Sequence[torch.Tensor] = ()
+    stream: torch.cuda.Stream | None = None
+    parameters: int | None = None
+    layers: int | None = None
+    several = False
+    streams: int | None = None
+
+    def __init__(self, file: Path, device: torch.device, types: str) -> None:
+        self.device, self.types, self.size = device, types, file.stat().st_size
+
+    @classmethod
+    @abstractmethod
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        """Load the file of a case.
+
+        Args:
+            case: gives types, precision and backend.
+            file: the file to run, which for an engine is built of the case's file.
+            device: where it runs.
+            config: settings of the benchmark.
+            load: for checkpoints.
+
+        Raises:
+            QatError: the file cannot be loaded here.
+        """
+
+    @staticmethod
+    def missing(backend: str, device: torch.device) -> str:
+        """Say why `backend` cannot run on `device`; '' if it can."""
+        return ''
+
+    @staticmethod
+    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
+        """Return the precisions, of MEASURED, in which a file can run; '' where nothing tells."""
+        return (network.precision,)
+
+    @property
+    def accepts(self) -> OpenInputs | None:
+        """Return the inputs of an engine, which knows them better than the file it was built of; None of any other."""
+        return None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return lines about what the engine made of the file, known after the first run."""
+        return ()
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back what is on the device."""
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Make data for the inputs and run once, after which the sizes of all outputs are known."""
+        self.host = {name: example(dtype, shape) for name, (dtype, shape) in inputs.items()}
+        if self.stream:
+            self.host = {
+                name: tensor.pin_memory() for name, tensor in self.host.items()
+            }  # or no copy runs beside the host
+        with torch.cuda.stream(self.stream):  # None leaves everything as it is
+            self.inputs = self.bind(self.host)
+            self.upload()
+            self.compute()
+        if self.stream:
+            self.stream.synchronize()
+            self.results = [torch.empty(o.shape, dtype=o.dtype).pin_memory() for o in self.outputs]
+
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors on the device in the shapes of `host`, which `compute` reads."""
+        return {name: tensor.to(self.device) for name, tensor in host.items()}
+
+    def upload(self) -> None:
+        """Order the copies of the inputs to the GPU."""
+        if self.stream:
+            for name, tensor in self.host.items():
+                self.inputs[name].copy_(tensor, non_blocking=True)
+
+    @abstractmethod
+    def compute(self) -> None:
+        """Order one run on `inputs`; afterwards `outputs` are known."""
+
+    def download(self) -> None:
+        """Order the copies of the outputs from the GPU."""
+        if self.stream:
+            for result, output in zip(self.results, self.outputs):
+                result.copy_(output, non_blocking=True)
+
+    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
+        """Answer queries on `inputs` for so many seconds, at least so many of them, several at once.
+
+        Returns:
+            Number of queries, seconds they took, and seconds in the model, summed over the streams.
+        """
+        raise NotImplementedError(f'{type(self).__name__} answers one query after the other')
+
+
+class MeasuredSession(Measured):
+    """A session of any backend, as an evaluation has it."""
+
+    def __init__(self, session: Session, types: str) -> None:
+        super().__init__(session.file, session.device, types)
+        self.session = session
+        if session.device.type == 'cuda':
+            self.stream = torch.cuda.Stream(session.device)
+
+    @classmethod
+    @override
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        return cls(session_of(case.backend).open(file, device, case.backend), case.network.types)
+
+    @property
+    @override
+    def notes(self) -> Sequence[str]:
+        return self.session.notes
+
+    @override
+    def __exit__(self, *ended: object) -> None:
+        self.session.__exit__(*ended)
+
+    @override
+    def compute(self) -> None:
+        self.outputs = list(self.session.run(self.inputs).values())

@@ -1,0 +1,258 @@
+"""The backends that need more than a session to be as fast as they can: pinned buffers, CUDA graphs, fused kernels, streams."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from utils.qat.benchmark.case import Case, Load
+from utils.qat.benchmark.measured import Measured, MeasuredSession
+from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
+from utils.qat.config.backends import BACKENDS
+from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.settings import require_multiples
+from utils.qat.core.errors import QatError
+from utils.qat.engine.api import load_tensorrt
+from utils.qat.graph.openvino_layers import layers_of, run_layers
+from utils.qat.graph.openvino_model import load_openvino
+from utils.qat.prediction.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
+from utils.qat.prediction.openvino import OpenVINO, float_precisions
+from utils.qat.prediction.tensorrt import TensorRT
+
+
+class MeasuredOnnxRuntime(MeasuredSession):
+    """ONNX Runtime with its own optimizations, Q/DQ fused into INT8 kernels, where it can load that."""
+
+    session: OnnxRuntime
+
+    def __init__(self, file: Path, device: torch.device, types: str) -> None:
+        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
+        stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
+        if stream:
+            options['user_compute_stream'] = str(stream.cuda_stream)
+        try:
+            session = OnnxRuntime(file, device, {}, **options)
+        except QatError:
+            if 'INT8' not in types:
+                raise
+            session = OnnxRuntime(
+                file, device, AS_WRITTEN, **options
+            )  # FP16 scales: its fused Concat does not load (1.31)
+            types = f'{types}, Q/DQ not fused'
+        super().__init__(session, types)
+        self.stream = stream
+
+    @classmethod
+    @override
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        return cls(file, device, case.network.types)
+
+    @staticmethod
+    @override
+    def missing(backend: str, device: torch.device) -> str:
+        if device.type == 'cuda' and cuda_missing():
+            return (
+                'ONNX Runtime: the one installed has no CUDA (onnxruntime-gpu has); --device cpu measures it on the CPU'
+            )
+        return ''
+
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        where, index = self.device.type, self.device.index or 0
+        bound, self.binding = super().bind(host), self.session.session.io_binding()
+        for name, tensor in bound.items():
+            kind = host[name].numpy().dtype.type
+            self.binding.bind_input(name, where, index, kind, tuple(tensor.shape), tensor.data_ptr())
+        for output in self.session.session.get_outputs():
+            self.binding.bind_output(output.name, where, index)
+        return bound
+
+    @override
+    def compute(self) -> None:
+        try:
+            self.session.session.run_with_iobinding(self.binding)
+        except Exception as e:  # onnxruntime's exceptions share no public base class
+            raise self.session.refused(e, 'run') from e
+
+    @override
+    def download(self) -> None:
+        if self.stream:
+            self.binding.copy_outputs_to_cpu()
+
+
+class MeasuredOpenVINO(MeasuredSession):
+    """OpenVINO, which answers several queries in streams."""
+
+    several = True
+    session: OpenVINO
+
+    def __init__(self, file: Path, device: torch.device, precision: str = 'fp32') -> None:
+        session = OpenVINO(file, device, precision)
+        super().__init__(session, session.types)
+        if file.suffix.lower() == '.xml':
+            self.size += file.with_suffix('.bin').stat().st_size
+
+    @classmethod
+    @override
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        return cls(file, device, case.precision)
+
+    @staticmethod
+    @override
+    def missing(backend: str, device: torch.device) -> str:
+        if device.type != 'cpu':
+            return f'OpenVINO: computes on the CPU, and this is --device {device}; --device cpu measures it'
+        try:
+            load_openvino()
+        except QatError as e:
+            return str(e)
+        return ''
+
+    @staticmethod
+    @override
+    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
+        return ('int8',) if network.precision == 'int8' else float_precisions()
+
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        session = self.session
+        session.compile_for({name: tuple(tensor.shape) for name, tensor in host.items()})
+        self.layers = sum(1 for _ in run_layers(layers_of(session.compiled)))
+        self.outputs = [torch.from_numpy(session.request.get_tensor(port).data) for port in session.compiled.outputs]
+        return host
+
+    @override
+    def compute(self) -> None:
+        self.session.infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
+
+    @override
+    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
+        compiled = self.session.compile('THROUGHPUT')
+        self.streams = compiled.get_property('NUM_STREAMS')
+        requests = compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS')
+        queue = self.session.library.AsyncInferQueue(compiled, requests)
+        arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}
+        busy: list[float] = []  # ms of each query
+        for _ in queue:  # the first run of a request sets things up
+            queue.start_async(arrays, share_inputs=True)
+        queue.wait_all()
+        queue.set_callback(lambda request, _: busy.append(request.latency))
+        start, ordered = time.perf_counter(), 0
+        while ordered < least or time.perf_counter() - start < seconds:
+            queue.start_async(arrays, share_inputs=True)  # waits for a request that is free
+            ordered += 1
+        queue.wait_all()
+        return ordered, time.perf_counter() - start, sum(busy) / 1000
+
+
+class MeasuredTensorRT(MeasuredSession):
+    """An engine of TensorRT or TensorRT-RTX, in its own buffers, and perhaps as a CUDA graph."""
+
+    session: TensorRT
+
+    def __init__(
+        self, file: Path, device: torch.device, backend: str, types: str = '', cuda_graph: bool = False
+    ) -> None:
+        session = TensorRT(file, device, backend, cuda_graph)
+        self.engine = session.engine
+        super().__init__(session, (self.engine.sidecar or {}).get('precision') or types or 'as built')
+        self.stream, self.layers = self.engine.stream, self.engine.engine.num_layers
+
+    @classmethod
+    @override
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        return cls(file, device, case.backend, case.network.types, config.cuda_graph)
+
+    @staticmethod
+    @override
+    def missing(backend: str, device: torch.device) -> str:
+        title = BACKENDS[backend].title
+        if device.type != 'cuda':
+            return f'{title}: needs an NVIDIA GPU, and this is --device {device}'
+        try:
+            load_tensorrt(backend, title)
+        except QatError as e:
+            return str(e)
+        return ''
+
+    @staticmethod
+    @override
+    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
+        if network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
+            return 'fp32', 'fp16'  # chosen when the engine is built
+        return (network.precision,)
+
+    @property
+    @override
+    def accepts(self) -> OpenInputs:
+        """Return the inputs of the engine; an axis is open where the profile has a range."""
+        return {
+            name: (self.engine.dtype(name), tuple(a if a == b else None for a, b in zip(smallest, largest)))
+            for name, (smallest, _, largest) in self.engine.inputs.items()
+        }
+
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.outputs = list(self.engine.prepare({name: tensor.shape for name, tensor in host.items()}).values())
+        return {name: self.engine.buffers[name][: tensor.numel()].view(tensor.shape) for name, tensor in host.items()}
+
+    @override
+    def compute(self) -> None:
+        self.engine.enqueue()
+
+
+class MeasuredPyTorch(Measured):
+    """A YOLOv9 checkpoint, eager. A quantized one computes in FP32 and rounds to what INT8 can hold: its time is not INT8's."""
+
+    def __init__(self, file: Path, device: torch.device, half: bool, load: Load) -> None:
+        self.model, quantized = load(file, device)
+        if half:
+            self.model.half()
+        super().__init__(file, device, 'INT8 simulated' if quantized else 'FP16' if half else 'FP32')
+        self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
+        self.dtype = torch.float16 if half else torch.float32
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
+
+    @classmethod
+    @override
+    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
+        return cls(file, device, case.precision == 'fp16', load)
+
+    @staticmethod
+    @override
+    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
+        if network.precision == 'int8':
+            return (network.precision,)
+        return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
+
+    @override
+    def prepare(self, inputs: Inputs) -> None:
+        for _, (*_, height, width) in inputs.values():
+            require_multiples((height, width), int(max(self.model.stride)))
+        super().prepare({name: (self.dtype, shape) for name, (_, shape) in inputs.items()})
+
+    @override
+    @torch.inference_mode()
+    def compute(self) -> None:
+        output = self.model(*self.inputs.values())
+        # A detector returns its decoded predictions first; the rest is for training
+        self.outputs = [output if isinstance(output, torch.Tensor) else output[0]]
+
+
+MEASURED: dict[str, type[Measured]] = {  # --backend → what measures it; any other: its session as it is
+    'tensorrt': MeasuredTensorRT,
+    'rtx': MeasuredTensorRT,
+    'onnxruntime': MeasuredOnnxRuntime,
+    'openvino': MeasuredOpenVINO,
+    'pytorch': MeasuredPyTorch,
+}
+
+
+def measured_by(backend: str) -> type[Measured]:
+    """Return what measures the files of a backend. backend: a key of BACKENDS."""
+    return MEASURED.get(backend, MeasuredSession)

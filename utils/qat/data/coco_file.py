@@ -1,0 +1,74 @@
+"""A JSON file in COCO's format: images, objects and categories."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from utils.qat.core.errors import QatError
+from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, read_json
+
+ID = int, str
+PIXELS = between(-1e6, 1e6)
+SIZE = {'width': between(1, 1e6), 'height': between(1, 1e6)}
+# Run lengths as pycocotools packs them: six bits in a character, of which one says that the number goes on.
+PACKED = re.compile('(?:[P-o]{0,6}[0-O])*')
+
+
+def _is_box(value: Any) -> bool:
+    return type(value) is list and len(value) == 4 and all(map(PIXELS, value))
+
+
+def _is_polygon(value: Any) -> bool:
+    return type(value) is list and len(value) >= 6 and len(value) % 2 == 0 and all(map(PIXELS, value))
+
+
+def _is_outline(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(map(_is_polygon, value))
+
+
+def _is_packed(value: Any) -> bool:
+    return type(value) is str and bool(PACKED.fullmatch(value))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and all(map(between(1, 1e6, (int,)), value))
+
+
+RUNS = {'size': _is_size, 'counts': ([between(0, 2**32 - 1, (int,))], _is_packed), str: anything}
+SCORED = {'id': ID, 'area': POSITIVE, 'iscrowd': between(0, 1, (int,))}  # of an object, for pycocotools
+MASK = {'segmentation': (_is_outline, RUNS)}  # of an object, for masks as well
+
+
+def read_coco(
+    file: Path,
+    who: str,
+    image: dict[str, Any] | None = None,
+    thing: dict[str, Any] | None = None,
+    category: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read a COCO file, in which each object is of an image and of a category that are there.
+
+    `who` names the file in messages, with its flag. `image`, `thing` and `category` are the values that each image,
+    object and category needs besides: key → kind, see json_schema.
+    """
+    parts = {
+        'images': {'id': ID, **(image or {})},
+        'annotations': {'image_id': ID, 'category_id': INDEX, 'bbox': _is_box, **(thing or {})},
+        'categories': {'id': INDEX, **(category or {})},
+    }
+    kind = {key: [{**needs, str: anything}] for key, needs in parts.items()}
+    try:
+        content = read_json(file, {**kind, str: anything})
+    except ValueError as e:
+        raise QatError(
+            f'{who}: no COCO JSON of objects ({" ".join(str(e).split())[:150]}); mend it, or fetch it again'
+        ) from e
+    images, categories = ({entry['id'] for entry in content[key]} for key in ('images', 'categories'))
+    if len(images) < len(content['images']) or len(categories) < len(content['categories']):
+        raise QatError(f'{who}: two of its images, or two of its categories, have the same id; mend it')
+    for i, entry in enumerate(content['annotations']):
+        if entry['image_id'] not in images or entry['category_id'] not in categories:
+            raise QatError(f'{who}: annotations[{i}] is of an image or of a category that it does not have; mend it')
+    return content

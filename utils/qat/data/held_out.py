@@ -1,0 +1,20 @@
+"""The training images that --val-split holds out of training, of any task."""
+
+from collections.abc import Sequence
+
+from utils.qat.core.errors import QatError
+
+
+def held_out_files(names: Sequence[str], share: float) -> set[str]:
+    """Choose the files that --val-split holds out: evenly spread over the names, whatever their order and the seed.
+
+    So of the files of a folder, such as that of a class, the share is held out too, to the next whole number.
+    """
+    files = sorted(names)
+    n = round(share * len(files))
+    if not 0 < n < len(files):
+        raise QatError(
+            f'--val-split {share}: the training set has {len(files)} images, of which {n} would be held out and '
+            f'{len(files) - n} trained on; use another share, or leave it out'
+        )
+    return {files[(2 * i + 1) * len(files) // (2 * n)] for i in range(n)}

@@ -1,0 +1,166 @@
+"""Detections → AP, AP50, precision and recall of boxes and masks. Matching and AP are upstream's, of val.py and segment/val.py."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from utils.general import scale_boxes, xywh2xyxy
+from utils.metrics import ap_per_class, box_iou
+from utils.segment.general import mask_iou
+
+from utils.qat.core.errors import QatError
+from utils.qat.data.masks import resized
+from utils.qat.evaluation.chance import resampled_ap
+from utils.qat.evaluation.coco import add_masks, result_rows
+from utils.qat.prediction.detections import Detections, Truth
+
+IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
+
+
+@dataclass
+class Metrics:
+    """Metrics of boxes and masks, in 0..1.
+
+    AP is the mean over IoU 0.50:0.95. Precision and recall are at the best F1.
+    """
+
+    ap: float
+    ap50: float
+    precision: float
+    recall: float
+    images: int
+    instances: int
+    # {class, name, instances, ap, ap50, precision, recall} of each class, and `mask` as below
+    per_class: list[dict[str, Any]] = field(default_factory=list)
+    mask: dict[str, Any] | None = None  # ap, ap50, precision, recall of masks, and `coco` as below; None without masks
+    coco: dict[str, float] | None = None  # pycocotools' figures; None if the data is not COCO
+    ms_per_image: dict[str, float] = field(default_factory=dict)  # of each step: pre-processing, inference, NMS
+    resampled: np.ndarray | None = None  # AP on resamples of the images, see chance.resampled_ap; None if not asked for
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain values, without the times, which differ from run to run, and without the resamples."""
+        return {k: v for k, v in asdict(self).items() if k not in ('ms_per_image', 'resampled') and v is not None}
+
+
+class Scorer:
+    """Matches of detections with labels, collected batch by batch, their metrics and, with `categories`, COCO rows."""
+
+    def __init__(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> None:
+        self.names, self.categories = names, categories
+        # (path and matches of each image, rows) of each batch, in order
+        self.batches: list[tuple[list[Any], list[dict[str, Any]]]] = []
+
+    def update(self, detections: Sequence[Detections], truth: Truth) -> None:
+        """Add a batch: the detections of each image, see detections.detect, and the labels."""
+        stats: list[Any] = []
+        rows: list[dict[str, Any]] = []
+        for i, found in enumerate(detections):
+            labels = truth.labels(i)
+            boxes = scale_boxes(truth.shape, found.rows[:, :4].clone(), *truth.shapes[i])
+            correct = [_correct(found, labels, _box_iou(boxes, labels, truth, i))]
+            if found.masks is not None:
+                correct.append(_correct(found, labels, _mask_iou(found.masks, labels, truth, i)))
+            matches = tuple(x.cpu().numpy() for x in (torch.stack(correct, 1), *found.rows[:, 4:].t(), labels[:, 0]))
+            stats.append((truth.paths[i], matches))
+            if self.categories:
+                of_image = result_rows(torch.cat((boxes, found.rows[:, 4:]), 1), truth.paths[i], self.categories)
+                if found.masks is not None:
+                    add_masks(of_image, found.masks, truth.shapes[i])
+                rows += of_image
+        self.batches.append((stats, rows))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the detections in COCO's result format."""
+        return [row for _, rows in self.batches for row in rows]
+
+    def metrics(self, resample: bool = False) -> Metrics:
+        """Score all images so far, in any order; `resample` computes AP on resamples of the images as well."""
+        images = [image for images, _ in self.batches for image in images]
+        correct, conf, predicted, true = (np.concatenate(x) for x in zip(*(matches for _, matches in images)))
+        metrics = _score(correct, conf, predicted, true, self.names, len(images))
+        if resample:
+            metrics.resampled = resampled_ap([matches for _, matches in sorted(images, key=lambda image: image[0])])
+        return metrics
+
+
+def _box_iou(boxes: torch.Tensor, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
+    """Compute the IoU [m, n] of the labels of an image with boxes [n, 4], both in pixels of the original."""
+    true = scale_boxes(truth.shape, xywh2xyxy(labels[:, 1:]), *truth.shapes[image])
+    return box_iou(true, boxes)
+
+
+def _mask_iou(masks: Any, labels: torch.Tensor, truth: Truth, image: int) -> torch.Tensor:
+    """Compute the IoU [m, n] of the true masks of an image with `masks` (a Masks), in the size of the prototypes."""
+    if not len(labels) or not len(masks.boxes):
+        return masks.boxes.new_zeros(len(labels), len(masks.boxes))
+    found = masks.coarse()
+    return mask_iou(resized(truth.masks_of(image), found.shape[1:]).flatten(1), found.flatten(1))
+
+
+def _correct(found: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torch.Tensor:
+    """Tell which detections are correct at each of IOUS: bool [n, 10], from labels [m, 5] and their IoU [m, n].
+
+    A detection belongs to the label of its class that it overlaps most. If several belong to one label, the one with
+    the highest score is correct.
+    """
+    if not len(labels):
+        return torch.zeros(len(found), len(IOUS), dtype=torch.bool)
+    best, label = (iou * (labels[:, :1] == found.rows[:, 5])).max(0)
+    hit = best[:, None] >= IOUS.to(iou.device)
+    before = (label[:, None] == label).tril(
+        -1
+    ).float() @ hit.float()  # number of hits of the same label with a higher score
+    return hit & (before == 0)
+
+
+def _score(
+    correct: np.ndarray,
+    conf: np.ndarray,
+    predicted: np.ndarray,
+    true: np.ndarray,
+    names: Mapping[int, str],
+    seen: int,
+) -> Metrics:
+    """Score all detections; `correct` is bool [n, 1 or 2, 10]: whether boxes and masks are correct at each of IOUS."""
+    counts = np.bincount(true.astype(int), minlength=len(names))
+    if not counts.sum():
+        raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
+    parts = [_figures(part, conf, predicted, true, names) for part in np.swapaxes(correct, 0, 1)]
+    rows = [
+        {
+            'class': c,
+            'name': names[c],
+            'instances': int(counts[c]),
+            **parts[0][1][c],
+            **({'mask': parts[1][1].get(c)} if len(parts) > 1 else {}),
+        }
+        for c in parts[0][1]
+    ]
+    return Metrics(
+        **parts[0][0],
+        images=seen,
+        instances=int(counts.sum()),
+        per_class=rows,
+        mask=parts[1][0] if len(parts) > 1 else None,
+    )
+
+
+def _figures(
+    correct: np.ndarray, conf: np.ndarray, predicted: np.ndarray, true: np.ndarray, names: Mapping[int, str]
+) -> tuple[dict[str, Any], dict[int, dict[str, float]]]:
+    """Compute {ap, ap50, precision, recall} as the mean over all true classes, and of each class.
+
+    If no detection is correct, there are no figures of classes.
+    """
+    keys = 'ap', 'ap50', 'precision', 'recall'
+    if not correct.any():
+        return dict.fromkeys(keys, 0.0), {}
+    _, _, p, r, _, ap, classes = ap_per_class(correct, conf, predicted, true, names=names)
+    columns = ap.mean(1), ap[:, 0], p, r
+    return (
+        {k: float(x.mean()) for k, x in zip(keys, columns)},
+        {int(c): {k: float(x[i]) for k, x in zip(keys, columns)} for i, c in enumerate(classes)},
+    )

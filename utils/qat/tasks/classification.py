@@ -1,0 +1,138 @@
+"""Classification: one score for each class, learnt from a folder of images for each class and scored by top-1."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.config.common import LabelledConfig
+from utils.qat.config.settings import Sides
+from utils.qat.config.tasks import Labelled, Task
+from utils.qat.core.errors import QatError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+STRIDE = 32  # pixels, of a network of torchvision; upstream takes the same
+
+
+class Classification(Task):
+    """Classification."""
+
+    name = 'classify'
+    title = 'a classifier'
+    found = 'scores'
+    boxes = False
+    augments = False
+    imgsz = (224, 224)
+    takes = 'a folder with train/ and val/, and in each a folder of images for each class'
+    placeholder = 'FOLDER'
+    steps = ('pre', 'inference')
+    parts = ('scores',)
+    keys = ('top1', 'top5', 'mean_class', 'agreement')
+    columns = ('top-1', 'top-5', 'mean of classes', 'agreement')
+
+    def has_data(self, path: str | Path) -> bool:
+        """Tell whether `path` is a folder; Path.is_dir raises an error for a name that is too long."""
+        return os.path.isdir(path)
+
+    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
+        """Check a folder with train/ and val/; see Task.load_data."""
+        from utils.qat.data.image_folders import load_image_folders
+
+        if not file.is_dir():
+            raise QatError(
+                f'{flag} {file}: the model is a classifier ({model.kind}), which takes {self.takes}; labels of boxes are for detectors'
+            )
+        return load_image_folders(file, model.names, flag)
+
+    def require_labels(self, file: Path) -> None:
+        """Raise QatError unless the folder has the folders of the classes."""
+        from utils.qat.data.image_folders import split_folders
+
+        split_folders(file)
+
+    def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
+        """Open a folder of images for each class; see class_folders.class_images."""
+        from utils.qat.data.class_folders import class_images
+        from utils.qat.data.image_folders import MEAN, STD
+
+        colours = (MEAN, STD) if model.ours else (config.mean, config.std)
+        return Labelled(class_images(config, imgsz, model), model.names, *colours)
+
+    def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
+        """Say in words how loaders.val_loader shows images to a model."""
+        return f'as their middle in {imgsz[0]} x {imgsz[1]}'
+
+    def normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalize images by ImageNet's mean and deviation."""
+        from utils.qat.data.image_folders import normalized
+
+        return normalized(images)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Give a classifier a stride and names if it has none, and let no activation function overwrite its input.
+
+        Tensors are told apart by identity. Raises ValueError if it does not return one score for each class.
+        """
+        import torch
+
+        for m in model.modules():
+            if getattr(m, 'inplace', False):
+                m.inplace = False
+        if not hasattr(model, 'stride'):
+            model.stride = torch.tensor([float(STRIDE)])
+        with torch.no_grad():
+            scores = model(torch.zeros(1, 3, 2 * STRIDE, 2 * STRIDE))
+        if not isinstance(scores, torch.Tensor) or scores.dim() != 2:
+            raise ValueError('a classifier returns one score for each class')
+        if not getattr(model, 'names', None):
+            model.names = {i: str(i) for i in range(scores.shape[1])}
+        if len(model.names) != scores.shape[1]:
+            raise ValueError(f'{len(model.names)} names of classes and {scores.shape[1]} scores')
+
+    def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return the classes of scores [B, classes]."""
+        return shapes[0][1]
+
+    def predictions(self, output: Any) -> Any:
+        """Return the scores [B, classes]."""
+        return output
+
+    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+        """Make the cross entropy."""
+        from utils.qat.tasks.label_losses import ClassLoss
+
+        return ClassLoss(weight)
+
+    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
+        """Make a ClassScorer; a classifier has no rows in COCO's format."""
+        from utils.qat.evaluation.classes import ClassScorer
+
+        return ClassScorer(names)
+
+    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+        """Return the scores."""
+        return outputs
+
+    def differences(self, rtol: float, atol: float, top: int) -> Any:
+        """Make the differences of the scores and of the best classes."""
+        return self.comparing().ClassDifferences(rtol, atol, top)
+
+    def comparing(self) -> Any:
+        """Return compare_classes."""
+        from utils.qat.evaluation import compare_classes
+
+        return compare_classes
+
+    def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+        """Line up the best classes of several classifiers."""
+        from utils.qat.evaluation.side_by_side import class_lines
+
+        return class_lines(found, names, top)
+
+
+TASK = Classification()

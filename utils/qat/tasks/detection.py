@@ -1,0 +1,117 @@
+"""Detection: boxes with a class and a score, learnt from a data YAML and scored by AP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.config.common import LabelledConfig, LoaderConfig
+from utils.qat.config.settings import Sides
+from utils.qat.config.tasks import Labelled, Task
+from utils.qat.core.errors import QatError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Detection(Task):
+    """Detection."""
+
+    name = 'detect'
+    title = 'a detector'
+    found = 'detections'
+    takes = 'a data YAML with train:, val: and names:'
+    placeholder = 'DATA.yaml'
+    parts: tuple[str, ...] = ('boxes', 'classes')
+    keys = ('ap', 'ap50', 'precision', 'recall')
+    columns = ('AP', 'AP50', 'P', 'R')
+
+    def has_data(self, path: str | Path) -> bool:
+        """Tell whether `path` is a file; Path.is_file raises an error for a name that is too long."""
+        return os.path.isfile(path)
+
+    def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
+        """Check a data YAML; see Task.load_data."""
+        from utils.qat.data.dataset import load_data
+
+        if file.is_dir():
+            raise QatError(
+                f'{flag} {file}: a folder, and the model is no classifier ({model.kind}); it takes {self.takes}'
+            )
+        return load_data(file, model.nc, flag, self.masks)
+
+    def require_labels(self, file: Path) -> None:
+        """Raise QatError unless the val images of a data YAML have labels."""
+        from utils.qat.data.dataset import load_data
+        from utils.qat.data.loaders import val_loader
+
+        val_loader(load_data(file), LoaderConfig(workers=0), 32, square=True)
+
+    def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
+        """Open the val images of a data YAML, letterboxed to `imgsz` as `qat.py eval --square` sees them."""
+        from utils.qat.data.loaders import val_loader
+
+        data = self.load_data(Path(config.data or ''), model)
+        settings = LoaderConfig(
+            batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type
+        )
+        return Labelled(val_loader(data, settings, model.stride, square=True, limit=config.images or None), data.names)
+
+    def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
+        """Say in words how loaders.val_loader shows images to a model."""
+        height, width = imgsz
+        if height == width and not square:
+            return f'as padded rectangles of up to {height} x {width}'
+        return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'
+
+    def prepare(self, model: nn.Module) -> None:
+        """Ask for the attributes that upstream's training sets."""
+        len(model.names), model.model[-1].nc
+
+    def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return the classes of predictions [B, 4 + classes, N]."""
+        return shapes[0][1] - 4
+
+    def predictions(self, output: Any) -> Any:
+        """Take the predictions [B, 4 + classes, N]; the rest is for the training."""
+        return output[0]
+
+    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+        """Make upstream's loss of boxes, classes and DFL."""
+        from utils.qat.tasks.label_losses import LabelLoss
+
+        return LabelLoss(model, weight)
+
+    def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
+        """Make a Scorer."""
+        from utils.qat.evaluation.detection_scores import Scorer
+
+        return Scorer(names, categories)
+
+    def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
+        """Find the detections of each image by upstream's NMS."""
+        from utils.qat.prediction.detections import detect
+
+        return detect(outputs, shape, *settings)
+
+    def differences(self, rtol: float, atol: float, top: int) -> Any:
+        """Make the differences of predictions and of the best detections."""
+        return self.comparing().DetectionDifferences(rtol, atol, top)
+
+    def comparing(self) -> Any:
+        """Return compare_detections."""
+        from utils.qat.evaluation import compare_detections
+
+        return compare_detections
+
+    def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
+        """Line up the best detections of several models."""
+        from utils.qat.evaluation.side_by_side import detection_lines
+
+        return detection_lines(found, names, top)
+
+
+TASK = Detection()

@@ -1,0 +1,40 @@
+"""Segmentation: detection with a mask for each box, out of prototypes and coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from utils.qat.tasks.detection import Detection
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Segmentation(Detection):
+    """Segmentation."""
+
+    name = 'segment'
+    title = 'a segmentation model'
+    masks = True
+    settings = frozenset({'overlap', 'mask_ratio'})
+    parts = (*Detection.parts, 'coefficients', 'prototypes')
+
+    def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return the classes of predictions [B, 4 + classes + nm, N] and prototypes [B, nm, H / 4, W / 4]."""
+        return super().classes_in(shapes) - shapes[1][1]
+
+    def predictions(self, output: Any) -> Any:
+        """Take the predictions [B, 4 + classes + nm, N] and the prototypes."""
+        predictions, rest = output
+        return predictions, rest[-1]
+
+    def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
+        """Make upstream's loss of boxes, classes, DFL and masks."""
+        from utils.qat.tasks.label_losses import MaskLoss
+
+        return MaskLoss(model, weight)
+
+
+TASK = Segmentation()

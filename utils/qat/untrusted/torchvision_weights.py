@@ -1,0 +1,104 @@
+"""Weights of torchvision's networks: a file of them, such as resnet18-f37072fd.pth, → the network; and where a network's own are."""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import nn
+
+from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
+from utils.qat.untrusted.torch_archive import AGAIN
+
+ZIP = b'PK\3\4'  # what PyTorch has written since 1.6 begins so
+SAFE = 2, 6  # the first PyTorch whose weights_only runs nothing of older files: CVE-2025-32434
+
+
+def network_of(weights: Path) -> str | None:
+    """Find the network that a file of torchvision's weights is of: its name begins the file's, such as resnet18-f37072fd.pth."""
+    known = sorted(torchvision.models.list_models(module=torchvision.models), key=len)
+    return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
+
+
+def network_with(state: Any, weights: Path) -> nn.Module:
+    """Build the network that weights are of, with the names of its classes.
+
+    Args:
+        state: content of a file of weights: tensors by name.
+        weights: the file, whose name begins with the network's.
+
+    Raises:
+        QatError: they are of another network.
+    """
+    name: Any = network_of(weights)
+    known: Any = torchvision.models.get_model_weights(name).DEFAULT
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise QatError(f'--weights {weights}: holds other things than the tensors of {name}, whose name it begins with')
+    classes = next((len(v) for v in reversed(list(state.values())) if v.dim()), 0)
+    model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes or 1000)
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as e:
+        raise QatError(
+            f'--weights {weights}: these weights are not of {name}, whose name it begins with ({" ".join(str(e).split())[:150]})'
+        ) from e
+    names = known.meta['categories']
+    model.names = names if len(names) == classes else [str(i) for i in range(classes)]
+    return model
+
+
+def old_state(weights: Path) -> Any:
+    """Read a file of weights in the format of PyTorch before 1.6, in which torchvision has some; None if it is another file.
+
+    Raises:
+        QatError: this PyTorch has no reader that runs nothing of such a file.
+    """
+    with weights.open('rb') as file:
+        if file.read(4) == ZIP:
+            return None
+    if tuple(map(int, torch.__version__.split('.')[:2])) < SAFE:
+        raise QatError(
+            f'--weights {weights}: in the format of PyTorch before 1.6, which can run code in PyTorch {torch.__version__}; use PyTorch '
+            f'{".".join(map(str, SAFE))}, or {AGAIN}'
+        )
+    try:
+        return torch.load(weights, map_location='cpu', weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        return None
+
+
+def fetched(network: Path, folder: Path | None = None) -> Path:
+    """Return the file of a network's pretrained weights where torchvision keeps what it fetched; fetch it if it is not there.
+
+    Args:
+        network: its name, such as resnet18.
+        folder: where to fetch it to; None = where torchvision keeps it.
+
+    Raises:
+        QatError: there is no such network, or its weights cannot be fetched.
+    """
+    name = network_of(network)
+    if not name:
+        raise QatError(
+            f'--weights {network}: no such file, and no network of torchvision, such as resnet50, is called so'
+        )
+    url = torchvision.models.get_model_weights(name).DEFAULT.url
+    kept = Path(torch.hub.get_dir(), 'checkpoints', url.rpartition('/')[2])
+    if kept.is_file():
+        return kept
+    file = folder / kept.name if folder else kept
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # the name has the beginning of the SHA-256, which is checked before the file gets it
+        torch.hub.download_url_to_file(url, str(file), file.stem.rpartition('-')[2], progress=False)
+    except (URLError, OSError, RuntimeError) as e:
+        raise QatError(
+            f'--weights {network}: no such file, and the pretrained weights of torchvision cannot be fetched '
+            f'({" ".join(str(e).split())[:100]}); fetch {url} elsewhere and give that file'
+        ) from e
+    LOGGER.info(f'{name} of torchvision: {url} -> {file}')
+    return file

@@ -204,7 +204,7 @@ def _bound(raw: dict[str, Any], layers: list[Layer]) -> tuple[list[Tensor], list
         sides = [('output' if str(t.get('IOMode')).lower() == 'output' else 'input', _tensor(t)) for t in listed]
         return [t for side, t in sides if side == 'input'], [t for side, t in sides if side == 'output']
     names = raw.get('Bindings')
-    if not isinstance(names, list):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         # only layers: a tensor without a writer is an input, one without a reader is an output
         names = [*(n for n in read if n not in written), *(n for n in written if n not in read)]
     return [read[n] for n in names if n in read and n not in written], [written[n] for n in names if n in written]

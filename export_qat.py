@@ -3,7 +3,7 @@
     python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
 
 `onnx` writes MODEL.onnx, which returns predictions. `onnx_end2end` writes MODEL-end2end.onnx, which returns detections, and masks for a
-segmentation model (docs/end2end.md). `openvino` and `openvino_end2end` write the same for OpenVINO: .xml and .bin (docs/openvino.md).
+segmentation model (docs/end2end.md). `openvino` and `openvino_end2end` write the same for OpenVINO: .xml and .bin (docs/cpu.md).
 `pt2` writes MODEL.pt2, the exported program of torch.export, and `aoti` MODEL-aoti.pt2, a package of AOTInductor (docs/cpp.md).
 `torch_tensorrt` writes MODEL.ep and MODEL-torch_tensorrt.engine, compiled by Torch-TensorRT on this GPU (docs/tensorrt.md).
 """

@@ -3,7 +3,7 @@
     python export_yoloV9.py -w runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --dynamic
 
 The options are those of DeepStream-Yolo's script of the same name (parser: NvDsInferParseYolo). Quantized checkpoints are exported
-too. See docs/deepstream.md.
+too. See docs/deploy.md.
 """
 
 import sys

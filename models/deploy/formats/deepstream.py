@@ -76,7 +76,7 @@ process-mode=1
 network-type=0
 interval=0
 onnx-file={onnx}
-# built at the first start, unless it is there: docs/deepstream.md of yolov9-qat tells how to build it beforehand
+# built at the first start, unless it is there: docs/deploy.md of yolov9-qat tells how to build it beforehand
 model-engine-file=model_b{batch}_gpu0_{'int8' if int8 else 'fp16'}.engine
 labelfile-path={LABELS}
 batch-size={batch}

@@ -307,7 +307,7 @@ class OnnxEnd2end(Format):
             {self.name: path, 'triton': serving},
             [
                 *lines_of(path, export, f' of up to {nms.topk_all} detections; NMS {nms.kind}, {checked}'),
-                f'-> {serving}: copy it to MODELS/{path.stem}/config.pbtxt of a Triton server, docs/deepstream.md',
+                f'-> {serving}: copy it to MODELS/{path.stem}/config.pbtxt of a Triton server, docs/deploy.md',
             ],
             [
                 f'{PLUGIN} is deprecated since TensorRT 10.12 and will be removed; --nms standard has the same outputs and needs no plugin'

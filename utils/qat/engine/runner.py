@@ -172,7 +172,7 @@ class EngineRunner:
             self.graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[key], stream=self.stream):
                 self._execute()
-        with torch.cuda.nvtx.range('run {}', self.file.name):  # for nsys; docs/profiling.md
+        with torch.cuda.nvtx.range('run {}', self.file.name):  # for nsys; docs/tensorrt.md#profile
             if self.cuda_graph:
                 self.graphs[key].replay()
             else:

@@ -205,7 +205,7 @@ def fake_quantize(model: ModelProto) -> ModelProto:
     """Write each Q/DQ of an activation as one FakeQuantize, an operator of OpenVINO's, in place; changes no value.
 
     OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some
-    activations with a scale of 1: docs/openvino.md. Its own tools write one operator, which is computed as it says.
+    activations with a scale of 1: docs/cpu.md. Its own tools write one operator, which is computed as it says.
     """
     values, made, half = constants(model), producers(model), is_half(model)
     stored, nodes = set(values), []

@@ -77,7 +77,7 @@ class OpenVINO(Session):
     @classmethod
     @override
     def open(cls, file: Path, device: torch.device, backend: str) -> OpenVINO:
-        # Pinned threads of two processes share cores while others are idle: 1.4 times slower, docs/openvino.md.
+        # Pinned threads of two processes share cores while others are idle: 1.4 times slower, docs/cpu.md.
         return cls(file, device, settings={'ENABLE_CPU_PINNING': False})
 
     @property

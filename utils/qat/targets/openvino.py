@@ -1,7 +1,7 @@
 """OpenVINO has the placement of TensorRT but for three things.
 
 The last convolutions of the head for boxes and classes are INT8. In float they would take data in float, four times the bytes:
-docs/openvino.md has the time, and the AP.
+docs/cpu.md has the time, and the AP.
 
 Values that are never negative, such as behind a ReLU, are unsigned. Otherwise OpenVINO takes them as unsigned integers with a zero
 point in the middle, which costs its convolutions time, and half of the steps serve no value.

@@ -324,7 +324,9 @@ def walkthrough():
 
 def demo():
     """The commands there that make the demo's checkpoint and data."""
-    return [shlex.split(line) for line in section(WALKTHROUGH, 'The same on the demo').splitlines() if 'python ' in line]
+    return [
+        shlex.split(line) for line in section(WALKTHROUGH, 'The same on the demo').splitlines() if 'python ' in line
+    ]
 
 
 def test_the_output_of_the_walkthrough_is_of_the_settings_of_the_quickstart():

@@ -65,8 +65,7 @@ class LoaderConfig(Settings):
     workers: int = run(8, 'data loading processes, of each process', allowed=Range(0))
     overlap: bool = segmentation(
         False,
-        'true masks as one map, in which the smaller of two objects is on top, as segment/train.py scores; default: one by '
-        'one, as segment/val.py',
+        'true masks in one map, the smaller object on top, as segment/train.py scores; default: one by one, as segment/val.py',
         negatable=True,
     )
     mask_ratio: int = segmentation(

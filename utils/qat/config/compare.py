@@ -37,7 +37,7 @@ class CompareConfig(LabelledConfig, FolderConfig):
     top: int = comparison(10, 'ranks to compare', allowed=Range(1))
     show: int = comparison(
         3,
-        'images of the data, evenly spread, whose best detections or classes stand side by side in the report; 0 = none',
+        'images whose best detections or classes stand side by side in the report; 0 = none',
         allowed=Range(0),
     )
     backend: tuple[str, ...] | None = option(

@@ -134,7 +134,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     imgsz: tuple[str, ...] | None = measurement(  # see `sizes`
         None,
-        'for a .pt and a file with open height and width: these in pixels, or a list such as 320,640,480x640, of which each is measured; '
+        'for a .pt and a file with open height and width: sizes in pixels, such as 320,640,480x640; '
         'default for a .pt: that of the quantization, else 640, for a classifier 224',
         *SIZE,
     )
@@ -166,7 +166,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     data: Path | None = scores(
         None,
-        'score each model too, on the val images of this data YAML; of classifiers a folder with one folder of images for each class',
+        'score each model too, on the val images of this data YAML; of classifiers a folder with a folder per class',
     )
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
     formats: tuple[str, ...] = option(

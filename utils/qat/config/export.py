@@ -143,8 +143,7 @@ class ExportConfig(TargetConfig):
     device: str = run('cpu', "device for tracing, and of an aoti package: 'cpu' or a GPU number")
     verify: Path | None = verifying(
         None,
-        'compare the file with PyTorch, on the val: images of this data; exit code 1 if a difference is above '
-        'its limit',
+        'compare the file with PyTorch, on the val: images of this data; exit code 1 above a limit',
         metavar='DATA.yaml',
     )
     verify_images: int = verifying(

@@ -86,13 +86,10 @@ class EvalConfig(ModelConfig):
     iou_thres: float = scores(0.7, 'IoU above which NMS drops a box, likewise', allowed=SHARE)
     square: bool = scores(
         False,
-        'letterbox to squares, as exported files always see images; default: padded rectangles, as val.py, whose padding, and with it AP, '
-        'depends a little on --batch-size',
+        'letterbox to squares, as for exported files; default: padded rectangles, as val.py, where AP depends a little on --batch-size',
     )
     save_json: bool = True  # write the detections, in COCO's result format
-    baseline: Path | None = option(
-        None, 'another model, such as the float one: scored too, and the differences go into the report'
-    )
+    baseline: Path | None = option(None, 'another model, such as the float one; the report has the differences')
     backend: str | None = option(
         None, 'what runs an exported file; default: the first that takes it', allowed=PREDICTING
     )
@@ -134,14 +131,12 @@ class CalibrationConfig(ModelConfig):
         + ''.join(f'. {name}: {engine.placement}' for name, engine in TARGETS.items() if engine.placement),
         allowed=tuple(TARGETS),
     )
-    seed: int = run(
-        57, 'seed of all random numbers; the same seed gives the same result on the same machine', allowed=SEED
-    )
+    seed: int = run(57, 'seed of all random numbers; it repeats a result on the same machine', allowed=SEED)
     calib_images: int = calibration(512, 'training images to calibrate on, at most; not augmented', allowed=Range(1))
     calib_method: str = calibration(
         'auto',
-        'how the range of an activation is chosen. mse, l2.4: least rounding error, to the power 2 or 2.4. fisher: least change of '
-        'the detections. auto: l2.4 or fisher, the one that changes the detections less',
+        'range of an activation. mse, l2.4: least rounding error, to the power 2 or 2.4. fisher: least change of the detections. '
+        'auto: the better of l2.4 and fisher',
         allowed=CALIB_METHODS,
     )
     percentile: float = calibration(
@@ -151,13 +146,11 @@ class CalibrationConfig(ModelConfig):
     )
     bias_correction: bool = calibration(
         True,
-        'keep the biases. By default the bias of a convolution takes back the shift that its rounding causes, if that brings the '
-        'detections closer to the float model',
+        'keep the biases; by default they take back the shift that rounding causes, if that helps the detections',
     )
     scale_policy: str = calibration(
         'tied',
-        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale, so that no engine has to requantize '
-        'between them; free: none do',
+        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale, so no engine requantizes; free: none do',
         allowed=SCALE_POLICIES,
     )
 
@@ -170,7 +163,7 @@ class SensitiveConfig(CalibrationConfig):
     num_image: int = units(100, 'images of val, at most, evenly spread; 0 = all', allowed=OR_ALL)
     granularity: str = units(
         'block',
-        'units whose cost is measured: whole layers, the blocks that they are built of, or single convolutions',
+        'units whose cost is measured; a block is a part of a layer',
         allowed=GRANULARITIES,
     )
     metric: str = units(
@@ -204,7 +197,7 @@ class QuantizeConfig(CalibrationConfig):
     )
     val_split: float = fine_tuning(
         0.0,
-        'share of the training images to hold out of training and choose the best epoch on, such as 0.1; default: on val',
+        'share of the training images, such as 0.1, that is held out and chooses the best epoch; default: val chooses',
         allowed=Range(0, 1, without=1, words='lie in [0, 1), such as 0.1; 0 = none held out'),
     )
     amp: str | None = fine_tuning(
@@ -224,24 +217,22 @@ class QuantizeConfig(CalibrationConfig):
     only: tuple[str, ...] = layers((), 'the layers that become INT8, by path; default: all', metavar='REGEX')
     sensitive: Path | None = layers(
         None,
-        'summary-sensitive-analysis.json of `qat.py sensitive`, which --keep-float and --max-drop choose by',
+        'summary-sensitive-analysis.json of `qat.py sensitive`, for --keep-float and --max-drop',
         metavar='SUMMARY',
     )
     keep_float: int = layers(0, 'leave the N most sensitive units of SUMMARY in float', allowed=Range(0))
     max_drop: float | None = layers(
         None,
-        'leave as many units of SUMMARY in float as calibration needs to lose at most so many points of AP, such as 0.2',
+        'leave units of SUMMARY in float until calibration loses at most so many points of AP, such as 0.2',
         metavar='POINTS',
         allowed=Range(0, 100, words='lie in [0, 100] points of AP, such as 0.2'),
     )
-    dry_run: bool = layers(
-        False, 'print what would be quantized, what shares a scale and what stays float, and stop; needs only --weights'
-    )
+    dry_run: bool = layers(False, 'print what would be quantized, share a scale and stay float; needs only --weights')
     eval_origin: bool = option(True, 'do not evaluate the float model')
     eval_ptq: bool = option(True, 'do not evaluate the calibrated model')
     resume: Path | None = run(  # no setting of the run
         None,
-        'go on with the interrupted run in FOLDER, with its settings; only --device and --workers beside it',
+        'continue the interrupted run in FOLDER, with its settings; takes only --device and --workers',
         metavar='FOLDER',
     )
 

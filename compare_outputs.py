@@ -30,10 +30,10 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
+    from utils.qat.backends.file_model import FileModel
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.tasks import Task
     from utils.qat.evaluation.side_by_side import Example
-    from utils.qat.prediction.file_model import FileModel
-    from utils.qat.prediction.pytorch import TorchModel
 
 
 def parse_args(argv: Sequence[str] | None) -> CompareConfig:
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
 
 def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
     """Find the height and width, in pixels, of the images that all models take. Raises QatError if they differ."""
-    from utils.qat.prediction.file_model import FileModel
+    from utils.qat.backends.file_model import FileModel
 
     given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
     # a file whose image size is open takes any, as a checkpoint does

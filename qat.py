@@ -75,8 +75,8 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize import checkpoint
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.defaults import options
-    from utils.qat.prediction.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
 

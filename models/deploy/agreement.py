@@ -10,10 +10,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.head_outputs import head_of
+from utils.qat.backends.file_model import parts
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.file_model import parts
-from utils.qat.prediction.pytorch import task_of
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as
 # logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, the source

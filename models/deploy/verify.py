@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from models.deploy.formats.format import Export, Format
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.backends import BACKENDS
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar
 from utils.qat.core.machine import versions
 from utils.qat.evaluation.compare import compare
-from utils.qat.prediction.file_model import open_file
 
 
 def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -> bool:

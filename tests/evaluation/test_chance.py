@@ -9,6 +9,7 @@ import torch
 from utils.metrics import ap_per_class
 from zoo import program
 
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.data.dataset import load_data
@@ -17,7 +18,6 @@ from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, draw_resamples, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import merit
-from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.resume import STATE
 from utils.qat.run.state import LAST
 

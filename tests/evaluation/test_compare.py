@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -14,7 +15,6 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.compare import Elements, compare
 from utils.qat.evaluation.compare_detections import excess, tables
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
 SIZE, CLASSES = 320, 3

@@ -13,15 +13,15 @@ from fresh import fresh
 from zoo import command
 
 from models.deploy.formats.onnx import export_onnx
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.detection_scores import _correct
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4  # the images' own size: nothing is resized, so that figures by hand are exact

@@ -25,13 +25,13 @@ from zoo import program
 from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end, torch_masks
+from utils.qat.backends.detections import detect
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms, Pooling
 from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.data.masks import BoxMasks, PrototypeMasks
-from utils.qat.prediction.detections import detect
-from utils.qat.prediction.file_model import open_file
 
 client = program('scripts/infer_onnx.py')
 SIZE, CONF, IOU = 128, 0.01, 0.6

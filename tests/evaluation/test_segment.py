@@ -19,6 +19,8 @@ from models.quantize.calibration.divergence import mask_logits, strongest_places
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, output_parts
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -29,8 +31,6 @@ from utils.qat.evaluation.chance import points_lost
 from utils.qat.evaluation.detection_scores import IOUS, _correct
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import merit
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.pytorch import task_of
 
 CPU = torch.device('cpu')
 SIZE, CLASSES, PERFECT = 128, 10, 0.995  # pixels; upstream's interpolation makes 0.995 of a perfect result

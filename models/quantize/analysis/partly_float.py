@@ -14,12 +14,12 @@ from models.quantize.head_outputs import Raw, bins_of
 from models.quantize.network import layers
 from models.quantize.quantizers import Quantizer
 from models.quantize.units import layer_of
+from utils.qat.backends.detections import prepared
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.data.images import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.figures import keys_of
-from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.pytorch import TorchModel
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 

@@ -13,13 +13,13 @@ import torch
 import torch.nn as nn
 
 from models.quantize.checkpoint import CheckpointFile, save_quantized
+from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import HALF, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.evaluation.figures import figures
-from utils.qat.prediction.pytorch import task_of
 from utils.qat.run.report import write_report
 from utils.qat.run.resume import STATE, read_state, write_state
 from utils.qat.run.state import State

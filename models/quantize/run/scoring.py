@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.run.inputs import Inputs
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import LOGGER
 from utils.qat.evaluation.chance import difference, in_words
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.figures import columns, figures, title_of
-from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.state import FLOAT, State
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import Task, load_task
-from utils.qat.prediction.detections import prepared
 
 
 class Elements:

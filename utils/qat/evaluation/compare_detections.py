@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from utils.metrics import box_iou
 
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.file_model import parts
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
@@ -17,8 +19,6 @@ from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_mi
 from utils.qat.evaluation.compare import Elements
 from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.figures import models_table
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.file_model import parts
 
 SAME_OBJECT = 0.5  # IoU from which two detections of one class are of the same object
 SAME_DETECTION = 0.9  # IoU from which they count as the same detection

@@ -10,11 +10,11 @@ from utils.general import scale_boxes, xywh2xyxy
 from utils.metrics import ap_per_class, box_iou
 from utils.segment.general import mask_iou
 
+from utils.qat.backends.detections import Detections, Truth
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import resized
 from utils.qat.evaluation.chance import resampled_ap
 from utils.qat.evaluation.coco import add_masks, result_rows
-from utils.qat.prediction.detections import Detections, Truth
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
 

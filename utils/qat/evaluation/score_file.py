@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from utils.qat.backends.file_model import FileModel
 from utils.qat.config.backends import backends_for
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
@@ -22,7 +23,6 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.coco import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
-from utils.qat.prediction.file_model import FileModel
 
 FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
 

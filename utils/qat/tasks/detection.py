@@ -93,7 +93,7 @@ class Detection(Task):
 
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         """Find the detections of each image by upstream's NMS."""
-        from utils.qat.prediction.detections import detect
+        from utils.qat.backends.detections import detect
 
         return detect(outputs, shape, *settings)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import BoxMasks
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.session import Session, open_session
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export

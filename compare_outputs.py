@@ -84,12 +84,12 @@ def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel
     return tasks[0]
 
 
-def compare_models(
+def compare_images(
     config: CompareConfig, models: Sequence[FileModel | TorchModel], task: Task, device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare models with the first. Returns the plain comparison of each other one, and examples."""
     from utils.qat.data.loaders import random_images
-    from utils.qat.evaluation.compare import compare_all
+    from utils.qat.evaluation.compare import compare_models
     from utils.qat.evaluation.side_by_side import Examples
 
     names = examples = None
@@ -100,7 +100,7 @@ def compare_models(
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models
-    found = compare_all(
+    comparisons = compare_models(
         reference,
         others,
         loader,
@@ -113,7 +113,7 @@ def compare_models(
         examples.look if examples else None,
         task,
     )
-    return [c.plain() for c in found], examples.found if examples else []
+    return comparisons, examples.found if examples else []
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
         task = require_alike(config, models)
         size = image_size(config, models)
-        comparisons, examples = compare_models(config, models, task, device, size)
+        comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, backends[-1])
         tables = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))

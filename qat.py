@@ -163,7 +163,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.core.files import write_json
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.evaluation.figures import title_of
+    from utils.qat.evaluation.score_tables import merit_title
     from utils.qat.run.plots import plot_sensitivity
     from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
@@ -203,7 +203,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all in INT8 against float: {in_words(found["int8"]["against_float"], title_of(found["int8"]))} on these {summary["images"]} images'
+            f'all in INT8 against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
         )
     LOGGER.log(
         RESULT,

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.head_outputs import head_of
-from utils.qat.backends.file_model import parts
+from utils.qat.backends.file_model import split_outputs
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
@@ -110,7 +110,7 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
     Raises:
         QatError: the shapes differ.
     """
-    ours, theirs = ({name: part.cpu() for name, part in parts(outputs).items()} for outputs in (ours, theirs))
+    ours, theirs = ({name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (ours, theirs))
     shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
     if shapes[0] != shapes[1]:
         raise QatError(f'{engine} returns {shapes[0]}, PyTorch {shapes[1]}')

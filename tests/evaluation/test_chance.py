@@ -17,7 +17,7 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, draw_resamples, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.figures import merit
+from utils.qat.evaluation.score_tables import merit
 from utils.qat.run.resume import STATE
 from utils.qat.run.state import LAST
 

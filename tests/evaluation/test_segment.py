@@ -30,7 +30,7 @@ from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_
 from utils.qat.evaluation.chance import points_lost
 from utils.qat.evaluation.detection_scores import IOUS, _correct
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.figures import merit
+from utils.qat.evaluation.score_tables import merit
 
 CPU = torch.device('cpu')
 SIZE, CLASSES, PERFECT = 128, 10, 0.995  # pixels; upstream's interpolation makes 0.995 of a perfect result

@@ -155,7 +155,7 @@ def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: s
     return FileModel(open_session(path, device, backend))
 
 
-def parts(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_outputs(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split predictions by meaning.
 
     Args:
@@ -171,4 +171,4 @@ def parts(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor])
         return {'boxes': outputs[:, :4], 'scores': outputs[:, 4:]}
     predictions, prototypes = outputs
     nm = prototypes.shape[1]
-    return {**parts(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}
+    return {**split_outputs(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}

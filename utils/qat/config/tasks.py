@@ -133,12 +133,8 @@ class Task(ABC):
     # ---- comparisons
 
     @abstractmethod
-    def differences(self, rtol: float, atol: float, top: int) -> Any:
-        """Make the collector of the differences of two models, see compare.compare_all."""
-
-    @abstractmethod
     def comparing(self) -> Any:
-        """Return the module that writes and judges comparisons: verdict, tables, scores_table, excess, limits_text."""
+        """Return the module that compares models: Differences, tables, scores_table, in_a_clause, beyond_limits, limits_text."""
 
     @abstractmethod
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:

@@ -7,7 +7,7 @@ that only another model has. Of a classifier a line is of a class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,7 @@ class Example:
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain values, without the image."""
-        return {
-            'image': self.path,
-            'lines': [
-                {
-                    'reference': line.reference and vars(line.reference),
-                    'others': [found and vars(found) for found in line.others],
-                    'marks': line.marks,
-                }
-                for line in self.lines
-            ],
-        }
+        return {'image': self.path, 'lines': [asdict(line) for line in self.lines]}
 
 
 def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:

@@ -43,32 +43,23 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
 
 def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
     """Find the height and width, in pixels, of the images that all models take. Raises QatError if they differ."""
-    from utils.qat.backends.file_model import FileModel
-
-    given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
-    # a file whose image size is open takes any, as a checkpoint does
-    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {
-        config.imgsz or _of_checkpoints(models) or models[0].task.imgsz
-    }
-    if len(sizes) > 1:
+    fixed = {model.imgsz for model in models if model.imgsz}
+    if len(fixed) > 1:
         raise QatError(
-            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(sizes))}; one '
+            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(fixed))}; one '
             'size is needed, export with the same --imgsz'
         )
-    (size,) = sizes
-    if config.imgsz not in (None, size):
-        raise QatError(
-            f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {size[0]} x {size[1]}; leave the flag out, or '
-            'export again'
-        )
+    for height, width in fixed:
+        if config.imgsz not in (None, (height, width)):
+            raise QatError(
+                f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {height} x {width}; leave the flag out, or '
+                'export again'
+            )
+    choices = *fixed, config.imgsz, *(model.quantized_for for model in models), models[0].task.imgsz
+    size = next(filter(None, choices))
     for model in models:
-        require_multiples(size, getattr(model, 'stride', 1))
+        require_multiples(size, model.stride)
     return size
-
-
-def _of_checkpoints(models: Sequence[FileModel | TorchModel]) -> Sides | None:
-    """Return the image size that the first quantized checkpoint was quantized for; None without one."""
-    return next((size for m in models if (size := getattr(m, 'quantized_for', None))), None)
 
 
 def listed(config: CompareConfig) -> str:

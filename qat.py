@@ -131,8 +131,6 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     """
     require_source(config.weights, '--weights', CHECKPOINTS)
     require_data(config.data)
-    if config.hyp:
-        require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
@@ -231,7 +229,7 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     from utils.qat.evaluation.score_file import score_files
 
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
-    score_files(configs, load_model, load_model)
+    score_files(configs, load_model)
 
 
 VERBS: dict[str, tuple[type, Callable, str]] = {

@@ -33,10 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
 
     from models.deploy.load import load_model
-    from utils.qat.backends.file_model import open_file
     from utils.qat.evaluation.score_file import score_files
 
-    score_files(configs, open_file, load_model)
+    score_files(configs, load_model)
 
 
 if __name__ == '__main__':

@@ -60,7 +60,7 @@ class FileModel:
     [B, nc]; compare_outputs.py takes it as well.
 
     Attributes:
-        imgsz: height and width in pixels.
+        imgsz: height and width in pixels; None = any.
         batch: smallest and largest batch; None = any.
         stride: of the model that was exported, in pixels.
         nc: number of classes; None if only the names would tell, and there are none.
@@ -70,7 +70,10 @@ class FileModel:
         conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
         kind: what tells the task, in words.
         ours: whether the metadata of the export name a task: then images are prepared as `qat.py eval` does.
+        quantized_for: None; see pytorch.TorchModel.
     """
+
+    quantized_for = None
 
     def __init__(self, session: Session) -> None:
         """Take a session of the file.
@@ -99,7 +102,8 @@ class FileModel:
                 f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
             )
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
-        self.imgsz, self.batch = list(image[2:]), signature.batch or own
+        self.imgsz = tuple(image[2:]) if all(isinstance(n, int) for n in image[2:]) else None
+        self.batch = signature.batch or own
         self.stride, names = _read_metadata(path, signature.metadata)
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')

@@ -27,14 +27,11 @@ from utils.qat.evaluation.score_report import Score, several_table, tables, writ
 FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
 
 
-Open = Callable[[Path, torch.device, str | None], Any]
-
-
-def score_files(configs: Sequence[EvalConfig], open_model: Open, open_baseline: Open) -> None:
+def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:
     """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
 
-    `open_model` makes a model, see file_model.py, of file, device and backend; `open_baseline` does so for
-    config.baseline. If one file does not fit settings or data, the files before it are scored.
+    `load_model` makes a model, see file_model.py, of file, device and backend. If one file does not fit settings or data,
+    the files before it are scored.
     """
     scores = []
     try:
@@ -42,12 +39,12 @@ def score_files(configs: Sequence[EvalConfig], open_model: Open, open_baseline: 
             device = select_device(config.device)
             join(device)
             with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-                predict = open_model(config.weights, device, config.backend)
+                predict = load_model(config.weights, device, config.backend)
                 baseline = None
                 if config.baseline:
                     given = (config.backend,) if config.backend else None
                     _, backend = backends_for((config.weights, config.baseline), given)
-                    baseline = open_baseline(config.baseline, device, backend)
+                    baseline = load_model(config.baseline, device, backend)
                 resample = bool(baseline) or len(configs) > 1
                 scores.append(score_file(predict, config, device, folder, baseline, resample))
     finally:  # also of the files before one that does not fit
@@ -64,18 +61,13 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
 
 
 def image_size(predict: Any, config: EvalConfig) -> Sides:
-    """Choose the height and width of the images: the file's, else the given ones, else the usual ones."""
-    own = None
-    if not isinstance(predict, FileModel):
-        own = config.imgsz or predict.quantized_for
-    elif all(isinstance(n, int) for n in predict.imgsz):
-        own = tuple(predict.imgsz)
-        if config.imgsz not in (None, own):
-            given = ' '.join(map(str, typed_sides(config.imgsz)))
-            raise QatError(
-                f'--imgsz {given}: {config.weights} takes {own[0]} x {own[1]}; leave the flag out, or export again with --imgsz {given}'
-            )
-    imgsz: Any = tuple(own or config.imgsz or predict.task.imgsz)
+    """Choose the height and width of the images: the file's, the given ones, those of the quantization, or the usual ones."""
+    if predict.imgsz and config.imgsz not in (None, predict.imgsz):
+        given, (height, width) = ' '.join(map(str, typed_sides(config.imgsz))), predict.imgsz
+        raise QatError(
+            f'--imgsz {given}: {config.weights} takes {height} x {width}; leave the flag out, or export again with --imgsz {given}'
+        )
+    imgsz = predict.imgsz or config.imgsz or predict.quantized_for or predict.task.imgsz
     require_multiples(imgsz, predict.stride)
     return imgsz
 
@@ -87,7 +79,7 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     precision 0, and what is missing counts as if it were there.
     """
     conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
-    if getattr(predict, 'end2end', False):
+    if predict.end2end:
         conf, whose = predict.conf_thres, 'inside the file'
         fair = 'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300'
     if predict.task.boxes and conf is not None and conf > FAIR_CONF:
@@ -152,7 +144,7 @@ def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
     why = ''
     if baseline.task is not predict.task:
         why = f'{baseline.task.title}, unlike {config.weights}'
-    elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
+    elif baseline.imgsz not in (None, config.imgsz):
         why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'

@@ -15,7 +15,7 @@ from labelled import words
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
-from utils.qat.data.class_folders import outputs_of
+from utils.qat.data.other_classifiers import outputs_of
 from utils.qat.evaluation.compare import compare_models
 
 SIZE = 64

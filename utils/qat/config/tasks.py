@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -141,17 +142,14 @@ class Task(ABC):
         """Line up the best detections or classes of several models, see side_by_side.Line."""
 
 
+@dataclass(frozen=True)
 class Labelled:
     """Labelled images for a model: batches, names of the classes, and mean and deviation that the images were normalized by."""
 
-    def __init__(
-        self,
-        loader: Any,
-        names: Mapping[int, str],
-        mean: Sequence[float] = (0.0, 0.0, 0.0),
-        std: Sequence[float] = (1.0, 1.0, 1.0),
-    ) -> None:
-        self.loader, self.names, self.mean, self.std = loader, names, mean, std
+    loader: Any
+    names: Mapping[int, str]
+    mean: Sequence[float] = (0.0, 0.0, 0.0)
+    std: Sequence[float] = (1.0, 1.0, 1.0)
 
 
 @cache

@@ -80,9 +80,9 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
     for hit in hits[useful].T[hits.any(0)]:
         right = np.cumsum(weights[hit], 0)
         precision = np.maximum.accumulate((right / detections[:-1][hit])[::-1])[::-1]
-        points = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... below the one reached
-        ap += precision[0] * (points[0] - 0.5) + (precision[1:] * np.diff(points, axis=0)).sum(0)
-        left, missed = 100 - points[-1], 1 - right[-1] / labels
+        recalls = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... below the one reached
+        ap += precision[0] * (recalls[0] - 0.5) + (precision[1:] * np.diff(recalls, axis=0)).sum(0)
+        left, missed = 100 - recalls[-1], 1 - right[-1] / labels
         # upstream continues the curve by a line to (recall 1, precision 0)
         ap += right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)
     return ap / 100 / hits.shape[1]

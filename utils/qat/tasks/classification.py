@@ -56,10 +56,10 @@ class Classification(Task):
         split_folders(file)
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
-        """Open a folder with train/ and val/; for the classifier of others see class_folders.class_images."""
-        from utils.qat.data.class_folders import class_images
+        """Open a folder with train/ and val/; for the classifier of others see other_classifiers.class_images."""
         from utils.qat.data.image_folders import MEAN, STD
         from utils.qat.data.loaders import labelled_images
+        from utils.qat.data.other_classifiers import class_images
 
         if not model.ours:
             return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,6 @@ from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.images import channels_last, unit_images
 from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
-
-
-class Shard:
-    """Batches rank, rank + world, ... of a batch sampler."""
-
-    def __init__(self, batches: BatchSampler, rank: int, world: int) -> None:
-        self.batches, self.rank, self.world = batches, rank, world
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.batches), self.world))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(self.batches, self.rank, None, self.world)
 
 
 def _collate(samples: list[tuple]) -> tuple:
@@ -90,9 +76,10 @@ def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) ->
 
 
 def in_order(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
-    """Make the batches of a dataset in its order, and return the share (rank, world) of them."""
-    batches = BatchSampler(range(len(dataset)), config.batch_size, drop_last=False)
-    return _loader(dataset, config, Shard(batches, *shard), shard[1])
+    """Make batches of a dataset in its order. shard: (rank, world), for the batches rank, rank + world, ..."""
+    rank, world = shard
+    batches = list(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False))
+    return _loader(dataset, config, batches[rank::world], world)
 
 
 def spread(dataset: Any, limit: int) -> Subset:

@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     from models.quantize.checkpoint import CheckpointFile
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.benchmark.accuracy import Accuracy
     from utils.qat.benchmark.cases import cases_of, run_case
     from utils.qat.benchmark.model_files import give_sizes, networks_of
@@ -86,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
     from utils.qat.core.machine import machine
-    from utils.qat.prediction.pytorch import TorchModel
 
     def open_checkpoint(file: Path) -> TorchModel:
         with quiet_upstream():

@@ -30,10 +30,10 @@ from utils.qat.core.run_folder import own_folder
 if TYPE_CHECKING:
     import torch
 
+    from utils.qat.backends.file_model import FileModel
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.tasks import Task
     from utils.qat.evaluation.side_by_side import Example
-    from utils.qat.prediction.file_model import FileModel
-    from utils.qat.prediction.pytorch import TorchModel
 
 
 def parse_args(argv: Sequence[str] | None) -> CompareConfig:
@@ -43,32 +43,23 @@ def parse_args(argv: Sequence[str] | None) -> CompareConfig:
 
 def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
     """Find the height and width, in pixels, of the images that all models take. Raises QatError if they differ."""
-    from utils.qat.prediction.file_model import FileModel
-
-    given = [tuple(m.imgsz) for m in models if isinstance(m, FileModel)]
-    # a file whose image size is open takes any, as a checkpoint does
-    sizes = {size for size in given if all(isinstance(n, int) for n in size)} or {
-        config.imgsz or _of_checkpoints(models) or models[0].task.imgsz
-    }
-    if len(sizes) > 1:
+    fixed = {model.imgsz for model in models if model.imgsz}
+    if len(fixed) > 1:
         raise QatError(
-            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(sizes))}; one '
+            f'{listed(config)}: they take images of {" and ".join(f"{h} x {w}" for h, w in sorted(fixed))}; one '
             'size is needed, export with the same --imgsz'
         )
-    (size,) = sizes
-    if config.imgsz not in (None, size):
-        raise QatError(
-            f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {size[0]} x {size[1]}; leave the flag out, or '
-            'export again'
-        )
+    for height, width in fixed:
+        if config.imgsz not in (None, (height, width)):
+            raise QatError(
+                f'--imgsz {" ".join(map(str, typed_sides(config.imgsz)))}: the files take {height} x {width}; leave the flag out, or '
+                'export again'
+            )
+    choices = *fixed, config.imgsz, *(model.quantized_for for model in models), models[0].task.imgsz
+    size = next(filter(None, choices))
     for model in models:
-        require_multiples(size, getattr(model, 'stride', 1))
+        require_multiples(size, model.stride)
     return size
-
-
-def _of_checkpoints(models: Sequence[FileModel | TorchModel]) -> Sides | None:
-    """Return the image size that the first quantized checkpoint was quantized for; None without one."""
-    return next((size for m in models if (size := getattr(m, 'quantized_for', None))), None)
 
 
 def listed(config: CompareConfig) -> str:
@@ -84,12 +75,12 @@ def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel
     return tasks[0]
 
 
-def compare_models(
+def compare_images(
     config: CompareConfig, models: Sequence[FileModel | TorchModel], task: Task, device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
     """Compare models with the first. Returns the plain comparison of each other one, and examples."""
     from utils.qat.data.loaders import random_images
-    from utils.qat.evaluation.compare import compare_all
+    from utils.qat.evaluation.compare import compare_models
     from utils.qat.evaluation.side_by_side import Examples
 
     names = examples = None
@@ -100,7 +91,7 @@ def compare_models(
     elif config.random:
         loader = random_images(config.random, config.batch_size, size, config.seed)
     reference, *others = models
-    found = compare_all(
+    comparisons = compare_models(
         reference,
         others,
         loader,
@@ -113,7 +104,7 @@ def compare_models(
         examples.look if examples else None,
         task,
     )
-    return [c.plain() for c in found], examples.found if examples else []
+    return comparisons, examples.found if examples else []
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         models = [load_model(file, device, backend) for file, backend in zip(config.models, backends)]
         task = require_alike(config, models)
         size = image_size(config, models)
-        comparisons, examples = compare_models(config, models, task, device, size)
+        comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, backends[-1])
         tables = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))

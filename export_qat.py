@@ -43,8 +43,8 @@ def load(config: ExportConfig) -> Export:
 
     from models.deploy.formats.format import Export, with_sources
     from models.quantize.checkpoint import CheckpointFile
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.device import select_device
-    from utils.qat.prediction.pytorch import TorchModel
 
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     device, formats = select_device(config.device), with_sources(config.include)

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.deploy.formats.deepstream import FORMAT
     from models.deploy.formats.format import Export
     from models.quantize.checkpoint import CheckpointFile
-    from utils.qat.prediction.pytorch import TorchModel
+    from utils.qat.backends.pytorch import TorchModel
 
     with quiet_upstream():
         predict = TorchModel(*CheckpointFile(config.weights).load_any())

@@ -75,8 +75,8 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize import checkpoint
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.defaults import options
-    from utils.qat.prediction.pytorch import TorchModel
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -131,8 +131,6 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     """
     require_source(config.weights, '--weights', CHECKPOINTS)
     require_data(config.data)
-    if config.hyp:
-        require_file(config.hyp, '--hyp', ('.yaml', '.yml'))
 
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
@@ -163,7 +161,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.core.files import write_json
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
-    from utils.qat.evaluation.figures import title_of
+    from utils.qat.evaluation.score_tables import merit_title
     from utils.qat.run.plots import plot_sensitivity
     from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
 
@@ -203,7 +201,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all in INT8 against float: {in_words(found["int8"]["against_float"], title_of(found["int8"]))} on these {summary["images"]} images'
+            f'all in INT8 against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
         )
     LOGGER.log(
         RESULT,
@@ -231,7 +229,7 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     from utils.qat.evaluation.score_file import score_files
 
     torch.backends.cudnn.allow_tf32 = False  # see open_folder
-    score_files(configs, load_model, load_model)
+    score_files(configs, load_model)
 
 
 VERBS: dict[str, tuple[type, Callable, str]] = {

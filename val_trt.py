@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.deploy.load import load_model
     from utils.qat.evaluation.score_file import score_files
-    from utils.qat.prediction.file_model import open_file
 
-    score_files(configs, open_file, load_model)
+    score_files(configs, load_model)
 
 
 if __name__ == '__main__':

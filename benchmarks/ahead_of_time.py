@@ -31,6 +31,7 @@ from models.deploy.agreement import made_images, traceable_copy
 from models.deploy.formats.aoti import export_aoti
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
+from utils.qat.backends.aoti import AotPackage
 from utils.qat.benchmark.measured import MeasuredSession
 from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO
 from utils.qat.core.command import Parser, require_file, run_command
@@ -39,7 +40,6 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import cpu_name
 from utils.qat.core.markdown import markdown_table
-from utils.qat.prediction.aoti import AotPackage
 
 Run = Callable[[], object]
 

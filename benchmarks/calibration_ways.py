@@ -30,6 +30,7 @@ from models.quantize.calibration.choose_calibration import CORRECTED, every_thir
 from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.ptq import COMPARED, prepare
 from models.quantize.head_outputs import Raw
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.device import describe, select_device
@@ -39,7 +40,6 @@ from utils.qat.core.markdown import markdown_table
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, spread_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.pytorch import TorchModel
 
 METHODS = [method for method in CALIB_METHODS if method != 'auto']
 

@@ -34,6 +34,8 @@ from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import learning_rate_share, supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
+from utils.qat.backends.detections import detect
+from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.device import select_device
@@ -43,8 +45,6 @@ from utils.qat.core.markdown import markdown_table
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.detections import detect
-from utils.qat.prediction.pytorch import TorchModel, task_of
 
 WAYS: dict[str, dict[str, Any]] = {  # name → differences from the default
     'default': {},

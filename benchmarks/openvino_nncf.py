@@ -35,6 +35,9 @@ from models.deploy.agreement import metadata_of, traceable_copy
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
+from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.openvino import OpenVINO, float_precisions
+from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.command import Parser, require_data, require_file, run_command
 from utils.qat.core.device import select_device
@@ -48,9 +51,6 @@ from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.openvino_model import load_openvino
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.openvino import OpenVINO, float_precisions
-from utils.qat.prediction.pytorch import TorchModel, task_of
 from utils.qat.targets.target import load_target
 
 CPU = torch.device('cpu')

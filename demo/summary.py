@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
-from utils.qat.evaluation.figures import columns, figures, task_in
+from utils.qat.evaluation.score_tables import score_cells, score_titles, task_in
 
 SHAPES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
@@ -104,11 +104,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f'{folder}: needs the folder that quickstart.sh filled, .work/demo, .work/demo-seg or .work/demo-cls'
         )
     found = list(rows(folder))
-    titles, masks = columns(*(metrics for *_, metrics, _ in found))
+    titles, masks = score_titles(*(metrics for *_, metrics, _ in found))
     print(
         markdown_table(
             ('model', 'run by', 'images', *titles, 'MB'),
-            [[*what, *figures(metrics, masks), size] for *what, metrics, size in found],
+            [[*what, *score_cells(metrics, masks), size] for *what, metrics, size in found],
         )
     )
     notes = SHAPES + ENGINES if task_in(found[0][3]).augments else ENGINES

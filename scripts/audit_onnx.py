@@ -41,9 +41,9 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
     """
     import torch
 
+    from utils.qat.backends.openvino import OpenVINO
     from utils.qat.core.device import instruction_sets
     from utils.qat.graph.openvino_layers import layers_text, plain_layers
-    from utils.qat.prediction.openvino import OpenVINO
 
     session = OpenVINO(file, torch.device('cpu'))
     inputs = session.signature().inputs

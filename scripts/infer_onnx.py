@@ -110,13 +110,14 @@ def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: f
     return kept
 
 
-def wanted(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
+def above_threshold(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
     """Choose the detections [n, 6] with a score above conf_thres: bool [n].
 
     The second value is the number of detections that are left out because a value is NaN or infinite.
     """
-    asked, finite = (found[:, 4] > conf_thres) | ~np.isfinite(found[:, 4]), np.isfinite(found).all(1)
-    return asked & finite, int((asked & ~finite).sum())
+    above = (found[:, 4] > conf_thres) | ~np.isfinite(found[:, 4])
+    finite = np.isfinite(found).all(1)
+    return above & finite, int((above & ~finite).sum())
 
 
 def read_outputs(
@@ -130,13 +131,13 @@ def read_outputs(
         detections: FP32 [n, 6], highest score first: x1, y1, x2, y2 in pixels of the letterboxed image, score, class.
         masks: None, or FP32 [n, rows, columns] in 0..1, and their areas [n, 4] in the letterboxed image as x1, y1, x2,
             y2. The cells of a mask divide its area.
-        skipped: number of detections that are left out, see `wanted`.
+        skipped: number of detections that are left out, see `above_threshold`.
     """
     if 'num_dets' in outputs:
         n = int(outputs['num_dets'][0, 0])
         boxes, scores, classes = (outputs[name][0, :n] for name in ('det_boxes', 'det_scores', 'det_classes'))
         found = np.column_stack((boxes, scores, classes)).astype(np.float32)
-        kept, skipped = wanted(found, conf_thres)
+        kept, skipped = above_threshold(found, conf_thres)
         if 'det_masks' not in outputs:
             return found[kept], None, skipped
         masks = outputs['det_masks'][0, :n]
@@ -152,7 +153,7 @@ def read_outputs(
         at, classes = np.nonzero(~(rows[:, 4:] <= conf_thres))
         centre, half = rows[at, :2], rows[at, 2:4] / 2
         found = np.column_stack((centre - half, centre + half, rows[at, 4 + classes], classes)).astype(np.float32)
-    chosen, skipped = wanted(found, conf_thres)
+    chosen, skipped = above_threshold(found, conf_thres)
     found, at = found[chosen], at[chosen]
     kept = nms(found[:, :4], found[:, 4], found[:, 5], iou_thres)
     if not prototypes:
@@ -287,6 +288,12 @@ def has_functions(path: Path) -> bool:
     return False
 
 
+def class_names(text: str) -> dict[int, str]:
+    """Read the names of the classes, a dict or a list, from the metadata of a file: class index → name."""
+    names = ast.literal_eval(text)
+    return names if isinstance(names, dict) else dict(enumerate(names))
+
+
 class OnnxModel:
     """An ONNX file that is loaded in ONNX Runtime; `device` is 'cpu', or the number of a GPU.
 
@@ -318,8 +325,7 @@ class OnnxModel:
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
             (self.input,), metadata = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
-            self.names = ast.literal_eval(metadata.get('names', '{}'))
-            self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
+            self.names = class_names(metadata.get('names', '{}'))
         # exceptions of ONNX Runtime share no base class; others: several inputs, names that are no names
         except Exception as e:
             fail(f'{path}: ONNX Runtime cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
@@ -359,8 +365,7 @@ class OpenVINOModel:
             self.compiled = core.compile_model(model, 'CPU', settings)
             self.outputs = [port.any_name for port in model.outputs]
             info = ['framework', 'names']
-            self.names = ast.literal_eval(str(model.get_rt_info(info).value)) if model.has_rt_info(info) else {}
-            self.names = self.names if isinstance(self.names, dict) else dict(enumerate(self.names))
+            self.names = class_names(str(model.get_rt_info(info).value) if model.has_rt_info(info) else '{}')
         # exceptions of OpenVINO share no base class; others: several inputs, names that are no names
         except Exception as e:
             fail(f'{path}: OpenVINO cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')

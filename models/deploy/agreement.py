@@ -10,10 +10,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.head_outputs import head_of
+from utils.qat.backends.file_model import split_outputs
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.file_model import parts
-from utils.qat.prediction.pytorch import task_of
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as
 # logits (most scores are near 0, where their own ratio says nothing), and over coefficients and prototypes, the source
@@ -110,7 +110,7 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
     Raises:
         QatError: the shapes differ.
     """
-    ours, theirs = ({name: part.cpu() for name, part in parts(outputs).items()} for outputs in (ours, theirs))
+    ours, theirs = ({name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (ours, theirs))
     shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
     if shapes[0] != shapes[1]:
         raise QatError(f'{engine} returns {shapes[0]}, PyTorch {shapes[1]}')

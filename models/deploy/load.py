@@ -6,10 +6,10 @@ import torch
 
 from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import RoundedOnce
+from utils.qat.backends.file_model import FileModel, open_file
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
-from utils.qat.prediction.file_model import FileModel, open_file
-from utils.qat.prediction.pytorch import TorchModel
 
 
 def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
@@ -21,7 +21,7 @@ def load_model(path: Path, device: torch.device, backend: str | None = None) -> 
         backend: a key of BACKENDS (config/backends.py), for an exported file; None = the first that takes it.
 
     Returns:
-        A callable, images → predictions; see utils/qat/prediction/file_model.py.
+        A callable, images → predictions; see utils/qat/backends/file_model.py.
 
     Raises:
         QatError: the file has no such model, or it cannot run here.

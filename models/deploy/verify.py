@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from models.deploy.formats.format import Export, Format
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.backends import BACKENDS
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar
 from utils.qat.core.machine import versions
-from utils.qat.evaluation.compare import compare
-from utils.qat.prediction.file_model import open_file
+from utils.qat.evaluation.compare import compare_models
 
 
 def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -> bool:
@@ -32,17 +32,16 @@ def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -
     config, path, task = export.config, export.written[made.name].path, export.predict.task
     device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title
     model = open_file(path, device, backend)
-    result = compare(
+    [comparison] = compare_models(
         made.reference(export),
-        model,
+        [model],
         loader,
         device,
         data.names,
         progress=lambda it: bar(it, 'verifying'),
         task=task,
     )
-    plain = result.plain()
-    beyond = task.comparing().excess(plain, limits)
+    beyond = task.comparing().beyond_limits(comparison, limits)
     # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
     file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
     library = find_spec(backend) and import_module(backend)  # PyTorch runs the other files
@@ -54,14 +53,14 @@ def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -
             'onnx': {'file': path, 'sha256': sha256(path)},
             'limits': asdict(limits),
             'above_limits': beyond,
-            **plain,
+            **comparison,
         },
     )
     notes = ''.join(f'{line}\n' for line in model.notes)
     LOGGER.log(
         RESULT,
-        f'\nPyTorch and {title} ({path.name}) on {result.images} images of {config.verify}, {task.seen_as(config.imgsz, True)}\n\n'
-        f'{task.comparing().tables(plain, ("PyTorch", title))}\n{notes}limits: {task.comparing().limits_text(limits, plain)}: '
+        f'\nPyTorch and {title} ({path.name}) on {comparison["images"]} images of {config.verify}, {task.seen_as(config.imgsz, True)}\n\n'
+        f'{task.comparing().tables(comparison, ("PyTorch", title))}\n{notes}limits: {task.comparing().limits_text(limits, comparison)}: '
         f'{"exceeded" if beyond else "kept"}\nresults {file}\n',
     )
     if beyond:

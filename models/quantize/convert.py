@@ -14,9 +14,9 @@ from models.quantize.blocks import ACTIVATIONS, TWINS, QuantResidual, Twin
 from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.pytorch import task_of
 from utils.qat.targets.target import Target, load_target
 
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by

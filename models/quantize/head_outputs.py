@@ -8,9 +8,9 @@ import torch
 import torch.nn as nn
 
 from models.quantize.network import layers
+from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError
 from utils.qat.evaluation.classes import divergence
-from utils.qat.prediction.pytorch import task_of
 
 HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 

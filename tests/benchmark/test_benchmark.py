@@ -24,6 +24,7 @@ from zoo import program
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.cases import cases_of
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO, MeasuredPyTorch
@@ -34,7 +35,6 @@ from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)

@@ -19,6 +19,7 @@ from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import TrainingStep
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
@@ -27,7 +28,6 @@ from utils.qat.core.log import LOGGER
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.sensitivity_summary import FILE
 
 CPU = torch.device('cpu')
@@ -188,7 +188,7 @@ from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluation.evaluate import evaluate

@@ -9,15 +9,14 @@ import pytest
 import torch
 from graphs import graph_of, node
 from PIL import Image
-from zoo import command as run
-from zoo import program
+from zoo import command
 
+from labelled import words
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.config.tasks import load_task
-from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
-from utils.qat.data.class_folders import outputs_of
-from utils.qat.evaluation.compare import compare
+from utils.qat.data.other_classifiers import outputs_of
+from utils.qat.evaluation.compare import compare_models
 
 SIZE = 64
 
@@ -32,22 +31,15 @@ def test_top_accuracy_and_ranks_by_hand():
     def answering(scores):
         return lambda images: scores[2:] if images.max() else scores[:2]
 
-    names = dict(enumerate('abcdef'))
-    found = compare(
-        answering(first), answering(second), batches, torch.device('cpu'), names, top=3, task=load_task('classify')
-    )
-    assert (
-        found.images == 3
-        and found.reference == {'top1': 2 / 3, 'top5': 1.0}
-        and found.other == {'top1': 1 / 3, 'top5': 2 / 3}
-    )
-    assert [r['disagreement'] for r in found.ranks] == pytest.approx([1 / 3, 2 / 3, 0])
-    assert [r['score'] for r in found.ranks] == pytest.approx([9, 8, 7]) and found.disagreement == pytest.approx(1 / 3)
-    assert (
-        found.scores['max'] == 8
-        and found.scores['mean'] == pytest.approx((1 + 1 + 8 + 8) / 18)
-        and found.scores['within'] == pytest.approx(14 / 18)
-    )
+    names, task = dict(enumerate('abcdef')), load_task('classify')
+    models = answering(first), [answering(second)]
+    [found] = compare_models(*models, batches, torch.device('cpu'), names, top=3, task=task)
+    assert found['images'] == 3
+    assert found['reference'] == {'top1': 2 / 3, 'top5': 1.0} and found['other'] == {'top1': 1 / 3, 'top5': 2 / 3}
+    assert [r['disagreement'] for r in found['ranks']] == pytest.approx([1 / 3, 2 / 3, 0])
+    assert [r['score'] for r in found['ranks']] == pytest.approx([9, 8, 7])
+    assert found['disagreement'] == pytest.approx(1 / 3)
+    assert found['scores'] == pytest.approx({'max': 8, 'mean': (1 + 1 + 8 + 8) / 18, 'within': 14 / 18})
 
 
 NAMES = {0: 'tench', 1: 'crane', 2: 'hot_dog', 3: 'crane'}
@@ -87,126 +79,85 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp('classes')
     for name, last, side in (('a', 1, SIZE), ('b', 2, SIZE), ('open', 1, 'side')):
         pooled = [node('GlobalAveragePool', 'x', 'p'), node('Flatten', 'p', 'f'), node('Mul', 'f', 'factor', 'y')]
-        onnx.save(
-            graph_of(
-                pooled, shape=('n', 3, side, side), returns=('n', 3), initializers={'factor': np.float32([1, 1, last])}
-            ),
-            folder / f'{name}.onnx',
-        )
-    for label, colours in (
-        ('0', [(250, 0, 0), (200, 10, 150)]),
-        ('1', [(0, 250, 0), (0, 100, 60), (0, 0, 255)]),
-    ):
-        (folder / 'data' / label).mkdir(parents=True)
-        for i, colour in enumerate(colours):
-            Image.new('RGB', (90, 70), colour).save(folder / 'data' / label / f'{i}.png')
-    (folder / 'some/n01').mkdir(parents=True)
-    Image.new('RGB', (90, 70)).save(folder / 'some/n01/0.png')
+        factor, shape = {'factor': np.float32([1, 1, last])}, ('n', 3, side, side)
+        onnx.save(graph_of(pooled, shape=shape, returns=('n', 3), initializers=factor), folder / f'{name}.onnx')
+    colours = {
+        'data/0': [(250, 0, 0), (200, 10, 150)],
+        'data/1': [(0, 250, 0), (0, 100, 60), (0, 0, 255)],
+        'some/n01': [(0, 0, 0)],
+    }
+    for label, images in colours.items():
+        (folder / label).mkdir(parents=True)
+        for i, colour in enumerate(images):
+            Image.new('RGB', (90, 70), colour).save(folder / label / f'{i}.png')
     return folder
 
 
-def results_of(folder):
+def compared(folder, line, **more):
+    """Output of compare_outputs.py with these words, where {f} is `folder`, and its report with the first comparison in it."""
+    line += ' --device cpu --workers 0 --project {f} --name runs --exist-ok --batch-size 2'
+    said = command('compare_outputs.py', *words(line, f=folder, **more))
     report = json.loads((folder / 'runs/compare.json').read_text())
-    return {**report, **report['comparisons'][0]}
-
-
-def command(folder, *more):
-    return (
-        'compare_outputs.py',
-        *more,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--project',
-        folder,
-        '--name',
-        'runs',
-        '--exist-ok',
-        '--batch-size',
-        2,
-    )
+    return said, {**report, **report['comparisons'][0]}
 
 
 def test_classifiers_on_a_folder_of_classes(folder):
     """b doubles blue: what has 60 of it and 100 of green becomes blue, as has 150 and 200 of red."""
-    out = run(*command(folder, folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data'))
-    found = results_of(folder)
-    assert found['images'] == 5 and found['reference']['top1'] == 4 / 5 and found['other']['top1'] == 2 / 5
-    assert found['reference']['top5'] == found['other']['top5'] == 1 and found['ranks'][0]['disagreement'] == 2 / 5
-    assert (
-        re.search(r'\| a.onnx +\| 0.8000 \| 1.0000 \|', out)
-        and re.search(r'\| b.onnx +\| 0.4000 \| 1.0000 \| .* 60.0% \|', out)
-        and 'b.onnx - a.onnx, points | -40.00 | ' in out
-        and set(found['files'])
-        == {
-            str(folder / 'a.onnx'),
-            str(folder / 'b.onnx'),
-        }
-    )
+    out, found = compared(folder, '{f}/a.onnx {f}/b.onnx --data {f}/data')
+    assert found['images'] == 5 and found['ranks'][0]['disagreement'] == 2 / 5
+    assert found['reference'] == {'top1': 4 / 5, 'top5': 1} and found['other'] == {'top1': 2 / 5, 'top5': 1}
+    assert re.search(r'\| a.onnx +\| 0.8000 \| 1.0000 \|', out)
+    assert re.search(r'\| b.onnx +\| 0.4000 \| 1.0000 \| .* 60.0% \|', out)
+    assert 'b.onnx - a.onnx, points | -40.00 | ' in out
+    assert set(found['files']) == {str(folder / 'a.onnx'), str(folder / 'b.onnx')}
 
 
 def test_the_benchmark_scores_classifiers_alike(folder):
-    short = '--duration', 0.01, '--warmup', 0, '--batch', 1, '--backend', 'onnxruntime', '--formats', 'json'
-    given = folder / 'a.onnx', folder / 'b.onnx', '--data', folder / 'data', '--baseline', 'a.onnx', *short
-    run('benchmark_trt.py', *given, '--device', 'cpu', '--workers', 0, '--project', folder, '--name', 'benchmark')
+    line = (
+        '{f}/a.onnx {f}/b.onnx --data {f}/data --baseline a.onnx --duration 0.01 --warmup 0 --batch 1 '
+        '--backend onnxruntime --formats json --device cpu --workers 0 --project {f} --name benchmark'
+    )
+    command('benchmark_trt.py', *words(line, f=folder))
     a, b = json.loads((folder / 'benchmark/benchmark.json').read_text())['results']
     assert a['accuracy'].items() >= {'images': 5, 'top1': 4 / 5, 'top5': 1}.items() and b['accuracy']['top1'] == 2 / 5
     assert b['against']['points'].items() >= {'top1': pytest.approx(-40), 'top5': 0}.items() and a['open_batch']
 
 
-@pytest.mark.parametrize('file, size', [('a', ()), ('open', ('--imgsz', SIZE))])
-def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, size):
-    run(*command(folder, folder / f'{file}.onnx', folder / 'open.onnx', '--random', 2, *size))
-    assert results_of(folder)['scores']['max'] == 0 and results_of(folder)['settings']['imgsz'] == (
-        [SIZE, SIZE] if size else None
-    )
+@pytest.mark.parametrize('file, flag, size', [('a', '', None), ('open', f'--imgsz {SIZE}', [SIZE, SIZE])])
+def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, file, flag, size):
+    _, found = compared(folder, '{f}/{file}.onnx {f}/open.onnx --random 2 ' + flag, file=file)
+    assert found['scores']['max'] == 0 and found['settings']['imgsz'] == size
 
 
 def test_one_file_in_several_backends_is_named_by_them(folder):
-    models = folder / 'a.onnx', folder / 'b.onnx', folder / 'a.onnx'
-    out = run(*command(folder, *models, '--random', 2, '--backend', 'onnxruntime,onnxruntime,onnxruntime'))
+    backends = 'onnxruntime,onnxruntime,onnxruntime'
+    out, _ = compared(folder, '{f}/a.onnx {f}/b.onnx {f}/a.onnx --random 2 --backend {b}', b=backends)
     assert '## a.onnx in ONNX Runtime against a.onnx in ONNX Runtime' in out
 
 
 def test_classifiers_on_noise(folder):
-    out = run(*command(folder, folder / 'a.onnx', folder / 'a.onnx', '--random', 5))
-    found = results_of(folder)
+    out, found = compared(folder, '{f}/a.onnx {f}/a.onnx --random 5')
     assert re.search(r'a.onnx \(2\) +\| +100.00% \| +0 \| +100.0% \| +0.0% \|', out) and 'top-1' not in out
     assert (found['images'], found['scores']['max'], found['disagreement'], found['reference']) == (5, 0, 0, None)
-    run(
-        *command(
-            folder,
-            folder / 'a.onnx',
-            folder / 'a.onnx',
-            '--data',
-            folder / 'data',
-            '--mean',
-            0.5,
-            0.5,
-            0.5,
-            '--images',
-            2,
-        )
-    )
-    assert results_of(folder)['images'] == 2 and results_of(folder)['ranks'][0]['score'] < 0.5, 'normalised'
+
+
+def test_images_are_normalised_as_the_flags_say(folder):
+    _, found = compared(folder, '{f}/a.onnx {f}/a.onnx --data {f}/data --mean 0.5 0.5 0.5 --images 2')
+    assert found['images'] == 2 and found['ranks'][0]['score'] < 0.5
 
 
 def test_a_checkpoint_and_its_export(small, tmp_path):
     export_onnx(small.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
-    run(*command(tmp_path, small.quantized, tmp_path / 'int8.onnx', '--data', small.data))
-    near = results_of(tmp_path)
-    run(*command(tmp_path, small.single, tmp_path / 'int8.onnx', '--data', small.data, '--images', 4, '--top', 3))
-    far = results_of(tmp_path)
+    _, near = compared(tmp_path, '{s.quantized} {f}/int8.onnx --data {s.data}', s=small)
+    _, far = compared(tmp_path, '{s.single} {f}/int8.onnx --data {s.data} --images 4 --top 3', s=small)
     assert near['images'] == 12 and far['images'] == 4 and len(far['ranks']) == 3
     assert near['scores']['mean'] < far['scores']['mean'] and near['reference']['ap'] > 0 and far['other']['ap'] > 0
-    run(*command(tmp_path, small.single, small.single, '--random', 3, '--imgsz', SIZE))
-    noise = results_of(tmp_path)
+    _, noise = compared(tmp_path, '{s.single} {s.single} --random 3 --imgsz {size}', s=small, size=SIZE)
     assert noise['images'] == 3 and noise['boxes']['max'] == 0 and noise['reference'] is None
 
 
 @pytest.mark.parametrize(
-    'given, says',
+    'line, says',
     [
         ('{f}/a.onnx {f}/b.onnx', ['--data, --random', 'one of the two']),
         ('{f}/a.onnx {f}/b.onnx --random 0', ['--random 0']),
@@ -216,17 +167,14 @@ def test_a_checkpoint_and_its_export(small, tmp_path):
         ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
         ('{f}/a.onnx {f}/b.onnx --data {f}/some', ['--data', '1 folders (n01, ...)', '3 outputs', '--classes']),
         ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
-        ('{f}/a.onnx {single} --random 1', ['one is a detector', 'classifier']),
+        ('{f}/a.onnx {s.single} --random 1', ['one is a detector', 'classifier']),
     ],
 )
-def test_bad_input(folder, small, capsys, given, says):
-    arguments = [word.format(f=folder, single=small.single) for word in given.split()]
-    assert run_command(program('compare_outputs.py').main, [*arguments, '--device', 'cpu']) == 2
-    said = capsys.readouterr().err.strip()
+def test_bad_input(folder, small, line, says):
+    said = command('compare_outputs.py', *words(f'{line} --device cpu', f=folder, s=small), code=2).strip()
     assert len(said.splitlines()) == 1 and all(text in said for text in says), said
 
 
-def test_a_classifier_is_not_evaluated_as_a_detector(folder, small, capsys):
-    arguments = ['--weights', folder / 'a.onnx', '--data', small.data, '--imgsz', SIZE, '--device', 'cpu']
-    assert run_command(program('val_trt.py').main, [*map(str, arguments)]) == 2
-    assert 'a classifier' in capsys.readouterr().err
+def test_a_classifier_is_not_evaluated_as_a_detector(folder, small):
+    line = '--weights {f}/a.onnx --data {s.data} --imgsz 64 --device cpu'
+    assert 'a classifier' in command('val_trt.py', *words(line, f=folder, s=small), code=2)

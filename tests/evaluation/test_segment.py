@@ -1,40 +1,38 @@
 """Laws of masks: figures equal upstream's, are equal for both forms of masks, and are right in cases by hand."""
 
-import ast
 import json
+import shutil
 from copy import deepcopy
-from pathlib import Path
+from types import SimpleNamespace
 
+import cv2
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO
 from faults import sampled
 from fresh import fresh
+from pycocotools import mask as coco
 from torchvision.ops import roi_align
-from zoo import build, fuse, image, program, settings
+from utils.metrics import box_iou
+from utils.segment.loss_tal import ComputeLoss
+from zoo import build, command, fuse, image, program, settings
 
+from labelled import CPU, PERFECT, labels_of, val_images, words
 from models.quantize.calibration.divergence import mask_logits, strongest_places, typical_divergence
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import Raw, output_parts
-from utils.qat.config.qat import EvalConfig
-from utils.qat.core.command import run_command
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
-from utils.qat.data.loaders import training_images, val_loader
+from utils.qat.data.loaders import training_images
 from utils.qat.data.masks import BoxMasks, PrototypeMasks, same_place_iou, true_masks
-from utils.qat.evaluation.chance import points_lost
 from utils.qat.evaluation.detection_scores import IOUS, _correct
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.figures import merit
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.pytorch import task_of
 
-CPU = torch.device('cpu')
-SIZE, CLASSES, PERFECT = 128, 10, 0.995  # pixels; upstream's interpolation makes 0.995 of a perfect result
-FIGURES = 'ap', 'ap50', 'precision', 'recall'
+SIZE = 128  # pixels
 
 
 @pytest.fixture(scope='module')
@@ -48,11 +46,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope='module')
 def model():
     return fuse(build('demo-seg'))
-
-
-def loader_of(data, square=False, **options):
-    config = EvalConfig(Path('w.pt'), data, batch_size=4, imgsz=SIZE, workers=0, **options)
-    return val_loader(load_data(data, masks=True), config, 32, square=square)
 
 
 def blobs(number, size=SIZE, seed=0):
@@ -86,14 +79,11 @@ def test_masks_cut_out_and_pasted_are_the_masks_there_were():
 
 
 def test_masks_are_cut_at_their_box():
+    boxes, shape = torch.tensor([[10.0, 20, 50, 70], [0, 0, 128, 128]]), (SIZE, SIZE)
+    everywhere = torch.full((1, 32, 32), 9.0)
     for masks in (
-        BoxMasks(torch.ones(2, 8, 8), torch.tensor([[10.0, 20, 50, 70], [0, 0, 128, 128]]), (SIZE, SIZE)),
-        PrototypeMasks(
-            torch.ones(2, 1),
-            torch.full((1, 32, 32), 9.0),
-            torch.tensor([[10.0, 20, 50, 70], [0, 0, 128, 128]]),
-            (SIZE, SIZE),
-        ),
+        BoxMasks(torch.ones(2, 8, 8), boxes, shape),
+        PrototypeMasks(torch.ones(2, 1), everywhere, boxes, shape),
     ):
         first, second = masks.fine()
         assert first.sum() == 40 * 50 and first[20:70, 10:50].all() and second.all()
@@ -101,19 +91,14 @@ def test_masks_are_cut_at_their_box():
 
 def test_truth_in_both_forms_of_upstream(data):
     """Objects of the demo hide each other little, so the index map loses little."""
-    one_by_one, as_map = (
-        [(batch[1], batch[4]) for batch in loader_of(data, square=True, overlap=o)] for o in (False, True)
-    )
-    for (targets, masks), (sorted_targets, maps) in zip(one_by_one, as_map):
+    loaders = [val_images(data, square=True, masks=True, overlap=overlap) for overlap in (False, True)]
+    for (_, targets, *_, masks), (_, sorted_targets, *_, maps) in zip(*loaders):
         for i, (mask, index) in enumerate(zip(masks, maps)):
-            number = int((targets[:, 0] == i).sum())
-            theirs = true_masks(index, number)
-            order = [
-                next(k for k, t in enumerate(targets[targets[:, 0] == i]) if torch.equal(t, s))
-                for s in sorted_targets[sorted_targets[:, 0] == i]
-            ]
-            ours = true_masks(mask, number)[order]
-            assert ours.shape == theirs.shape and ours.sum() > 0 and same_place_iou(ours, theirs).mean() > 0.95
+            mine, theirs = (rows[rows[:, 0] == i] for rows in (targets, sorted_targets))
+            order = [(mine == row).all(1).nonzero()[0, 0].item() for row in theirs]
+            separate, of_map = true_masks(mask, len(mine))[order], true_masks(index, len(mine))
+            assert separate.shape == of_map.shape and separate.sum() > 0
+            assert same_place_iou(separate, of_map).mean() > 0.95
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------------
@@ -121,27 +106,23 @@ def test_truth_in_both_forms_of_upstream(data):
 
 def test_matching_is_upstreams():
     """That of val.py, on random boxes with many near misses."""
-    from utils.metrics import box_iou
     from val import process_batch
 
     generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator)
+
     for _ in range(50):
-        corner = torch.rand(6, 2, generator=generator) * 60
-        labels = torch.cat(
-            (
-                torch.randint(3, (6, 1), generator=generator),
-                corner,
-                corner + 10 + torch.rand(6, 2, generator=generator) * 40,
-            ),
-            1,
-        )
-        which = torch.randint(6, (40,), generator=generator)
-        boxes = labels[which, 1:] + torch.randn(40, 4, generator=generator) * 4
-        classes = torch.where(torch.rand(40, generator=generator) < 0.8, labels[which, 0], 1.0)
-        rows = torch.cat(
-            (boxes, torch.rand(40, 1, generator=generator).sort(0, descending=True).values, classes[:, None]), 1
-        )
-        ours = _correct(Detections(rows), labels, box_iou(labels[:, 1:], boxes))
+        corner = random(6, 2) * 60
+        true = torch.cat((corner, corner + 10 + random(6, 2) * 40), 1)
+        labels = torch.cat(((random(6, 1) * 3).floor(), true), 1)
+        which = (random(40) * 6).long()
+        boxes = true[which] + torch.randn(40, 4, generator=generator) * 4
+        classes = torch.where(random(40) < 0.8, labels[which, 0], 1.0)
+        scores = random(40).sort(descending=True).values
+        rows = torch.cat((boxes, scores[:, None], classes[:, None]), 1)
+        ours = _correct(Detections(rows), labels, box_iou(true, boxes))
         assert torch.equal(ours, process_batch(rows, labels, IOUS)) and ours.any()
 
 
@@ -152,23 +133,24 @@ class Oracle:
         self.batches, self.change = list(loader), change
 
     def __call__(self, images):
-        batch = next(b for b in self.batches if b[0].shape == images.shape and torch.equal(b[0].float() / 255, images))
-        shape, found = images.shape[2:], []
-        for i in range(len(images)):
-            mine = batch[1][batch[1][:, 0] == i]
-            boxes = mine[:, 2:] * torch.tensor((shape[1], shape[0]) * 2)
-            boxes = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1)
-            masks = (
-                F.interpolate(
-                    true_masks(batch[4][i], len(mine))[None], (shape[0] // 4, shape[1] // 4), mode='bilinear'
-                )[0]
-                .gt(0.5)
-                .float()
+        (height, width), found = images.shape[2:], []
+        for labels, truth in labels_of(self.batches, images):
+            centre, half = labels[:, 2:4], labels[:, 4:] / 2
+            boxes = torch.cat((centre - half, centre + half), 1) * torch.tensor((width, height) * 2)
+            small = F.interpolate(true_masks(truth, len(labels))[None], (height // 4, width // 4), mode='bilinear')
+            masks = self.change((small[0] > 0.5).float())
+            rows = torch.cat((boxes, torch.full((len(labels), 1), 0.9), labels[:, 1:2]), 1)
+            found.append(
+                Detections(rows, PrototypeMasks(torch.eye(len(labels)), 20 * masks - 10, boxes, (height, width)))
             )
-            masks = self.change(masks)
-            rows = torch.cat((boxes, torch.full((len(mine), 1), 0.9), mine[:, 1:2]), 1)
-            found.append(Detections(rows, PrototypeMasks(torch.eye(len(mine)), 20 * masks - 10, boxes, shape)))
         return found
+
+
+class Blind(Oracle):
+    """Finds nothing."""
+
+    def __call__(self, images):
+        return [Detections(found.rows[:0], found.masks[:0]) for found in super().__call__(images)]
 
 
 def halved(masks):
@@ -184,65 +166,62 @@ def halved(masks):
 @pytest.mark.parametrize('square', [True, False])
 def test_figures_by_hand(data, change, low, high, square):
     """Whatever becomes of the masks, the boxes are perfect. Perfect masks are cut at these, and lose some points at the edge."""
-    loader = loader_of(data, square)
+    loader = val_images(data, square=square, masks=True)
     metrics = evaluate(Oracle(loader, change), loader, load_data(data).names, CPU)
     assert metrics.ap == pytest.approx(PERFECT, abs=2e-3) and low - 2e-3 <= metrics.mask['ap'] <= high + 2e-3
     assert all((row['mask'] or {}).get('ap', 0) <= row['ap'] for row in metrics.per_class)
 
 
-def test_masks_are_written_as_coco_has_them(data, tmp_path):
-    """Run lengths in the size of the original: those of perfect detections are the outlines of the labels, and COCO's scorer agrees."""
-    import cv2
-    from pycocotools import mask as coco
-
-    loader = loader_of(data)
-    names = load_data(data).names
-    evaluate(Oracle(loader, lambda m: m), loader, names, CPU, predictions_file=tmp_path / 'predictions.json')
-    rows = json.loads((tmp_path / 'predictions.json').read_text())
-    truth, sizes = [], []
-    for file in sorted((data.parent / 'labels' / 'val').iterdir()):
-        height, width = cv2.imread(str(data.parent / 'images' / 'val' / f'{file.stem}.jpg')).shape[:2]
-        sizes.append((int(file.stem), height, width))
+def coco_truth(data):
+    """The val labels of a data YAML as COCO has them: sizes of the images by id, and the objects."""
+    sizes, objects = {}, []
+    for file in sorted((data.parent / 'labels/val').iterdir()):
+        height, width = sizes[int(file.stem)] = cv2.imread(str(data.parent / f'images/val/{file.stem}.jpg')).shape[:2]
         for line in file.read_text().splitlines():
             c, *points = map(float, line.split())
             outline = np.array(points).reshape(-1, 2) * (width, height)
-            x, y = outline.min(0)
-            truth.append(
+            runs = coco.merge(coco.frPyObjects([outline.flatten().tolist()], height, width))
+            objects.append(
                 {
-                    'id': len(truth) + 1,
+                    'id': len(objects) + 1,
                     'image_id': int(file.stem),
-                    'category_id': int(c),
+                    'category_id': int(c) + 1,  # COCO's number of the first classes
                     'iscrowd': 0,
-                    'bbox': [x, y, *np.ptp(outline, 0)],
-                    'segmentation': coco.merge(coco.frPyObjects([outline.flatten().tolist()], height, width)),
+                    'bbox': [*outline.min(0), *np.ptp(outline, 0)],
+                    'area': float(coco.area(runs)),
+                    'segmentation': {**runs, 'counts': runs['counts'].decode()},
                 }
             )
-    ious = [
-        max(
-            coco.iou([row['segmentation']], [t['segmentation']], [0]).item()
-            for t in truth
-            if (t['image_id'], t['category_id']) == (row['image_id'], row['category_id'])
-        )
-        for row in rows
-    ]
-    assert len(rows) == len(truth) and min(ious) > 0.6 and np.mean(ious) > 0.85
-    for t in truth:
-        t['area'] = float(coco.area(t['segmentation']))
-        t['segmentation'] = {**t['segmentation'], 'counts': t['segmentation']['counts'].decode()}
-        t['category_id'] += 1  # COCO's number of the first classes
-    (tmp_path / 'instances.json').write_text(
-        json.dumps(
-            {
-                'images': [{'id': i, 'height': h, 'width': w} for i, h, w in sizes],
-                'annotations': truth,
-                'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)],
-            }
-        )
-    )
-    metrics = evaluate(Oracle(loader, lambda m: m), loader, names, CPU, annotations=tmp_path / 'instances.json')
-    assert metrics.coco['ap50'] > 0.99 and metrics.mask['coco']['ap50'] > 0.99
-    empty = evaluate(Oracle(loader, torch.zeros_like), loader, names, CPU, annotations=tmp_path / 'instances.json')
-    assert empty.coco['ap50'] > 0.99 and empty.mask['coco']['ap'] == 0
+    return sizes, objects
+
+
+def test_masks_are_written_as_coco_has_them(data, tmp_path):
+    """Run lengths in the size of the original: those of perfect detections are the outlines of the labels, and COCO's scorer agrees."""
+    loader, names, annotations = val_images(data, masks=True), load_data(data).names, tmp_path / 'instances.json'
+    perfect = Oracle(loader, lambda masks: masks)
+    evaluate(perfect, loader, names, CPU, predictions_file=tmp_path / 'predictions.json')
+    rows = json.loads((tmp_path / 'predictions.json').read_text())
+    sizes, objects = coco_truth(data)
+    ious = []
+    for row in rows:
+        same = [
+            t['segmentation']
+            for t in objects
+            if (t['image_id'], t['category_id']) == (row['image_id'], row['category_id'] + 1)
+        ]
+        ious.append(coco.iou([row['segmentation']], same, [0] * len(same)).max())
+    assert len(rows) == len(objects) and min(ious) > 0.6 and np.mean(ious) > 0.85
+    content = {
+        'images': [{'id': i, 'height': h, 'width': w} for i, (h, w) in sizes.items()],
+        'annotations': objects,
+        'categories': [{'id': i, 'name': str(i)} for i in range(1, 12)],
+    }
+    annotations.write_text(json.dumps(content))
+    blind = Blind(loader, torch.zeros_like)
+    for predict, boxes, masks in ((perfect, 1, 1), (Oracle(loader, torch.zeros_like), 1, 0), (blind, 0, 0)):
+        metrics = evaluate(predict, loader, names, CPU, annotations=annotations)
+        assert (metrics.coco['ap'], metrics.coco['ap50']) == pytest.approx((boxes, boxes), abs=0.01)
+        assert metrics.mask['coco']['ap50'] == pytest.approx(masks, abs=0.01)
 
 
 # ---- what a calibration is chosen by ------------------------------------------------------------------------------------
@@ -250,19 +229,15 @@ def test_masks_are_written_as_coco_has_them(data, tmp_path):
 
 def tame(raw):
     """`raw` with mask logits that are neither huge nor all alike, which random weights do not give."""
-    return Raw(
-        raw.maps, raw.boxes, raw.coefficients / raw.coefficients.std(), raw.prototypes / raw.prototypes.std() / 8
-    )
+    coefficients, prototypes = raw.coefficients / raw.coefficients.std(), raw.prototypes / raw.prototypes.std() / 8
+    return Raw(raw.maps, raw.boxes, coefficients, prototypes)
 
 
-def moved(raw, amount, seed=0):
+def moved(raw, amount):
     """`raw` with noise on what masks are made of."""
-    generator = torch.Generator().manual_seed(seed)
-    return Raw(
-        raw.maps,
-        raw.boxes,
-        *(x + amount * torch.randn(x.shape, generator=generator) for x in (raw.coefficients, raw.prototypes)),
-    )
+    generator = torch.Generator().manual_seed(0)
+    noise = [amount * torch.randn(x.shape, generator=generator) for x in (raw.coefficients, raw.prototypes)]
+    return Raw(raw.maps, raw.boxes, raw.coefficients + noise[0], raw.prototypes + noise[1])
 
 
 class Fixed(torch.nn.Module):
@@ -324,23 +299,20 @@ def test_probes_of_masks_measure_the_divergence(model):
 
 
 def test_the_backward_pass_reaches_what_masks_are_made_of(model):
-    seen = {}
-    convs = {
-        'prototypes': model.model[-1].proto.cv3.conv,
-        'coefficients': model.model[-1].cv4[0][2],
-        'boxes': model.model[-1].cv2[0][2],
-    }
+    head, norms = model.model[-1], {}
+    convs = {'prototypes': head.proto.cv3.conv, 'coefficients': head.cv4[0][2], 'boxes': head.cv2[0][2]}
 
     def watch(name):
-        return lambda conv, inputs, output: (
-            output.register_hook(lambda gradient: seen.__setitem__(name, gradient.norm().item())) and None
-        )
+        def hook(conv, inputs, output):
+            output.register_hook(lambda gradient: norms.update({name: gradient.norm().item()}))
+
+        return hook
 
     hooks = [conv.register_forward_hook(watch(name)) for name, conv in convs.items()]
     backward_from_probe(model, image(64, 2), torch.Generator().manual_seed(0))
     for hook in hooks:
         hook.remove()
-    assert seen.keys() == convs.keys() and min(seen.values()) > 0
+    assert norms.keys() == convs.keys() and min(norms.values()) > 0
 
 
 # ---- fine-tuning --------------------------------------------------------------------------------------------------------
@@ -348,24 +320,18 @@ def test_the_backward_pass_reaches_what_masks_are_made_of(model):
 
 def test_the_loss_on_labels_is_upstreams(data):
     """Boxes, classes and masks with upstream's gains, per image; the masks as its training loads them."""
-    from types import SimpleNamespace
-
-    from utils.segment.loss_tal import ComputeLoss
-
     model, config = fuse(build('demo-seg')), settings(imgsz=SIZE, task_loss=1.0, batch_size=4)
+    hyp = {'cls_pw': 1.0, 'fl_gamma': 0.0}
+    upstream = ComputeLoss(SimpleNamespace(model=model.model, parameters=model.parameters, hyp=hyp))
+    ours = task_of(model).label_loss(model, 2.0)
     batches = list(training_images(load_data(data, masks=True), config, 32, CPU))
     head_emits_raw_maps(model)
     for images, labels, masks in batches:
         assert masks[0].shape[1:] == (SIZE // 4, SIZE // 4)
         outputs = model(images)
-        theirs, parts = ComputeLoss(
-            SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
-        )(outputs, labels, torch.cat(masks).float())
-        assert (
-            task_of(model).label_loss(model, 2.0)(outputs, labels, masks).item()
-            == pytest.approx(2 * theirs.item() / len(images))
-            and (parts > 0).all()
-        )
+        theirs, parts = upstream(outputs, labels, torch.cat(masks).float())
+        assert ours(outputs, labels, masks).item() == pytest.approx(2 * theirs.item() / len(images))
+        assert (parts > 0).all()
 
 
 def test_all_parts_of_the_head_count_alike(model):
@@ -375,22 +341,13 @@ def test_all_parts_of_the_head_count_alike(model):
         maps, coefficients, prototypes = output = model(image(64, 2))
     model.eval()
     groups = output_parts(output)
-    assert (
-        [len(g) for g in groups] == [3, 1, 1]
-        and groups[1][0] is coefficients
-        and groups[2][0] is prototypes
-        and groups[0][0] is maps[0]
-    )
-    assert [len(g) for g in output_parts([coefficients, [prototypes]])] == [2] and [
-        len(g) for g in output_parts((coefficients, prototypes))
-    ] == [2]
+    assert [len(group) for group in groups] == [3, 1, 1]
+    assert groups[0][0] is maps[0] and groups[1][0] is coefficients and groups[2][0] is prototypes
+    for pair in ([coefficients, [prototypes]], (coefficients, prototypes)):
+        assert [len(group) for group in output_parts(pair)] == [2]
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------------
-
-
-def command(name, *arguments):
-    return run_command(program(name).main, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope='module')
@@ -400,99 +357,37 @@ def checkpoint(tmp_path_factory):
     return file
 
 
-def test_labels_without_outlines_are_named(demo, checkpoint, tmp_path, capfd):
-    assert (
-        command(
-            'qat.py',
-            'quantize',
-            '--weights',
-            checkpoint,
-            '--data',
-            demo.data,
-            '--device',
-            'cpu',
-            '--project',
-            tmp_path / 'runs',
-        )
-        == 2
-    )
-    said = capfd.readouterr().err.strip().splitlines()[-1]  # behind upstream's progress bar
-    assert 'error: label ' in said and '.txt: has boxes, and the model gives masks' in said and 'use data with' in said
+def test_labels_without_outlines_are_named(demo, checkpoint, tmp_path):
+    line = '--weights {w} --data {data} --device cpu --project {f}/runs'
+    said = command('qat.py', 'quantize', *words(line, w=checkpoint, data=demo.data, f=tmp_path), code=2)
+    last = said.strip().splitlines()[-1]  # behind upstream's progress bar
+    assert 'error: label ' in last and '.txt: has boxes, and the model gives masks' in last and 'use data with' in last
     assert not (tmp_path / 'runs').exists()
 
 
 def test_a_line_without_outline_among_others_is_named(data, tmp_path):
-    import shutil
-
-    shutil.copytree(data.parent, tmp_path / 'data')
-    file = next((tmp_path / 'data' / 'labels' / 'val').glob('*.txt'))
+    copy = tmp_path / 'data'
+    shutil.copytree(data.parent, copy)
+    file = next((copy / 'labels/val').glob('*.txt'))
     file.write_text(file.read_text() + '3 0.5 0.5 0.1 0.1\n')
-    (tmp_path / 'data' / 'data.yaml').write_text(data.read_text().replace(str(data.parent), str(tmp_path / 'data')))
+    (copy / 'data.yaml').write_text(data.read_text().replace(str(data.parent), str(copy)))
     with pytest.raises(QatError, match=f'{file.name}: has boxes'):
-        loader_of(tmp_path / 'data' / 'data.yaml')
+        val_images(copy / 'data.yaml', masks=True)
 
 
-def test_boxes_and_masks_count_alike():
-    """This holds for the choice of the best epoch and for the budget of lost points."""
-    assert merit({'ap': 0.5, 'mask': {'ap': 0.3}}) == 0.4 and merit({'ap': 0.5}) == 0.5
-    less, lesser = {'difference': -0.05, 'chance': 0.01}, {'difference': -0.1, 'chance': 0.01}
-    assert points_lost({**less, 'mask': lesser}) == points_lost({**lesser, 'mask': less}) == pytest.approx(10)
-
-
-@pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'dry run'], 4, 2))
+@pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'quantize --dry-run'], 4, 2))
 def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path):
-    verb, *extra = ('quantize', '--dry-run') if verb == 'dry run' else (verb,)
-    said = (
-        fresh(
-            'segment/qat_seg.py',
-            verb,
-            '--weights',
-            demo.quantized if verb == 'eval' else demo.single,
-            '--data',
-            demo.data,
-            '--device',
-            'cpu',
-            '--project',
-            tmp_path / 'runs',
-            *extra,
-            code=2,
-        )
-        .strip()
-        .splitlines()[-1]
-    )
-    assert (
-        said.startswith('qat_seg.py: error: --weights ')
-        and 'a detector (its head is DDetect)' in said
-        and 'use: python qat.py' in said
-    )
+    weights = demo.quantized if verb == 'eval' else demo.single
+    line = f'{verb} --weights {{w}} --data {{data}} --device cpu --project {{f}}/runs'
+    said = fresh('segment/qat_seg.py', *words(line, w=weights, data=demo.data, f=tmp_path), code=2)
+    last = said.strip().splitlines()[-1]
+    assert last.startswith('qat_seg.py: error: --weights ')
+    assert 'a detector (its head is DDetect)' in last and 'use: python qat.py' in last
     assert not (tmp_path / 'runs').exists()
 
 
-@pytest.mark.parametrize('option', [['--overlap'], ['--mask-ratio', 4], ['--mask-downsample-ratio', 2]])
-def test_options_of_masks_are_refused_without_masks(demo, option, tmp_path, capfd):
-    assert (
-        command(
-            'qat.py',
-            'eval',
-            '--weights',
-            demo.quantized,
-            '--data',
-            demo.data,
-            '--device',
-            'cpu',
-            *option,
-            '--project',
-            tmp_path / 'runs',
-        )
-        == 2
-    )
-    assert (
-        f'{option[0].replace("-downsample", "")}' in (said := capfd.readouterr().err)
-        and 'only for a segmentation model' in said
-    )
-
-
-def test_the_entry_point_holds_no_logic():
-    tree = ast.parse((REPO / 'segment' / 'qat_seg.py').read_text())
-    assert not [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.For, ast.While))]
-    assert "only_task='segment'" in (REPO / 'segment' / 'qat_seg.py').read_text()
+@pytest.mark.parametrize('option', ['--overlap', '--mask-ratio 4', '--mask-downsample-ratio 2'])
+def test_options_of_masks_are_refused_without_masks(demo, option, tmp_path):
+    line = f'--weights {{d.quantized}} --data {{d.data}} --device cpu {option} --project {{f}}/runs'
+    said = command('qat.py', 'eval', *words(line, d=demo, f=tmp_path), code=2)
+    assert option.split()[0].replace('-downsample', '') in said and 'only for a segmentation model' in said

@@ -7,6 +7,7 @@ import pytest
 import torch
 from zoo import command as run
 
+from labelled import words
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.config.tasks import load_task
 from utils.qat.evaluation import side_by_side
@@ -79,43 +80,30 @@ def test_examples_are_spread_and_as_the_image_was():
         examples.look(torch.full((3, 2, 2), float(i) - 2), f'{i}.jpg', [FIRST, FIRST])
     assert [e.path for e in examples.found] == ['0.jpg', '2.jpg']
     assert [np.unique(e.image).tolist() for e in examples.found] == [[0], [128]]
-    assert (
-        '| 1 ' in example_table(examples.found[0], ['a', 'b'])
-        and not Examples(0, 4, load_task('detect'), NAMES, 1).wanted
-    )
+    assert '| 1 ' in example_table(examples.found[0], ['a', 'b'])
+    assert not Examples(0, 4, load_task('detect'), NAMES, 1).wanted
 
 
 def test_several_models_are_compared_as_pairs_are(small, tmp_path):
     """A float detector against its INT8 checkpoint and the export of this one."""
-    export_onnx(small.quantized_model(), tmp_path / 'int8.onnx', (SIZE, SIZE))
-    common = (
-        '--data',
-        small.data,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--project',
-        tmp_path,
-        '--images',
-        5,
-        '--imgsz',
-        SIZE,
+    exported = tmp_path / 'int8.onnx'
+    export_onnx(small.quantized_model(), exported, (SIZE, SIZE))
+    common = words(
+        '--data {s.data} --device cpu --workers 0 --project {f} --images 5 --imgsz 64 --show 2', s=small, f=tmp_path
     )
-    given = {
-        'all': [small.quantized, tmp_path / 'int8.onnx'],
-        'one': [small.quantized],
-        'two': [tmp_path / 'int8.onnx'],
-    }
+    given = {'all': [small.quantized, exported], 'one': [small.quantized], 'two': [exported]}
     reports = {}
     for name, others in given.items():
-        run('compare_outputs.py', small.single, *others, *common, '--name', name, '--show', 2)
+        run('compare_outputs.py', small.single, *others, *common, '--name', name)
         reports[name] = json.loads((tmp_path / name / 'compare.json').read_text())
-    assert [c['model'] for c in reports['all']['comparisons']] == list(map(str, given['all']))
-    for pair, of_all in zip(('one', 'two'), reports['all']['comparisons']):
-        assert reports[pair]['comparisons'] == [of_all]
+    comparisons, text = reports['all']['comparisons'], (tmp_path / 'all/report.md').read_text()
+    assert [c['model'] for c in comparisons] == list(map(str, given['all']))
+    assert reports['one']['comparisons'] + reports['two']['comparisons'] == comparisons
+    for comparison in comparisons:
+        against = comparison['against_reference']
+        assert against['difference'] == pytest.approx(comparison['ap_difference'], abs=1e-9)
+        assert f'{100 * against["difference"]:+.2f} ± {100 * against["chance"]:.2f}' in text
     examples = reports['all']['examples']
     assert len(examples) == 2 and all(len(line['others']) == 2 for e in examples for line in e['lines'])
-    text = (tmp_path / 'all/report.md').read_text()
     assert '(examples.png)' in text and f'| {small.quantized.name} - {small.single.name}, points ' in text
     assert (tmp_path / 'all/examples.png').read_bytes().startswith(b'\x89PNG')

@@ -25,8 +25,8 @@ from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from models.deploy.formats.openvino import export_openvino
 from models.deploy.formats.openvino_end2end import export_openvino_end2end
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms
-from utils.qat.prediction.file_model import open_file
 
 SOURCES = REPO / 'examples/cpp'
 SIZE, CONF, IOU = 128, 0.05, 0.6

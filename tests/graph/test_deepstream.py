@@ -14,10 +14,10 @@ from zoo import build, full, output, program, same
 from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
+from utils.qat.backends.file_model import open_file
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
-from utils.qat.prediction.file_model import open_file
 
 export_yolov9 = program('export_yoloV9.py').main
 

@@ -13,6 +13,8 @@ from utils.general import non_max_suppression
 
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import check_detections, export_end2end, made_predictions, torch_nms
+from utils.qat.backends.detections import prepared
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import END2END, NMS_LIMITS, PLUGIN, Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.errors import QatError
@@ -22,8 +24,6 @@ from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.audit import audit, coverage
 from utils.qat.graph.nms import DOMAIN, Appended, add_nms, add_standard
 from utils.qat.graph.onnx_graph import count_qdq, opset
-from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.file_model import open_file
 
 CPU = torch.device('cpu')
 SIZE = 128

@@ -28,6 +28,7 @@ from models.deploy.formats.onnx_end2end import (
     torch_masks,
     torch_nms,
 )
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import NMS_LIMITS, ExportConfig, Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
@@ -35,7 +36,6 @@ from utils.qat.core.log import quiet_upstream
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import count_qdq, opset
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.prediction.file_model import open_file
 
 export_qat = program('export_qat.py').main
 SIDE = 64  # of the images that the graphs made by hand are for

@@ -9,9 +9,9 @@ import onnx
 from conftest import REPO
 
 from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.formats import FORMATS, FileKind
-from utils.qat.prediction.pytorch import TorchModel
 
 FILES = [*REPO.glob('*.py'), *(REPO / 'models').rglob('*.py'), *(REPO / 'utils/qat').rglob('*.py')]
 

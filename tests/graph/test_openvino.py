@@ -26,6 +26,9 @@ from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from test_placement import exported
+from utils.qat.backends.file_model import FileModel, open_file
+from utils.qat.backends.onnxruntime import onnx_session
+from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.export import Nms
 from utils.qat.core.errors import QatError
@@ -34,9 +37,6 @@ from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import DFL
 from utils.qat.graph.onnx_graph import count_qdq
 from utils.qat.graph.openvino_layers import INTEGERS
-from utils.qat.prediction.file_model import FileModel, open_file
-from utils.qat.prediction.onnxruntime import onnx_session
-from utils.qat.prediction.openvino import OpenVINO
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
@@ -204,7 +204,7 @@ def refused(*_, **__):
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refused
 from pathlib import Path
 import torch
-from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.backends.openvino import OpenVINO
 session = OpenVINO(Path(sys.argv[1]), torch.device('cpu'))
 session.run({'images': torch.zeros(1, 3, 64, 64)})
 print(sys.modules['openvino_telemetry'], session.settings['INFERENCE_NUM_THREADS'])
@@ -235,7 +235,7 @@ FORGOTTEN = """
 import signal, sys, threading
 from pathlib import Path
 import torch
-from utils.qat.prediction.openvino import OpenVINO
+from utils.qat.backends.openvino import OpenVINO
 sessions = [OpenVINO(Path(sys.argv[1]), torch.device('cpu'))]
 sessions[0].run({'images': torch.zeros(1, 3, 64, 64)})
 thread = threading.Thread(target=sessions.clear)

@@ -23,10 +23,10 @@ from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.pt2 import ExportedProgram
 from utils.qat.config.targets import TARGETS
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.pt2 import ExportedProgram
 from utils.qat.targets.target import load_target
 from utils.qat.untrusted.program_archive import read_program
 
@@ -101,7 +101,7 @@ def test_half_is_near_the_float_program(small, tmp_path):
 
 def test_a_fresh_process_computes_the_same(files):
     text = (
-        'import torch, sys; from pathlib import Path; from utils.qat.prediction.file_model import open_file; '
+        'import torch, sys; from pathlib import Path; from utils.qat.backends.file_model import open_file; '
         'from models.deploy.agreement import made_images; '
         f'print(open_file(Path(sys.argv[1]))(made_images(1, ({SIDE}, {SIDE}))).double().sum().item())'
     )
@@ -198,7 +198,7 @@ def with_metadata(file, new, **changes):
 @needs_compiler
 @needs_torchao
 def test_a_package_computes_in_integers(small, packages):
-    from utils.qat.prediction.aoti import AotPackage, compiled_layers
+    from utils.qat.backends.aoti import AotPackage, compiled_layers
 
     model = small.quantized_model()
     quantized = sum(isinstance(m, QuantConv2d) for m in model.modules())
@@ -227,7 +227,7 @@ def test_commands_take_packages(small, packages, tmp_path):
 @needs_compiler
 @needs_torchao
 def test_a_package_of_another_machine_is_refused(packages, tmp_path):
-    from utils.qat.prediction.aoti import AotPackage
+    from utils.qat.backends.aoti import AotPackage
 
     good = packages / 'float-aoti.pt2'
     for changes, said in (

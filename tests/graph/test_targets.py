@@ -20,6 +20,7 @@ from models.quantize.convert import find_twins, quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
+from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
@@ -29,7 +30,6 @@ from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import rules_of
 from utils.qat.graph.onnx_graph import constants, count_qdq, has_zero_points
 from utils.qat.graph.passes import unsigned_activations
-from utils.qat.prediction.openvino import OpenVINO
 from utils.qat.run.sensitivity_summary import FILE
 from utils.qat.targets.target import load_target, target_of
 

@@ -20,12 +20,12 @@ from models.quantize.convert import dequantize_model, float_blocks
 from models.quantize.network import layers
 from models.quantize.quantizers import named_quantizers, quantizers_off
 from models.quantize.scales import shared_scales
+from utils.qat.backends.aoti import compiled_layers
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.openvino import OpenVINO
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit
 from utils.qat.graph.audit_rules import rules_of
-from utils.qat.prediction.aoti import compiled_layers
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.openvino import OpenVINO
 from utils.qat.targets.target import load_target
 
 

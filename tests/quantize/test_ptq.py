@@ -31,10 +31,10 @@ from models.quantize.calibration.choose_calibration import (
 from models.quantize.calibration.divergence import divergence_sums, typical, typical_divergence
 from models.quantize.head_outputs import Raw
 from models.quantize.quantizers import quantizers_off
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.data.dataset import load_data
 from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import calibration_images
-from utils.qat.prediction.pytorch import TorchModel
 
 BATCHES = [channels_last(image(96, 2, seed)) for seed in range(3)]  # as a TorchModel lays them
 

@@ -116,7 +116,7 @@ ROOMS = (
     'graph',
     'targets',
     'engine',
-    'prediction',
+    'backends',
     'evaluation',
     'tasks',
     'benchmark',

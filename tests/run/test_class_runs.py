@@ -15,12 +15,12 @@ from zoo import command, python, same, settings
 from models.quantize import checkpoint
 from models.quantize.head_outputs import ClassScores
 from models.quantize.run import stages
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.pytorch import TorchModel
 
 SIZE = classifiers.SIZE
 CPU = torch.device('cpu')

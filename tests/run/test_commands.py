@@ -16,13 +16,13 @@ from zoo import command, holds, program, rows_of
 
 from models.deploy.formats.onnx_end2end import export_end2end
 from models.quantize.checkpoint import CheckpointFile
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import Nms
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.pytorch import TorchModel
 
 SIZE = '128'
 

@@ -18,6 +18,8 @@ from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize
 from models.quantize.scales import tie_scales
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.files import sha256
@@ -25,8 +27,6 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.pytorch import TorchModel
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4

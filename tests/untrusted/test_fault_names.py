@@ -28,7 +28,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, log_to
 from utils.qat.core.markdown import code, document, escaped, link, markdown_table
 from utils.qat.core.printable import cut, visible
-from utils.qat.evaluation.figures import class_table
+from utils.qat.evaluation.score_tables import class_table
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report
 from utils.qat.untrusted.names import LONGEST, class_names

@@ -113,7 +113,7 @@ def compare_with_onnx(bench, name, reference, engine, *words):
 def within_limits(found):
     """A comparison of compare_outputs.py in words; fails if a difference is beyond INT8_LIMITS."""
     classes = 'matched' not in found  # of a classifier
-    if beyond := load_task('classify' if classes else 'detect').comparing().excess(found, INT8_LIMITS):
+    if beyond := load_task('classify' if classes else 'detect').comparing().beyond_limits(found, INT8_LIMITS):
         pytest.fail(f'beyond the limits of export_qat.py --verify: {"; ".join(beyond)}', pytrace=False)
     if classes:
         return (

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
+from utils.qat.backends.session import session_of
+from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.device import select_device
 from utils.qat.core.files import write_json
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
-from utils.qat.prediction.session import session_of
-from utils.qat.prediction.tensorrt import TensorRT
 
 IMAGES = 8  # real ones: noise has no detections
 

@@ -29,14 +29,14 @@ from models.deploy.decomposed import StoredWeight, on_integers
 from models.deploy.formats.format import Export, Written
 from models.deploy.formats.pt2 import Pt2Format, package_metadata, trace, with_example
 from models.quantize.quantizers import named_quantizers
+from utils.qat.backends.aoti import AotPackage, compiled_layers
+from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.pt2 import require_pt2
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.device import instruction_flags
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.prediction.aoti import AotPackage, compiled_layers
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.pt2 import require_pt2
 from utils.qat.untrusted.own_process import run_apart
 
 CACHE = 'TORCHINDUCTOR_CACHE_DIR'

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from models.quantize.quantizers import has_zero_points
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.backends import BACKENDS
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.formats import FORMATS
 from utils.qat.core.next_command import after_scoring
-from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.targets.target import Target, target_of_recipe
 
 

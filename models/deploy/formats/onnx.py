@@ -24,6 +24,8 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.convert import float_inside_blocks
 from models.quantize.head_outputs import head_of
 from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantizers
+from utils.qat.backends.file_model import open_file
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.errors import check
@@ -32,8 +34,6 @@ from utils.qat.core.log import bar
 from utils.qat.graph import half as onnx_half
 from utils.qat.graph import onnx_graph
 from utils.qat.graph import passes as onnx_passes
-from utils.qat.prediction.file_model import open_file
-from utils.qat.prediction.pytorch import task_of
 from utils.qat.targets.target import Target, load_target
 
 OUTPUTS = 'output0', 'output1'  # predictions, and prototypes of a segmentation model

@@ -20,6 +20,8 @@ from utils.general import xywh2xyxy
 from models.deploy.agreement import made_images
 from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
 from models.deploy.formats.onnx import lines_of
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.onnxruntime import onnx_session
 from utils.qat.config.export import MASK_OPSET, NMS_LIMITS, PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic, write_text
@@ -28,8 +30,6 @@ from utils.qat.graph import passes
 from utils.qat.graph.nms import add_nms
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.triton_config import triton_config
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.onnxruntime import onnx_session
 
 MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another order
 

@@ -15,13 +15,13 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.formats.onnx import typed_half
 from models.deploy.openvino_pair import atomic_pair
 from models.quantize.convert import is_quantized
+from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.openvino import OVERFLOW, OpenVINO
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
 from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.openvino_model import load_openvino, write_ir
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.openvino import OVERFLOW, OpenVINO
-from utils.qat.prediction.pytorch import task_of
 
 CPU = torch.device('cpu')
 

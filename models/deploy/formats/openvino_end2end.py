@@ -12,12 +12,12 @@ from models.deploy.agreement import made_images
 from models.deploy.formats.format import Export, Written
 from models.deploy.formats.onnx_end2end import check_detections, made_predictions, nms_of, nms_part
 from models.deploy.formats.openvino import OpenVINOFormat, write_checked
+from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.openvino import OpenVINO
 from utils.qat.config.export import PLUGIN, ExportConfig, Nms, Pooling
 from utils.qat.core.errors import check
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.openvino_model import one_core
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.openvino import OpenVINO
 
 
 def export_openvino_end2end(source: Path, plain: Path, path: Path, nms: Nms, pooling: Pooling = Pooling()) -> list[str]:

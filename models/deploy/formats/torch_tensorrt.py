@@ -20,6 +20,7 @@ from models.deploy.agreement import made_images, metadata_of, require_agreement,
 from models.deploy.formats.format import Export, Format, Written, size_of
 from models.deploy.quantize_op import quantize_op_program
 from models.quantize.quantizers import named_quantizers
+from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import ExportConfig, TorchTensorRT
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic
@@ -27,7 +28,6 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.next_command import command
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.sidecar import sidecar_of, write_entries
-from utils.qat.prediction.file_model import open_file
 
 WHO = '--include torch_tensorrt'
 OLDEST = 2, 10

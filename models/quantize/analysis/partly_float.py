@@ -14,12 +14,12 @@ from models.quantize.head_outputs import Raw, bins_of
 from models.quantize.network import layers
 from models.quantize.quantizers import Quantizer
 from models.quantize.units import layer_of
+from utils.qat.backends.detections import prepared
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged
 from utils.qat.data.images import channels_last
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.figures import keys_of
-from utils.qat.prediction.detections import prepared
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.evaluation.score_tables import score_keys
 
 FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
@@ -128,7 +128,7 @@ class Tally:
             self.scorer.batches = merged(self.scorer.batches)
             metrics = from_first(self.scorer.metrics(resample=True) if is_first() else None)
             self.resampled, plain = metrics.resampled, metrics.plain()
-            found.update({k: plain[k] for k in (*keys_of(plain), 'mask') if k in plain})
+            found.update({k: plain[k] for k in (*score_keys(plain), 'mask') if k in plain})
         return found
 
 
@@ -153,7 +153,7 @@ def measure_units(
     behind it. ALONE must be set, see `learn_alone`.
 
     Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally. With `scoring` all but 'only'
-    have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of figures.merit (see
+    have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of score_tables.merit (see
     chance.py).
     """
     model, predict = forms.model, TorchModel(forms.model)

@@ -20,10 +20,10 @@ from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
 from models.quantize.quantizers import Quantizer, quantizers_off
 from models.quantize.units import find_units, within
+from utils.qat.backends.detections import prepared
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size
 from utils.qat.data.images import channels_last
-from utils.qat.prediction.detections import prepared
 
 MEASURED = 10  # units with the highest estimate, which are measured
 

@@ -16,10 +16,10 @@ import torch.nn as nn
 
 from models.quantize.head_outputs import ClassScores, Raw
 from models.quantize.quantizers import RoundedOnce
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce
 from utils.qat.data.images import channels_last
 from utils.qat.evaluation.classes import agreement, divergence
-from utils.qat.prediction.pytorch import TorchModel
 
 COMPARED = 64  # images of a process, at least; batches are whole
 

@@ -12,11 +12,11 @@ from models.quantize.calibration.choose_calibration import CORRECTED, UNUSABLE, 
 from models.quantize.convert import Conversion, find_twins, quantize_model
 from models.quantize.scales import shared_scales, tie_scales
 from models.quantize.units import left_out
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.data.loaders import Images, spread_images
-from utils.qat.prediction.pytorch import task_of
 from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 

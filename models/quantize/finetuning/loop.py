@@ -18,10 +18,10 @@ import torch.nn as nn
 from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import layers as layers_of
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.pytorch import task_of
 
 LOOK_EVERY = 50  # steps between two checks of the device; a check waits for it
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tasks import Task
@@ -22,7 +23,6 @@ from utils.qat.data.dataset import Data, load_hyp
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Images, TrainingImages, calibration_images, training_images, val_loader
 from utils.qat.evaluation.coco import require_annotations
-from utils.qat.prediction.pytorch import TorchModel
 
 
 @dataclass(frozen=True)

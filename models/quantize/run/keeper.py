@@ -13,13 +13,13 @@ import torch
 import torch.nn as nn
 
 from models.quantize.checkpoint import CheckpointFile, save_quantized
+from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import HALF, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
-from utils.qat.evaluation.figures import figures
-from utils.qat.prediction.pytorch import task_of
+from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
 from utils.qat.run.resume import STATE, read_state, write_state
 from utils.qat.run.state import State
@@ -101,7 +101,7 @@ class Keeper:
             on_first(save_quantized)(unscored, model, recipe, self.sha256)
             metrics = score(self._load(unscored)[0]) if score else {}
             key = task_of(model).keys[0]
-            value = figures(metrics)[0] if metrics else 'unknown'
+            value = score_cells(metrics)[0] if metrics else 'unknown'
             file = f'weights/{stage}_{key}_{value}_{self.weights.stem}.pt'
             on_first(os.replace)(unscored, self.folder / file)
         finally:

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from models.quantize.analysis.sqnr import ComparedModel
 from models.quantize.run.inputs import Inputs
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import LOGGER
 from utils.qat.evaluation.chance import difference, in_words
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.evaluation.figures import columns, figures, title_of
-from utils.qat.prediction.pytorch import TorchModel
+from utils.qat.evaluation.score_tables import merit_title, score_cells, score_titles
 from utils.qat.run.state import FLOAT, State
 
 
@@ -71,12 +71,14 @@ class Scorer:
             resample=True,
         )
         plain, masks = metrics.plain(), f'  mask AP {metrics.mask["ap"]:.4f}' if metrics.mask else ''
-        shown = '  '.join(f'{title} {value}' for title, value in zip(columns(plain)[0], figures(plain)) if value != '-')
+        shown = '  '.join(
+            f'{title} {value}' for title, value in zip(score_titles(plain)[0], score_cells(plain)) if value != '-'
+        )
         self.times[f'evaluate {text}'] = seconds = round(time.perf_counter() - start, 2)
         LOGGER.info(f'{text:<14} {shown}{masks}  ({seconds:.1f} s)')
         self.resampled[name] = metrics.resampled
         if name == FLOAT or FLOAT not in self.resampled:
             return plain
         against = difference(self.resampled[FLOAT], metrics.resampled)
-        LOGGER.info(f'{"":<14} against float: {in_words(against, title_of(plain))}')
+        LOGGER.info(f'{"":<14} against float: {in_words(against, merit_title(plain))}')
         return {**plain, 'against_float': against}

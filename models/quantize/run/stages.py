@@ -20,8 +20,8 @@ from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.machine import machine, versions
 from utils.qat.core.next_command import repeated
 from utils.qat.data.loaders import Images, TrainingImages
-from utils.qat.evaluation.chance import parts, points_lost
-from utils.qat.evaluation.figures import is_scored
+from utils.qat.evaluation.chance import boxes_and_masks, points_lost
+from utils.qat.evaluation.score_tables import is_scored
 from utils.qat.run.resume import unfit_state
 from utils.qat.run.state import BEST, EPOCH, PTQ, State
 
@@ -95,7 +95,7 @@ def calibrate(
     def attempt(blocks: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
         model, found = calibrated(inputs.model, images, config, bar, blocks.paths)
         against = scorer.of_trial(model)['against_float']
-        chance = 100 * max(part['chance'] for part in parts(against))
+        chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
         if chance > budget and blocks is float_blocks:
             LOGGER.warning(
                 f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '

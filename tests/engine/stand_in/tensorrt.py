@@ -255,7 +255,7 @@ class IExecutionContext(Recorded):
     profiler = None
 
     def __init__(self, engine):
-        from utils.qat.prediction.onnxruntime import onnx_session
+        from utils.qat.backends.onnxruntime import onnx_session
 
         self.own_engine, self.own_shapes, self.own_addresses = engine, {}, {}
         self.own_session = onnx_session(engine.own_model.SerializeToString())

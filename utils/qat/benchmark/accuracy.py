@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.file_model import FileModel
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.cases import file_of
 from utils.qat.benchmark.measured import MeasuredSession
@@ -15,8 +17,6 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.evaluation.evaluate import evaluate
-from utils.qat.prediction.file_model import FileModel
-from utils.qat.prediction.pytorch import TorchModel
 
 
 class HalfModel(TorchModel):

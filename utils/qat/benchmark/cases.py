@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from utils.qat.backends.session import require_named
 from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.engine_cache import engine_for
 from utils.qat.benchmark.measured_backends import measured_by
@@ -20,7 +21,6 @@ from utils.qat.config.backends import BACKENDS, ENGINES
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.session import require_named
 
 
 def cases_of(

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.session import Session, session_of
 from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
 from utils.qat.config.engine import BenchmarkConfig
-from utils.qat.prediction.session import Session, session_of
 
 
 def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
+from utils.qat.backends.openvino import OpenVINO, float_precisions
+from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.measured import Measured, MeasuredSession
 from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
@@ -19,9 +22,6 @@ from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
 from utils.qat.graph.openvino_layers import layers_of, run_layers
 from utils.qat.graph.openvino_model import load_openvino
-from utils.qat.prediction.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
-from utils.qat.prediction.openvino import OpenVINO, float_precisions
-from utils.qat.prediction.tensorrt import TensorRT
 
 
 class MeasuredOnnxRuntime(MeasuredSession):

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from onnx import TensorProto
 
+from utils.qat.backends.aoti import package_metadata
+from utils.qat.backends.pt2 import IMAGES, image_shape
+from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
@@ -20,9 +23,6 @@ from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half, metadata_value
 from utils.qat.graph.openvino_layers import quantized_convs
 from utils.qat.graph.openvino_model import metadata, read_model
-from utils.qat.prediction.aoti import package_metadata
-from utils.qat.prediction.pt2 import IMAGES, image_shape
-from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.untrusted.program_archive import is_package, read_program
 
 Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape

@@ -1,4 +1,4 @@
-"""The table of backends, which run files. A line names the file in utils/qat/prediction/ with its code."""
+"""The table of backends, which run files. A line names the file in utils/qat/backends/ with its code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Backend:
     """A library that runs files."""
 
     title: str  # in reports and messages
-    file: str  # in utils/qat/prediction/, loaded when the backend is chosen
+    file: str  # in utils/qat/backends/, loaded when the backend is chosen
     predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
     measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
     builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken

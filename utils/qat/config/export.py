@@ -27,7 +27,7 @@ MASK_OPSET = 16  # the first with a RoiAlign that takes coordinates as they are:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from its model, see compare.Comparison. All limits are in 0..1."""
+    """How far a file may be from its model, see compare_detections.Differences. All limits are in 0..1."""
 
     ap: float  # largest absolute difference of AP
     matched: float  # smallest share of the top detections that have a match in the other model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -133,29 +134,22 @@ class Task(ABC):
     # ---- comparisons
 
     @abstractmethod
-    def differences(self, rtol: float, atol: float, top: int) -> Any:
-        """Make the collector of the differences of two models, see compare.compare_all."""
-
-    @abstractmethod
     def comparing(self) -> Any:
-        """Return the module that writes and judges comparisons: verdict, tables, scores_table, excess, limits_text."""
+        """Return the module that compares models: Differences, tables, scores_table, in_a_clause, beyond_limits, limits_text."""
 
     @abstractmethod
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
         """Line up the best detections or classes of several models, see side_by_side.Line."""
 
 
+@dataclass(frozen=True)
 class Labelled:
     """Labelled images for a model: batches, names of the classes, and mean and deviation that the images were normalized by."""
 
-    def __init__(
-        self,
-        loader: Any,
-        names: Mapping[int, str],
-        mean: Sequence[float] = (0.0, 0.0, 0.0),
-        std: Sequence[float] = (1.0, 1.0, 1.0),
-    ) -> None:
-        self.loader, self.names, self.mean, self.std = loader, names, mean, std
+    loader: Any
+    names: Mapping[int, str]
+    mean: Sequence[float] = (0.0, 0.0, 0.0)
+    std: Sequence[float] = (1.0, 1.0, 1.0)
 
 
 @cache

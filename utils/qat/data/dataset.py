@@ -58,55 +58,28 @@ class Data:
 def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', masks: bool = False) -> Data:
     """Read and check a data YAML, for a model of `nc` classes or, with None, of any number."""
     file = require_file(file, flag, ('.yaml', '.yml'))
-    content = read_yaml(file, flag)
+    who, content = f'{flag} {file}', read_yaml(file, flag)
     if not isinstance(content, dict):
-        raise QatError(f'{flag} {file}: expected keys train:, val: and names:')
+        raise QatError(f'{who}: expected keys train:, val: and names:')
     missing = [f'{k}:' for k in ('train', 'val', 'names') if not content.get(k)]
     if missing:
-        raise QatError(
-            f'{flag} {file}: {" and ".join(missing)} missing; it needs train:, val: (image folders) and names:'
-        )
-
-    names = class_names(content['names'], f'{flag} {file}')
+        raise QatError(f'{who}: {" and ".join(missing)} missing; it needs train:, val: (image folders) and names:')
+    names = class_names(content['names'], who)
     if not isinstance(content.get('nc', 0), (int, type(None))):
-        raise QatError(f'{flag} {file}: nc: must be a number, that of the names')
+        raise QatError(f'{who}: nc: must be a number, that of the names')
     if content.get('nc') not in (None, len(names)):
-        raise QatError(f'{flag} {file}: nc: {content["nc"]} but {len(names)} names')
-    if nc is not None and nc != len(names):
-        raise QatError(
-            f'{flag} {file}: {len(names)} classes, but the model has {nc}; use the data the model was trained on'
-        )
-
+        raise QatError(f'{who}: nc: {content["nc"]} but {len(names)} names')
+    if nc not in (None, len(names)):
+        raise QatError(f'{who}: {len(names)} classes, but the model has {nc}; use the data the model was trained on')
     for key in ('path', 'train', 'val'):
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
-            raise QatError(f'{flag} {file}: {key}: must be a path{" or a list of paths" * (key != "path")}')
+            raise QatError(f'{who}: {key}: must be a path{" or a list of paths" * (key != "path")}')
     base = _base_folder(file, content)
-    train, val = ([base / p for p in _as_list(content[k])] for k in ('train', 'val'))
-    for key, paths in (('train', train), ('val', val)):
-        for p in paths:
-            if not os.path.exists(p):  # Path.exists raises an error for some texts
-                tried = (
-                    ''
-                    if os.path.isabs(content.get('path') or '')
-                    else "path: was tried from the YOLOv9 folder, from here and from the YAML's; "
-                )
-                raise QatError(
-                    f'{flag} {file}: {key}: {p} does not exist; {tried}correct it{", or make path: absolute" * bool(tried)}'
-                )
-            if not _has_images(p):
-                raise QatError(f'{flag} {file}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
-    is_coco = any(p.name == 'val2017.txt' for p in val)  # upstream's own criterion
+    train, val = (_image_paths(content, key, base, who) for key in ('train', 'val'))
+    is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
-    return Data(
-        file,
-        [str(p) for p in train],
-        [str(p) for p in val],
-        names,
-        annotations if is_coco and annotations.exists() else None,
-        flag,
-        masks=masks,
-    )
+    return Data(file, train, val, names, annotations if is_coco and annotations.exists() else None, flag, masks=masks)
 
 
 def _as_list(value: Any) -> list:
@@ -122,6 +95,23 @@ def _base_folder(file: Path, content: dict) -> Path:
     path = Path(content.get('path') or '')
     bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
     return next((b for b in bases if all(os.path.exists(b / p) for p in _as_list(content['val']))), bases[0])
+
+
+def _image_paths(content: dict, key: str, base: Path, who: str) -> list[str]:
+    """Return the absolute paths under train: or val:. Raises QatError, which begins with `who`, for one without images."""
+    tried, absolute = (
+        "path: was tried from the YOLOv9 folder, from here and from the YAML's; ",
+        ', or make path: absolute',
+    )
+    if os.path.isabs(content.get('path') or ''):
+        tried = absolute = ''
+    paths = [base / p for p in _as_list(content[key])]
+    for p in paths:
+        if not os.path.exists(p):  # Path.exists raises an error for some texts
+            raise QatError(f'{who}: {key}: {p} does not exist; {tried}correct it{absolute}')
+        if not _has_images(p):
+            raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
+    return [str(p) for p in paths]
 
 
 def _has_images(path: Path) -> bool:

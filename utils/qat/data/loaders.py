@@ -7,8 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator, Sized
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,41 +26,21 @@ from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
 
 
-class Shard:
-    """Batches rank, rank + world, ... of a batch sampler."""
-
-    def __init__(self, batches: BatchSampler, rank: int, world: int) -> None:
-        self.batches, self.rank, self.world = batches, rank, world
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.batches), self.world))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(self.batches, self.rank, None, self.world)
-
-
-def _in_order(dataset: Sized, config: LoaderConfig, shard: tuple[int, int]) -> Shard:
-    """Cut a dataset into the batches of one process alone, in its order, and return the share (rank, world) of them."""
-    return Shard(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False), *shard)
-
-
 def _collate(samples: list[tuple]) -> tuple:
-    """Collate samples of upstream's dataset, whose masks stay a tensor per image, or of ClassImages."""
+    """Collate samples of upstream's dataset, whose masks stay a tensor per image, or (image, class, path) of a classifier."""
+    masks: list[torch.Tensor] = []
     if len(samples[0]) == 3:
         images, labels, paths = zip(*samples)
-        batch = torch.stack(images), torch.tensor(labels)
-        if get_worker_info():
-            for tensor in batch:
-                tensor.share_memory_()
-        return *batch, paths
-    images, labels, paths, shapes = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
-    masks = [sample[4] for sample in samples] if len(samples[0]) > 4 else []
+        batch = torch.stack(images), torch.tensor(labels), paths
+    else:
+        batch = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
+        masks = [sample[4] for sample in samples if len(sample) > 4]
     # A worker that has no shared memory left when it sends a batch prints a traceback, and everybody waits for it.
     # Here its error reaches the first process.
     if get_worker_info():
-        for tensor in (images, labels, *masks):
+        for tensor in (*batch[:2], *masks):
             tensor.share_memory_()
-    return (images, labels, paths, shapes, masks) if masks else (images, labels, paths, shapes)
+    return (*batch, masks) if masks else batch
 
 
 class Loader(DataLoader):
@@ -96,6 +75,13 @@ def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) ->
     )
 
 
+def in_order(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
+    """Make batches of a dataset in its order. shard: (rank, world), for the batches rank, rank + world, ..."""
+    rank, world = shard
+    batches = list(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False))
+    return _loader(dataset, config, batches[rank::world], world)
+
+
 def spread(dataset: Any, limit: int) -> Subset:
     """Take at most `limit` images, evenly spread over the set."""
     n = min(limit, len(dataset))
@@ -127,8 +113,13 @@ def val_loader(
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
     if scored and isinstance(data, Data):
         require_labels(dataset, 'val' if split == 'val' else 'train', data)
-    dataset = spread(dataset, limit) if limit else dataset
-    return _loader(dataset, config, _in_order(dataset, config, shard), shard[1])
+    return in_order(spread(dataset, limit) if limit else dataset, config, shard)
+
+
+def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> DataLoader:
+    """Make the batches of a command that takes any file: the val images as `qat.py eval --square` shows them."""
+    settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type)
+    return val_loader(data, settings, model.stride, square=True, limit=config.images or None)
 
 
 class Images:
@@ -159,13 +150,12 @@ def calibration_images(
 ) -> Images:
     """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
     dataset = spread(open_dataset(data, 'train', config, stride), config.calib_images)
-    return Images(_loader(dataset, config, _in_order(dataset, config, shard), shard[1]), device)
+    return Images(in_order(dataset, config, shard), device)
 
 
 def spread_images(images: Images, limit: int, config: LoaderConfig) -> Images:
     """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
-    dataset = spread(images.loader.dataset, limit)
-    return Images(_loader(dataset, config, _in_order(dataset, config, (0, 1))), images.device)
+    return Images(in_order(spread(images.loader.dataset, limit), config), images.device)
 
 
 class Seeded:
@@ -257,8 +247,3 @@ def random_images(number: int, batch_size: int, imgsz: Sides, seed: int) -> Iter
             [],
             [],
         )
-
-
-def batches_of(dataset: Any, config: LabelledConfig) -> Loader:
-    """Make batches of a dataset in its order, as PyTorch collates them. config: gives batch_size and workers."""
-    return Loader(dataset, config.batch_size, num_workers=min(config.workers, os.cpu_count() or 1))

@@ -80,9 +80,9 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
     for hit in hits[useful].T[hits.any(0)]:
         right = np.cumsum(weights[hit], 0)
         precision = np.maximum.accumulate((right / detections[:-1][hit])[::-1])[::-1]
-        points = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... below the one reached
-        ap += precision[0] * (points[0] - 0.5) + (precision[1:] * np.diff(points, axis=0)).sum(0)
-        left, missed = 100 - points[-1], 1 - right[-1] / labels
+        recalls = np.ceil(100 * right / labels)  # number of the recalls 0.00, 0.01, ... below the one reached
+        ap += precision[0] * (recalls[0] - 0.5) + (precision[1:] * np.diff(recalls, axis=0)).sum(0)
+        left, missed = 100 - recalls[-1], 1 - right[-1] / labels
         # upstream continues the curve by a line to (recall 1, precision 0)
         ap += right[-1] / detections[-1] * left * (left + 1) / 200 / np.maximum(missed, 1e-9)
     return ap / 100 / hits.shape[1]
@@ -103,11 +103,11 @@ def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
 
 
 def difference_of_merit(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Compare two models as `difference` does, by figures.merit: AP, or the mean AP of boxes and masks."""
+    """Compare two models as `difference` does, by score_tables.merit: AP, or the mean AP of boxes and masks."""
     return difference(before.mean(1, keepdims=True), after.mean(1, keepdims=True))
 
 
-def parts(found: dict[str, Any]) -> list[dict[str, Any]]:
+def boxes_and_masks(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Split a `difference` into a list: of boxes and, if there are any, of masks."""
     return [found, found['mask']] if 'mask' in found else [found]
 
@@ -119,10 +119,10 @@ def within_chance(found: dict[str, Any]) -> bool:
 
 def points_lost(found: dict[str, Any]) -> float:
     """Compute the points (0.01) of AP that are lost beyond chance, the larger of boxes and masks; within chance 0."""
-    return max(0 if within_chance(part) else -100 * part['difference'] for part in parts(found))
+    return max(0 if within_chance(part) else -100 * part['difference'] for part in boxes_and_masks(found))
 
 
-def points(found: dict[str, Any]) -> str:
+def in_points(found: dict[str, Any]) -> str:
     """Write a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
     return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
 
@@ -133,8 +133,8 @@ def plus_minus(found: dict[str, Any] | None) -> str:
 
 
 def in_words(found: dict[str, Any], title: str = 'AP') -> str:
-    """Write a `difference` in points, and say whether chance alone explains it. title: see figures.title_of."""
+    """Write a `difference` in points, and say whether chance alone explains it. title: see score_tables.merit_title."""
     return ', '.join(
-        f'{text}{points(part)} points of {title}, {"within" if within_chance(part) else "beyond"} chance'
-        for text, part in zip(('', 'masks '), parts(found))
+        f'{text}{in_points(part)} points of {title}, {"within" if within_chance(part) else "beyond"} chance'
+        for text, part in zip(('', 'masks '), boxes_and_masks(found))
     )

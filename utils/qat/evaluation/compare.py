@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import Task, load_task
-from utils.qat.prediction.detections import prepared
 
 
-class Elements:
+class ElementDifferences:
     """Differences of tensors, element by element, over batches."""
 
     def __init__(self, rtol: float, atol: float) -> None:
@@ -29,7 +29,7 @@ class Elements:
         self.total += difference.sum().item()
         self.largest = torch.maximum(self.largest, difference.max())  # unlike max(), it keeps NaN
 
-    def figures(self) -> dict[str, float] | None:
+    def summary(self) -> dict[str, float] | None:
         """Compute 'max' and 'mean' of the absolute difference, and 'within', of all elements so far; None without any.
 
         'within' is the share with |other - reference| <= atol + rtol |reference|, as in numpy.isclose.
@@ -40,7 +40,7 @@ class Elements:
 
 
 @torch.inference_mode()
-def compare_all(
+def compare_models(
     reference: Callable[[torch.Tensor], Any],
     others: Sequence[Callable[[torch.Tensor], Any]],
     loader: Iterable[Any],
@@ -52,17 +52,27 @@ def compare_all(
     progress: Callable[..., Iterable[Any]] | None = None,
     look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
     task: Task = load_task('detect'),
-) -> list[Any]:
-    """Compare models of one task with one of them, and return a Comparison or ClassComparison for each of `others`.
+) -> list[dict[str, Any]]:
+    """Compare models of one task with one of them, and return the comparison of each of `others` as plain values.
 
-    Models take images FP32 [B, 3, H, W] in 0..1 on `device`, and must give predictions of one shape. The batches are
-    those of loaders.val_loader; `progress` wraps the loader.
+    Args:
+        reference: takes images FP32 [B, 3, H, W] in 0..1 on `device`.
+        others: likewise; their predictions have the same shape.
+        loader: of images, see loaders.val_loader.
+        device: where the models take images.
+        names: class index → name, to score the models too.
+        rtol: relative tolerance, as in numpy.isclose.
+        atol: absolute tolerance.
+        top: number of ranks to compare.
+        progress: wraps the loader.
+        look: takes each image, FP32 [3, H, W] in 0..1, its path, and the detections [n, 6] or the scores [C] of each
+            model, the reference first.
+        task: of the models.
 
-    With `names` (class index → name) the models are scored too. `top` is the number of ranks to compare. `look` takes
-    each image, FP32 [3, H, W] in 0..1, its path, and the detections [n, 6] or the scores [C] of each model, the
-    reference first.
+    Returns:
+        See compare_detections.Differences.comparison, and compare_classes of classifiers.
     """
-    differences = [task.differences(rtol, atol, top) for _ in others]
+    differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
     scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0
     for batch in progress(loader) if progress else loader:
         images, truth = prepared(batch, device)
@@ -78,10 +88,3 @@ def compare_all(
         seen += len(images)
     metrics = [scorer.metrics(resample=True) for scorer in scorers] or [None] * (1 + len(others))
     return [difference.comparison(seen, metrics[0], other) for difference, other in zip(differences, metrics[1:])]
-
-
-def compare(
-    reference: Callable[[torch.Tensor], Any], other: Callable[[torch.Tensor], Any], *where: Any, **how: Any
-) -> Any:
-    """Compare two models; see `compare_all` for the other arguments."""
-    return compare_all(reference, [other], *where, **how)[0]

@@ -1,7 +1,6 @@
 """Classifiers side by side: the differences of their scores, rank by rank, and their accuracy."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,69 +10,16 @@ from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
 from utils.qat.evaluation.classes import ClassMetrics
-from utils.qat.evaluation.compare import Elements
+from utils.qat.evaluation.compare import ElementDifferences
 
 
-@dataclass
-class ClassComparison:
-    """Differences of the classifier `other` from the classifier `reference`; accuracies are in 0..1."""
-
-    images: int
-    rtol: float
-    atol: float
-    top: int
-    scores: dict[str, float] | None  # differences of the scores of all classes, see Elements.figures
-    # of the highest scores: rank (from 1), mean score of the reference, score_error (mean absolute difference), and disagreement
-    # (share of the images)
-    ranks: list[dict[str, Any]]
-    disagreement: float  # over all ranks
-    reference: dict[str, float] | None  # top1, top5; None if the images have no labels
-    other: dict[str, float] | None
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        return asdict(self)
-
-
-def excess(found: dict[str, Any], limits: Limits) -> list[str]:
-    """Describe each difference in the plain values of a ClassComparison that is beyond `limits`; empty if there is none."""
-    said, first, other = [], found['reference'], found['other']
-    if first and other and abs(gain := other['top1'] - first['top1']) > limits.ap:
-        said.append(f'top-1 differs by {abs(gain):.2g}, allowed {limits.ap:g}')
-    if (same := 1 - found['ranks'][0]['disagreement']) < limits.matched:
-        said.append(f'the best class is the same in {same:.2%} of the images, wanted {limits.matched:.0%}')
-    return said
-
-
-class Ranks:
-    """Differences of the scores of two classifiers, element by element and rank by rank."""
+class Differences:
+    """Differences of a classifier from the reference, over batches; at a rank they disagree if they have other classes there."""
 
     def __init__(self, rtol: float, atol: float, top: int) -> None:
-        self.scores, self.top = Elements(rtol, atol), top
-        self.totals: dict[str, torch.Tensor] = {}
-
-    def update(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Add the scores [B, C] of a batch, of the reference and of the other classifier."""
-        self.scores.update(first, second)
-        (one, own), (two, others) = (scores.topk(min(self.top, scores.shape[1]), 1) for scores in (first, second))
-        for key, values in (
-            ('score', one),
-            ('score_error', (two - one).abs()),
-            ('disagreement', (own != others).double()),
-        ):
-            self.totals[key] = self.totals.get(key, 0) + values.sum(0)
-
-    def ranks(self, images: int) -> list[dict[str, Any]]:
-        """Compute the mean of each rank over `images`; see ClassComparison.ranks."""
-        means = {key: (total / images).tolist() for key, total in self.totals.items()}
-        return [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
-
-
-class ClassDifferences:
-    """Differences of two classifiers over batches; at a rank they disagree if they have different classes there."""
-
-    def __init__(self, rtol: float, atol: float, top: int) -> None:
-        self.limits, self.ranks = (rtol, atol, top), Ranks(rtol, atol, top)
+        self.settings = {'rtol': rtol, 'atol': atol, 'top': top}
+        self.scores, self.top = ElementDifferences(rtol, atol), top
+        self.rank_sums: dict[str, torch.Tensor] = {}  # over the images, a number for each rank
 
     def update(self, reference: torch.Tensor, other: torch.Tensor, *_: Any) -> None:
         """Add the scores [B, C] of a batch, of both classifiers."""
@@ -81,18 +27,66 @@ class ClassDifferences:
             raise QatError(
                 f'the models return {list(reference.shape)} and {list(other.shape)}: only models with the same classes can be compared'
             )
-        self.ranks.update(reference.cpu().double(), other.cpu().double())
+        reference, other = reference.cpu().double(), other.cpu().double()
+        self.scores.update(reference, other)
+        top = min(self.top, reference.shape[1])
+        (first, classes), (second, other_classes) = reference.topk(top, 1), other.topk(top, 1)
+        of_batch = {
+            'score': first,
+            'score_error': (second - first).abs(),
+            'disagreement': (classes != other_classes).double(),
+        }
+        for key, values in of_batch.items():
+            self.rank_sums[key] = self.rank_sums.get(key, 0) + values.sum(0)
 
-    def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> ClassComparison:
-        """Compute the ClassComparison of all batches so far; images: number of them."""
-        table = self.ranks.ranks(images)
-        disagreement = float(np.mean([r['disagreement'] for r in table]))
-        accuracies = ({'top1': m.top1, 'top5': m.top5} if m else None for m in (reference, other))
-        return ClassComparison(images, *self.limits, self.ranks.scores.figures(), table, disagreement, *accuracies)
+    def comparison(self, images: int, reference: ClassMetrics | None, other: ClassMetrics | None) -> dict[str, Any]:
+        """Compute the comparison over all batches so far.
+
+        Args:
+            images: number of them.
+            reference: metrics of the reference; None if the images have no labels.
+            other: metrics of the other classifier.
+
+        Returns:
+            Plain values:
+                images, rtol, atol, top: of the comparison.
+                scores: differences of the scores of all classes, see ElementDifferences.summary.
+                ranks: of the highest scores: rank (from 1), mean score of the reference, score_error (mean absolute
+                    difference), and disagreement (share of the images).
+                disagreement: over all ranks.
+                reference, other: top1 and top5, in 0..1; None without labels.
+        """
+        means = {key: (total / images).tolist() for key, total in self.rank_sums.items()}
+        ranks = [{'rank': i + 1, **{k: v[i] for k, v in means.items()}} for i in range(len(means['score']))]
+        first, second = ({'top1': m.top1, 'top5': m.top5} if m else None for m in (reference, other))
+        return {
+            'images': images,
+            **self.settings,
+            'scores': self.scores.summary(),
+            'ranks': ranks,
+            'disagreement': float(np.mean(means['disagreement'])),
+            'reference': first,
+            'other': second,
+        }
+
+
+def same_class(comparison: dict[str, Any]) -> float:
+    """Return the share of the images in which both classifiers have the same best class."""
+    return 1 - comparison['ranks'][0]['disagreement']
+
+
+def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
+    """Describe each difference in a comparison that is beyond `limits`; empty if there is none."""
+    beyond, first, other = [], comparison['reference'], comparison['other']
+    if first and other and abs(gain := other['top1'] - first['top1']) > limits.ap:
+        beyond.append(f'top-1 differs by {abs(gain):.2g}, allowed {limits.ap:g}')
+    if (same := same_class(comparison)) < limits.matched:
+        beyond.append(f'the best class is the same in {same:.2%} of the images, wanted {limits.matched:.0%}')
+    return beyond
 
 
 def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Write plain values of a ClassComparison as Markdown tables; `scores` adds accuracy, if there are labels."""
+    """Write a comparison as Markdown tables; `scores` adds accuracy, if there are labels."""
     e = comparison['scores']
     ranks = [
         (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
@@ -118,8 +112,8 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     keys = ('top1', 'top5') if first else ()
     rows: list[tuple[str, ...]] = [(names[0], *(f'{first[key]:.4f}' for key in keys), *['-'] * 4)]
     for name, c in zip(names[1:], comparisons):
-        e, same = c['scores'], 1 - c['ranks'][0]['disagreement']
-        distance = f'{e["within"]:.2%}', f'{e["mean"]:.3g}', f'{same:.1%}', f'{c["disagreement"]:.1%}'
+        e = c['scores']
+        distance = f'{e["within"]:.2%}', f'{e["mean"]:.3g}', f'{same_class(c):.1%}', f'{c["disagreement"]:.1%}'
         rows.append((name, *(f'{c["other"][key]:.4f}' for key in keys), *distance))
     for name, c in zip(names[1:], comparisons if first else ()):
         points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
@@ -129,11 +123,11 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     return markdown_table(('model', *(['top-1', 'top-5'] if first else []), *titles), rows)
 
 
-def verdict(comparison: dict[str, Any]) -> str:
-    """Say how far a classifier is from the first, a clause. comparison: plain values of a ClassComparison."""
-    return f'the best class is the same in {1 - comparison["ranks"][0]["disagreement"]:.1%} of the images'
+def in_a_clause(comparison: dict[str, Any]) -> str:
+    """Say how far a classifier is from the first."""
+    return f'the best class is the same in {same_class(comparison):.1%} of the images'
 
 
-def limits_text(limits: Limits, found: dict[str, Any]) -> str:
+def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
     """Say what --verify allows."""
     return f'top-1 within {limits.ap:g}, the best class the same in at least {limits.matched:.0%}'

@@ -2,95 +2,58 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from utils.metrics import box_iou
 
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.file_model import split_outputs
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.markdown import markdown_table
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
-from utils.qat.evaluation.compare import Elements
+from utils.qat.evaluation.compare import ElementDifferences
 from utils.qat.evaluation.detection_scores import Metrics
-from utils.qat.evaluation.figures import models_table
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.file_model import parts
+from utils.qat.evaluation.score_tables import models_table
 
 SAME_OBJECT = 0.5  # IoU from which two detections of one class are of the same object
 SAME_DETECTION = 0.9  # IoU from which they count as the same detection
+PREDICTED = {  # part of the predictions, see file_model.split_outputs → its title
+    'boxes': 'boxes (px)',
+    'scores': 'scores',
+    'coefficients': 'mask coefficients',
+    'prototypes': 'prototypes',
+}
+RANK_COLUMNS = (  # key of Ranking.ranks, title, format
+    ('score', 'score', '.4f'),
+    ('score_error', 'score difference', '.3g'),
+    ('box_error', 'box difference (px)', '.3g'),
+    ('disagreement', 'disagreement', '.1%'),
+    ('unmatched', 'without a match', '.1%'),
+)
 
 
-@dataclass
-class Comparison:
-    """Differences of the model `other` from the model `reference`: boxes in pixels of the input, scores in 0..1."""
-
-    images: int
-    rtol: float
-    atol: float
-    top: int
-    # differences of all predictions, before NMS, see Elements.figures
-    boxes: dict[str, float] | None  # these four are None if a model has NMS inside
-    scores: dict[str, float] | None
-    coefficients: dict[str, float] | None  # these two, of the masks, are None also without masks
-    prototypes: dict[str, float] | None
-    # differences of the top detections, after NMS
-    ranks: list[dict[str, Any]]  # see Ranking.ranks
-    disagreement: float  # over all ranks
-    matched: float  # share of the top detections of either model that have a match in the other
-    matched_score: float  # mean absolute difference of the scores of a detection and its match
-    matched_box: float  # mean absolute difference of their x1, y1, x2, y2
-    matched_mask: float | None  # mean IoU of their masks; None without masks
-    # scores; all None if the images have no labels
-    reference: Metrics | None
-    other: Metrics | None
-    against_reference: dict[str, Any] | None  # AP of `other` less AP of `reference`, with chance, see chance.difference
-
-    @property
-    def ap_difference(self) -> float | None:
-        """Return the AP of `other` less the AP of `reference`; None if the images have no labels."""
-        return self.other.ap - self.reference.ap if self.reference and self.other else None
-
-    @property
-    def mask_ap_difference(self) -> float | None:
-        """Return the mask AP of `other` less the mask AP of `reference`; None without labels or masks."""
-        if not (self.reference and self.reference.mask and self.other and self.other.mask):
-            return None
-        return self.other.mask['ap'] - self.reference.mask['ap']
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to plain values; None for a missing figure, and for one that is not finite: JSON cannot write it."""
-        metrics = {k: m.plain() if m else None for k, m in (('reference', self.reference), ('other', self.other))}
-        return _finite(
-            {
-                **asdict(self),
-                **metrics,
-                'ap_difference': self.ap_difference,
-                'mask_ap_difference': self.mask_ap_difference,
-            }
-        )
-
-
-def excess(found: dict[str, Any], limits: Limits) -> list[str]:
-    """Describe each difference in the plain values of a Comparison that is beyond `limits`; empty if there is none."""
-    if not found['ranks']:
+def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
+    """Describe each difference in a comparison that is beyond `limits`; empty if there is none."""
+    if not comparison['ranks']:
         return ['neither model detects anything, so there was nothing to compare']
-    said = []
-    for what, gain in (('AP', found['ap_difference']), ('AP of the masks', found['mask_ap_difference'])):
+    beyond = []
+    for what, gain in (('AP', comparison['ap_difference']), ('AP of the masks', comparison['mask_ap_difference'])):
         if gain is not None and abs(gain) > limits.ap:
-            said.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
-    if found['matched'] < limits.matched:
-        said.append(
-            f'{found["matched"]:.2%} of the top {found["top"]} detections are matched, wanted {limits.matched:.0%}'
+            beyond.append(f'{what} differs by {abs(gain):.2g}, allowed {limits.ap:g}')
+    matched, score, iou = (comparison[key] for key in ('matched', 'matched_score', 'matched_mask'))
+    if matched < limits.matched:
+        beyond.append(
+            f'{matched:.2%} of the top {comparison["top"]} detections are matched, wanted {limits.matched:.0%}'
         )
-    if (found['matched_score'] or 0) > limits.score:
-        said.append(f'their scores differ by {found["matched_score"]:.2g}, allowed {limits.score:g}')
-    if found['matched_mask'] is not None and found['matched_mask'] < limits.mask:
-        said.append(f'their masks have an IoU of {found["matched_mask"]:.3f}, wanted {limits.mask:g}')
-    return said
+    if (score or 0) > limits.score:
+        beyond.append(f'their scores differ by {score:.2g}, allowed {limits.score:g}')
+    if iou is not None and iou < limits.mask:
+        beyond.append(f'their masks have an IoU of {iou:.3f}, wanted {limits.mask:g}')
+    return beyond
 
 
 def _finite(value: Any) -> Any:
@@ -183,8 +146,8 @@ class Ranking:
             if self.either[i]
         ]
 
-    def figures(self) -> dict[str, Any]:
-        """Compute the figures over all ranks, under the names that they have in Comparison."""
+    def summary(self) -> dict[str, Any]:
+        """Compute what Differences.comparison has of the top detections."""
         matched = self.matched.sum()
         return {
             'ranks': self.ranks(),
@@ -201,107 +164,105 @@ def _ratio(total: Any, count: Any) -> float:
     return float(total / count) if count else math.nan
 
 
-class DetectionDifferences:
-    """Differences of two models over batches, see Comparison."""
+class Differences:
+    """Differences of a detector from the reference, over batches."""
 
     def __init__(self, rtol: float, atol: float, top: int) -> None:
-        self.limits = rtol, atol, top
-        self.elements, self.ranking = [Elements(rtol, atol) for _ in range(4)], Ranking(top)
+        self.settings = {'rtol': rtol, 'atol': atol, 'top': top}
+        self.predictions = {part: ElementDifferences(rtol, atol) for part in PREDICTED}
+        self.ranking = Ranking(top)
 
     def update(
         self, reference: Any, other: Any, found: Sequence[Detections], found_by_other: Sequence[Detections]
     ) -> None:
         """Add a batch: the outputs of both models, and the detections of both."""
-        ours, theirs = _apart(reference), _apart(other)
-        if ours is not None and theirs is not None:
-            _require_same_shapes(ours, theirs)
-            for element, first, second in zip(self.elements, ours, theirs):
-                element.update(first, second)
-        for first, second in zip(found, found_by_other):
-            self.ranking.update(first, second)
+        if not isinstance(reference, list) and not isinstance(other, list):  # else NMS is inside a model
+            first, second = split_outputs(reference), split_outputs(other)
+            shapes = [[list(part.shape) for part in outputs.values()] for outputs in (first, second)]
+            if shapes[0] != shapes[1]:
+                raise QatError(
+                    f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
+                    'can be compared'
+                )
+            for part in first:
+                self.predictions[part].update(first[part], second[part])
+        for of_reference, of_other in zip(found, found_by_other):
+            self.ranking.update(of_reference, of_other)
 
-    def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> Comparison:
-        """Compute the Comparison of all batches so far; images: number of them."""
-        boxes, scores, coefficients, prototypes = (e.figures() for e in self.elements)
-        return Comparison(
-            images,
-            *self.limits,
-            boxes,
-            scores,
-            coefficients,
-            prototypes,
-            **self.ranking.figures(),
-            reference=reference,
-            other=other,
-            against_reference=difference(reference.resampled, other.resampled) if reference and other else None,
-        )
+    def comparison(self, images: int, reference: Metrics | None, other: Metrics | None) -> dict[str, Any]:
+        """Compute the comparison over all batches so far.
 
+        Args:
+            images: number of them.
+            reference: metrics of the reference; None if the images have no labels.
+            other: metrics of the other model.
 
-def _apart(output: Any) -> list[torch.Tensor] | None:
-    """Return the parts of predictions, see file_model.parts; None for detections: NMS was inside the model."""
-    return None if isinstance(output, list) else list(parts(output).values())
-
-
-def _require_same_shapes(reference: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
-    shapes = [[list(part.shape) for part in of_one] for of_one in (reference, other)]
-    if shapes[0] != shapes[1]:
-        raise QatError(
-            f'the models return {shapes[0]} and {shapes[1]}: only models with the same task, classes and image size '
-            'can be compared'
+        Returns:
+            Plain values: boxes in pixels of the input, scores in 0..1. None for a value that is missing, and for one
+            that is not finite, which JSON cannot write.
+                images, rtol, atol, top: of the comparison.
+                boxes, scores, coefficients, prototypes: differences of all predictions, before NMS, see
+                    ElementDifferences.summary; None if a model has NMS inside, and the last two without masks.
+                ranks: of the top detections, after NMS, see Ranking.ranks.
+                disagreement: over all ranks.
+                matched: share of the top detections of either model that have a match in the other.
+                matched_score: mean absolute difference of the scores of a detection and its match.
+                matched_box: mean absolute difference of their x1, y1, x2, y2.
+                matched_mask: mean IoU of their masks.
+                reference, other: plain metrics.
+                against_reference: AP of `other` less AP of `reference`, with chance, see chance.difference.
+                ap_difference, mask_ap_difference: the same as numbers.
+        """
+        first, second = (metrics.plain() if metrics else None for metrics in (reference, other))
+        gain = mask_gain = None
+        if first and second:
+            gain = second['ap'] - first['ap']
+            if 'mask' in first and 'mask' in second:
+                mask_gain = second['mask']['ap'] - first['mask']['ap']
+        return _finite(
+            {
+                'images': images,
+                **self.settings,
+                **{part: differences.summary() for part, differences in self.predictions.items()},
+                **self.ranking.summary(),
+                'reference': first,
+                'other': second,
+                'against_reference': difference(reference.resampled, other.resampled) if reference and other else None,
+                'ap_difference': gain,
+                'mask_ap_difference': mask_gain,
+            }
         )
 
 
 def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Write plain values of a Comparison as Markdown tables; `scores` adds AP, if there are labels."""
+    """Write a comparison as Markdown tables; `scores` adds AP, if there are labels."""
 
     def number(value: float | None, form: str = '.3g') -> str:
         return '-' if value is None else format(value, form)
 
-    tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
-    elements = [  # empty if a model has NMS inside
-        (text, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
-        for text, e in (
-            ('boxes (px)', comparison['boxes']),
-            ('scores', comparison['scores']),
-            ('mask coefficients', comparison['coefficients']),
-            ('prototypes', comparison['prototypes']),
-        )
-        if e
+    top, matched = comparison['top'], comparison['matched']
+    written = []
+    predictions = [
+        (title, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+        for part, title in PREDICTED.items()
+        if (e := comparison[part])
     ]
-    ranks: list[tuple[Any, ...]] = [
-        (
-            r['rank'],
-            r['images'],
-            number(r['score'], '.4f'),
-            number(r['score_error']),
-            number(r['box_error']),
-            number(r['disagreement'], '.1%'),
-            number(r['unmatched'], '.1%'),
-        )
-        for r in comparison['ranks']
+    if predictions:
+        tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
+        written.append(markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), predictions))
+    ranks = [
+        (rank['rank'], rank['images'], *(number(rank[key], form) for key, _, form in RANK_COLUMNS))
+        for rank in comparison['ranks']
     ]
-    matched = comparison['matched']
     unmatched = None if matched is None else 1 - matched
-    ranks.append(
-        (f'top {comparison["top"]}', *['-'] * 4, *(number(v, '.1%') for v in (comparison['disagreement'], unmatched)))
-    )
-    written = [markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), elements)] * bool(
-        elements
-    )
-    written.append(
-        markdown_table(
-            ('rank', 'images', 'score', 'score difference', 'box difference (px)', 'disagreement', 'without a match'),
-            ranks,
-        )
-    )
+    ranks.append((f'top {top}', *['-'] * 4, number(comparison['disagreement'], '.1%'), number(unmatched, '.1%')))
+    written.append(markdown_table(('rank', 'images', *(title for _, title, _ in RANK_COLUMNS)), ranks))
     if scores and comparison['reference']:
-        written += [
-            scores_table([comparison], names),
-            f'the second less the first: {in_words(comparison["against_reference"])}',
-        ]
+        written.append(scores_table([comparison], names))
+        written.append(f'the second less the first: {in_words(comparison["against_reference"])}')
     iou = f', IoU of their masks {number(comparison["matched_mask"])}' if comparison['matched_mask'] is not None else ''
     written.append(
-        f'matched regardless of rank: {number(comparison["matched"], ".2%")} of the top {comparison["top"]} detections of '
+        f'matched regardless of rank: {number(matched, ".2%")} of the top {top} detections of '
         f'either model; mean difference {number(comparison["matched_score"])} of score, '
         f'{number(comparison["matched_box"])} px of box{iou}\n(nearly equal scores change places by rounding alone, and '
         'count as disagreement at both ranks)'
@@ -319,21 +280,21 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     return f'{models_table(names, models, chances)}\n\n({EXPLAINED})'
 
 
-def verdict(comparison: dict[str, Any]) -> str:
-    """Say how far a detector is from the first, a clause. comparison: plain values of a Comparison."""
-    said = []
+def in_a_clause(comparison: dict[str, Any]) -> str:
+    """Say how far a detector is from the first."""
+    clauses = []
     if comparison['against_reference']:
-        said.append(in_words(comparison['against_reference']))
+        clauses.append(in_words(comparison['against_reference']))
     if comparison['matched'] is not None:
-        said.append(
+        clauses.append(
             f'{comparison["matched"]:.1%} of the top {comparison["top"]} detections have their match in the other at any rank'
         )
-    return '; '.join(said) or 'neither detects anything'
+    return '; '.join(clauses) or 'neither detects anything'
 
 
-def limits_text(limits: Limits, found: dict[str, Any]) -> str:
-    """Say what --verify allows. found: plain values of a Comparison."""
-    masks = f', the IoU of their masks at least {limits.mask:g}' * (found['matched_mask'] is not None)
+def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
+    """Say what --verify allows."""
+    masks = f', the IoU of their masks at least {limits.mask:g}' * (comparison['matched_mask'] is not None)
     return (
         f'AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}{masks}'
     )

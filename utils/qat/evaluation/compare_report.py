@@ -17,13 +17,13 @@ from utils.qat.evaluation.plots import plot_ranks
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
 
-def all_tables(
+def comparison_tables(
     task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str], examples: Sequence[Example] = ()
 ) -> list[str]:
-    """Write comparisons with the first model as Markdown: verdicts, scores, each comparison in detail, examples."""
+    """Write comparisons with the first model as Markdown: a clause of each, scores, each comparison in detail, examples."""
     how, (first, *others) = task.comparing(), names
-    verdicts = [f'- {escaped(f"{name} against {first}: {how.verdict(c)}.")}' for name, c in zip(others, comparisons)]
-    tables = ['\n'.join(verdicts), how.scores_table(comparisons, names)]
+    clauses = [f'- {escaped(f"{name} against {first}: {how.in_a_clause(c)}.")}' for name, c in zip(others, comparisons)]
+    tables = ['\n'.join(clauses), how.scores_table(comparisons, names)]
     for name, comparison in zip(others, comparisons):
         tables += [f'## {escaped(name)} against {escaped(first)}', how.tables(comparison, (first, name), False)]
     if examples:
@@ -33,7 +33,7 @@ def all_tables(
     return [table for table in tables if table]
 
 
-def names_of(config: CompareConfig) -> list[str]:
+def model_names(config: CompareConfig) -> list[str]:
     """Name the models of a comparison: by their files, and where --backend names a backend for each, by that too."""
     files = list(dict.fromkeys(config.models))
     if len(files) == len(config.models) or len(config.backend or ()) != len(config.models):
@@ -57,7 +57,7 @@ def write_comparison(
     following: str,
 ) -> str:
     """Write compare.json, report.md, ranks.png and examples.png into `folder`, and return the tables as Markdown."""
-    names = names_of(config)
+    names = model_names(config)
     files = {str(file): sha256(file) for file in config.models}
     write_json(
         folder / 'compare.json',
@@ -79,7 +79,7 @@ def write_comparison(
     if examples:
         plot_examples(folder / 'examples.png', examples, names)
         pictures.append(image('best of each model side by side', 'examples.png'))
-    tables = all_tables(task, comparisons, names, examples)
+    tables = comparison_tables(task, comparisons, names, examples)
     document(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',
@@ -99,4 +99,4 @@ def write_comparison(
             ),
         ],
     )
-    return '\n\n'.join(all_tables(task, comparisons, names))
+    return '\n\n'.join(comparison_tables(task, comparisons, names))

@@ -10,11 +10,11 @@ from utils.general import scale_boxes, xywh2xyxy
 from utils.metrics import ap_per_class, box_iou
 from utils.segment.general import mask_iou
 
+from utils.qat.backends.detections import Detections, Truth
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import resized
 from utils.qat.evaluation.chance import resampled_ap
 from utils.qat.evaluation.coco import add_masks, result_rows
-from utils.qat.prediction.detections import Detections, Truth
 
 IOUS = torch.linspace(0.5, 0.95, 10)  # AP is the mean over these IoU
 
@@ -79,8 +79,20 @@ class Scorer:
     def metrics(self, resample: bool = False) -> Metrics:
         """Score all images so far, in any order; `resample` computes AP on resamples of the images as well."""
         images = [image for images, _ in self.batches for image in images]
-        correct, conf, predicted, true = (np.concatenate(x) for x in zip(*(matches for _, matches in images)))
-        metrics = _score(correct, conf, predicted, true, self.names, len(images))
+        correct, score, predicted, true = (np.concatenate(x) for x in zip(*(matches for _, matches in images)))
+        counts = np.bincount(true.astype(int), minlength=len(self.names))
+        if not counts.sum():
+            raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
+        (boxes, boxes_by_class), *masks = (
+            _scores(part, score, predicted, true, self.names) for part in np.swapaxes(correct, 0, 1)
+        )
+        metrics = Metrics(**boxes, images=len(images), instances=int(counts.sum()))
+        for c, of_class in boxes_by_class.items():
+            metrics.per_class.append({'class': c, 'name': self.names[c], 'instances': int(counts[c]), **of_class})
+        if masks:
+            [(metrics.mask, masks_by_class)] = masks
+            for row in metrics.per_class:
+                row['mask'] = masks_by_class.get(row['class'])
         if resample:
             metrics.resampled = resampled_ap([matches for _, matches in sorted(images, key=lambda image: image[0])])
         return metrics
@@ -116,49 +128,17 @@ def _correct(found: Detections, labels: torch.Tensor, iou: torch.Tensor) -> torc
     return hit & (before == 0)
 
 
-def _score(
-    correct: np.ndarray,
-    conf: np.ndarray,
-    predicted: np.ndarray,
-    true: np.ndarray,
-    names: Mapping[int, str],
-    seen: int,
-) -> Metrics:
-    """Score all detections; `correct` is bool [n, 1 or 2, 10]: whether boxes and masks are correct at each of IOUS."""
-    counts = np.bincount(true.astype(int), minlength=len(names))
-    if not counts.sum():
-        raise QatError('the validation images have no labels, so nothing can be scored; check val: in --data')
-    parts = [_figures(part, conf, predicted, true, names) for part in np.swapaxes(correct, 0, 1)]
-    rows = [
-        {
-            'class': c,
-            'name': names[c],
-            'instances': int(counts[c]),
-            **parts[0][1][c],
-            **({'mask': parts[1][1].get(c)} if len(parts) > 1 else {}),
-        }
-        for c in parts[0][1]
-    ]
-    return Metrics(
-        **parts[0][0],
-        images=seen,
-        instances=int(counts.sum()),
-        per_class=rows,
-        mask=parts[1][0] if len(parts) > 1 else None,
-    )
-
-
-def _figures(
-    correct: np.ndarray, conf: np.ndarray, predicted: np.ndarray, true: np.ndarray, names: Mapping[int, str]
+def _scores(
+    correct: np.ndarray, score: np.ndarray, predicted: np.ndarray, true: np.ndarray, names: Mapping[int, str]
 ) -> tuple[dict[str, Any], dict[int, dict[str, float]]]:
     """Compute {ap, ap50, precision, recall} as the mean over all true classes, and of each class.
 
-    If no detection is correct, there are no figures of classes.
+    `correct` is bool [n, 10]: whether each detection is correct at each of IOUS. If none is, there is nothing of classes.
     """
     keys = 'ap', 'ap50', 'precision', 'recall'
     if not correct.any():
         return dict.fromkeys(keys, 0.0), {}
-    _, _, p, r, _, ap, classes = ap_per_class(correct, conf, predicted, true, names=names)
+    _, _, p, r, _, ap, classes = ap_per_class(correct, score, predicted, true, names=names)
     columns = ap.mean(1), ap[:, 0], p, r
     return (
         {k: float(x.mean()) for k, x in zip(keys, columns)},

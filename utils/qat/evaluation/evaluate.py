@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from utils.general import coco80_to_coco91_class
 
+from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import load_task
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.files import write_text
 from utils.qat.evaluation.coco import coco_figures
-from utils.qat.prediction.detections import prepared
 
 
 class Stopwatch:

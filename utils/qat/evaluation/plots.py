@@ -1,5 +1,6 @@
 """Pictures of an evaluation: AP of each class, and the agreement of models rank by rank."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
-from utils.qat.evaluation.figures import keys_of, title_of
+from utils.qat.evaluation.score_tables import merit_title, score_keys
 
 MOST = 80  # classes in a picture
 
 
+def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[float], float]:
+    """Return the centres of the bars of a model among several at each of `places`, 1 apart, and the width of a bar."""
+    width = 0.8 / models
+    return [place + (model - (models - 1) / 2) * width for place in places], width
+
+
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     """Draw the AP (of a classifier the top-1 accuracy) of each class and model, and what the first has more or less."""
-    key, *_ = keys_of(next(iter(models.values())))
+    key, *_ = score_keys(next(iter(models.values())))
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'
     parts = {whole: lambda row: row.get(key)}
@@ -27,35 +34,28 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
     panels = len(parts) * (1 + (len(models) > 1))
     figure = Figure(figsize=(4 + 3 * panels, 1.5 + (0.12 + 0.12 * len(models)) * len(names)), layout='constrained')
     row_of_axes = iter(figure.subplots(1, panels, sharey=True, squeeze=False)[0])
-    height, (first, *others) = 0.8 / len(models), models
+    first, *others = models
     for part, ap in parts.items():
         axes = next(row_of_axes)
         found = {
             model: {row['name']: ap(row) or 0 for row in metrics['per_class']} for model, metrics in models.items()
         }
         for i, (model, metrics) in enumerate(models.items()):
-            places = [n + (i - (len(models) - 1) / 2) * height for n in range(len(names))]
+            places, height = bar_places(range(len(names)), i, len(models))
             mean = (metrics if part == whole else metrics['mask'])[key]
             bars, label = [found[model].get(name, 0) for name in names], literal(f'{model} {mean:.4f}')
             axes.barh(places, bars, height, color=f'C{i}', label=label)
             axes.axvline(mean, linestyle='--', color=f'C{i}', linewidth=1)
         axes.set(xlim=(0, 1), xlabel=f'{of[part]}; dashed: {"mean" if key == "ap" else "all images"}')
-        axes.legend(
-            loc='lower left',
-            bbox_to_anchor=(-0.1, 1),
-            ncols=len(models),
-            frameon=False,
-            fontsize=8,
-            handlelength=1,
-            columnspacing=1,
-        )
+        small = {'frameon': False, 'fontsize': 8, 'handlelength': 1, 'columnspacing': 1}
+        axes.legend(loc='lower left', bbox_to_anchor=(-0.1, 1), ncols=len(models), **small)
         panel = [axes]
         if others:
             panel.append(next(row_of_axes))
-            for i, model in enumerate(others, 1):
-                places = [n + (i - len(others) / 2 - 0.5) * 0.8 / len(others) for n in range(len(names))]
+            for i, model in enumerate(others):
+                places, height = bar_places(range(len(names)), i, len(others))
                 points = [100 * (found[model].get(name, 0) - found[first].get(name, 0)) for name in names]
-                panel[1].barh(places, points, 0.8 / len(others), color=f'C{i}')
+                panel[1].barh(places, points, height, color=f'C{i + 1}')
             widest = max(1.0, *map(abs, panel[1].get_xlim()))
             panel[1].set(
                 xlim=(-widest, widest), xlabel=literal(f'{of[part].partition(" (")[0]} less that of {first}, points')
@@ -68,7 +68,7 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
             each.grid(axis='x', alpha=0.3)
             each.set_axisbelow(True)
     if len(names) < len(ap_of):
-        figure.suptitle(f'the {MOST} classes of lowest {title_of(*models.values())}, of {len(ap_of)}')
+        figure.suptitle(f'the {MOST} classes of lowest {merit_title(*models.values())}, of {len(ap_of)}')
     save(figure, path)
 
 
@@ -82,14 +82,13 @@ def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
     what = 'detection' if detectors else 'class'
     figure = Figure(figsize=(11, 3.8), layout='constrained')
     left, right = figure.subplots(1, 2)
-    width = 0.8 / len(comparisons)
     for i, (name, comparison) in enumerate(comparisons.items()):
         ranks, top = comparison['ranks'], comparison['top']
-        places = [r['rank'] + (i - (len(comparisons) - 1) / 2) * width for r in ranks]
-        verdict = (
-            f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank' if detectors else ''
-        )
-        left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=literal(name) + verdict)
+        places, width = bar_places([r['rank'] for r in ranks], i, len(comparisons))
+        label = literal(name)
+        if detectors:
+            label += f': {comparison["matched"] or 0:.1%} of the top {top} have their match at any rank'
+        left.bar(places, [r['score_error'] or 0 for r in ranks], width, color=f'C{i}', label=label)
         right.bar(places, [r['disagreement'] or 0 for r in ranks], width, color=f'C{i}', alpha=0.35 if detectors else 1)
         if detectors:
             right.bar(places, [r['unmatched'] or 0 for r in ranks], width, color=f'C{i}')

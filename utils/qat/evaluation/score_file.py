@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from utils.qat.backends.file_model import FileModel
 from utils.qat.config.backends import backends_for
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
@@ -22,19 +23,15 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.coco import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
-from utils.qat.prediction.file_model import FileModel
 
 FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
 
 
-Load = Callable[[Path, torch.device, str | None], Any]
-
-
-def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) -> None:
+def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:
     """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
 
-    `load` makes a model, see file_model.py, of file, device and backend; `load_baseline` does so for config.baseline.
-    If one file does not fit settings or data, the files before it are scored.
+    `load_model` makes a model, see file_model.py, of file, device and backend. If one file does not fit settings or data,
+    the files before it are scored.
     """
     scores = []
     try:
@@ -42,13 +39,14 @@ def score_files(configs: Sequence[EvalConfig], load: Load, load_baseline: Load) 
             device = select_device(config.device)
             join(device)
             with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-                predict = load(config.weights, device, config.backend)
+                predict = load_model(config.weights, device, config.backend)
                 baseline = None
                 if config.baseline:
                     given = (config.backend,) if config.backend else None
                     _, backend = backends_for((config.weights, config.baseline), given)
-                    baseline = load_baseline(config.baseline, device, backend)
-                scores.append(score_file(predict, config, device, folder, baseline, resample=len(configs) > 1))
+                    baseline = load_model(config.baseline, device, backend)
+                resample = bool(baseline) or len(configs) > 1
+                scores.append(score_file(predict, config, device, folder, baseline, resample))
     finally:  # also of the files before one that does not fit
         if len(scores) > 1:
             LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
@@ -63,17 +61,13 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
 
 
 def image_size(predict: Any, config: EvalConfig) -> Sides:
-    """Choose the height and width of the images: the file's, else the given ones, else the usual ones."""
-    if isinstance(predict, FileModel):
-        own = tuple(predict.imgsz) if all(isinstance(n, int) for n in predict.imgsz) else None
-        if own and config.imgsz not in (None, own):
-            given = ' '.join(map(str, typed_sides(config.imgsz)))
-            raise QatError(
-                f'--imgsz {given}: {config.weights} takes {own[0]} x {own[1]}; leave the flag out, or export again with --imgsz {given}'
-            )
-    else:
-        own = config.imgsz or predict.quantized_for
-    imgsz: Any = tuple(own or config.imgsz or predict.task.imgsz)
+    """Choose the height and width of the images: the file's, the given ones, those of the quantization, or the usual ones."""
+    if predict.imgsz and config.imgsz not in (None, predict.imgsz):
+        given, (height, width) = ' '.join(map(str, typed_sides(config.imgsz))), predict.imgsz
+        raise QatError(
+            f'--imgsz {given}: {config.weights} takes {height} x {width}; leave the flag out, or export again with --imgsz {given}'
+        )
+    imgsz = predict.imgsz or config.imgsz or predict.quantized_for or predict.task.imgsz
     require_multiples(imgsz, predict.stride)
     return imgsz
 
@@ -84,18 +78,11 @@ def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
     The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and
     precision 0, and what is missing counts as if it were there.
     """
-    inside = getattr(predict, 'conf_thres', None)
-    if not predict.task.boxes:
-        return
-    if getattr(predict, 'end2end', False):
-        conf, whose, fair = (
-            inside,
-            'inside the file',
-            'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300',
-        )
-    else:
-        conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
-    if conf is not None and conf > FAIR_CONF:
+    conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
+    if predict.end2end:
+        conf, whose = predict.conf_thres, 'inside the file'
+        fair = 'export it with --conf-thres 0.001 --iou-thres 0.7 --topk-all 300'
+    if predict.task.boxes and conf is not None and conf > FAIR_CONF:
         LOGGER.warning(
             f'{config.weights}: scores up to {conf:g} are left out ({whose}), and AP continues the curve that ends there: it '
             f'comes out too high. For a figure that compares with others {fair}'
@@ -107,13 +94,13 @@ def score_file(
     config: EvalConfig,
     device: torch.device,
     folder: Path | None,
-    baseline: Any = None,
-    resample: bool = False,
+    baseline: Any,
+    resample: bool,
 ) -> Score:
     """Score the model in config.weights, log the tables, and write the report and predictions.json.
 
-    An exported file gets images letterboxed to its own size. `baseline` is scored on the same images. Only the first
-    process of a torchrun needs the folder.
+    An exported file gets images letterboxed to its own size. `baseline`, a model or None, is scored on the same images.
+    Only the first process of a torchrun needs the folder.
     """
     exported = isinstance(predict, FileModel)
     config.check_model(predict)
@@ -130,42 +117,19 @@ def score_file(
     seen = predict.task.seen_as(config.imgsz, square)
     LOGGER.info(f'{config.weights} on {describe(device)}, images {seen}')
     warn_of_threshold(predict, config)
-    metrics = evaluate(
-        predict,
-        loader,
-        data.names,
-        device,
-        config.conf_thres,
-        config.iou_thres,
-        annotations=data.annotations,
-        progress=lambda it: bar(it, 'evaluating'),
-        predictions_file=folder / 'predictions.json' if config.save_json else None,
-        resample=resample or bool(baseline),
-    )
-    before = None
-    if baseline:
-        before = evaluate(
-            baseline,
-            loader,
-            data.names,
-            device,
-            config.conf_thres,
-            config.iou_thres,
-            progress=lambda it: bar(it, 'evaluating the baseline'),
-            resample=True,
-        )
+
+    def scored(model: Any, text: str, **options: Any) -> Any:
+        thresholds = config.conf_thres, config.iou_thres
+        options.update(progress=lambda it: bar(it, text), resample=resample)
+        return evaluate(model, loader, data.names, device, *thresholds, **options)
+
+    predictions = folder / 'predictions.json' if config.save_json else None
+    metrics = scored(predict, 'evaluating', annotations=data.annotations, predictions_file=predictions)
+    before = scored(baseline, 'evaluating the baseline') if baseline else None
     following = after_scoring(config.weights, config.imgsz, config.backend)
     if not exported and predict.recipe is None:
-        following = command(
-            'qat.py',
-            'quantize',
-            '--weights',
-            config.weights,
-            '--data',
-            config.data,
-            '--imgsz',
-            *typed_sides(config.imgsz),
-        )
+        size = typed_sides(config.imgsz)
+        following = command('qat.py', 'quantize', '--weights', config.weights, '--data', config.data, '--imgsz', *size)
     on_first(write_scores)(folder, config, metrics, device, seen, following, before)
     LOGGER.info('  '.join(f'{k} {v} ms' for k, v in metrics.ms_per_image.items()) + ' per image')
     for line in predict.notes if exported else ():
@@ -180,7 +144,7 @@ def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
     why = ''
     if baseline.task is not predict.task:
         why = f'{baseline.task.title}, unlike {config.weights}'
-    elif isinstance(baseline, FileModel) and tuple(baseline.imgsz) != config.imgsz:
+    elif baseline.imgsz not in (None, config.imgsz):
         why = f'takes images of {" x ".join(map(str, baseline.imgsz))}, and they are {config.imgsz[0]} x {config.imgsz[1]} here'
     elif (baseline.nc or predict.nc) != (predict.nc or baseline.nc):
         why = f'has {baseline.nc} classes, and {config.weights} has {predict.nc}'

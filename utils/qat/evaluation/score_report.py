@@ -13,11 +13,11 @@ from utils.qat.core.device import describe
 from utils.qat.core.files import distinct_names, write_json
 from utils.qat.core.machine import machine, machine_table, versions
 from utils.qat.core.markdown import document, escaped, image, markdown_table
-from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, parts, plus_minus, points
+from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, difference, in_points, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import Metrics
-from utils.qat.evaluation.figures import class_table, columns, figures, models_table, title_of
 from utils.qat.evaluation.plots import plot_classes
+from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, score_cells, score_titles
 
 
 class Score(NamedTuple):
@@ -31,21 +31,16 @@ class Score(NamedTuple):
 def several_table(scores: Sequence[Score]) -> str:
     """Write the metrics of several files on the same images as a Markdown table, with differences to the first."""
     first = scores[0].metrics
-    titles, masks = columns(*(score.metrics.plain() for score in scores))
-    names = distinct_names([score.file for score in scores])
-
-    def less_first(score: Score) -> list[str]:
-        if score.metrics is first:
-            return ['-'] * (1 + masks)
-        found = parts(difference(first.resampled, score.metrics.resampled))
-        return [points(part) for part in found]
-
-    rows = [
-        (name, score.seen.removeprefix('as '), *figures(score.metrics.plain(), masks), *less_first(score))
-        for name, score in zip(names, scores)
-    ]
-    differences = (f'{title_of(first.plain())} - first, points', 'mask AP - first, points')[: 1 + masks]
-    return markdown_table(('file', 'images', *titles, *differences), rows)
+    titles, masks = score_titles(*(score.metrics.plain() for score in scores))
+    rows = []
+    for name, score in zip(distinct_names([score.file for score in scores]), scores):
+        less_first = ['-'] * (1 + masks)
+        if score.metrics is not first:
+            less_first = list(map(in_points, boxes_and_masks(difference(first.resampled, score.metrics.resampled))))
+        seen = score.seen.removeprefix('as ')
+        rows.append((name, seen, *score_cells(score.metrics.plain(), masks), *less_first))
+    points = (f'{merit_title(first.plain())} - first, points', 'mask AP - first, points')[: 1 + masks]
+    return markdown_table(('file', 'images', *titles, *points), rows)
 
 
 def coco_table(metrics: Metrics) -> str:
@@ -64,13 +59,13 @@ def with_distance(metrics: Any, baseline: Any) -> dict[str, Any]:
     return {**metrics.plain(), **distance(metrics.scores, baseline.scores)}
 
 
-def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None = None) -> list[str]:
+def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None) -> list[str]:
     """Write all metrics as Markdown tables; with a baseline both have resamples."""
     compared, plain = [], metrics.plain()
     if baseline and config.baseline:
         against, plain = difference(baseline.resampled, metrics.resampled), with_distance(metrics, baseline)
         names, models = distinct_names([config.baseline, config.weights]), (baseline.plain(), plain)
-        words = in_words(against, title_of(plain))
+        words = in_words(against, merit_title(plain))
         compared = [models_table(names, models, [plus_minus(against)]), f'{words} ({EXPLAINED})']
     return [*compared, class_table(plain), *([coco_table(metrics)] if metrics.coco else [])]
 
@@ -82,10 +77,15 @@ def write_scores(
     device: torch.device,
     seen: str,
     following: str,
-    baseline: Metrics | None = None,
+    baseline: Metrics | None,
 ) -> None:
     """Write metrics.json, report.md and classes.png into `folder`; `seen` says how the model saw the images."""
-    found = machine(device)
+    here, against = machine(device), {}
+    if baseline:
+        against = {
+            'baseline': baseline.plain(),
+            'against_baseline': difference(baseline.resampled, metrics.resampled),
+        }
     write_json(
         folder / 'metrics.json',
         {
@@ -93,16 +93,9 @@ def write_scores(
             'versions': versions(),
             'device': describe(device),
             'seen': seen,
-            'machine': found,
+            'machine': here,
             **with_distance(metrics, baseline),
-            **(
-                {
-                    'baseline': baseline.plain(),
-                    'against_baseline': difference(baseline.resampled, metrics.resampled),
-                }
-                if baseline
-                else {}
-            ),
+            **against,
             'times': {'ms_per_image': metrics.ms_per_image},
         },
     )
@@ -112,7 +105,7 @@ def write_scores(
         models = {config.baseline: baseline, config.weights: metrics} if config.baseline else {config.weights: metrics}
         names = distinct_names(list(models))
         plot_classes(folder / 'classes.png', {name: m.plain() for name, m in zip(names, models.values()) if m})
-        pictures.append(image(f'{title_of(metrics.plain())} of each class', 'classes.png'))
+        pictures.append(image(f'{merit_title(metrics.plain())} of each class', 'classes.png'))
     document(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
@@ -123,7 +116,7 @@ def write_scores(
             '## Times',
             markdown_table(('step', 'ms per image'), metrics.ms_per_image.items()),
             '## Machine',
-            machine_table(found),
+            machine_table(here),
             *closing(asdict(config), type(config), versions(), following),
         ],
     )

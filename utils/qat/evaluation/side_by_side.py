@@ -7,7 +7,7 @@ that only another model has. Of a classifier a line is of a class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,15 @@ class Example:
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain values, without the image."""
-        return {
-            'image': self.path,
-            'lines': [
-                {
-                    'reference': line.reference and vars(line.reference),
-                    'others': [found and vars(found) for found in line.others],
-                    'marks': line.marks,
-                }
-                for line in self.lines
-            ],
-        }
+        return {'image': self.path, 'lines': [asdict(line) for line in self.lines]}
+
+
+def _new_line(found: Found, which: int, others: int) -> Line:
+    """Make the line of what only one of the other models has: number `which` of `others`, from 0."""
+    places: list[Found | None] = [None] * others
+    marks = [''] * others
+    places[which], marks[which] = found, NEW
+    return Line(None, places, marks)
 
 
 def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
@@ -99,10 +97,7 @@ def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top
             j, mark = pairs.get(i, (None, LOST))
             line.others.append(None if j is None else made(rows, j))
             line.marks.append(mark)
-        for j in unknown:
-            if j < top:
-                places = [made(rows, j) if n == number else None for n in range(len(others))]
-                extra.append(Line(None, places, [NEW if n == number else '' for n in range(len(others))]))
+        extra += [_new_line(made(rows, j), number, len(others)) for j in unknown if j < top]
     return lines + extra
 
 
@@ -114,22 +109,15 @@ def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tu
     """
     pairs: dict[int, tuple[int, str]] = {}
     taken: set[int] = set()
-    if len(first) and len(rows):
-        iou = box_iou(first[:, :4], rows[:, :4])
-        alike = first[:, None, 5] == rows[:, 5]
-        for same_class in (True, False):
-            overlap = iou * (alike if same_class else ~alike)
-            for i in range(len(first)):
-                if i in pairs:
-                    continue
-                for j in overlap[i].argsort(descending=True).tolist():
-                    if overlap[i, j] < SAME_OBJECT:
-                        break
-                    if j not in taken:
-                        mark = CLASS if not same_class else SAME if overlap[i, j] >= SAME_DETECTION else MOVED
-                        pairs[i] = j, mark
-                        taken.add(j)
-                        break
+    iou, same = box_iou(first[:, :4], rows[:, :4]), first[:, None, 5] == rows[:, 5]
+    for overlap, of_same_class in ((iou * same, True), (iou * ~same, False)):
+        for i in range(len(first)):
+            best_first = overlap[i].argsort(descending=True).tolist()
+            free = [j for j in best_first if j not in taken and overlap[i, j] >= SAME_OBJECT]
+            if free and i not in pairs:
+                near = SAME if overlap[i, free[0]] >= SAME_DETECTION else MOVED
+                pairs[i] = free[0], near if of_same_class else CLASS
+                taken.add(free[0])
     return pairs, [j for j in range(len(rows)) if j not in taken]
 
 
@@ -152,8 +140,7 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
     for m in range(1, len(scores)):
         for c in orders[m][:top]:
             if ranks[0][c] > top:
-                places = [made(m, c) if n == m else None for n in range(1, len(scores))]
-                lines.append(Line(None, places, [NEW if n == m else '' for n in range(1, len(scores))]))
+                lines.append(_new_line(made(m, c), m - 1, len(scores) - 1))
     return lines
 
 
@@ -218,15 +205,16 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
     """
     most = max(max(len(_of_model(e, m)) for m in range(len(models))) for e in examples)
     side, text = 4.6, 0.17 * most + 0.3
-    figure = Figure(figsize=(side * len(models), (side + text) * len(examples) + 1.0))
+    height = (side + text) * len(examples) + 1.0
+    figure = Figure(figsize=(side * len(models), height))
     grid = figure.add_gridspec(
         2 * len(examples),
         len(models),
         height_ratios=[side, text] * len(examples),
         left=0.01,
         right=0.99,
-        top=1 - 0.45 / ((side + text) * len(examples) + 1.0),
-        bottom=0.45 / ((side + text) * len(examples) + 1.0),
+        top=1 - 0.45 / height,
+        bottom=0.45 / height,
         hspace=0.02,
         wspace=0.03,
     )

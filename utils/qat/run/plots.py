@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from utils.qat.core.picture import literal, save
-from utils.qat.evaluation.figures import keys_of, task_in, title_of
+from utils.qat.evaluation.score_tables import merit_title, score_keys, task_in
 
 NARROWEST = 0.02  # of the AP axis: less than two points apart shall not look like a collapse
 
@@ -25,7 +25,7 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
     epochs, best = report['epochs'], report['best']
-    merit, title = keys_of(epochs[0])[0], title_of(epochs[0])
+    merit, title = score_keys(epochs[0])[0], merit_title(epochs[0])
     parts = {
         '': ('tab:blue', lambda metrics: metrics),
         'masks ': ('tab:orange', lambda metrics: metrics.get('mask', {})),

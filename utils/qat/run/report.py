@@ -10,9 +10,17 @@ from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
 from utils.qat.core.next_command import command, repeated, typed_sides
-from utils.qat.evaluation.chance import EXPLAINED, in_words, parts, points, points_lost, within_chance
-from utils.qat.evaluation.figures import columns, differences, figures, is_scored, keys_of, task_in, title_of
+from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.plots import plot_classes
+from utils.qat.evaluation.score_tables import (
+    difference_cells,
+    is_scored,
+    merit_title,
+    score_cells,
+    score_keys,
+    score_titles,
+    task_in,
+)
 from utils.qat.run.plots import plot_ap
 from utils.qat.run.state import LAST
 
@@ -31,7 +39,7 @@ def against_float_cells(metrics: dict[str, Any] | None, masks: bool) -> list[str
         masks: the table has a column for masks as well.
     """
     found = (metrics or {}).get('against_float')
-    return [points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
+    return [in_points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
 
 
 def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -53,15 +61,15 @@ def run_table(report: dict[str, Any]) -> str:
     stages = [report['origin'], report['ptq'], *report['epochs']]
     if not any(map(is_scored, stages)):
         return ''
-    titles, masks = columns(*stages)
-    title = title_of(*stages)
+    titles, masks = score_titles(*stages)
+    title = merit_title(*stages)
     outputs = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
         return [
             what,
             *loss,
-            *figures(metrics, masks),
+            *score_cells(metrics, masks),
             *against_float_cells(metrics, masks),
             *sqnr_cells(metrics, outputs),
         ]
@@ -76,7 +84,7 @@ def run_table(report: dict[str, Any]) -> str:
         rows.append(row(f'best ({which})', report['best'], ''))
 
     def difference(what: str, metrics: dict[str, Any], origin: dict[str, Any], *loss: str) -> list[str]:
-        cells = differences(metrics, origin, masks)
+        cells = difference_cells(metrics, origin, masks)
         return [f'{what} - float, points', *loss, *cells, *against_float_cells(metrics, masks), *['-'] * len(outputs)]
 
     for name, metrics in (('PTQ', report['ptq']), ('best', report['best'])):
@@ -113,14 +121,14 @@ def verdict(report: dict[str, Any]) -> str:
     file = f'{chosen["file"]} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
-    title = title_of(metrics)
-    ap = f'{title} {figures(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
+    title = merit_title(metrics)
+    ap = f'{title} {score_cells(metrics)[0]}' + (f' (masks {metrics["mask"]["ap"]:.4f})' if 'mask' in metrics else '')
     if 'against_float' not in metrics:
         return (
             f'The INT8 model has {ap} on {report["images"][images]} images, and the float model was not scored; {file}.'
         )
     against = metrics['against_float']
-    if all(map(within_chance, parts(against))):
+    if all(map(within_chance, boxes_and_masks(against))):
         cost = 'INT8 costs nothing that these images show'
     elif points_lost(against) > 0:
         cost = f'INT8 costs {points_lost(against):.2f} points of {title} beyond chance'
@@ -135,7 +143,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
     images = report['images']['val' if on_val else report['chosen_on']]
-    title = title_of(report['ptq'])
+    title = merit_title(report['ptq'])
     said = [f'INT8 against float: {in_words(against, title)} on these {images} images.'] if against else []
     if best and not best['epoch']:
         said.append('Fine-tuning did not help: no epoch scores higher than PTQ, which is delivered.')
@@ -187,15 +195,15 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
     """Draw the pictures for which there are figures, and return the Markdown that shows them."""
     shown = []
     if report['epochs']:
-        name = f'{keys_of(report["epochs"][0])[0]}.png'  # ap.png or top1.png
+        name = f'{score_keys(report["epochs"][0])[0]}.png'  # ap.png or top1.png
         plot_ap(folder / name, report)
-        shown.append(image(f'{title_of(*report["epochs"])} of every epoch', name))
+        shown.append(image(f'{merit_title(*report["epochs"])} of every epoch', name))
     best = report['best'] if report['best'] and report['best']['epoch'] else None  # else it is PTQ
     stages = {'float': report['origin'], 'PTQ': report['ptq'], 'best': best}
     models = {name: metrics for name, metrics in stages.items() if metrics and metrics.get('per_class')}
     if models:
         plot_classes(folder / 'classes.png', models)
-        shown.append(image(f'{title_of(*models.values())} of each class', 'classes.png'))
+        shown.append(image(f'{merit_title(*models.values())} of each class', 'classes.png'))
     return shown
 
 

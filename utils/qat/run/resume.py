@@ -20,7 +20,7 @@ from utils.qat.core.files import write_torch
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import writing
 from utils.qat.evaluation.chance import RESAMPLES
-from utils.qat.evaluation.figures import is_scored
+from utils.qat.evaluation.score_tables import is_scored
 from utils.qat.run.state import EPOCH, FLOAT, PTQ, State
 from utils.qat.untrusted.json_schema import (
     AGAINST,

@@ -13,8 +13,8 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import PACKAGES
 from utils.qat.core.markdown import document, escaped, image, markdown_table
 from utils.qat.core.printable import visible
-from utils.qat.evaluation.chance import RESAMPLES, in_words, points
-from utils.qat.evaluation.figures import figures, is_scored, task_in, title_of
+from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
+from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
 from utils.qat.targets.target import Target, load_target
 from utils.qat.untrusted.json_schema import (
     AGAINST,
@@ -158,7 +158,7 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
 
     def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
-        return points(found) if found else '-'
+        return in_points(found) if found else '-'
 
     def number(unit: dict[str, Any], way: str) -> str:
         return f'{unit["measured"][way]["divergence"]:.5f}' if unit['measured'] else '-'
@@ -183,7 +183,7 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
             'only it in INT8, estimated',
             'measured',
             'all but it',
-            f'{title_of(summary["int8"])} points if float',
+            f'{merit_title(summary["int8"])} points if float',
         ),
         rows,
     )
@@ -197,7 +197,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         summary: the summary.
         following: the next command for the user.
     """
-    title, task, settings = title_of(summary['int8']), task_in(summary['int8']), summary['settings']
+    title, task, settings = merit_title(summary['int8']), task_in(summary['int8']), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
         f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
@@ -206,7 +206,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
     if is_scored(summary['int8']):
         masks = 'mask' in summary['int8']
         ap = {
-            model: figures(summary[model])[0] + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
+            model: score_cells(summary[model])[0] + (f' (masks {summary[model]["mask"]["ap"]:.4f})' if masks else '')
             for model in ('float', 'int8')
         }
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from utils.qat.evaluation.chance import difference, difference_of_merit
-from utils.qat.evaluation.figures import is_scored, merit
+from utils.qat.evaluation.score_tables import is_scored, merit
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, it is not the highest of many
@@ -47,7 +47,7 @@ class State:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Find the best stage, the first of the highest (figures.merit); None before the first epoch."""
+        """Find the best stage, the first of the highest (score_tables.merit); None before the first epoch."""
         if not self.epochs:
             return None
         ptq = [{'epoch': 0, **self.ptq}] if is_scored(self.ptq) else []  # fine-tuning may gain nothing

@@ -56,12 +56,15 @@ class Classification(Task):
         split_folders(file)
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
-        """Open a folder of images for each class; see class_folders.class_images."""
-        from utils.qat.data.class_folders import class_images
+        """Open a folder with train/ and val/; for the classifier of others see other_classifiers.class_images."""
         from utils.qat.data.image_folders import MEAN, STD
+        from utils.qat.data.loaders import labelled_images
+        from utils.qat.data.other_classifiers import class_images
 
-        colours = (MEAN, STD) if model.ours else (config.mean, config.std)
-        return Labelled(class_images(config, imgsz, model), model.names, *colours)
+        if not model.ours:
+            return Labelled(class_images(config, imgsz, model), model.names, config.mean, config.std)
+        data = self.load_data(Path(config.data or ''), model)
+        return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         """Say in words how loaders.val_loader shows images to a model."""
@@ -117,10 +120,6 @@ class Classification(Task):
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         """Return the scores."""
         return outputs
-
-    def differences(self, rtol: float, atol: float, top: int) -> Any:
-        """Make the differences of the scores and of the best classes."""
-        return self.comparing().ClassDifferences(rtol, atol, top)
 
     def comparing(self) -> Any:
         """Return compare_classes."""

@@ -52,13 +52,10 @@ class Detection(Task):
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
         """Open the val images of a data YAML, letterboxed to `imgsz` as `qat.py eval --square` sees them."""
-        from utils.qat.data.loaders import val_loader
+        from utils.qat.data.loaders import labelled_images
 
         data = self.load_data(Path(config.data or ''), model)
-        settings = LoaderConfig(
-            batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type
-        )
-        return Labelled(val_loader(data, settings, model.stride, square=True, limit=config.images or None), data.names)
+        return Labelled(labelled_images(data, config, model, imgsz), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
         """Say in words how loaders.val_loader shows images to a model."""
@@ -93,13 +90,9 @@ class Detection(Task):
 
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
         """Find the detections of each image by upstream's NMS."""
-        from utils.qat.prediction.detections import detect
+        from utils.qat.backends.detections import detect
 
         return detect(outputs, shape, *settings)
-
-    def differences(self, rtol: float, atol: float, top: int) -> Any:
-        """Make the differences of predictions and of the best detections."""
-        return self.comparing().DetectionDifferences(rtol, atol, top)
 
     def comparing(self) -> Any:
         """Return compare_detections."""

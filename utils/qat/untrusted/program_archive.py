@@ -5,7 +5,7 @@ as Python, unpickles example inputs, weights and objects, and loads native code 
 It gets a new archive of the parts that were checked: a graph of OPERATORS, tensors as plain bytes, and our metadata. Pickles, guards and
 names of source files are left out. No pickle is read.
 
-A package is native code, so no check can make it data: see prediction/aoti.py.
+A package is native code, so no check can make it data: see backends/aoti.py.
 """
 
 from __future__ import annotations

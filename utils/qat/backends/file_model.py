@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from utils.qat.backends.detections import Detections
+from utils.qat.backends.session import Session, open_session
 from utils.qat.config.export import END2END, MASKS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.errors import QatError
 from utils.qat.data.masks import BoxMasks
-from utils.qat.prediction.detections import Detections
-from utils.qat.prediction.session import Session, open_session
 from utils.qat.untrusted.names import class_names
 
 LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata of an export
@@ -60,7 +60,7 @@ class FileModel:
     [B, nc]; compare_outputs.py takes it as well.
 
     Attributes:
-        imgsz: height and width in pixels.
+        imgsz: height and width in pixels; None = any.
         batch: smallest and largest batch; None = any.
         stride: of the model that was exported, in pixels.
         nc: number of classes; None if only the names would tell, and there are none.
@@ -70,7 +70,10 @@ class FileModel:
         conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
         kind: what tells the task, in words.
         ours: whether the metadata of the export name a task: then images are prepared as `qat.py eval` does.
+        quantized_for: None; see pytorch.TorchModel.
     """
+
+    quantized_for = None
 
     def __init__(self, session: Session) -> None:
         """Take a session of the file.
@@ -99,7 +102,8 @@ class FileModel:
                 f'{list(image)} -> {", ".join(f"{n} {list(s)}" for n, s in outputs.items())}; export it with export_qat.py'
             )
         own = (image[0],) * 2 if isinstance(image[0], int) else None  # a static graph wants full batches
-        self.imgsz, self.batch = list(image[2:]), signature.batch or own
+        self.imgsz = tuple(image[2:]) if all(isinstance(n, int) for n in image[2:]) else None
+        self.batch = signature.batch or own
         self.stride, names = _read_metadata(path, signature.metadata)
         masks = MASKS in outputs or dimensions == [3, 4]
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
@@ -155,7 +159,7 @@ def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: s
     return FileModel(open_session(path, device, backend))
 
 
-def parts(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def split_outputs(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split predictions by meaning.
 
     Args:
@@ -171,4 +175,4 @@ def parts(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor])
         return {'boxes': outputs[:, :4], 'scores': outputs[:, 4:]}
     predictions, prototypes = outputs
     nm = prototypes.shape[1]
-    return {**parts(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}
+    return {**split_outputs(predictions[:, :-nm]), 'coefficients': predictions[:, -nm:], 'prototypes': prototypes}

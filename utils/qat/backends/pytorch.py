@@ -47,9 +47,12 @@ class TorchModel:
         ours: whether images are prepared as `qat.py eval` does, as file_model.FileModel.
         recipe: settings of the quantization; None for a float model.
         quantized_for: height and width of the images that it was quantized for, in pixels; None for a float model.
+        imgsz, end2end, conf_thres: as of a file that takes any size and has no NMS inside, see file_model.FileModel.
     """
 
     ours = True
+    imgsz = conf_thres = None
+    end2end = False
 
     def __init__(
         self,

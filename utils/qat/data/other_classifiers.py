@@ -1,4 +1,4 @@
-"""Images of a classifier: a folder for each class, and which output of the classifier is which folder."""
+"""Images for classifiers of others: a folder for each class, and which output of the classifier is which folder."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,8 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.core.printable import visible
-from utils.qat.data.dataset import open_dataset
 from utils.qat.data.image_file import check_images, read_rgb
-from utils.qat.data.loaders import batches_of, spread
+from utils.qat.data.loaders import in_order, spread
 from utils.qat.untrusted.names import class_names
 
 LARGEST_LIST = 1_000_000  # bytes of --classes
@@ -64,19 +63,14 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
 
 
 def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
-    """Make batches of a folder that has a folder of images for each class.
+    """Make batches for the classifier of others, of a folder that has a folder of images for each class.
 
-    For a checkpoint, and a file that was exported of one, the folder has train/ and val/, and images are prepared as
-    `qat.py eval` does (see image_folders.py). For the classifiers of others the shorter side of an image becomes the
-    longer of imgsz / 0.875, as classifiers are evaluated, and its centre is cut out.
+    The shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is
+    cut out.
 
     Returns:
         Batches (images FP32 [B, 3, height, width], outputs of their classes [B], paths of the images).
     """
-    if model.ours:
-        data = model.task.load_data(Path(config.data or ''), model)
-        images = open_dataset(data, 'val', LoaderConfig(imgsz=imgsz), model.stride)
-        return batches_of(spread(images, config.images) if config.images else images, config)
     from torchvision import datasets, transforms  # here, because nothing else needs more of it than NMS
 
     class WithPaths(datasets.ImageFolder):
@@ -99,7 +93,7 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
         ) from e
     check_images((path for path, _ in dataset.samples), '--data', Path(config.data or ''))
     class_names(dataset.classes, f'--data {config.data}')
-    dataset.target_transform = outputs_of(
-        dataset.classes, model.nc, model.names, config.classes, config.data
-    ).__getitem__
-    return batches_of(spread(dataset, config.images) if config.images else dataset, config)
+    outputs = outputs_of(dataset.classes, model.nc, model.names, config.classes, config.data)
+    dataset.target_transform = outputs.__getitem__
+    settings = LoaderConfig(batch_size=config.batch_size, workers=config.workers, device=model.device.type)
+    return in_order(spread(dataset, config.images) if config.images else dataset, settings)

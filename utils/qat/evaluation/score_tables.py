@@ -13,45 +13,45 @@ def task_in(*metrics: dict[str, Any] | None) -> Task:
     return next((task for task in map(load_task, TASKS) if {task.keys[0], task.parts[0]} & keys), load_task('detect'))
 
 
-def keys_of(metrics: dict[str, Any] | None) -> tuple[str, ...]:
+def score_keys(metrics: dict[str, Any] | None) -> tuple[str, ...]:
     """Return the keys of the figures of a model's task; the first one decides."""
     return task_in(metrics).keys
 
 
 def is_scored(metrics: dict[str, Any] | None) -> bool:
     """Tell whether plain metrics have figures."""
-    return metrics is not None and keys_of(metrics)[0] in metrics
+    return metrics is not None and score_keys(metrics)[0] in metrics
 
 
-def title_of(*metrics: dict[str, Any] | None) -> str:
+def merit_title(*metrics: dict[str, Any] | None) -> str:
     """Name the figure by which models of this task are chosen, in words: AP or top-1."""
     return task_in(*metrics).columns[0]
 
 
-def figures(metrics: dict[str, Any] | None, masks: bool = False) -> list[str]:
+def score_cells(metrics: dict[str, Any] | None, masks: bool = False) -> list[str]:
     """Write AP, AP50, P and R of plain metrics (of a classifier its figures) with four digits; '-' for one missing."""
-    of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in keys_of(metrics)]
-    return of_boxes + figures((metrics or {}).get('mask')) if masks else of_boxes
+    of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in score_keys(metrics)]
+    return of_boxes + score_cells((metrics or {}).get('mask')) if masks else of_boxes
 
 
-def differences(
+def difference_cells(
     metrics: dict[str, Any] | None, reference: dict[str, Any] | None, masks: bool = False, chance: str = ''
 ) -> list[str]:
-    """Write the differences of two models in points (0.01), under the columns of `figures`; '-' for a missing figure.
+    """Write the differences of two models in points (0.01), under the columns of `score_cells`; '-' for a missing figure.
 
     `chance` is of the difference of AP, such as ' ± 0.58'; see chance.py.
     """
     after, before = metrics or {}, reference or {}
-    points = [f'{100 * (after[k] - before[k]):+.2f}' if k in after and k in before else '-' for k in keys_of(after)]
+    points = [f'{100 * (after[k] - before[k]):+.2f}' if k in after and k in before else '-' for k in score_keys(after)]
     points = ['+0.00' if p == '-0.00' else p for p in points]
     points[0] += chance
     if not masks:
         return points
-    return points + differences(after.get('mask'), before.get('mask'))
+    return points + difference_cells(after.get('mask'), before.get('mask'))
 
 
-def columns(*metrics: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
-    """Choose the titles of the columns of a table of `figures`, and tell whether any of the plain metrics has masks."""
+def score_titles(*metrics: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
+    """Choose the titles of the columns of a table of `score_cells`, and tell whether any of the plain metrics has masks."""
     masks = any(m and m.get('mask') for m in metrics)
     titles = task_in(*metrics).columns
     return titles + tuple(f'mask {title}' for title in titles) * masks, masks
@@ -59,10 +59,10 @@ def columns(*metrics: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
 
 def models_table(names: Sequence[str], models: Sequence[dict[str, Any] | None], chances: Sequence[str]) -> str:
     """Write plain metrics of several models as a Markdown table, and the differences from the first in points."""
-    titles, masks = columns(*models)
-    rows = [(name, *figures(m, masks)) for name, m in zip(names, models)]
+    titles, masks = score_titles(*models)
+    rows = [(name, *score_cells(m, masks)) for name, m in zip(names, models)]
     for name, m, chance in zip(names[1:], models[1:], chances):
-        rows.append((f'{name} - {names[0]}, points', *differences(m, models[0], masks, chance)))
+        rows.append((f'{name} - {names[0]}, points', *difference_cells(m, models[0], masks, chance)))
     return markdown_table(('model', *titles), rows)
 
 
@@ -73,8 +73,8 @@ def merit(metrics: dict[str, Any]) -> float:
 
 def class_table(metrics: dict[str, Any]) -> str:
     """Write plain metrics as a Markdown table: all classes together, then each class."""
-    titles, masks = columns(metrics)
+    titles, masks = score_titles(metrics)
     counted = 'instances' if 'instances' in metrics else 'images'
-    rows = [['all', metrics[counted], *figures(metrics, masks)]]
-    rows += [[c['name'], c[counted], *figures(c, masks)] for c in metrics['per_class']]
+    rows = [['all', metrics[counted], *score_cells(metrics, masks)]]
+    rows += [[c['name'], c[counted], *score_cells(c, masks)] for c in metrics['per_class']]
     return markdown_table(('class', counted, *titles), rows)

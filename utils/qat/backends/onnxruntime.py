@@ -10,12 +10,12 @@ from typing_extensions import (
     override,
 )  # torch requires this package, so it is installed; typing has it from Python 3.12
 
+from utils.qat.backends.session import Session, Signature
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
 from utils.qat.core.threads import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.ort_rounding import rounding
-from utils.qat.prediction.session import Session, Signature
 
 if TYPE_CHECKING:
     import onnxruntime

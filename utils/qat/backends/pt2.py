@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.session import Session, Signature
 from utils.qat.core.errors import QatError
-from utils.qat.prediction.session import Session, Signature
 from utils.qat.untrusted.program_archive import archive_of, is_package, read_program
 
 OUTPUTS = 'output0', 'output1'  # as an ONNX file names them

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.session import Session, Signature
 from utils.qat.engine.runner import EngineRunner
-from utils.qat.prediction.session import Session, Signature
 
 
 class TensorRT(Session):

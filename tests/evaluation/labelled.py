@@ -1,0 +1,30 @@
+"""Labelled images for the tests of scores, their labels as a perfect model would find them, and command lines."""
+
+from pathlib import Path
+
+import torch
+
+from utils.qat.config.qat import EvalConfig
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import val_loader
+
+CPU = torch.device('cpu')
+PERFECT = 0.995  # what upstream's interpolation makes of a perfect AP
+
+
+def val_images(data, size=128, square=False, masks=False, limit=None, batch_size=4, **options):
+    """The batches of the val images of a data YAML, for a stride of 32; options: of EvalConfig."""
+    config = EvalConfig(Path('w.pt'), data, batch_size=batch_size, imgsz=size, workers=0, **options)
+    return val_loader(load_data(data, masks=masks), config, 32, square=square, limit=limit)
+
+
+def labels_of(batches, images):
+    """Of each of these images, which make a batch: its labels [n, 6], boxes in 0..1, and its masks, None without masks."""
+    images_of_batch = next(b for b in batches if b[0].shape == images.shape and torch.equal(b[0].float() / 255, images))
+    targets, masks = images_of_batch[1], [*images_of_batch[4:], [None] * len(images)][0]
+    return [(targets[targets[:, 0] == i], masks[i]) for i in range(len(images))]
+
+
+def words(line, **values):
+    """The words of a command line; a value of one of its {names} stays one word, whatever spaces it has."""
+    return [word.format(**values) for word in line.split()]

@@ -278,11 +278,11 @@ def test_a_run_says_what_chance_is_good_for(finished):
     ],
 )
 def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
-    from utils.qat.run.report import verdicts
+    from utils.qat.run.report import conclusions
 
     report = json.loads((finished / 'report.json').read_text())
     report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
-    assert says in verdicts(report)
+    assert says in conclusions(report)
 
 
 def test_no_layer_is_left_in_float_for_a_loss_within_chance(small, tmp_path):

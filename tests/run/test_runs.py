@@ -34,7 +34,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
-from utils.qat.run.report import verdict
+from utils.qat.run.report import headline
 from utils.qat.run.resume import STATE, read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary
 from utils.qat.targets.target import load_target
@@ -695,7 +695,7 @@ COSTS_NOTHING = (
 )
 def test_the_cost_in_one_sentence(difference, says):
     against = {'difference': difference, 'chance': 0.005}
-    assert verdict_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against}).startswith(says)
+    assert headline_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against}).startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -706,12 +706,12 @@ def test_the_cost_in_one_sentence(difference, says):
     ],
 )
 def test_what_was_not_scored_is_said_to_be_so(ptq, says):
-    assert verdict_of(ptq) == f'{says}; f.pt is the model to export.'
+    assert headline_of(ptq) == f'{says}; f.pt is the model to export.'
 
 
-def verdict_of(ptq):
-    return verdict({'ptq': ptq, 'best': None, 'val': None, 'chosen_on': 'val', 'images': {'val': 72}})
+def headline_of(ptq):
+    return headline({'ptq': ptq, 'best': None, 'val': None, 'chosen_on': 'val', 'images': {'val': 72}})
 
 
 def test_a_run_without_a_calibrated_model_is_not_over():
-    assert 'not over' in verdict_of(None)
+    assert 'not over' in headline_of(None)

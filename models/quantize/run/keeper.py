@@ -15,7 +15,7 @@ import torch.nn as nn
 from models.quantize.checkpoint import CheckpointFile, save_quantized
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import HALF, atomic
+from utils.qat.core.files import TEMPORARY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.evaluation.figures import figures
@@ -151,6 +151,6 @@ class Keeper:
     def clear_up(self) -> None:
         """Delete the unfinished files of a killed process; links and folders stay."""
         for path in (*self.folder.iterdir(), *(self.folder / 'weights').iterdir()) if is_first() else ():
-            unfinished = path == self.folder / UNSCORED or HALF.fullmatch(path.name)
+            unfinished = path == self.folder / UNSCORED or TEMPORARY.fullmatch(path.name)
             if unfinished and path.is_file() and not path.is_symlink():
                 path.unlink()

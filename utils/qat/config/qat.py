@@ -1,5 +1,7 @@
 """Settings of `qat.py` and `val_trt.py`."""
 
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import partial
@@ -11,7 +13,7 @@ from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, Loa
 from utils.qat.config.settings import Range, Sides, flag_of, option, run
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.errors import check
+from utils.qat.core.errors import QatError
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
@@ -21,6 +23,7 @@ GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
 COCO = Path('data/coco.yaml')
+NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
 calibration = partial(option, group='calibration')
 fine_tuning = partial(option, group='fine-tuning')
 layers = partial(option, group='which layers become INT8')
@@ -47,24 +50,25 @@ class ModelConfig(FolderConfig, LoaderConfig):
         elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
         return TREE / COCO if elsewhere else self.data
 
+    @property
+    def is_network(self) -> bool:
+        """Whether `weights` is the name of a network of torchvision, such as resnet18, and no file."""
+        path = self.weights
+        return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
+
     def check_model(self, model: Any) -> None:
         """Raise QatError unless a model, with `task` and `kind`, fits the settings."""
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
         given = [flag_of(name) for name in sorted(own) if getattr(self, name) != getattr(type(self), name)]
         wanted = self.only_task and load_task(self.only_task)
-        check(
-            [
-                (
-                    given,
-                    f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out',
-                ),
-                (
-                    wanted and wanted is not model.task,
-                    f'--weights {self.weights}: {model.task.title} ({model.kind}), and this command is for {wanted and wanted.title}; use: '
-                    'python qat.py',
-                ),
-            ]
-        )
+        if wanted and wanted is not model.task:
+            raise QatError(
+                f'--weights {self.weights}: {model.task.title} ({model.kind}), and this command is for {wanted.title}; use: python qat.py'
+            )
+        if given:
+            raise QatError(
+                f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
+            )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -145,17 +145,13 @@ class Task(ABC):
         """Line up the best detections or classes of several models, see side_by_side.Line."""
 
 
-class Labelled:
+class Labelled(NamedTuple):
     """Labelled images for a model: batches, names of the classes, and mean and deviation that the images were normalized by."""
 
-    def __init__(
-        self,
-        loader: Any,
-        names: Mapping[int, str],
-        mean: Sequence[float] = (0.0, 0.0, 0.0),
-        std: Sequence[float] = (1.0, 1.0, 1.0),
-    ) -> None:
-        self.loader, self.names, self.mean, self.std = loader, names, mean, std
+    loader: Any
+    names: Mapping[int, str]
+    mean: Sequence[float] = (0.0, 0.0, 0.0)
+    std: Sequence[float] = (1.0, 1.0, 1.0)
 
 
 @cache

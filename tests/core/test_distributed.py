@@ -24,8 +24,8 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import load_data, load_hyp
-from utils.qat.data.loaders import calibration_images, training_images, val_loader
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.run.sensitivity_summary import FILE
@@ -189,7 +189,7 @@ from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.prediction.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
-from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.dataset import load_data
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.data.loaders import training_images, val_loader
 
@@ -338,20 +338,6 @@ def test_shards_are_the_batches_of_one_process(small, world):
         for rank in range(world):
             mine = images_of((rank, world))
             assert same(mine, whole[rank::world]) and len(make((rank, world))) == len(mine)
-
-
-def test_training_shards_are_full_batches_and_equally_many(small):
-    data, hyp = load_data(small.data), load_hyp(HYP)
-    for batch_size, world, steps in ((2, 2, 3), (2, 4, 1), (5, 2, 1), (1, 5, 2)):
-        seen = []
-        for rank in range(world):
-            loader = training_images(data, settings(batch_size=batch_size), 32, CPU, hyp, (rank, world)).loader
-            batches = list(loader.batch_sampler)
-            assert len(batches) == len(loader) == steps and {len(b) for b in batches} == {batch_size}
-            seen += [i for b in batches for i in b]
-        assert len(set(seen)) == len(seen), 'no image twice in an epoch'
-    with pytest.raises(QatError, match='--batch-size 5: 3 processes need 3 full batches.*12 training images'):
-        training_images(data, settings(batch_size=5), 32, CPU, hyp, (0, 3))
 
 
 # ---- who is who ---------------------------------------------------------------------------------------------------------

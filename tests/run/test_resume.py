@@ -3,13 +3,9 @@
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPO, TREE
+from conftest import REPO
 from faults import sampled
 from zoo import command, image, load_quantized, same, settings, state
 
@@ -104,15 +100,21 @@ def test_an_epoch_shows_every_image_once_in_another_order(small):
     assert len({dict(items)[0] for items in orders}) == 3
 
 
-@pytest.mark.parametrize('ranks', [1, 2, 4])
+@pytest.mark.parametrize('batch_size, ranks', [(2, 1), (2, 2), (2, 4), (5, 2), (1, 5)])
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_ranks_share_the_batches_of_one_process(small, ranks, epoch):
-    """Rank r gets batches r, r + W, ...; an incomplete round is left out. See also test_distributed.py."""
-    alone = epoch_of(training(small, batch_size=2), epoch)
-    loaders = [training(small, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
-    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
+def test_ranks_share_the_batches_of_one_process(small, batch_size, ranks, epoch):
+    """Rank r gets batches r, r + W, ...; an incomplete batch or round is left out. See also test_distributed.py."""
+    alone = epoch_of(training(small, batch_size=batch_size), epoch)
+    loaders = [training(small, batch_size=batch_size, shard=(rank, ranks)) for rank in range(ranks)]
+    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 12 // batch_size // ranks
     assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
     assert same([batch for group in zip(*shares) for batch in group], alone[: rounds * ranks])
+    assert ranks == 1 or {len(batch) for share in shares for batch in share} == {batch_size}
+
+
+def test_too_few_images_for_a_batch_of_each_rank(small):
+    with pytest.raises(QatError, match='--batch-size 5: 3 processes need 3 full batches.*12 training images'):
+        training(small, shard=(0, 3))
 
 
 def test_albumentations_with_a_random_state_of_their_own(small):
@@ -334,24 +336,6 @@ def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path):
     assert {f'fine-tune epoch {n}' for n in (1, 2, 3)} <= report['times'].keys() and 'changed' not in report
 
 
-@pytest.mark.faults
-def test_killed(small, whole, tmp_path):
-    """SIGKILL at any moment leaves the process no time to act."""
-    process = subprocess.Popen(
-        [sys.executable, *map(str, quantize(small, tmp_path))],
-        cwd=TREE,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (tmp_path / 'exp' / STATE).exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    resume(tmp_path / 'exp')
-    assert alike(tmp_path / 'exp', whole)
-
-
 def test_the_report_says_what_was_scored_on_which_images(whole):
     report, models = result(whole)
     assert report['chosen_on'] == 'held out' and report['images'] == {'val': 12, 'held out': 3, 'train': 9}
@@ -395,6 +379,10 @@ def without_state(folder, **changes):
     (folder / 'report.json').write_text(json.dumps({**report, **changes}))
 
 
+def before_ptq(folder):
+    without_state(folder, ptq=None, epochs=[], best=None)
+
+
 def of_version_before(folder):
     """The files of a run that was interrupted when report.json had a part of its state."""
     torch.save(torch.load(folder / STATE, weights_only=False)['training'], folder / STATE)
@@ -405,35 +393,31 @@ def setting(**values):
     return lambda folder: edit_state(folder, lambda state: state['settings'].update(values))
 
 
+def unchanged(folder):
+    pass
+
+
+def without_setting(name):
+    return lambda folder: edit_state(folder, lambda state: state['settings'].pop(name))
+
+
 REFUSED = {  # what was done to the folder, options beside --resume, what the line must say
     'no folder': (shutil.rmtree, '', ['no report of a run there', 'report.json']),
     'no files': (lambda f: [p.unlink() for p in (f / 'report.json', f / STATE)], '', ['no report of a run there']),
     'other JSON': (lambda f: without_state(f, settings={}), '', ['no report of a run there']),
-    'before PTQ': (
-        lambda f: without_state(f, ptq=None, epochs=[], best=None),
-        '',
-        ['before the calibrated model', 'without --resume'],
-    ),
+    'before PTQ': (before_ptq, '', ['before the calibrated model', 'without --resume']),
     'no state': (without_state, '', ['another version', STATE, 'is gone', 'start the run again']),
     'the version before': (of_version_before, '', ['another version', 'start the run again']),
-    'other version': (
-        lambda f: edit_state(f, lambda s: s['settings'].pop('val_split')),
-        '',
-        ['another version', 'val_split'],
-    ),
+    'other version': (without_setting('val_split'), '', ['another version', 'val_split']),
     'no source': (setting(weights='none.pt'), '', ['started with none.pt', 'not there']),
     'other source': (other_source, '', ['single.pt', 'SHA-256']),
     'other data': (lambda f: edit_state(f, lambda s: s['images'].update(train=13)), '', ["'train': 13", "'train': 9"]),
     'other option': (
-        lambda f: None,
+        unchanged,
         '--epochs 5',
         ['--epochs contradicts the run, whose epochs is 3', '--device and --workers'],
     ),
-    'other options': (
-        lambda f: None,
-        '--no-eval-origin --lr 0.5',
-        ['--no-eval-origin contradicts', '--lr contradicts'],
-    ),
+    'other options': (unchanged, '--no-eval-origin --lr 0.5', ['--no-eval-origin contradicts', '--lr contradicts']),
 }
 
 

@@ -161,22 +161,22 @@ def test_killed_workers_cost_an_epoch(small, tmp_path):
     assert [f.name for f in folder.rglob('.*')] == [LOCK]
 
 
-def in_line(folder, gate, found):
+def started_at_once(folder, gate, names):
     gate.wait()
     with run_folder(EvalConfig(Path('w.pt'), Path('d.yaml'), project=folder, name='exp')) as mine:
         (mine / 'file').write_text('')
-        found.put(mine.name)
+        names.put(mine.name)
 
 
 def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
-    gate, found = FORK.Barrier(8), FORK.Queue()
-    several = [FORK.Process(target=in_line, args=(tmp_path / 'new' / 'project', gate, found)) for _ in range(8)]
+    gate, names = FORK.Barrier(8), FORK.Queue()
+    arguments = tmp_path / 'new' / 'project', gate, names
+    several = [FORK.Process(target=started_at_once, args=arguments) for _ in range(8)]
     for process in several:
         process.start()
-    names = sorted(found.get(timeout=30) for _ in several)
+    assert sorted(names.get() for _ in several) == ['exp', *(f'exp{n}' for n in range(2, 9))]
     for process in several:
         process.join()
-    assert names == ['exp', *(f'exp{n}' for n in range(2, 9))]
 
 
 def test_what_did_not_come_to_write_leaves_nothing(tmp_path):
@@ -274,56 +274,78 @@ DELETED = object()
 
 
 def put(place, value):
-    """A change of the state: the value at `place`, a list of keys. A function gets the value that is there."""
+    """A change of the state: the value at `place`, such as 'epochs.0.ap'. A function gets the value that is there."""
+    *parents, last = (int(key) if key.isdigit() else key for key in place.split('.'))
 
     def change(folder):
-        state = torch.load(folder / STATE, weights_only=False)
-        part = state
-        for key in place[:-1]:
+        state = part = torch.load(folder / STATE, weights_only=False)
+        for key in parents:
             part = part[key]
         if value is DELETED:
-            del part[place[-1]]
+            del part[last]
         else:
-            part[place[-1]] = value(part[place[-1]]) if callable(value) else value
+            part[last] = value(part[last]) if callable(value) else value
         torch.save(state, folder / STATE)
 
     return change
 
 
-def put_each(values, *place, of=''):
-    """Changes of the state at `place`. values: key → the values that it gets, one after the other."""
-    return {f'{of}{key} is {value!r:.20}': put((*place, key), value) for key in values for value in values[key]}
+def put_each(values):
+    """Changes of the state. values: place → the values that it gets, one after the other."""
+    return {f'{place} is {value!r:.20}': put(place, value) for place in values for value in values[place]}
 
 
-SETTINGS = {
-    'epochs': ['3', True, 1, 0, -1],
-    'lr': ['1e-4', math.nan, 7],
-    'imgsz': [64.0],
-    'batch_size': [0],
-    'seed': [2**40, 10**400],
-    'amp': ['fp8'],
-    'exclude': ['model', [1]],
-    'weights': [None, ['w.pt']],
-    'data': [3],
-    'compile': [1],
-    'max_drop': ['a'],
-    'dry_run': [True],
-    'percentile': [math.inf],
-    'val_split': [0.5],
-    'name': [{}],
-}
-OF_AN_EPOCH = {
-    'epoch': [2, 0, 99],
-    'ap': [1.5, '0.5', math.nan],
-    'loss': [None],
-    'per_class': [[1]],
-    'mask': [{}],
+NO_FILES = (
+    '/etc/passwd',
+    '../x.pt',
+    'weights/../../x.pt',
+    'weights/.x.pt',
+    'report.json',
+    'weights/a/b.pt',
+    'weights/x\0.pt',
+)
+OF_NO_RUN = {  # place → values
+    'settings.epochs': ['3', True, 1, 0, -1],
+    'settings.lr': ['1e-4', math.nan, 7],
+    'settings.imgsz': [64.0],
+    'settings.batch_size': [0],
+    'settings.seed': [2**40, 10**400],
+    'settings.amp': ['fp8'],
+    'settings.exclude': ['model', [1]],
+    'settings.weights': [None, ['w.pt']],
+    'settings.data': [3],
+    'settings.compile': [1],
+    'settings.max_drop': ['a'],
+    'settings.dry_run': [True],
+    'settings.percentile': [math.inf],
+    'settings.val_split': [0.5],
+    'settings.name': [{}],
+    'times.calibrate': [-1, '3', math.nan, math.inf, None, 10**400, [1], True],
+    'epochs': [[]],  # one too few
+    'epochs.0.epoch': [2, 0, 99],
+    'epochs.0.ap': [1.5, '0.5', math.nan],
+    'epochs.0.loss': [None],
+    'epochs.0.per_class': [[1]],
+    'epochs.0.mask': [{}],
+    'epochs.0.more': [1],
+    'ptq': [None],
+    'ptq.file': [3, ['weights/x.pt'], *NO_FILES],
+    'ptq.sqnr.boxes': [math.nan],
+    'training': [None],
+    'val': [{}],
+    'images.val': [0, '12'],
+    'images.test': [1],
+    'images.held out': [3],
+    'versions': [{}],
+    'machine.cpu': [[1], json.loads('[' * 200 + ']' * 200)],
+    'classes': [{0: 'a'}],
     'more': [1],
+    'format': [1],
+    'calibration': [None],
+    'calibration.divergence': [{'mse': 'x'}],
+    'changed': [{'after epoch 1': 3}],
+    'resampled': [{'val': {}}],
 }
-FILES_OF_NO_RUN = [
-    *(3, ['weights/x.pt'], '/etc/passwd', '../x.pt', 'weights/../../x.pt', 'weights/.x.pt', 'report.json'),
-    *('weights/a/b.pt', 'weights/x\0.pt'),
-]
 RESAMPLED = {
     'cut': lambda values: values[1:],
     'wide': lambda values: np.repeat(values, 2, 1),
@@ -334,37 +356,15 @@ RESAMPLED = {
     'list': lambda values: values.tolist(),
 }
 VALUES = {  # name → change
-    **put_each(SETTINGS, 'settings'),
-    **put_each({'calibrate': [-1, '3', math.nan, math.inf, None, 10**400, [1], True]}, 'times', of='time of '),
+    **put_each(OF_NO_RUN),
     **{
-        f'epoch without {key}': put(('epochs', 0, key), DELETED)
+        f'epoch without {key}': put(f'epochs.0.{key}', DELETED)
         for key in ('ap', 'precision', 'recall', 'file', 'loss', 'sqnr', 'epoch', 'per_class')
     },
-    **put_each(OF_AN_EPOCH, 'epochs', 0, of='epoch '),
-    **put_each({'file': FILES_OF_NO_RUN}, 'ptq', of='PTQ '),
-    'too many epochs': put(('epochs',), lambda epochs: epochs * 1000),
-    'epochs twice': put(('epochs',), lambda epochs: epochs + epochs[-1:]),
-    'an epoch too few': put(('epochs',), []),
-    'no PTQ': put(('ptq',), None),
-    'no training': put(('training',), None),
-    'val': put(('val',), {}),
-    'no images': put(('images', 'val'), 0),
-    'images is text': put(('images', 'val'), '12'),
-    'other images': put(('images', 'test'), 1),
-    'held out': put(('images', 'held out'), 3),
-    'versions': put(('versions',), {}),
-    'machine': put(('machine', 'cpu'), [1]),
-    'nested': put(('machine', 'cpu'), json.loads('[' * 200 + ']' * 200)),
-    'classes': put(('classes',), {0: 'a'}),
-    'not known': put(('more',), 1),
-    'format': put(('format',), 1),
-    'calibration': put(('calibration',), None),
-    'divergence': put(('calibration', 'divergence'), {'mse': 'x'}),
-    'changed': put(('changed',), {'after epoch 1': 3}),
-    'SQNR': put(('ptq', 'sqnr', 'boxes'), math.nan),
-    'resampled gone': put(('resampled',), {'val': {}}),
-    'resampled elsewhere': put(('resampled',), lambda of: {'held out': of['val']}),
-    **{f'resampled {name}': put(('resampled', 'val', 'PTQ'), change) for name, change in RESAMPLED.items()},
+    'too many epochs': put('epochs', lambda epochs: epochs * 1000),
+    'epochs twice': put('epochs', lambda epochs: epochs + epochs[-1:]),
+    'resampled elsewhere': put('resampled', lambda of: {'held out': of['val']}),
+    **{f'resampled {name}': put('resampled.val.PTQ', change) for name, change in RESAMPLED.items()},
 }
 
 
@@ -390,44 +390,36 @@ def first_tensor(change):
         name = next(name for name in tensors if tensors[name].dim())
         return {**tensors, name: change(tensors[name])}
 
-    return put(('training', 'state', 'tensors'), changed)
+    return put('training.state.tensors', changed)
 
 
-def moment(name, change):
-    """A change of the state: what the optimizer knows of the first tensor."""
-    return put(('training', 'state', 'optimizer', 0, name), change)
-
-
-OF_THE_TRAINING = {
-    'number': [9, 1, 3, 2.0],
-    'loss': [math.nan, torch.ones(1)],
-    'steps': [-1],
-    'seconds': [math.inf],
-    'state': [None, {'tensors': {}}, {'tensors': {}, 'optimizer': {}}, {'tensors': [], 'optimizer': {}}],
+TRAININGS = {  # place → values
+    'training': [3, {}],
+    'training.more': [1],
+    'training.3': [1],  # a key that is a number
+    'training.number': [9, 1, 3, 2.0],
+    'training.loss': [math.nan, torch.ones(1)],
+    'training.steps': [-1],
+    'training.seconds': [math.inf],
+    'training.state': [None, {'tensors': {}}, {'tensors': {}, 'optimizer': {}}, {'tensors': [], 'optimizer': {}}],
+    'training.state.optimizer': [{}],
+    'training.state.optimizer.0': [1],
+    'training.state.optimizer.99999': [{}],  # moments of no tensor
 }
 STATES = {  # name → change of the training in the state
-    'a number': put(('training',), 3),
-    'a list': put(('training',), lambda training: [training]),
-    'empty': put(('training',), {}),
-    'one more': put(('training', 'more'), 1),
-    'a key that is a number': put(('training', 3), 1),
-    **put_each(OF_THE_TRAINING, 'training'),
+    **put_each(TRAININGS),
+    'a list': put('training', lambda training: [training]),
     'shape': first_tensor(lambda t: t[:1]),
     'type': first_tensor(lambda t: t.double()),
     'NaN': first_tensor(lambda t: t * math.nan),
     'no tensor': first_tensor(lambda t: 3),
     'sparse': first_tensor(lambda t: t.to_sparse()),
-    'a tensor gone': put(('training', 'state', 'tensors'), lambda of: dict(list(of.items())[1:])),
-    'amax': put(
-        ('training', 'state', 'tensors'), lambda of: {k: -t if k.endswith('_amax') else t for k, t in of.items()}
-    ),
-    'moment shape': moment('exp_avg', lambda t: t[:1]),
-    'moment below 0': moment('exp_avg_sq', lambda t: t - 1),
-    'moment NaN': moment('exp_avg', lambda t: t * math.nan),
-    'moment step': moment('step', lambda t: t.expand(3)),
-    'no moments': put(('training', 'state', 'optimizer'), {}),
-    'moments of none': put(('training', 'state', 'optimizer', 99_999), {}),
-    'moments that are none': put(('training', 'state', 'optimizer', 0), 1),
+    'a tensor gone': put('training.state.tensors', lambda tensors: dict(list(tensors.items())[1:])),
+    'amax': put('training.state.tensors', lambda of: {k: -t if k.endswith('_amax') else t for k, t in of.items()}),
+    'moment shape': put('training.state.optimizer.0.exp_avg', lambda t: t[:1]),
+    'moment below 0': put('training.state.optimizer.0.exp_avg_sq', lambda t: t - 1),
+    'moment NaN': put('training.state.optimizer.0.exp_avg', lambda t: t * math.nan),
+    'moment step': put('training.state.optimizer.0.step', lambda t: t.expand(3)),
 }
 
 
@@ -443,7 +435,7 @@ FILES = {
     'a folder': lambda folder: ((folder / STATE).unlink(), (folder / STATE).mkdir()),
     'a number': lambda folder: torch.save(3, folder / STATE),
     'a list': lambda folder: torch.save([3], folder / STATE),
-    **{name: STATES[name] for name in ('empty', 'number is 9', 'NaN', 'moment shape')},
+    **{name: STATES[name] for name in ('training is {}', 'training.number is 9', 'NaN', 'moment shape')},
 }
 UNITS = {
     'distortion': [math.nan, '1', None],

@@ -23,8 +23,6 @@ from utils.qat.config.targets import DEFAULT_TARGET
 from utils.qat.core.command import (
     Parser,
     explain_out_of_memory,
-    require_data,
-    require_file,
     require_source,
     run_command,
 )
@@ -127,9 +125,6 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, and only the rest is done.
     """
-    require_source(config.weights, '--weights', CHECKPOINTS)
-    require_data(config.data)
-
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
     from utils.qat.run.report import conclusions, delivered, export_command, run_table
@@ -149,9 +144,6 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     import time
 
     start = time.perf_counter()
-    require_source(config.weights, '--weights', CHECKPOINTS)
-    require_data(config.data)
-
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
@@ -210,12 +202,8 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
 
 def evaluate(configs: Sequence[EvalConfig]) -> None:
     """Evaluate checkpoints, quantized or float, and exported files."""
-    for config in configs:
-        require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
-        require_data(config.data)
-        if config.baseline:
-            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
-    files = [file for config in configs for file in (config.weights, config.baseline) if file]
+    config = configs[0]
+    files = [file for each in configs for file in (each.weights, each.baseline) if file]
     if config.backend and not any(file.suffix.lower() in EXPORTED for file in files):
         raise QatError(
             f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
@@ -253,6 +241,8 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
 
         config = replace(config, weights=fetched(config.weights))
         configs = [config]
+    for each in configs:
+        each.require_files()
     if isinstance(config, EvalConfig):
         evaluate(configs)
     else:

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.qat.config.backends import PREDICTING
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED, PREDICTING
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, scores
 from utils.qat.config.settings import Range, Sides, flag_of, option, run
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
+from utils.qat.core.command import require_data, require_file, require_source
 from utils.qat.core.errors import QatError
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
@@ -34,6 +35,7 @@ units = partial(option, group='what is measured')
 class ModelConfig(FolderConfig, LoaderConfig):
     """A model, its data, and how the images of the data are read."""
 
+    SUFFIXES: ClassVar[tuple[str, ...]] = CHECKPOINTS  # of `weights`
     weights: Path = option(
         MISSING,
         'checkpoint (.pt), or a network of torchvision with its pretrained weights, such as resnet50 or their file (.pth)',
@@ -56,6 +58,11 @@ class ModelConfig(FolderConfig, LoaderConfig):
         path = self.weights
         return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
 
+    def require_files(self) -> None:
+        """Raise QatError unless the named files are there. A command calls it before it loads anything."""
+        require_file(self.weights, '--weights', self.SUFFIXES)
+        require_data(self.data)
+
     def check_model(self, model: Any) -> None:
         """Raise QatError unless a model, with `task` and `kind`, fits the settings."""
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
@@ -75,6 +82,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
 class EvalConfig(ModelConfig):
     """Settings of `qat.py eval`."""
 
+    SUFFIXES = CHECKPOINTS + EXPORTED
     weights: Path = option(
         MISSING, 'checkpoint (.pt, quantized or float), .onnx or .xml; of several each is scored', each=True
     )
@@ -101,11 +109,18 @@ class EvalConfig(ModelConfig):
         None, 'what runs an exported file; default: the first that takes it', allowed=PREDICTING
     )
 
+    def require_files(self) -> None:
+        """Look for the baseline too; see ModelConfig.require_files."""
+        super().require_files()
+        if self.baseline:
+            require_file(self.baseline, '--baseline', CHECKPOINTS + EXPORTED)
+
 
 @dataclass(frozen=True)
 class FileEvalConfig(EvalConfig):
     """Settings of `val_trt.py`: an exported file, which sees square images."""
 
+    SUFFIXES = EXPORTED
     weights: Path = option(
         MISSING,
         'MODEL.engine, MODEL.onnx or MODEL.xml; of several each is scored',
@@ -164,6 +179,11 @@ class CalibrationConfig(ModelConfig):
         'between them; free: none do',
         allowed=SCALE_POLICIES,
     )
+
+    def require_files(self) -> None:
+        """Check that files can be named after the weights, too; see ModelConfig.require_files."""
+        require_source(self.weights, '--weights', self.SUFFIXES)
+        require_data(self.data)
 
 
 @dataclass(frozen=True, kw_only=True)

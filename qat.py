@@ -20,12 +20,7 @@ from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import add_options, settings_of
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.targets import DEFAULT_TARGET
-from utils.qat.core.command import (
-    Parser,
-    explain_out_of_memory,
-    require_source,
-    run_command,
-)
+from utils.qat.core.command import Parser, explain_out_of_memory, require_source, run_command
 from utils.qat.core.device import describe
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError

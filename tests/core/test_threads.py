@@ -106,8 +106,7 @@ def test_threads_of_pytorch_sleep():
 
 @needs_two
 @pytest.mark.parametrize(
-    'first',
-    sampled(['import val', 'import torch, models.common', f'{BEGUN}; import utils.general'], 3, 1),
+    'first', sampled(['import val', 'import torch, models.common', f'{BEGUN}; import utils.general'], 3, 1)
 )
 def test_they_sleep_where_upstream_loads_torch_first(first):
     assert busy(first) < 0.2

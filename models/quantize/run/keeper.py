@@ -76,11 +76,7 @@ class Keeper:
         return state
 
     def save(
-        self,
-        model: nn.Module,
-        stage: str,
-        state: State,
-        score: Callable[[nn.Module], dict[str, Any]] | None,
+        self, model: nn.Module, stage: str, state: State, score: Callable[[nn.Module], dict[str, Any]] | None
     ) -> dict[str, Any]:
         """Save a quantized model, and score what the file holds.
 

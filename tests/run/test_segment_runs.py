@@ -207,8 +207,3 @@ def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tm
     given = demo.single, demo_seg.single, '--random', 2, '--project', tmp_path
     said = command('compare_outputs.py', *given, *QUICK, code=2)
     assert 'one is a detector and the other a segmentation model' in said
-
-
-def test_a_checkpoint_keeps_the_task(demo_seg):
-    model, quant = checkpoint.CheckpointFile(demo_seg.quantized).load_quantized()
-    assert TorchModel(model).task.masks and any('proto' in p for group in quant['scale_groups'] for p in group)

@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None) -> list[ExportConfig]:
     return read_each(ExportConfig, argv, __doc__.splitlines()[0])
 
 
-def load(config: ExportConfig) -> Export:
+def open_export(config: ExportConfig) -> Export:
     """Load the checkpoint, and raise QatError for whatever a format refuses: a mistake shall show before the work."""
     import torch
 
@@ -107,7 +107,7 @@ def export_one(config: ExportConfig) -> bool:
     """Export a checkpoint. Returns whether its files keep the limits of --verify."""
     with explain_out_of_memory(config.batch_size):
         with quiet_upstream():
-            export = load(config)
+            export = open_export(config)
             images = images_of(export)
             written = export.write()
         report(export)

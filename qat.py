@@ -10,25 +10,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.backends import CHECKPOINTS, EXPORTED
-from utils.qat.config.options import add_options, each
+from utils.qat.config.options import add_options, settings_of
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.targets import DEFAULT_TARGET
-from utils.qat.core.command import (
-    Parser,
-    explain_out_of_memory,
-    is_network,
-    require_data,
-    require_file,
-    require_source,
-    run_command,
-)
+from utils.qat.core.command import Parser, explain_out_of_memory, require_source, run_command
 from utils.qat.core.device import describe
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
@@ -47,7 +39,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
     """
     parser = Parser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
-    for name, (kind, _, text) in VERBS.items():
+    for name, (kind, text) in VERBS.items():
         lacking = ['weights'] if kind is QuantizeConfig else []  # --resume knows them
         add_options(verbs.add_parser(name, help=text, description=text, add_help=False), kind, lacking)
     args, unknown = parser.parse_known_args(argv)
@@ -61,13 +53,12 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
         return [resumed(typed.pop('resume'), typed)]
     if 'weights' not in typed:
         verbs.choices[verb].error('the following arguments are required: --weights')
-    return each(VERBS[verb][0], typed)
+    return settings_of(VERBS[verb][0], typed)
 
 
 def dry_run(config: QuantizeConfig) -> None:
     """Print the plan of `quantize`. Computes one blank image and writes nothing."""
-    by_name = is_network(config.weights)
-    if not by_name:
+    if not config.is_network:
         require_source(config.weights, '--weights', CHECKPOINTS)
 
     from tempfile import TemporaryDirectory
@@ -81,7 +72,7 @@ def dry_run(config: QuantizeConfig) -> None:
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        weights = fetched(config.weights, Path(scratch)) if by_name else config.weights
+        weights = fetched(config.weights, Path(scratch)) if config.is_network else config.weights
         file = checkpoint.CheckpointFile(weights)
         model = file.load_float()
     loaded = TorchModel(model)
@@ -129,12 +120,9 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     folder: see run_folder.run_folder. With config.resume it has an interrupted run, and only the rest is done.
     """
-    require_source(config.weights, '--weights', CHECKPOINTS)
-    require_data(config.data)
-
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
-    from utils.qat.run.report import delivered, export_command, run_table, verdicts
+    from utils.qat.run.report import conclusions, delivered, export_command, run_table
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)
@@ -142,7 +130,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     report = run(inputs, of_run, folder)
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
-    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report), '', *verdicts(report), '')))
+    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report), '', *conclusions(report), '')))
     finish(export_command(folder, report), report=folder / 'report.md', weights=delivered(folder, report))
 
 
@@ -151,9 +139,6 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     import time
 
     start = time.perf_counter()
-    require_source(config.weights, '--weights', CHECKPOINTS)
-    require_data(config.data)
-
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
@@ -210,14 +195,10 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     finish(following, summary=folder / FILE, report=folder / 'sensitivity.md')
 
 
-def eval_(configs: Sequence[EvalConfig]) -> None:
+def evaluate(configs: Sequence[EvalConfig]) -> None:
     """Evaluate checkpoints, quantized or float, and exported files."""
-    for config in configs:
-        require_file(config.weights, '--weights', CHECKPOINTS + EXPORTED)
-        require_data(config.data)
-        if config.baseline:
-            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
-    files = [file for config in configs for file in (config.weights, config.baseline) if file]
+    config = configs[0]
+    files = [file for each in configs for file in (each.weights, each.baseline) if file]
     if config.backend and not any(file.suffix.lower() in EXPORTED for file in files):
         raise QatError(
             f'--backend {config.backend}: only for exported files, and {config.weights} is a checkpoint; leave it out'
@@ -232,10 +213,10 @@ def eval_(configs: Sequence[EvalConfig]) -> None:
     score_files(configs, load_model)
 
 
-VERBS: dict[str, tuple[type, Callable, str]] = {
-    'quantize': (QuantizeConfig, quantize, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint'),
-    'sensitive': (SensitiveConfig, sensitive, 'what the INT8 of each layer, block or convolution costs'),
-    'eval': (EvalConfig, eval_, 'evaluate a checkpoint or an exported file'),
+VERBS: dict[str, tuple[type, str]] = {  # name → its settings, help
+    'quantize': (QuantizeConfig, 'calibrate (PTQ) and fine-tune (QAT) a float checkpoint'),
+    'sensitive': (SensitiveConfig, 'what the INT8 of each layer, block or convolution costs'),
+    'eval': (EvalConfig, 'evaluate a checkpoint or an exported file'),
 }
 
 
@@ -246,21 +227,23 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
         argv: None = the words of this process.
         **needs: only_task: refuse a model of another task.
     """
-    configs = [replace(config, **needs, data=config.data_file) for config in parse_args(argv)]
+    configs: list[Any] = [replace(config, **needs, data=config.data_file) for config in parse_args(argv)]
     config = configs[0]
-    [verb] = (verb for kind, verb, _ in VERBS.values() if kind is type(config))
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)
-    if is_network(config.weights) and len(configs) == 1:
+    if config.is_network and len(configs) == 1:
         from utils.qat.untrusted.torchvision_weights import fetched
 
         config = replace(config, weights=fetched(config.weights))
         configs = [config]
+    for each in configs:
+        each.require_files()
     if isinstance(config, EvalConfig):
-        verb(configs)
+        evaluate(configs)
     else:
+        run = quantize if isinstance(config, QuantizeConfig) else sensitive
         with run_folder(config) as folder, explain_out_of_memory(config.batch_size):
-            verb(config, folder)
+            run(config, folder)
     leave()
 
 

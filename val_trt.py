@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
-from utils.qat.core.command import require_data, require_file, run_command
+from utils.qat.core.command import run_command
 
 
 def parse_args(argv: Sequence[str] | None) -> list[FileEvalConfig]:
@@ -27,10 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. argv: None = the words of this process."""
     configs = [replace(config, data=config.data_file) for config in parse_args(argv)]
     for config in configs:
-        require_file(config.weights, '--weights', EXPORTED)
-        require_data(config.data)
-        if config.baseline:
-            require_file(config.baseline, '--baseline', CHECKPOINTS + EXPORTED)
+        config.require_files()
 
     from models.deploy.load import load_model
     from utils.qat.evaluation.score_file import score_files

@@ -1,6 +1,7 @@
 """Laws of several processes: two calibrate and score as one does, learn the same weights, and fail together."""
 
 import json
+import math
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ import torch
 from conftest import REPO
 from faults import sampled
 from fresh import fresh
-from zoo import image, program, same, settings, state
+from zoo import command, image, load_quantized, same, settings, state
 
 from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
@@ -24,9 +25,8 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import LOGGER
-from utils.qat.data.dataset import load_data, load_hyp
-from utils.qat.data.loaders import calibration_images, training_images, val_loader
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.run.sensitivity_summary import FILE
 
@@ -61,25 +61,28 @@ def nearly(figures):
 
 def quantize(small, folder, *more):
     given = '--weights', small.single, '--data', small.data, '--hyp', HYP, '--project', folder
-    quick = f'--imgsz 128 --batch-size {BATCH} --device cpu --workers 0 --no-eval-origin --calib-method mse'
+    quick = f'--imgsz 128 --batch-size {BATCH} --device cpu --workers 0 --calib-method mse'
     return 'qat.py', 'quantize', *given, *quick.split(), *more
+
+
+def reports(folder, file='report.json'):
+    """The reports of the runs `alone` and `pair`."""
+    return [json.loads((folder / name / file).read_text()) for name in ('alone', 'pair')]
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
+each_way = pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2), ids=lambda f: f.__name__)
 
-@pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2), ids=lambda f: f.__name__)
-def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monkeypatch, started):
-    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])  # a run adds that of its log file
-    program('qat.py').main([str(a) for a in quantize(demo, tmp_path, '--name', 'alone', '--epochs', 0)[1:]])
-    said = started(*quantize(demo, tmp_path, '--name', 'pair', '--epochs', 1))
-    first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
+
+@each_way
+def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, started):
+    command(*quantize(demo, tmp_path, '--no-eval-origin', '--name', 'alone', '--epochs', 0))
+    said = started(*quantize(demo, tmp_path, '--no-eval-origin', '--name', 'pair', '--epochs', 1))
+    first, second = reports(tmp_path)
     assert first['ptq'] == nearly(second['ptq']) and first['ptq']['ap'] > 0.2
     assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
-    models = [
-        torch.load(tmp_path / name / report['ptq']['file'], weights_only=False)['model']
-        for name, report in (('alone', first), ('pair', second))
-    ]
+    models = (load_quantized(tmp_path / r['settings']['name'] / r['ptq']['file'])[0] for r in (first, second))
     assert same(*map(state, models)), 'weights and ranges, bit for bit'
 
     assert said.count('calibrated on 12 images') == said.count('epoch 1        AP') == 1 and 'arning' not in said
@@ -88,23 +91,21 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, monk
     assert {p.name for p in (tmp_path / 'pair').iterdir()} == {*names.split()}
     made_by = 'torchrun --nproc_per_node 2 qat.py quantize --'
     assert made_by in (tmp_path / 'pair/report.md').read_text()
-    written = sorted(p.name for p in (tmp_path / 'pair' / 'weights').iterdir())
-    assert written == sorted(
-        [Path(r['file']).name for r in (second['ptq'], *second['epochs'])] + ['qat_best_single.pt']
-    )
+    models = [Path(stage['file']).name for stage in (second['ptq'], *second['epochs'])]
+    written = {p.name for p in (tmp_path / 'pair/weights').iterdir()}
+    assert written == {*models, 'qat_best_single.pt'} and len(written) == 3
 
 
-@pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2), ids=lambda f: f.__name__)
-def test_a_classifier_is_calibrated_and_scored_as_in_one_process(tmp_path, monkeypatch, started):
-    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
+@each_way
+def test_a_classifier_is_calibrated_and_scored_as_in_one_process(tmp_path, started):
     data = classifiers.write_images(tmp_path / 'data', train=6, val=3)
-    model = classifiers.learnt(classifiers.build('resnet18'), data)
-    words = ['qat.py', 'quantize', '--weights', classifiers.save(model, tmp_path / 'net.pt'), '--data', data]
-    words += ['--imgsz', classifiers.SIZE, '--batch-size', BATCH, '--calib-images', 15, '--iters', 2, '--workers', 0]
-    words += ['--device', 'cpu', '--calib-method', 'mse', '--task-loss', 0.1, '--project', tmp_path]
-    program('qat.py').main([str(a) for a in (*words[1:], '--name', 'alone', '--epochs', 0)])
+    net = classifiers.save(classifiers.learnt(classifiers.build('resnet18'), data), tmp_path / 'net.pt')
+    quick = f'--imgsz {classifiers.SIZE} --batch-size {BATCH} --calib-images 15 --iters 2 --workers 0 --device cpu'
+    words = 'qat.py', 'quantize', '--weights', net, '--data', data, '--project', tmp_path, *quick.split()
+    words = *words, '--calib-method', 'mse', '--task-loss', 0.1
+    command(*words, '--name', 'alone', '--epochs', 0)
     said = started(*words, '--name', 'pair', '--epochs', 1)
-    first, second = (json.loads((tmp_path / name / 'report.json').read_text()) for name in ('alone', 'pair'))
+    first, second = reports(tmp_path)
     assert first['ptq'] == nearly(second['ptq']) and first['ptq']['top1'] > 0.4 and len(second['epochs']) == 1
     assert said.count('epoch 1        top-1') == 1 and 'arning' not in said
     assert (tmp_path / 'pair' / 'weights' / 'qat_best_net.pt').is_file()
@@ -115,7 +116,7 @@ FULL = 'import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); 
 
 @pytest.mark.faults
 def test_two_processes_are_resumed_as_two(small, tmp_path):
-    said = two_forks(*quantize(small, tmp_path, '--epochs', 1), first=FULL, code=2)
+    said = two_forks(*quantize(small, tmp_path, '--no-eval-origin', '--epochs', 1), first=FULL, code=2)
     again = f'go on with: torchrun --nproc_per_node 2 qat.py quantize --resume {tmp_path}/exp'
     [line] = [line for line in said.splitlines() if 'resume.pt: File too large' in line]
     assert line.endswith(again)
@@ -124,13 +125,11 @@ def test_two_processes_are_resumed_as_two(small, tmp_path):
 
 
 @pytest.mark.faults
-def test_sensitive_finds_what_one_process_finds(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(LOGGER, 'handlers', LOGGER.handlers[:])
-    argv = ['sensitive', *quantize(demo, tmp_path, '--granularity', 'layer')[2:]]
-    argv.remove('--no-eval-origin')
-    program('qat.py').main([str(a) for a in (*argv, '--name', 'alone')])
-    said = torchrun('qat.py', *argv, '--name', 'pair')
-    first, second = (json.loads((tmp_path / name / FILE).read_text()) for name in ('alone', 'pair'))
+def test_sensitive_finds_what_one_process_finds(demo, tmp_path):
+    words = 'sensitive', *quantize(demo, tmp_path, '--granularity', 'layer')[2:]
+    command('qat.py', *words, '--name', 'alone')
+    said = torchrun('qat.py', *words, '--name', 'pair')
+    first, second = reports(tmp_path, FILE)
     assert said.count('summary ') == 1 and first['int8']['ap'] == second['int8']['ap'] > 0.2
     for a, b in zip(first['units'], second['units'], strict=True):
         assert a['unit'] == b['unit'] and a['ranges'] == b['ranges']
@@ -190,7 +189,7 @@ from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
-from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.dataset import load_data
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.data.loaders import training_images, val_loader
 
@@ -239,21 +238,10 @@ distributed.leave()
 """
 
 BATCHES = [image(96, 2, seed) for seed in (1, 2)]
+FIRST, SECOND = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed, n in ((0, 1000), (1, 700)))
 VALUES = [  # of each process, of each histogram, the tensors that it sees
-    [
-        [torch.randn(1000, generator=torch.Generator().manual_seed(0))],
-        [torch.ones(3)],
-        [torch.arange(9.0), torch.full((2,), 300.0)],
-        [torch.ones(2)],
-        [torch.ones(2)],
-    ],
-    [
-        [torch.randn(700, generator=torch.Generator().manual_seed(1)) * 40],
-        [],
-        [torch.full((5,), 1e-3)],
-        [torch.tensor([1, float('nan')])],
-        [torch.tensor([float('inf')])],
-    ],
+    [[FIRST], [torch.ones(3)], [torch.arange(9.0), torch.full((2,), 300.0)], [torch.ones(2)], [torch.ones(2)]],
+    [[SECOND * 40], [], [torch.full((5,), 1e-3)], [torch.tensor([1, math.nan])], [torch.tensor([math.inf])]],
 ]
 
 
@@ -262,21 +250,9 @@ def pair(small, tmp_path_factory):
     """The results of two processes, and the folder of the job."""
     folder = tmp_path_factory.mktemp('pair')
     (folder / 'worker.py').write_text(WORKER)
-    torch.save(
-        {
-            'folder': folder,
-            'single': small.single,
-            'quantized': small.quantized,
-            'data': small.data,
-            'hyp': HYP,
-            'batch': BATCH,
-            'lr': 1e-4,
-            'batches': BATCHES,
-            'bad': [BATCHES[0], torch.full_like(BATCHES[0], float('nan'))],
-            'values': VALUES,
-        },
-        folder / 'job.pt',
-    )
+    job = {'folder': folder, 'hyp': HYP, 'batch': BATCH, 'lr': 1e-4, 'batches': BATCHES, 'values': VALUES}
+    job['bad'] = [BATCHES[0], torch.full_like(BATCHES[0], math.nan)]
+    torch.save({**vars(small), **job}, folder / 'job.pt')
     said = two_forks(folder / 'worker.py', folder / 'job.pt')
     assert 'arning' not in said
     return torch.load(folder / '0.pt', weights_only=False), torch.load(folder / '1.pt', weights_only=False), folder
@@ -297,17 +273,12 @@ def test_a_step_follows_the_mean_gradient(small, pair):
     step.optimizer.step()
     expected, before = state(student), state(small.quantized_model())
     assert not same(before, expected)
-    for (
-        k,
-        value,
-    ) in expected.items():  # Adam's first step is lr times the sign, nearly: of tiny gradients it shows the last bit
+    for k, value in expected.items():
+        # Adam's first step is lr times the sign, nearly: of tiny gradients it shows the last bit
         assert torch.allclose(first['step'][k], value, rtol=1e-5, atol=1e-5), k
-    moved = {
-        k: (first['step'][k] - before[k], expected[k] - before[k])
-        for k in expected
-        if not torch.equal(before[k], expected[k])
-    }
-    assert all(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.999 for a, b in moved.values())
+        if not torch.equal(before[k], value):
+            moved, should = (v.flatten() - before[k].flatten() for v in (first['step'][k], value))
+            assert torch.nn.functional.cosine_similarity(moved, should, 0) > 0.999, k
     assert first['loss'].item() == pytest.approx(sum(losses).item() / 2, rel=1e-5) and losses[0] != losses[1]
     assert first['loss'] == second['loss']
 
@@ -339,17 +310,12 @@ def test_histograms_merge_to_that_of_all_values(pair):
 
 def test_figures_and_detections_are_those_of_one_process(small, pair):
     first, second, folder = pair
+    data, model = load_data(small.data), TorchModel(small.quantized_model())
     config = EvalConfig(small.single, small.data, batch_size=BATCH, imgsz=128, workers=0)
-    data = load_data(small.data)
-    metrics = evaluate(
-        TorchModel(small.quantized_model()),
-        val_loader(data, config, 32),
-        data.names,
-        CPU,
-        predictions_file=folder / 'alone.json',
-    )
+    loader, alone = val_loader(data, config, 32), folder / 'alone.json'
+    metrics = evaluate(model, loader, data.names, CPU, predictions_file=alone)
     assert first['metrics'] == second['metrics'] == metrics.plain()
-    assert (folder / 'alone.json').read_text() == (folder / 'pair.json').read_text()
+    assert alone.read_text() == (folder / 'pair.json').read_text()
 
 
 # ---- shares -------------------------------------------------------------------------------------------------------------
@@ -363,26 +329,15 @@ def test_shards_are_the_batches_of_one_process(small, world):
         lambda shard: calibration_images(data, config, 32, CPU, shard),
         lambda shard: val_loader(data, evaluation, 32, shard=shard),
     ):
-        whole = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in make((0, 1))]
+
+        def images_of(shard, make=make):
+            return [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in make(shard)]
+
+        whole = images_of((0, 1))
         assert [len(images) for images in whole] == [5, 5, 2]
         for rank in range(world):
-            shard = make((rank, world))
-            mine = [batch[0] if isinstance(batch, (list, tuple)) else batch for batch in shard]
-            assert same(mine, whole[rank::world]) and len(shard) == len(mine)
-
-
-def test_training_shards_are_full_batches_and_equally_many(small):
-    data, hyp = load_data(small.data), load_hyp(HYP)
-    for batch_size, world, steps in ((2, 2, 3), (2, 4, 1), (5, 2, 1), (1, 5, 2)):
-        seen = []
-        for rank in range(world):
-            loader = training_images(data, settings(batch_size=batch_size), 32, CPU, hyp, (rank, world)).loader
-            batches = list(loader.batch_sampler)
-            assert len(batches) == len(loader) == steps and {len(b) for b in batches} == {batch_size}
-            seen += [i for b in batches for i in b]
-        assert len(set(seen)) == len(seen), 'no image twice in an epoch'
-    with pytest.raises(QatError, match='--batch-size 5: 3 processes need 3 full batches.*12 training images'):
-        training_images(data, settings(batch_size=5), 32, CPU, hyp, (0, 3))
+            mine = images_of((rank, world))
+            assert same(mine, whole[rank::world]) and len(make((rank, world))) == len(mine)
 
 
 # ---- who is who ---------------------------------------------------------------------------------------------------------
@@ -404,14 +359,8 @@ def test_training_shards_are_full_batches_and_equally_many(small):
 )
 def test_device_of_a_process(monkeypatch, world, gpus, text, says):
     """A GPU is the current device from then on: synchronize(), streams and Triton take that one."""
-    started = (
-        ('RANK', world - 1),
-        ('LOCAL_RANK', world - 1),
-        ('WORLD_SIZE', world),
-        ('MASTER_ADDR', 'localhost'),
-        ('MASTER_PORT', 29500),
-    )
-    for name, value in started:
+    started = {'RANK': world - 1, 'LOCAL_RANK': world - 1, 'WORLD_SIZE': world}
+    for name, value in {**started, 'MASTER_ADDR': 'localhost', 'MASTER_PORT': 29500}.items():
         monkeypatch.setenv(name, str(value))
     current = []
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)

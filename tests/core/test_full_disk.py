@@ -12,11 +12,12 @@ import sys
 
 import onnx
 import pytest
+import zoo
 from conftest import TREE
 from onnx import TensorProto, helper
-from zoo import program, same
+from zoo import program
 
-from test_killed import FORK, arguments, content, require_whole, whole  # noqa: F401  a fixture
+from test_killed import FORK, arguments, require_alike, require_whole, whole  # noqa: F401  a fixture
 from utils.qat.core.command import run_command
 from utils.qat.core.log import LOGGER
 from utils.qat.core.run_folder import LOCK
@@ -59,30 +60,29 @@ def test_quantize(demo, whole, tmp_path, limit):
     name, resumes = LIMITS[limit]
     folder = tmp_path / 'exp'
     code, line = in_child('qat.py', arguments(demo, tmp_path), limit)
-    assert code == 2 and re.search(
-        rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room', line
-    ), line
+    says = rf'error: {folder}/\S*{name}: File too large, [\d.]+ MB are free in {folder}.*make room'
+    assert code == 2 and re.search(says, line), line
     assert [f.name for f in folder.rglob('.*')] == [LOCK]
     require_whole(folder)
     if resumes:
         assert line.endswith(f'go on with: python qat.py quantize --resume {folder}')
         assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
-        (*ours, models), (*theirs, others) = content(folder), whole
-        assert ours == theirs and all(same(models[name], others[name]) for name in others)
+        require_alike(folder, whole)
 
 
+RUN = '--imgsz 64 --device cpu --project OUT'
 OTHERS = {  # command → its arguments, the limit
     'reparameterization.py': ('--weights DUAL --save OUT/x.pt', 500 * KB),
     'export_qat.py': ('--weights OUT/w.pt --imgsz 64', 500 * KB),
     'export_yoloV9.py': ('--weights OUT/w.pt --size 64', 500 * KB),
     'qat.py sensitive': (
-        'sensitive --weights SINGLE --data DATA --imgsz 64 --calib-images 2 --num-image 1 --metric distortion --granularity layer '
-        '--calib-method max --device cpu --workers 0 --project OUT',
+        f'sensitive --weights SINGLE --data DATA {RUN} --workers 0 --calib-images 2 --num-image 1 --metric distortion '
+        '--granularity layer --calib-method max',
         2 * KB,
     ),
-    'qat.py eval': ('eval --weights QUANTIZED --data DATA --imgsz 64 --device cpu --workers 0 --project OUT', KB // 2),
-    'compare_outputs.py': ('SINGLE QUANTIZED --random 1 --imgsz 64 --device cpu --project OUT', KB),
-    'benchmark_trt.py': ('SINGLE --imgsz 64 --batch 1 --duration 0.01 --device cpu --project OUT', KB),
+    'qat.py eval': (f'eval --weights QUANTIZED --data DATA {RUN} --workers 0', KB // 2),
+    'compare_outputs.py': (f'SINGLE QUANTIZED --random 1 {RUN}', KB),
+    'benchmark_trt.py': (f'SINGLE --batch 1 --duration 0.01 {RUN}', KB),
     'scripts/audit_onnx.py': ('OUT/x.onnx --json OUT/audit.json', KB),
 }
 
@@ -94,7 +94,7 @@ def test_other_commands(demo, tmp_path, monkeypatch, command):
     names = {'DUAL': demo.dual, 'SINGLE': demo.single, 'QUANTIZED': demo.quantized, 'DATA': demo.data}
     shutil.copy(demo.single, tmp_path / 'w.pt')
     if 'audit' in command:
-        assert run_command(program('export_qat.py').main, ['--weights', str(tmp_path / 'w.pt'), '--imgsz', '64']) == 0
+        zoo.command('export_qat.py', '--weights', tmp_path / 'w.pt', '--imgsz', 64)
         (tmp_path / 'w.onnx').rename(tmp_path / 'x.onnx')
     before = {f: f.read_bytes() for f in tmp_path.rglob('*.*')}
     argv = [str(names.get(word, word)).replace('OUT', str(tmp_path)) for word in words.split()]
@@ -113,30 +113,21 @@ def test_a_disk_of_six_megabytes(demo, whole, small_disk):
     code, line = in_child('qat.py', arguments(demo, disk))
     folder = disk / 'exp'
     assert code == 2 and 'No space left on device' in line and f'MB are free in {folder}' in line, line
-    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}') and [
-        f.name for f in folder.rglob('.*')
-    ] == [LOCK]
+    assert line.endswith(f'go on with: python qat.py quantize --resume {folder}')
+    assert [f.name for f in folder.rglob('.*')] == [LOCK]
     require_whole(folder)
     subprocess.run(['mount', '-o', 'remount,size=99M', disk], check=True)
     assert in_child('qat.py', ['quantize', '--resume', folder])[0] == 0
-    (*ours, models), (*theirs, others) = content(folder), whole
-    assert ours == theirs and all(same(models[name], others[name]) for name in others)
+    require_alike(folder, whole)
 
 
 def test_a_terminal_that_takes_nothing(tmp_path):
     """/dev/full is a disk without room; a pipe that nobody reads is `| head` when it has enough."""
-    nodes = [helper.make_node('Conv', ['x', 'w'], ['y'])]
-    values = [
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
-        for name, shape in (('x', [1, 1, 4, 4]), ('y', [1, 1, 4, 4]))
-    ]
-    weights = [helper.make_tensor('w', TensorProto.FLOAT, [1, 1, 1, 1], [1.0])]
-    onnx.save(
-        helper.make_model(
-            helper.make_graph(nodes, 'g', *values, weights), opset_imports=[helper.make_opsetid('', 17)], ir_version=9
-        ),
-        tmp_path / 'x.onnx',
-    )
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, 4, 4]) for name in 'xy')
+    weight = helper.make_tensor('w', TensorProto.FLOAT, [1, 1, 1, 1], [1.0])
+    graph = helper.make_graph([helper.make_node('Conv', ['x', 'w'], ['y'])], 'g', [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=9)
+    onnx.save(model, tmp_path / 'x.onnx')
     command = [sys.executable, 'scripts/audit_onnx.py', tmp_path / 'x.onnx']
     with open('/dev/full', 'w') as full:
         done = subprocess.run(command, cwd=TREE, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -23,69 +23,49 @@ from models.deploy.formats.onnx import export_onnx
 from utils.qat.core.command import run_command
 
 RUN = '--project . --name run --exist-ok'
-QUANTIZED = f'--weights {{quantized}} --data {{data}} {RUN}'
-CHOSEN = {  # a file of the user's in the way → the command, its words; each name that a command chooses by itself
-    'labels.txt': ('export_yoloV9.py', '-w {single} -s 64'),
-    'config_infer_primary_yoloV9.txt': ('export_yoloV9.py', '-w {single} -s 64'),
-    'run/weights/qat_best_single.pt': ('qat.py', f'quantize --weights {{single}} --data {{data}} {RUN}'),
-    'run/report.md': ('qat.py', f'quantize --weights {{single}} --data {{data}} {RUN}'),
-    'run/.lock': ('qat.py', f'quantize --weights {{single}} --data {{data}} {RUN}'),
-    'run/sensitivity.png': ('qat.py', f'sensitive --weights {{single}} --data {{data}} {RUN}'),
-    'run/metrics.json': ('qat.py', f'eval {QUANTIZED}'),
-    'run/log.txt': ('qat.py', f'eval {QUANTIZED}'),
-    'run/predictions.json': ('val_trt.py', f'--weights model.onnx --device cpu --data {{data}} {RUN}'),
-    'run/compare.json': ('compare_outputs.py', f'{{single}} {{quantized}} --random 1 {RUN}'),
-    'run/benchmark.md': ('benchmark_trt.py', f'{{single}} --imgsz 64 --device cpu {RUN}'),
-    'coco/labels/a.txt': ('scripts/coco_to_yolo.py', 'coco/a.json coco/images'),
-    'made/data.yaml': ('demo/make_data.py', '--out made'),
-    'tree/README.md': ('scripts/get_yolov9.sh', 'tree'),
+OF_SINGLE, OF_QUANTIZED = (f'--weights {{{name}}} --data {{data}} {RUN}' for name in ('single', 'quantized'))
+CHOSEN = {  # a file of the user's in the way → the command; each name that a command chooses by itself
+    'labels.txt': 'export_yoloV9.py -w {single} -s 64',
+    'config_infer_primary_yoloV9.txt': 'export_yoloV9.py -w {single} -s 64',
+    'run/weights/qat_best_single.pt': f'qat.py quantize {OF_SINGLE}',
+    'run/report.md': f'qat.py quantize {OF_SINGLE}',
+    'run/.lock': f'qat.py quantize {OF_SINGLE}',
+    'run/sensitivity.png': f'qat.py sensitive {OF_SINGLE}',
+    'run/metrics.json': f'qat.py eval {OF_QUANTIZED}',
+    'run/log.txt': f'qat.py eval {OF_QUANTIZED}',
+    'run/predictions.json': f'val_trt.py --weights model.onnx --device cpu --data {{data}} {RUN}',
+    'run/compare.json': f'compare_outputs.py {{single}} {{quantized}} --random 1 {RUN}',
+    'run/benchmark.md': f'benchmark_trt.py {{single}} --imgsz 64 --device cpu {RUN}',
+    'coco/labels/a.txt': 'scripts/coco_to_yolo.py coco/a.json coco/images',
+    'made/data.yaml': 'demo/make_data.py --out made',
+    'tree/README.md': 'scripts/get_yolov9.sh tree',
 }
 ELSEWHERE = {  # likewise, where the command finds another place
-    'runs/qat_eval/exp/report.md': (
-        'qat.py',
-        'eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device cpu',
-    ),
-    'runs/infer/a.png': ('scripts/infer_onnx.py', '{onnx} coco/images --save'),
+    'runs/qat_eval/exp/report.md': 'qat.py eval --weights {quantized} --data {data} --imgsz 64 --workers 0 --device cpu',
+    'runs/infer/a.png': 'scripts/infer_onnx.py {onnx} coco/images --save',
 }
 DRY = {  # each command with --dry-run, on each kind of input
-    'a checkpoint': ('qat.py', 'quantize --weights {single} --dry-run'),
-    'a dual checkpoint': ('qat.py', 'quantize --weights {dual} --dry-run --verbose'),
-    "torchvision's weights": ('classify/qat_cls.py', 'quantize --weights resnet18-12345678.pth --dry-run'),
-    'the name of a network': ('qat.py', 'quantize --weights resnet18 --dry-run'),
-    'a mistake': ('segment/qat_seg.py', 'quantize --weights {single} --dry-run'),
-    'the packages': ('install_dependencies.sh', '--dry-run --defaults --no-trex'),
+    'a checkpoint': 'qat.py quantize --weights {single} --dry-run',
+    'a dual checkpoint': 'qat.py quantize --weights {dual} --dry-run --verbose',
+    "torchvision's weights": 'classify/qat_cls.py quantize --weights resnet18-12345678.pth --dry-run',
+    'the name of a network': 'qat.py quantize --weights resnet18 --dry-run',
+    'a mistake': 'segment/qat_seg.py quantize --weights {single} --dry-run',
+    'the packages': 'install_dependencies.sh --dry-run --defaults --no-trex',
 }
 OTHERS = {  # the other commands: they write what the user named, or under the name of their input, or into .work/ of the toolkit
-    *(
-        'reparameterization.py',
-        'export_qat.py',
-        'scripts/build_engine.py',
-        'scripts/generate_trt_engine.sh',
-        'scripts/val_trt.sh',
-    ),
-    *('demo/summary.py', 'demo/weights.py', 'demo/train.sh', 'scripts/audit_onnx.py', 'scripts/draw_engine.py'),
-    *('quickstart.sh', 'run_tests.sh', 'demo/setup.sh', 'scripts/test_matrix.sh'),
+    *('reparameterization.py', 'export_qat.py', 'scripts/build_engine.py', 'scripts/generate_trt_engine.sh'),
+    *('scripts/val_trt.sh', 'scripts/audit_onnx.py', 'scripts/draw_engine.py', 'scripts/test_matrix.sh'),
+    *('demo/summary.py', 'demo/weights.py', 'demo/train.sh', 'demo/setup.sh', 'quickstart.sh', 'run_tests.sh'),
     *('scripts/verify_tensorrt.py', 'scripts/verify_tensorrt.sh'),  # a run's folder
     'examples/infer_engine.py',  # with the main of infer_onnx.py
     'patch_yolov9.sh',  # tests/repository/test_patch.py
 }
-NEEDS = {
-    'segment/qat_seg.py': {'only_task': 'segment'},
-    'classify/qat_cls.py': {'only_task': 'classify'},
-}  # qat.py, and these
+TASKS = {'segment/qat_seg.py': 'segment', 'classify/qat_cls.py': 'classify'}  # qat.py for one task only
+FOLDERS = '.', 'segment', 'classify', 'scripts', 'demo', 'examples'
 COMMANDS = {
     file.relative_to(REPO).as_posix(): file.read_text(encoding='utf-8')
-    for pattern in (
-        '*.py',
-        '*.sh',
-        'segment/*.py',
-        'classify/*.py',
-        'scripts/*',
-        'demo/*.py',
-        'demo/*.sh',
-        'examples/*.py',
-    )
-    for file in REPO.glob(pattern)
+    for folder in FOLDERS
+    for file in (REPO / folder).iterdir()
     if file.suffix in ('.py', '.sh')
 }
 
@@ -114,35 +94,47 @@ def onnx_file(small, tmp_path_factory):
 
 def content(folder):
     """Path → bytes, and the time of the last change, of all that lies in a folder."""
-    return {
-        path: (path.read_bytes() if path.is_file() else None, path.lstat().st_mtime_ns) for path in folder.rglob('*')
-    }
+
+    def of(path):
+        return path.read_bytes() if path.is_file() else None, path.lstat().st_mtime_ns
+
+    return {path: of(path) for path in folder.rglob('*')}
 
 
-def answer(capfd, small, onnx, file, words):
-    """Exit code, and what was said, of a command in the current folder."""
-    words = [word.format(**vars(small), onnx=onnx) for word in words.split()]
-    capfd.readouterr()
-    if file.endswith('.sh'):
-        done = subprocess.run([REPO / file, *words], capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
-    main = partial(program('qat.py' if file in NEEDS else file).main, **NEEDS.get(file, {}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, 'argv', [file, *words])
+@pytest.fixture
+def answer(capfd, small, onnx_file, monkeypatch):
+    """Callable: line of a command → its exit code in the current folder, and what it said."""
+
+    def answered(line):
+        file, *words = (word.format(**vars(small), onnx=onnx_file) for word in line.split())
+        if file.endswith('.sh'):
+            done = subprocess.run([REPO / file, *words], capture_output=True, text=True)
+            return done.returncode, done.stdout + done.stderr
+        capfd.readouterr()
+        needs = {'only_task': TASKS[file]} if file in TASKS else {}
+        main = partial(program('qat.py' if file in TASKS else file).main, **needs)
+        monkeypatch.setattr(sys, 'argv', [file, *words])
         try:  # two programs are for themselves, without a line of ours
             code = main() if file in ('demo/make_data.py', 'scripts/infer_onnx.py') else run_command(main, words)
         except SystemExit as e:
             code = e.code
-    return code or 0, ''.join(capfd.readouterr())
+        return code or 0, ''.join(capfd.readouterr())
+
+    return answered
+
+
+def put_in_the_way(folder, name):
+    mine = folder / name
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text('mine')
+    return mine
 
 
 @pytest.mark.parametrize('name', CHOSEN)
-def test_a_file_in_the_way_stays_and_is_named(here, small, capfd, name):
-    mine = here / name
-    mine.parent.mkdir(parents=True, exist_ok=True)
-    mine.write_text('mine')
+def test_a_file_in_the_way_stays_and_is_named(here, answer, name):
+    mine = put_in_the_way(here, name)
     before = content(here)
-    code, said = answer(capfd, small, None, *CHOSEN[name])
+    code, said = answer(CHOSEN[name])
     assert code == 2 and content(here) == before, said
     folder = name.partition('/')[0]
     assert any(text in said for text in (mine.name, f'{folder}: has ', f'{folder} exists')), said
@@ -150,49 +142,46 @@ def test_a_file_in_the_way_stays_and_is_named(here, small, capfd, name):
 
 
 @pytest.mark.parametrize('name', ELSEWHERE)
-def test_where_a_command_finds_another_place(here, small, onnx_file, capfd, name):
-    mine = here / name
-    mine.parent.mkdir(parents=True, exist_ok=True)
-    mine.write_text('mine')
-    code, said = answer(capfd, small, onnx_file, *ELSEWHERE[name])
+def test_where_a_command_finds_another_place(here, answer, name):
+    mine = put_in_the_way(here, name)
+    code, said = answer(ELSEWHERE[name])
     assert code == 0 and mine.read_text() == 'mine' and f'{mine.parent.name}2' in said, said
     assert [path.name for path in mine.parent.iterdir()] == [mine.name]
 
 
 @pytest.mark.parametrize('name', DRY)
-def test_a_dry_run_writes_nothing(here, small, capfd, monkeypatch, name):
-    weights = classifiers.build('resnet18').state_dict()
-    torch.save(weights, here / 'resnet18-12345678.pth')
+def test_a_dry_run_writes_nothing(here, answer, monkeypatch, name):
     (here / 'hub/checkpoints').mkdir(parents=True)
-    torch.save(weights, here / 'hub/checkpoints/resnet18-f37072fd.pth')
+    for file in ('resnet18-12345678.pth', 'hub/checkpoints/resnet18-f37072fd.pth'):
+        torch.save(classifiers.build('resnet18').state_dict(), here / file)
     monkeypatch.setenv('TORCH_HOME', str(here))
     before = content(here)
-    code, said = answer(capfd, small, None, *DRY[name])
+    code, said = answer(DRY[name])
     assert code == (2 if name == 'a mistake' else 0), said
     assert content(here) == before
 
 
-def test_what_a_command_made_of_the_same_model_is_written_again(here, small, capfd):
-    shutil.copy(small.single, 'a.pt')
-    shutil.copy(small.single, 'b.pt')
-    assert answer(capfd, small, None, 'export_yoloV9.py', '-w a.pt -s 64')[0] == 0
-    assert answer(capfd, small, None, 'export_yoloV9.py', '-w a.pt -s 64 --batch 2')[0] == 0
+def test_what_a_command_made_of_the_same_model_is_written_again(here, small, answer):
+    for name in ('a.pt', 'b.pt'):
+        shutil.copy(small.single, name)
+    assert answer('export_yoloV9.py -w a.pt -s 64')[0] == 0
+    assert answer('export_yoloV9.py -w a.pt -s 64 --batch 2')[0] == 0
     assert 'batch-size=2' in (here / 'config_infer_primary_yoloV9.txt').read_text()
     before = content(here)
-    code, said = answer(capfd, small, None, 'export_yoloV9.py', '-w b.pt -s 64')
+    code, said = answer('export_yoloV9.py -w b.pt -s 64')
     assert code == 2 and 'config_infer_primary_yoloV9.txt: is there already' in said and content(here) == before
 
 
-def test_two_inputs_are_not_written_to_one_file(here, small, capfd):
-    shutil.copy(small.single, 'a.pt')
-    shutil.copy(small.single, 'a.pth')
-    code, said = answer(capfd, small, None, 'export_qat.py', '--weights a.pt a.pth')
+def test_two_inputs_are_not_written_to_one_file(here, small, answer):
+    for name in ('a.pt', 'a.pth'):
+        shutil.copy(small.single, name)
+    code, said = answer('export_qat.py --weights a.pt a.pth')
     assert code == 2 and 'two of them would be written to a.onnx' in said and not (here / 'a.onnx').exists()
 
 
 def test_every_command_is_here():
-    assert {file for file, _ in (*CHOSEN.values(), *ELSEWHERE.values())} | OTHERS | {
-        *NEEDS,
-        'install_dependencies.sh',
-    } == {*COMMANDS}
-    assert {file for file, text in COMMANDS.items() if re.search('dry.run', text)} <= {file for file, _ in DRY.values()}
+    def files(*tables):
+        return {line.split()[0] for table in tables for line in table.values()}
+
+    assert files(CHOSEN, ELSEWHERE, DRY) | OTHERS == {*COMMANDS}
+    assert {file for file, text in COMMANDS.items() if re.search('dry.run', text)} <= files(DRY)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from itertools import chain
 
 import onnxruntime
 import pytest
@@ -14,30 +15,25 @@ from test_help import FILES
 from utils.qat.core.threads import CHOSEN, onnx_options
 
 BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
-WITHOUT = {  # file → why it is not here
-    'scripts/audit_onnx.py': 'loads neither',
-    'scripts/coco_to_yolo.py': 'loads neither',
-    'scripts/draw_engine.py': 'loads neither',
-    'scripts/verify_tensorrt.py': 'runs the other commands in processes of their own',
-    'demo/make_data.py': 'loads neither',
-    'demo/summary.py': 'loads neither',
-    'examples/infer_engine.py': 'loads neither',
-    'scripts/build_engine.py': 'loads it when an engine is built, long after utils.qat',
-    'scripts/infer_onnx.py': 'has its own session, below',
+WITHOUT = {  # why it is not here → files
+    'loads neither': [
+        *('scripts/audit_onnx.py', 'scripts/coco_to_yolo.py', 'scripts/draw_engine.py'),
+        *('demo/make_data.py', 'demo/summary.py', 'examples/infer_engine.py'),
+    ],
+    'runs the other commands in processes of their own': ['scripts/verify_tensorrt.py'],
+    'loads it when an engine is built, long after utils.qat': ['scripts/build_engine.py'],
+    'has its own session, below': ['scripts/infer_onnx.py'],
 }
-DATA = ('--data', 'data.yaml')
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
-    'qat.py': ('eval', '--weights', 'w.pt', *DATA),
-    'segment/qat_seg.py': ('eval', '--weights', 'w.pt', *DATA),
-    'classify/qat_cls.py': ('eval', '--weights', 'w.pt', *DATA),
-    'reparameterization.py': ('--weights', 'w.pt', '--save', 'out.pt'),
-    'export_qat.py': ('--weights', 'w.pt', '--include', 'onnx'),
-    'export_yoloV9.py': ('--weights', 'w.pt'),
-    'val_trt.py': ('--weights', 'w.onnx', *DATA),
-    'benchmark_trt.py': ('w.onnx',),
-    'compare_outputs.py': ('w.pt', 'w.onnx', '--random', '1'),
-    'demo/weights.py': ('build', 'w.pt', 'out.pt', '--yolov9', str(TREE)),
-    **dict.fromkeys(BENCHMARKS, ()),
+    **dict.fromkeys(['qat.py', 'segment/qat_seg.py', 'classify/qat_cls.py'], 'eval --weights w.pt --data data.yaml'),
+    'reparameterization.py': '--weights w.pt --save out.pt',
+    'export_qat.py': '--weights w.pt --include onnx',
+    'export_yoloV9.py': '--weights w.pt',
+    'val_trt.py': '--weights w.onnx --data data.yaml',
+    'benchmark_trt.py': 'w.onnx',
+    'compare_outputs.py': 'w.pt w.onnx --random 1',
+    'demo/weights.py': f'build w.pt out.pt --yolov9 {TREE}',
+    **dict.fromkeys(BENCHMARKS, ''),
 }
 LOADED = """
 import os, sys
@@ -77,7 +73,7 @@ def busy(code, **variables):
 
 
 def test_all_files_are_here():
-    assert set(ARGUMENTS) | set(WITHOUT) == {*FILES, *BENCHMARKS}
+    assert {*ARGUMENTS, *chain(*WITHOUT.values())} == {*FILES, *BENCHMARKS}
 
 
 @pytest.fixture(scope='module')
@@ -90,17 +86,16 @@ def watched(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('file', sorted(set(ARGUMENTS) - set(WITHOUT)))
+@pytest.mark.parametrize('file', ARGUMENTS)
 def test_it_is_said_before_torch_is_loaded(watched, file):
-    arguments = [watched / a if (watched / a).is_file() else a for a in ARGUMENTS[file]]
+    arguments = [watched / a if (watched / a).is_file() else a for a in ARGUMENTS[file].split()]
     path = file if (TREE / file).is_file() else REPO / file
-    assert run(path, *arguments, PYTHONPATH=str(watched)) in (
-        'loads torch with passive',
-        'loads onnxruntime with passive',
-    )
-    assert run(path, *arguments, PYTHONPATH=str(watched), KMP_BLOCKTIME='9').endswith(' with None'), "the user's choice"
+    said, chosen = (run(path, *arguments, PYTHONPATH=str(watched), **how) for how in ({}, {'KMP_BLOCKTIME': '9'}))
+    assert said in ('loads torch with passive', 'loads onnxruntime with passive')
+    assert chosen.endswith(' with None'), "the user's choice"
 
 
+BEGUN = 'import torch; torch.zeros(1 << 22).add_(1)'
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='one CPU: no thread waits for another')
 
 
@@ -111,16 +106,7 @@ def test_threads_of_pytorch_sleep():
 
 @needs_two
 @pytest.mark.parametrize(
-    'first',
-    sampled(
-        [
-            'import val',
-            'import torch, models.common',
-            'import torch; torch.zeros(1 << 22).add_(1); import utils.general',
-        ],
-        3,
-        1,
-    ),
+    'first', sampled(['import val', 'import torch, models.common', f'{BEGUN}; import utils.general'], 3, 1)
 )
 def test_they_sleep_where_upstream_loads_torch_first(first):
     assert busy(first) < 0.2
@@ -151,12 +137,8 @@ def test_processes_that_are_started(tmp_path):
         """)
     )
     assert run(tmp_path / 'command.py') == 'passive;'
-    assert (
-        run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, tmp_path / 'command.py').count(
-            'passive;'
-        )
-        == 2
-    )
+    torchrun = '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2
+    assert run(*torchrun, tmp_path / 'command.py').count('passive;') == 2
 
 
 def entry(options, key):
@@ -202,20 +184,15 @@ def test_threads_of_onnx_runtime_sleep():
             spent += time.process_time() - before
         print(spent)
         """
-    asleep, active = (
-        float(run('-c', textwrap.dedent(code), **choice)) for choice in ({}, {'OMP_WAIT_POLICY': 'active'})
-    )
-    assert 3 * asleep < active
+    code = textwrap.dedent(code)
+    assert 3 * float(run('-c', code)) < float(run('-c', code, OMP_WAIT_POLICY='active'))
 
 
 def test_every_session_has_them():
     """Each session uses `onnx_options`; a client that people copy has the same entries."""
-    made = {
-        file: file.read_text()
-        for folder in ('utils', 'models', 'scripts', 'demo', 'benchmarks')
-        for file in (REPO / folder).rglob('*.py')
-    }
-    made = {file: text for file, text in made.items() if 'InferenceSession(' in text}
+    folders = 'utils', 'models', 'scripts', 'demo', 'benchmarks'
+    texts = {file: file.read_text() for folder in folders for file in (REPO / folder).rglob('*.py')}
+    made = [file for file in texts if 'InferenceSession(' in texts[file]]
     assert len(made) == 3
-    for file, text in made.items():
-        assert 'onnx_options(' in text or 'allow_spinning' in text, file
+    for file in made:
+        assert 'onnx_options(' in texts[file] or 'allow_spinning' in texts[file], file

@@ -15,7 +15,7 @@ from utils.qat.evaluation import chance
 from utils.qat.evaluation.chance import difference, draw_resamples, points_lost, resampled_ap, within_chance
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import merit
-from utils.qat.run.report import verdicts
+from utils.qat.run.report import conclusions
 from utils.qat.run.resume import STATE
 from utils.qat.run.state import LAST
 
@@ -234,7 +234,7 @@ def test_a_run_says_what_chance_is_good_for(finished):
 def test_whether_fine_tuning_helped_is_said(finished, best, gain, says):
     report = json.loads((finished / 'report.json').read_text())
     report['best']['epoch'], report['gain'] = best, dict(zip(('difference', 'chance'), gain))
-    assert f'Fine-tuning {says}' in verdicts(report)
+    assert f'Fine-tuning {says}' in conclusions(report)
 
 
 def test_no_layer_is_left_in_float_for_a_loss_within_chance(small, tmp_path):

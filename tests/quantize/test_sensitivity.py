@@ -31,7 +31,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
-from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, dearest, read_summary, worst
+from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, by_distortion_per_flop, read_summary, worst
 from utils.qat.targets.target import load_target
 
 CPU = torch.device('cpu')
@@ -300,7 +300,7 @@ def test_orders():
         {'unit': 'c', 'distortion': 2.0, 'flops': 1},
     ]
     assert [u['unit'] for u in worst({'units': units})] == ['b', 'c', 'a']
-    assert [u['unit'] for u in dearest({'units': units})] == ['c', 'a', 'b']
+    assert [u['unit'] for u in by_distortion_per_flop({'units': units})] == ['c', 'a', 'b']
 
 
 @pytest.mark.parametrize('needed', [0, 1, 2, 3, 5, 8, 18])
@@ -315,7 +315,9 @@ def test_the_smallest_number_that_keeps_the_budget(demo, needed):
         return (0.1 if n >= needed else 0.5), n
 
     blocks, result = within_budget(FloatBlocks([], summary), 0.2, attempt)
-    assert result == needed and set(blocks.paths) == {p for u in dearest(summary)[:needed] for p in u['twins']}
+    assert result == needed and set(blocks.paths) == {
+        p for u in by_distortion_per_flop(summary)[:needed] for p in u['twins']
+    }
     assert len(attempts) == len(set(attempts)) <= 12
 
 

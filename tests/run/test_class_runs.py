@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO, TREE
-from zoo import command, python, same, settings
+from zoo import command, load_float, load_quantized, python, same, settings
 
 from models.quantize import checkpoint
 from models.quantize.head_outputs import ClassScores
@@ -39,13 +39,17 @@ def job(tmp_path_factory):
     return folder
 
 
+ON_CPU = ('--workers', 0, '--device', 'cpu')
+
+
 def quantize(folder, name, *more, code=0):
-    return command(
-        *('qat.py', 'quantize', '--weights', folder / 'resnet18.pt', '--data', folder / 'data', '--imgsz', SIZE),
-        *('--epochs', 2, '--iters', 2, '--batch-size', 8, '--workers', 0, '--device', 'cpu', '--task-loss', 0.1),
-        *('--calib-images', 24, '--project', folder, '--name', name, *more),
-        code=code,
-    )
+    given = '--weights', folder / 'resnet18.pt', '--data', folder / 'data', '--project', folder, '--name', name
+    quick = '--epochs 2 --iters 2 --batch-size 8 --task-loss 0.1 --calib-images 24'.split()
+    return command('qat.py', 'quantize', *given, '--imgsz', SIZE, *ON_CPU, *quick, *more, code=code)
+
+
+def read(file):
+    return json.loads(file.read_text())
 
 
 def speaks_of_classes(folder, *texts):
@@ -64,7 +68,7 @@ def score(model, folder):
 
 @pytest.mark.full_tree
 def test_figures_are_those_of_upstream(job):
-    found = score(TorchModel(checkpoint.CheckpointFile(job / 'resnet18.pt').load_float()), job)
+    found = score(TorchModel(load_float(job / 'resnet18.pt')), job)
     assert (found.top1, found.top5) == pytest.approx(upstream(job), abs=1e-3) and 0.5 < found.top1 < found.top5
 
 
@@ -80,12 +84,11 @@ def upstream(job):
 
 
 def test_a_run_reports_the_figures_of_its_files(job):
-    report = json.loads((job / 'run' / 'report.json').read_text())
+    report = read(job / 'run' / 'report.json')
     assert report['settings']['imgsz'] == [SIZE, SIZE] and len(report['epochs']) == 2
     assert 0 <= report['ptq']['divergence'] < 0.5 and 0.9 <= report['ptq']['agreement'] <= 1
     assert report['ptq']['file'].startswith('weights/ptq_top1_') and report['best']['top1'] >= report['ptq']['top1']
-    model, quant = checkpoint.CheckpointFile(job / 'run' / report['ptq']['file']).load_quantized()
-    found = score(TorchModel(model, quant), job)
+    found = score(TorchModel(*load_quantized(job / 'run' / report['ptq']['file'])), job)
     assert found.plain() == {k: v for k, v in report['ptq'].items() if k in found.plain()}
     assert found.mean_class == pytest.approx(np.mean([row['top1'] for row in found.per_class]))
     assert {p.name for p in (job / 'run').glob('*.png')} == {'top1.png', 'classes.png'}
@@ -103,43 +106,39 @@ def test_an_interrupted_run_ends_as_one_that_was_not(job, monkeypatch):
         patch.setattr(stages, 'finish_epoch', interrupted)
         quantize(job, 'again', code=130)
     command('qat.py', 'quantize', '--resume', job / 'again')
-    first, second = (json.loads((job / name / 'report.json').read_text()) for name in ('run', 'again'))
+    first, second = (read(job / name / 'report.json') for name in ('run', 'again'))
     assert first['epochs'] == second['epochs'] and first['best'] == second['best']
-    models = [
-        checkpoint.CheckpointFile(job / name / first['best']['file']).load_quantized()[0].state_dict()
-        for name in ('run', 'again')
-    ]
+    models = (load_quantized(job / name / first['best']['file'])[0].state_dict() for name in ('run', 'again'))
     assert same(*models)
 
 
-def test_what_openvino_loses_is_said_of_a_classifier(job):
+@pytest.fixture(scope='module')
+def best(job):
+    """The checkpoint that the run delivers."""
+    return job / 'run' / read(job / 'run' / 'report.json')['best']['file']
+
+
+def test_what_openvino_loses_is_said_of_a_classifier(best):
     pytest.importorskip('openvino')
-    weights = job / 'run' / json.loads((job / 'run' / 'report.json').read_text())['best']['file']
-    said = command('export_qat.py', '--weights', weights, '--include', 'openvino', '--imgsz', SIZE)
+    said = command('export_qat.py', '--weights', best, '--include', 'openvino', '--imgsz', SIZE)
     assert 'INT8: 20 of 20 convolutions' in said, 'the outputs too'
     [loses] = re.findall(r'(?m)^quantized for TensorRT: (.*) \(--target openvino\)$', said)
     assert 'ReLU' in loses and 'head' not in loses
 
 
-def test_the_exported_file_scores_as_the_checkpoint(job):
-    weights = job / 'run' / json.loads((job / 'run' / 'report.json').read_text())['best']['file']
-    text = command(
-        'export_qat.py', '--weights', weights, '--imgsz', SIZE, '--verify', job / 'data', '--max-ap-diff', 0.1
-    )
-    assert 'the best class the same in at least 95%: kept' in text
-    model, quant = checkpoint.CheckpointFile(weights).load_quantized()
-    ours, theirs = score(TorchModel(model, quant), job), score(open_file(weights.with_suffix('.onnx')), job)
+def test_the_exported_file_scores_as_the_checkpoint(job, best):
+    file = best.with_suffix('.onnx')
+    verify = '--verify', job / 'data', '--max-ap-diff', 0.1
+    said = command('export_qat.py', '--weights', best, '--imgsz', SIZE, *verify)
+    assert 'the best class the same in at least 95%: kept' in said
+    ours, theirs = score(TorchModel(*load_quantized(best)), job), score(open_file(file), job)
     assert theirs.top1 == pytest.approx(ours.top1, abs=0.03)
-    scored = command(
-        *('qat.py', 'eval', '--weights', weights.with_suffix('.onnx'), '--data', job / 'data', '--workers', 0),
-        *('--baseline', job / 'resnet18.pt', '--device', 'cpu', '--project', job, '--name', 'eval'),
-    )
-    metrics = json.loads((job / 'eval' / 'metrics.json').read_text())
+    common = '--data', job / 'data', *ON_CPU, '--project', job
+    against = '--baseline', job / 'resnet18.pt'
+    scored = command('qat.py', 'eval', '--weights', file, *against, *common, '--name', 'eval')
+    metrics = read(job / 'eval' / 'metrics.json')
     assert metrics['top1'] == theirs.top1 and metrics['agreement'] > 0.9 and '| agreement |' in scored
-    compared = command(
-        *('compare_outputs.py', job / 'resnet18.pt', weights, weights.with_suffix('.onnx'), '--data', job / 'data'),
-        *('--workers', 0, '--project', job, '--name', 'compared', '--device', 'cpu'),
-    )
+    compared = command('compare_outputs.py', job / 'resnet18.pt', best, file, *common, '--name', 'compared')
     assert 'the best class is the same in' in compared and 'top-1' in compared
     speaks_of_classes(job / 'eval', scored)
     speaks_of_classes(job / 'compared', compared)
@@ -147,37 +146,35 @@ def test_the_exported_file_scores_as_the_checkpoint(job):
 
 def test_the_benchmark_shows_images_of_the_classifiers_size(job):
     """A quantized checkpoint has its size, a float one takes that of the other files; alone it has 224 pixels."""
-    int8 = job / 'run' / json.loads((job / 'run' / 'report.json').read_text())['ptq']['file']
-    words = '--batch', 1, '--duration', 0.05, '--warmup', 0, '--workers', 0, '--device', 'cpu', '--project', job
+    report = read(job / 'run' / 'report.json')
+    net, int8 = job / 'resnet18.pt', job / 'run' / report['ptq']['file']
 
     def measured(name, *files):
-        text = command('benchmark_trt.py', *files, *words, '--name', name)
-        return json.loads((job / name / 'benchmark.json').read_text())['results'], text
+        short = '--batch 1 --duration 0.05 --warmup 0'.split()
+        said = command('benchmark_trt.py', *files, *short, *ON_CPU, '--project', job, '--name', name)
+        return read(job / name / 'benchmark.json')['results'], said
 
-    results, text = measured('both', job / 'resnet18.pt', int8, '--data', job / 'data')
+    results, said = measured('both', net, int8, '--data', job / 'data')
     assert [r['imgsz'] for r in results] == [[SIZE, SIZE]] * 2
-    report = json.loads((job / 'run' / 'report.json').read_text())
     assert [r['accuracy']['top1'] for r in results] == [report[key]['top1'] for key in ('origin', 'ptq')]
-    speaks_of_classes(job / 'both', text)
-    (alone,), _ = measured('alone', job / 'resnet18.pt')
+    speaks_of_classes(job / 'both', said)
+    (alone,), _ = measured('alone', net)
     assert alone['imgsz'] == [224, 224]
     command('export_qat.py', '--weights', shutil.copy(int8, job / 'given.pt'))
-    results, _ = measured('exported', job / 'resnet18.pt', job / 'given.onnx', '--backend', 'pytorch,onnxruntime')
+    results, _ = measured('exported', net, job / 'given.onnx', '--backend', 'pytorch,onnxruntime')
     assert {r['backend'] for r in results} == {'PyTorch', 'ONNX Runtime'} and [SIZE, SIZE] == results[0]['imgsz']
 
 
 def test_sensitive_measures_the_divergence_of_the_scores(job):
-    said = command(
-        *('qat.py', 'sensitive', '--weights', job / 'resnet18.pt', '--data', job / 'data', '--imgsz', SIZE),
-        *('--workers', 0, '--device', 'cpu', '--num-image', 20, '--calib-images', 20, '--project', job, '--name', 's'),
-    )
+    given = '--weights', job / 'resnet18.pt', '--data', job / 'data', '--imgsz', SIZE, '--project', job, '--name', 's'
+    said = command('qat.py', 'sensitive', *given, *ON_CPU, '--num-image', 20, '--calib-images', 20)
     file = job / 's' / 'summary-sensitive-analysis.json'
-    summary = json.loads(file.read_text())
+    summary = read(file)
     assert {'conv1', 'layer1.0', 'avgpool', 'fc'} <= {unit['unit'] for unit in summary['units']}
     speaks_of_classes(job / 's', said)
     assert 'top1' in summary['int8'] and summary['int8']['divergence'] > 0
-    text = quantize(job, 'kept', '--sensitive', file, '--max-drop', 50, '--epochs', 0)
-    assert 'points lost beyond chance' in text
+    said = quantize(job, 'kept', '--sensitive', file, '--max-drop', 50, '--epochs', 0)
+    assert 'points lost beyond chance' in said
 
 
 def test_the_square_of_a_projection_is_twice_the_divergence():
@@ -197,77 +194,76 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
 # ---- wrong input ----------------------------------------------------------------------------------------------------------
 
 
-def without(folder, name):
-    shutil.rmtree(folder / name)
+def without(*names):
+    """A change: these folders are removed."""
+    return lambda data: [shutil.rmtree(data / name) for name in names]
 
 
-def emptied(folder, name):
-    for file in (folder / name).iterdir():
-        file.unlink()
+def with_bytes(data):
+    """A change: the name of each class folder begins with a byte that is not UTF-8."""
+    for folder in [*data.glob('*/class*')]:
+        folder.rename(folder.with_name(os.fsdecode(b'\xff' + folder.name.encode())))
 
 
-@pytest.mark.parametrize(
-    'change, said',
-    [
-        (lambda data: without(data, 'val'), 'no folder val or test in it'),
-        (lambda data: without(data, 'train'), 'no folder train in it'),
-        (lambda data: without(data, 'val/class 3'), 'class 3 is a class in train/ and not in val/'),
-        (lambda data: without(data, 'train/class 3'), 'class 3 is a class in val/ and not in train/'),
-        (lambda data: emptied(data, 'val/class 2'), 'class 2: no images in it'),
-        (
-            lambda data: [without(data, f'{part}/class 6') for part in ('train', 'val')],
-            '6 class folders, but the model',
-        ),
-        (
-            lambda data: [(data / part / 'class 6').rename(data / part / 'cat') for part in ('train', 'val')],
-            'cat is no class of the model, which has class 6',
-        ),
-        (
-            lambda data: [
-                f.rename(f.with_name(os.fsdecode(b'\xff' + f.name.encode()))) for f in [*data.glob('*/class*')]
-            ],
-            'must be one line of printable characters',
-        ),
-        (lambda data: (data / 'val/class 1/0.png').write_bytes(b''), '0.png: cannot be read; mend or remove it'),
-        (lambda data: os.mkfifo(data / 'val/class 1/x.png'), 'x.png: a pipe or a device, and no file; remove it'),
-    ],
-)
-def test_a_folder_that_does_not_fit_is_one_line(job, tmp_path, change, said):
+OF_CLASS_6 = 'train/class 6', 'val/class 6'
+SPOILT = {  # what the line says → what was done to the data
+    'no folder val or test in it': without('val'),
+    'no folder train in it': without('train'),
+    'class 3 is a class in train/ and not in val/': without('val/class 3'),
+    'class 3 is a class in val/ and not in train/': without('train/class 3'),
+    'class 2: no images in it': lambda data: [file.unlink() for file in (data / 'val/class 2').iterdir()],
+    '6 class folders, but the model': without(*OF_CLASS_6),
+    'cat is no class of the model, which has class 6': (
+        lambda data: [(data / name).rename((data / name).with_name('cat')) for name in OF_CLASS_6]
+    ),
+    'must be one line of printable characters': with_bytes,
+    '0.png: cannot be read; mend or remove it': lambda data: (data / 'val/class 1/0.png').write_bytes(b''),
+    'x.png: a pipe or a device, and no file; remove it': lambda data: os.mkfifo(data / 'val/class 1/x.png'),
+}
+
+
+@pytest.mark.parametrize('says', SPOILT)
+def test_a_folder_that_does_not_fit_is_one_line(job, tmp_path, says):
     data = tmp_path / 'data'
     shutil.copytree(job / 'data', data)
-    change(data)
-    text = command(
-        *('qat.py', 'eval', '--weights', job / 'resnet18.pt', '--data', data, '--project', tmp_path, '--device', 'cpu'),
-        code=2,
-    )
-    assert said in text and 'Traceback' not in text and not (tmp_path / 'exp').exists()
+    SPOILT[says](data)
+    given = '--weights', job / 'resnet18.pt', '--data', data, '--project', tmp_path
+    said = command('qat.py', 'eval', *given, '--device', 'cpu', code=2)
+    assert says in said and 'Traceback' not in said and not (tmp_path / 'exp').exists()
 
 
-def test_data_and_models_of_another_task_are_refused(job, small):
-    assert 'labels of boxes are for detectors' in command(
-        'qat.py', 'eval', '--weights', job / 'resnet18.pt', '--data', small.data, code=2
-    )
-    assert 'a folder, and the model is no classifier' in command(
-        'qat.py', 'quantize', '--weights', small.single, '--data', job / 'data', code=2
-    )
-    for model, data, said in (
-        (job / 'resnet18.pt', small.data, 'takes a folder with train/ and val/'),
-        (small.single, job / 'data', 'takes a data YAML'),
-    ):
-        for words in (
-            ('compare_outputs.py', model, model),
-            ('benchmark_trt.py', model, '--device', 'cpu', '--project', job / 'nothing'),
-        ):
-            assert said in command(*words, '--data', data, code=2)
-    assert not (job / 'nothing').exists()
-    text = python('classify/qat_cls.py', 'quantize', '--weights', small.single, '--data', small.data, code=2)
-    assert 'a detector' in text and 'this command is for a classifier' in text
-    assert 'NMS is for detectors' in command(
-        'export_qat.py', '--weights', job / 'resnet18.pt', '--include', 'onnx_end2end', code=2
-    )
-    assert 'reads detections only' in command('export_yoloV9.py', '--weights', job / 'resnet18.pt', code=2)
-    assert 'has one branch' in command('reparameterization.py', '--weights', job / 'resnet18.pt', code=2)
-    assert 'images of a classifier are not augmented' in quantize(job, 'hyp', '--hyp', REPO / 'demo/hyp.yaml', code=2)
+CLASSIFIER, DETECTOR = '{job}/resnet18.pt', '{small.single}'
+FOLDER, YAML = '{job}/data', '{small.data}'
+COMPARE, BENCHMARK = (
+    f'{file} --project {{job}}/nothing --device cpu' for file in ('compare_outputs.py', 'benchmark_trt.py')
+)
+OF_ANOTHER_TASK = [  # command, what the line says
+    (f'qat.py eval --weights {CLASSIFIER} --data {YAML}', 'labels of boxes are for detectors'),
+    (f'qat.py quantize --weights {DETECTOR} --data {FOLDER}', 'a folder, and the model is no classifier'),
+    (f'{COMPARE} {CLASSIFIER} {CLASSIFIER} --data {YAML}', 'takes a folder with train/ and val/'),
+    (f'{COMPARE} {DETECTOR} {DETECTOR} --data {FOLDER}', 'takes a data YAML'),
+    (f'{BENCHMARK} {CLASSIFIER} --data {YAML}', 'takes a folder with train/ and val/'),
+    (f'{BENCHMARK} {DETECTOR} --data {FOLDER}', 'takes a data YAML'),
+    (f'export_qat.py --weights {CLASSIFIER} --include onnx_end2end', 'NMS is for detectors'),
+    (f'export_yoloV9.py --weights {CLASSIFIER}', 'reads detections only'),
+    (f'reparameterization.py --weights {CLASSIFIER}', 'has one branch'),
+    (
+        f'qat.py quantize --weights {CLASSIFIER} --data {FOLDER} --imgsz {SIZE} --hyp {REPO}/demo/hyp.yaml',
+        'images of a classifier are not augmented',
+    ),
+]
+
+
+@pytest.mark.parametrize('line, says', OF_ANOTHER_TASK, ids=[line for line, _ in OF_ANOTHER_TASK])
+def test_data_and_models_of_another_task_are_refused(job, small, line, says):
+    before = set(job.iterdir())
+    assert says in command(*(word.format(job=job, small=small) for word in line.split()), code=2)
+    assert set(job.iterdir()) == before
+
+
+def test_the_command_of_classifiers_refuses_a_detector(small):
+    said = python('classify/qat_cls.py', 'quantize', '--weights', small.single, '--data', small.data, code=2)
+    assert 'a detector' in said and 'this command is for a classifier' in said
 
 
 @pytest.mark.skipif(torch.__version__ < '2.6', reason='refused there')
@@ -275,13 +271,13 @@ def test_weights_in_the_older_format(tmp_path):
     model, files = classifiers.build('resnet18'), (tmp_path / 'resnet18-1.pth', tmp_path / 'resnet18-2.pth')
     torch.save(model.state_dict(), files[0])
     torch.save(model.state_dict(), files[1], _use_new_zipfile_serialization=False)
-    assert same(*(checkpoint.CheckpointFile(file).load_float().state_dict() for file in files))
+    assert same(*(load_float(file).state_dict() for file in files))
     torch.save([1], files[1], _use_new_zipfile_serialization=False)
     with pytest.raises(QatError, match='other things than the tensors of resnet18'):
-        checkpoint.CheckpointFile(files[1]).load_float()
+        load_float(files[1])
     torch.save({'model': model}, files[1], _use_new_zipfile_serialization=False)  # a pickled network
     with pytest.raises(QatError, match='not begin as torch.save writes it since'):
-        checkpoint.CheckpointFile(files[1]).load_float()
+        load_float(files[1])
 
 
 def test_a_network_by_its_weights(job, tmp_path):
@@ -289,14 +285,12 @@ def test_a_network_by_its_weights(job, tmp_path):
     file = tmp_path / 'resnet18-f37072fd.pth'
     model = classifiers.build('resnet18')
     torch.save(model.state_dict(), file)
-    found = checkpoint.CheckpointFile(file).load_float()
+    found = load_float(file)
     assert found.names == {i: str(i) for i in range(7)} and checkpoint.CheckpointFile(file).sha256 == sha256(file)
     assert torch.allclose(found(classifiers.images()), model(classifiers.images()), atol=1e-4)
     command('export_qat.py', '--weights', file, '--imgsz', SIZE)
-    weights = '--weights', file, '--data', job / 'data', '--imgsz', SIZE, '--project', tmp_path, '--workers', 0
-    command(
-        'qat.py', 'quantize', *weights, '--epochs', 0, '--calib-images', 8, '--calib-method', 'mse', '--device', 'cpu'
-    )
+    given = '--weights', file, '--data', job / 'data', '--imgsz', SIZE, '--project', tmp_path
+    command('qat.py', 'quantize', *given, *ON_CPU, *'--epochs 0 --calib-images 8 --calib-method mse'.split())
     [made] = (tmp_path / 'exp/weights').iterdir()
     assert made.name.startswith('ptq_top1') and made.name.endswith('_resnet18-f37072fd.pt')
     assert {f.name for f in tmp_path.iterdir()} == {file.name, file.with_suffix('.onnx').name, 'exp'}
@@ -309,7 +303,7 @@ def test_a_network_by_its_name_is_read_where_torchvision_keeps_it(job, tmp_path,
     kept = tmp_path / 'hub/checkpoints/resnet18-f37072fd.pth'
     kept.parent.mkdir(parents=True)
     torch.save(classifiers.build('resnet18').state_dict(), kept)
-    scored = '--data', job / 'data', '--imgsz', SIZE, '--device', 'cpu', '--workers', 0, '--project', tmp_path
+    scored = '--data', job / 'data', '--imgsz', SIZE, *ON_CPU, '--project', tmp_path
     assert 'top-1' in command('qat.py', 'eval', '--weights', 'resnet18', *scored)
     assert [f.name for f in kept.parent.iterdir()] == [kept.name] and not (TREE / 'resnet18.pt').exists()
     assert 'no network of torchvision' in command('qat.py', 'quantize', '--weights', 'resnet9', '--dry-run', code=2)

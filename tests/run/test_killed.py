@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from zoo import program, same
+from zoo import command, load_quantized, program, same
 
 from models.quantize import checkpoint
 from utils.qat.core.command import run_command
@@ -23,11 +23,8 @@ from utils.qat.run.resume import STATE, read_state
 
 pytestmark = pytest.mark.faults
 
-RESUME, EMPTY, START = (
-    None,
-    'no report of a run there',
-    'before the calibrated model was saved',
-)  # what --resume does, or says
+# what --resume does, or says
+RESUME, EMPTY, START = None, 'no report of a run there', 'before the calibrated model was saved'
 FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)
     'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
@@ -49,43 +46,16 @@ POINTS = {  # name → (function, which call, how; what --resume says then)
 
 
 def arguments(demo, project):
-    return [
-        str(a)
-        for a in (
-            'quantize',
-            '--weights',
-            demo.single,
-            '--data',
-            demo.data,
-            '--imgsz',
-            64,
-            '--batch-size',
-            6,
-            '--iters',
-            2,
-            '--epochs',
-            2,
-            '--calib-images',
-            8,
-            '--calib-method',
-            'mse',
-            '--device',
-            'cpu',
-            '--workers',
-            0,
-            '--lr',
-            '1e-4',
-            '--project',
-            project,
-        )
-    ]
+    given = '--weights', demo.single, '--data', demo.data, '--project', project
+    quick = '--imgsz 64 --batch-size 6 --iters 2 --epochs 2 --calib-images 8 --calib-method mse --lr 1e-4'
+    return list(map(str, ('quantize', *given, *quick.split(), '--device', 'cpu', '--workers', 0)))
 
 
 @pytest.fixture(scope='module')
 def whole(demo, tmp_path_factory):
     """The content of a run that was not killed."""
     project = tmp_path_factory.mktemp('whole')
-    assert run_command(program('qat.py').main, arguments(demo, project)) == 0
+    command('qat.py', *arguments(demo, project))
     return content(project / 'exp')
 
 
@@ -142,7 +112,7 @@ def require_whole(folder):
         if file.name == Path(STATE).name:
             assert read_state(folder).ptq
         elif file.suffix == '.pt':
-            assert checkpoint.CheckpointFile(file).load_quantized()[1]['format'] == checkpoint.FORMAT
+            assert load_quantized(file)[1]['format'] == checkpoint.FORMAT
         elif file.suffix == '.json':
             assert json.loads(file.read_text())['settings']
         elif file.suffix == '.png':
@@ -158,27 +128,27 @@ def content(folder):
     text = re.sub(r'(## Times\n\n).*', r'\1', (folder / 'report.md').read_text()).replace(str(folder.parent), 'PROJECT')
     text = re.sub('-+:?|  +', ' ', text)  # a table is as wide as the path
     pictures = [(folder / name).read_bytes() for name in ('ap.png', 'classes.png')]
-    models = {
-        f.name: checkpoint.CheckpointFile(f).load_quantized()[0].state_dict() for f in (folder / 'weights').iterdir()
-    }
+    models = {f.name: load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
     return sorted(p.name for p in folder.iterdir()), report, text, *pictures, models
 
 
+def require_alike(folder, whole):
+    """Check that a run left what `whole`, of `content`, has, and no temporary file."""
+    (*ours, models), (*theirs, others) = content(folder), whole
+    assert ours == theirs and models.keys() == others.keys()
+    assert all(same(models[name], others[name]) for name in models)
+    assert [f.name for f in folder.rglob('.*')] == [LOCK]
+
+
 @pytest.mark.parametrize('point', POINTS)
-def test_killed(demo, whole, tmp_path, capsys, point):
+def test_killed(demo, whole, tmp_path, point):
     target, number, how, says = POINTS[point]
     run_to_death(arguments(demo, tmp_path), target, number, how, tmp_path / 'log')
     folder = tmp_path / 'exp'
     require_whole(folder)
-    capsys.readouterr()
-    code = run_command(program('qat.py').main, ['quantize', '--resume', str(folder)])
     if says:
-        assert code == 2 and says in capsys.readouterr().err.strip().splitlines()[-1]
-        assert run_command(program('qat.py').main, [*arguments(demo, tmp_path), '--exist-ok']) == 0
+        assert says in command('qat.py', 'quantize', '--resume', folder, code=2).splitlines()[-1]
+        command('qat.py', *arguments(demo, tmp_path), '--exist-ok')
     else:
-        assert code == 0
-    (*ours, models), (*theirs, others) = content(folder), whole
-    assert (
-        ours == theirs and models.keys() == others.keys() and all(same(models[name], others[name]) for name in models)
-    )
-    assert [f.name for f in folder.rglob('.*')] == [LOCK]
+        command('qat.py', 'quantize', '--resume', folder)
+    require_alike(folder, whole)

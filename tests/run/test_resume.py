@@ -3,13 +3,9 @@
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import REPO, TREE
+from conftest import REPO
 from faults import sampled
-from zoo import image, program, same, settings, state
+from zoo import command, image, load_quantized, same, settings, state
 
-from models.quantize import checkpoint
 from models.quantize.finetuning.loop import Epoch, finetune
 from models.quantize.run import stages
-from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
@@ -85,8 +79,8 @@ def test_an_epoch_does_not_depend_on_those_before(small):
 
 
 def test_what_is_seen_follows_from_the_seed(small):
-    assert same(list(training(small, seed=3)), list(training(small, seed=3)))
-    assert not same(list(training(small, seed=3)), list(training(small, seed=4)))
+    first, again, other = (list(training(small, seed=seed)) for seed in (3, 3, 4))
+    assert same(first, again) and not same(first, other)
 
 
 def test_the_augmentation_of_an_image_is_its_own(small):
@@ -106,15 +100,21 @@ def test_an_epoch_shows_every_image_once_in_another_order(small):
     assert len({dict(items)[0] for items in orders}) == 3
 
 
-@pytest.mark.parametrize('ranks', [1, 2, 4])
+@pytest.mark.parametrize('batch_size, ranks', [(2, 1), (2, 2), (2, 4), (5, 2), (1, 5)])
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_ranks_share_the_batches_of_one_process(small, ranks, epoch):
-    """Rank r gets batches r, r + W, ...; an incomplete round is left out. See also test_distributed.py."""
-    alone = epoch_of(training(small, batch_size=2), epoch)
-    loaders = [training(small, batch_size=2, shard=(rank, ranks)) for rank in range(ranks)]
-    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 6 // ranks
+def test_ranks_share_the_batches_of_one_process(small, batch_size, ranks, epoch):
+    """Rank r gets batches r, r + W, ...; an incomplete batch or round is left out. See also test_distributed.py."""
+    alone = epoch_of(training(small, batch_size=batch_size), epoch)
+    loaders = [training(small, batch_size=batch_size, shard=(rank, ranks)) for rank in range(ranks)]
+    shares, rounds = [epoch_of(loader, epoch) for loader in loaders], 12 // batch_size // ranks
     assert [len(share) for share in shares] == [rounds] * ranks == [len(loader) for loader in loaders]
     assert same([batch for group in zip(*shares) for batch in group], alone[: rounds * ranks])
+    assert ranks == 1 or {len(batch) for share in shares for batch in share} == {batch_size}
+
+
+def test_too_few_images_for_a_batch_of_each_rank(small):
+    with pytest.raises(QatError, match='--batch-size 5: 3 processes need 3 full batches.*12 training images'):
+        training(small, shard=(0, 3))
 
 
 def test_albumentations_with_a_random_state_of_their_own(small):
@@ -143,9 +143,8 @@ def test_the_split_takes_from_training_and_calibration(small, share, n):
     everything = files_of(training(small).loader.dataset.dataset)
     assert len(held_out) == n and sorted(held_out + trained) == everything
     assert files_of(calibration_images(data, config, 32, CPU).loader.dataset.dataset) == trained
-    assert files_of(val_loader(data, config, 32).dataset) == files_of(
-        val_loader(load_data(small.data), config, 32).dataset
-    )
+    val, without_split = (files_of(val_loader(d, config, 32).dataset) for d in (data, load_data(small.data)))
+    assert val == without_split
     places = [everything.index(f) for f in held_out]
     assert all(abs((b - a) - 12 / n) < 1 for a, b in itertools.pairwise(places)), 'evenly spread'
 
@@ -192,10 +191,13 @@ def shapes(small, tmp_path):
 
 
 def test_held_out_images_without_labels_choose_nothing(shapes):
-    for file in val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out').dataset.label_files:
+    def held_out():
+        return val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out').dataset
+
+    for file in held_out().label_files:
         Path(file).write_text('')
     with pytest.raises(QatError, match='--val-split 0.1: none of the 1 images held out has a label'):
-        val_loader(replace(shapes, val_split=0.1), settings(), 32, split='held out')
+        held_out()
 
 
 @pytest.mark.parametrize('square', [False, True])
@@ -268,128 +270,79 @@ def test_fine_tuning_goes_on_with_gpu_and_graph(small, amp, compile):
 # ---- --resume -----------------------------------------------------------------------------------------------------------
 
 
-def arguments(small, project, *more):
-    return [
-        str(a)
-        for a in (
-            'quantize',
-            '--weights',
-            small.single,
-            '--data',
-            small.data,
-            '--hyp',
-            REPO / 'demo/hyp.yaml',
-            '--imgsz',
-            64,
-            '--batch-size',
-            4,
-            '--iters',
-            2,
-            '--epochs',
-            3,
-            '--device',
-            'cpu',
-            '--workers',
-            0,
-            '--lr',
-            '1e-4',
-            '--calib-method',
-            'mse',
-            '--val-split',
-            0.25,
-            '--project',
-            project,
-            *more,
-        )
-    ]
+def quantize(small, project, *more):
+    given = '--weights', small.single, '--data', small.data, '--hyp', REPO / 'demo/hyp.yaml', '--project', project
+    quick = '--imgsz 64 --batch-size 4 --iters 2 --epochs 3 --device cpu --workers 0 --lr 1e-4 --calib-method mse'
+    return 'qat.py', 'quantize', *given, *quick.split(), '--val-split', 0.25, *more
 
 
-def resume(folder, *more):
-    return ['quantize', '--resume', str(folder), *map(str, more)]
+def resume(folder, *more, code=0):
+    """What `--resume` says."""
+    return command('qat.py', 'quantize', '--resume', folder, *more, code=code)
 
 
 def result(folder):
     """The report of a run without times and the folder's name, and the model in each file of weights/."""
     report = json.loads((folder / 'report.json').read_text())
     del report['times'], report['settings']['name'], report['settings']['project']
-    return report, {
-        f.name: checkpoint.CheckpointFile(f).load_quantized()[0].state_dict() for f in (folder / 'weights').iterdir()
-    }
+    models = {f.name: load_quantized(f)[0].state_dict() for f in (folder / 'weights').iterdir()}
+    return report, models
 
 
 def alike(first, second):
     """Whether two runs left equal files."""
-    (report, weights), (other, others) = result(first), result(second)
-    return report == other and weights.keys() == others.keys() and all(same(weights[k], others[k]) for k in weights)
+    (report, models), (other, others) = result(first), result(second)
+    return report == other and models.keys() == others.keys() and all(same(models[k], others[k]) for k in models)
 
 
 @pytest.fixture(scope='module')
 def whole(small, tmp_path_factory):
     """The folder of a run that was not interrupted. Do not write to it."""
     project = tmp_path_factory.mktemp('whole')
-    assert run_command(program('qat.py').main, arguments(small, project)) == 0
+    command(*quantize(small, project))
     return project / 'exp'
 
 
-def interrupt(monkeypatch, at, number=0):
-    """`main` of qat.py with Ctrl-C at element `number` of the progress bar `at`."""
+def interrupted(at, number, *words):
+    """What a command says at which Ctrl-C is pressed at element `number` of the progress bar `at`."""
 
     def bar(iterable, text, total=None, unit='batches'):
         for i, item in enumerate(iterable):
             if text == at and i == number:
-                before = signal.signal(
-                    signal.SIGINT, signal.default_int_handler
-                )  # a shell's background job, and so a CI job, may ignore it
+                # a shell's background job, and so a CI job, may ignore it
+                before = signal.signal(signal.SIGINT, signal.default_int_handler)
                 try:
                     signal.raise_signal(signal.SIGINT)
                 finally:
                     signal.signal(signal.SIGINT, before)
             yield item
 
-    monkeypatch.setattr(stages, 'bar', bar)
-    return program('qat.py').main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, 'bar', bar)
+        return command(*words, code=130)
 
 
-def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path, monkeypatch, capsys):
+def test_interrupted_and_gone_on_with_is_the_same_run(small, whole, tmp_path):
     """Interrupted three times: inside an epoch, after learning but before scoring, and at the very end."""
-    argv, folder = arguments(small, tmp_path), tmp_path / 'exp'
-    for at in ('epoch 1/3', 'evaluating epoch 2', 'evaluating best, val'):
-        assert run_command(interrupt(monkeypatch, at, 1 if at.startswith('epoch') else 0), argv) == 130
-        assert capsys.readouterr().err.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
-        argv = resume(folder, '--workers', 1, '--device', 'cpu', '--epochs', 3)
-    monkeypatch.undo()
-    assert run_command(program('qat.py').main, argv) == 0
+    folder, words = tmp_path / 'exp', quantize(small, tmp_path)
+    again = '--workers', 1, '--device', 'cpu', '--epochs', 3
+    for at, number in (('epoch 1/3', 1), ('evaluating epoch 2', 0), ('evaluating best, val', 0)):
+        said = interrupted(at, number, *words)
+        assert said.endswith(f'; go on with: python qat.py quantize --resume {folder}\n')
+        words = 'qat.py', 'quantize', '--resume', folder, *again
+    resume(folder, *again)
     assert alike(folder, whole)
     report = json.loads((folder / 'report.json').read_text())
     assert {f'fine-tune epoch {n}' for n in (1, 2, 3)} <= report['times'].keys() and 'changed' not in report
 
 
-@pytest.mark.faults
-def test_killed(small, whole, tmp_path):
-    """SIGKILL at any moment leaves the process no time to act."""
-    process = subprocess.Popen(
-        [sys.executable, 'qat.py', *arguments(small, tmp_path)],
-        cwd=TREE,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (tmp_path / 'exp' / STATE).exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
-    assert alike(tmp_path / 'exp', whole)
-
-
 def test_the_report_says_what_was_scored_on_which_images(whole):
-    report, weights = result(whole)
+    report, models = result(whole)
     assert report['chosen_on'] == 'held out' and report['images'] == {'val': 12, 'held out': 3, 'train': 9}
-    assert [scored['images'] for scored in (report['origin'], report['ptq'], report['best'], *report['epochs'])] == [
-        3
-    ] * 6
+    stages = report['origin'], report['ptq'], report['best'], *report['epochs']
+    assert [stage['images'] for stage in stages] == [3] * 6
     assert report['best']['ap'] == max(e['ap'] for e in (report['ptq'], *report['epochs']))
-    assert f'qat_ep_2_ap_{report["epochs"][1]["ap"]:.4f}_single.pt' in weights
+    assert f'qat_ep_2_ap_{report["epochs"][1]["ap"]:.4f}_single.pt' in models
     assert {k: v['images'] for k, v in report['val'].items()} == {'origin': 12, 'ptq': 12, 'best': 12}
     held_out, val = (whole / 'report.md').read_text().split('12 images of val')
     assert '3 images held out of train' in held_out and f'| {report["best"]["ap"]:.4f}' in held_out
@@ -403,8 +356,7 @@ def test_the_report_says_what_was_scored_on_which_images(whole):
 def stopped(small, tmp_path_factory):
     """A run that was interrupted in its second epoch. Do not write to it."""
     project = tmp_path_factory.mktemp('stopped')
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert run_command(interrupt(monkeypatch, 'epoch 2/3'), arguments(small, project)) == 130
+    interrupted('epoch 2/3', 0, *quantize(small, project))
     return project / 'exp'
 
 
@@ -416,10 +368,9 @@ def edit_state(folder, change):
 
 def other_source(folder):
     """The checkpoint of the run was replaced: same model, another date."""
-    settings = torch.load(folder / STATE, weights_only=False)['settings']
-    source = folder / 'single.pt'
-    torch.save({**torch.load(settings['weights'], weights_only=False), 'date': 'today'}, source)
-    edit_state(folder, lambda s: s['settings'].update(weights=str(source)))
+    weights = torch.load(folder / STATE, weights_only=False)['settings']['weights']
+    torch.save({**torch.load(weights, weights_only=False), 'date': 'today'}, folder / 'single.pt')
+    setting(weights=str(folder / 'single.pt'))(folder)
 
 
 def without_state(folder, **changes):
@@ -428,87 +379,85 @@ def without_state(folder, **changes):
     (folder / 'report.json').write_text(json.dumps({**report, **changes}))
 
 
+def before_ptq(folder):
+    without_state(folder, ptq=None, epochs=[], best=None)
+
+
 def of_version_before(folder):
     """The files of a run that was interrupted when report.json had a part of its state."""
     torch.save(torch.load(folder / STATE, weights_only=False)['training'], folder / STATE)
     (folder / 'weights/resampled.json').write_text('{}')
 
 
+def setting(**values):
+    return lambda folder: edit_state(folder, lambda state: state['settings'].update(values))
+
+
+def unchanged(folder):
+    pass
+
+
+def without_setting(name):
+    return lambda folder: edit_state(folder, lambda state: state['settings'].pop(name))
+
+
 REFUSED = {  # what was done to the folder, options beside --resume, what the line must say
-    'no folder': (shutil.rmtree, (), ['no report of a run there', 'report.json']),
-    'no files': (lambda f: [p.unlink() for p in (f / 'report.json', f / STATE)], (), ['no report of a run there']),
-    'other JSON': (lambda f: without_state(f, settings={}), (), ['no report of a run there']),
-    'before PTQ': (
-        lambda f: without_state(f, ptq=None, epochs=[], best=None),
-        (),
-        ['before the calibrated model', 'without --resume'],
-    ),
-    'no state': (without_state, (), ['another version', STATE, 'is gone', 'start the run again']),
-    'the version before': (of_version_before, (), ['another version', 'start the run again']),
-    'other version': (
-        lambda f: edit_state(f, lambda s: s['settings'].pop('val_split')),
-        (),
-        ['another version', 'val_split'],
-    ),
-    'no source': (
-        lambda f: edit_state(f, lambda s: s['settings'].update(weights='none.pt')),
-        (),
-        ['started with none.pt', 'not there'],
-    ),
-    'other source': (other_source, (), ['single.pt', 'SHA-256']),
-    'other data': (lambda f: edit_state(f, lambda s: s['images'].update(train=13)), (), ["'train': 13", "'train': 9"]),
+    'no folder': (shutil.rmtree, '', ['no report of a run there', 'report.json']),
+    'no files': (lambda f: [p.unlink() for p in (f / 'report.json', f / STATE)], '', ['no report of a run there']),
+    'other JSON': (lambda f: without_state(f, settings={}), '', ['no report of a run there']),
+    'before PTQ': (before_ptq, '', ['before the calibrated model', 'without --resume']),
+    'no state': (without_state, '', ['another version', STATE, 'is gone', 'start the run again']),
+    'the version before': (of_version_before, '', ['another version', 'start the run again']),
+    'other version': (without_setting('val_split'), '', ['another version', 'val_split']),
+    'no source': (setting(weights='none.pt'), '', ['started with none.pt', 'not there']),
+    'other source': (other_source, '', ['single.pt', 'SHA-256']),
+    'other data': (lambda f: edit_state(f, lambda s: s['images'].update(train=13)), '', ["'train': 13", "'train': 9"]),
     'other option': (
-        lambda f: None,
-        ('--epochs', 5),
+        unchanged,
+        '--epochs 5',
         ['--epochs contradicts the run, whose epochs is 3', '--device and --workers'],
     ),
-    'other options': (
-        lambda f: None,
-        ('--no-eval-origin', '--lr', 0.5),
-        ['--no-eval-origin contradicts', '--lr contradicts'],
-    ),
+    'other options': (unchanged, '--no-eval-origin --lr 0.5', ['--no-eval-origin contradicts', '--lr contradicts']),
 }
 
 
+def written(folder):
+    """When each file of a run was written, but for its log and its lock."""
+    return {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name not in ('log.txt', '.lock')}
+
+
 @pytest.mark.parametrize('name', REFUSED)
-def test_refused_in_one_line(stopped, tmp_path, capsys, name):
-    folder = tmp_path / 'exp'
+def test_refused_in_one_line(stopped, tmp_path, name):
+    folder, (prepare, options, says) = tmp_path / 'exp', REFUSED[name]
     shutil.copytree(stopped, folder)
-    prepare, options, says = REFUSED[name]
     prepare(folder)
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name not in ('log.txt', '.lock')}
-    capsys.readouterr()
-    assert run_command(program('qat.py').main, resume(folder, *options)) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert (
-        line.split(': ', 2)[1] == 'error' and f'--resume {folder}: ' in line and all(text in line for text in says)
-    ), line
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob('*.*') if p.name not in ('log.txt', '.lock')} == before
+    before = written(folder)
+    line = resume(folder, *options.split(), code=2).strip().splitlines()[-1]
+    assert f': error: --resume {folder}: ' in line and all(text in line for text in says), line
+    assert written(folder) == before
 
 
-def test_a_finished_run_is_not_gone_on_with(whole, capsys):
-    assert run_command(program('qat.py').main, resume(whole)) == 2
-    assert 'this run is finished' in capsys.readouterr().err
+def test_a_finished_run_is_not_gone_on_with(whole):
+    assert 'this run is finished' in resume(whole, code=2)
 
 
 def test_other_versions_warn_and_are_noted(stopped, whole, tmp_path):
     shutil.copytree(stopped, tmp_path / 'exp')
     edit_state(tmp_path / 'exp', lambda s: s['versions'].update(torch='2.0'))
-    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 0
+    resume(tmp_path / 'exp')
     now = versions()['torch']
     log = (tmp_path / 'exp/log.txt').read_text()
     assert re.search(rf'warning: not what the run was started with.*: torch 2\.0, now {re.escape(now)}\n', log)
-    report, weights = result(tmp_path / 'exp')
+    report, models = result(tmp_path / 'exp')
     expected, others = result(whole)
     assert report.pop('changed') == {'after epoch 1': {'torch': now}} and report['versions'].pop('torch') == '2.0'
     assert expected['versions'].pop('torch') == now and report == expected
-    assert all(same(weights[name], others[name]) for name in others)
+    assert all(same(models[name], others[name]) for name in others)
 
 
-def test_a_new_run_in_the_folder_forgets_the_old_one(small, stopped, tmp_path, monkeypatch, capsys):
+def test_a_new_run_in_the_folder_forgets_the_old_one(small, stopped, tmp_path):
     """It is interrupted before its PTQ, and does not continue with the old files."""
     shutil.copytree(stopped, tmp_path / 'exp')
-    assert run_command(interrupt(monkeypatch, 'calibrating'), arguments(small, tmp_path, '--exist-ok')) == 130
-    assert 'go on with' not in capsys.readouterr().err and not (tmp_path / 'exp' / STATE).exists()
-    assert run_command(program('qat.py').main, resume(tmp_path / 'exp')) == 2
-    assert 'before the calibrated model was saved' in capsys.readouterr().err
+    said = interrupted('calibrating', 0, *quantize(small, tmp_path, '--exist-ok'))
+    assert 'go on with' not in said and not (tmp_path / 'exp' / STATE).exists()
+    assert 'before the calibrated model was saved' in resume(tmp_path / 'exp', code=2)

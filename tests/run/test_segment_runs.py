@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import sampled
 from fresh import fresh
-from zoo import build, full, fuse, image, output, program, same, settings
+from zoo import build, command, full, fuse, image, output, program, same, settings
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
@@ -30,20 +30,21 @@ from utils.qat.graph.onnx_graph import constants
 
 CPU = torch.device('cpu')
 SIZE, BATCH = 320, 4
-FIGURES = 'ap', 'ap50', 'precision', 'recall'
+QUICK = '--imgsz 160 --device cpu --workers 0'.split()  # of the commands
+FIGURES = 'precision', 'recall', 'ap50', 'ap'
 
 
-def loader_of(demo, square=False, **options):
+def loader_of(demo, square=False, data=None, **options):
     config = EvalConfig(demo.single, demo.data, batch_size=BATCH, imgsz=SIZE, workers=0, **options)
-    return val_loader(load_data(demo.data, masks=True), config, 32, square=square)
+    return val_loader(data or load_data(demo.data, masks=True), config, 32, square=square)
 
 
 def metrics_of(demo, predict, loader=None):
     return evaluate(predict, loader or loader_of(demo), load_data(demo.data).names, CPU)
 
 
-def command(name, *arguments):
-    return run_command(program(name).main, [str(a) for a in arguments])
+def read(file):
+    return json.loads(file.read_text())
 
 
 # ---- figures ------------------------------------------------------------------------------------------------------------
@@ -67,21 +68,13 @@ json.dump([float(f) for f in figures], open(Path(sys.argv[5]) / 'theirs.json', '
 def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
     theirs = {'overlap': options.get('overlap', False), 'mask_downsample_ratio': options.get('mask_ratio', 1)}
     fresh('-c', UPSTREAM, demo_seg.data, demo_seg.single, BATCH, SIZE, tmp_path, json.dumps(theirs))
-    theirs = json.loads((tmp_path / 'theirs.json').read_text())
     ours = metrics_of(demo_seg, TorchModel(demo_seg.float_model()), loader_of(demo_seg, **options))
-    found = [getattr(ours, k) for k in ('precision', 'recall', 'ap50', 'ap')] + [
-        ours.mask[k] for k in ('precision', 'recall', 'ap50', 'ap')
-    ]
-    assert found == pytest.approx(theirs[:8], abs=1e-3)
+    found = [*(getattr(ours, name) for name in FIGURES), *(ours.mask[name] for name in FIGURES)]
+    assert found == pytest.approx(read(tmp_path / 'theirs.json')[:8], abs=1e-3)
     assert ours.ap > 0.8 and ours.mask['ap'] > 0.7 and ours.images == 12
-
-
-def test_overall_is_the_mean_over_classes(demo_seg):
-    metrics = metrics_of(demo_seg, TorchModel(demo_seg.float_model()))
-    for name in FIGURES:
-        assert sum(row['mask'][name] for row in metrics.per_class) / len(metrics.per_class) == pytest.approx(
-            metrics.mask[name], abs=1e-9
-        )
+    for name in FIGURES:  # over all classes
+        of_classes = [row['mask'][name] for row in ours.per_class]
+        assert sum(of_classes) / len(of_classes) == pytest.approx(ours.mask[name], abs=1e-9)
 
 
 # ---- laws of DESIGN.md --------------------------------------------------------------------------------------------------
@@ -118,28 +111,23 @@ def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
     tie_scales(model)
     calibrate(model, [image(batch=2)], settings())
     checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, sha256(demo_seg.single))
-    assert type(model.model[-1]).__name__ == 'DSegment' and same_in_a_fresh_process(
-        model, tmp_path / 'model.pt', image(), tmp_path
-    )
+    assert type(model.model[-1]).__name__ == 'DSegment'
+    assert same_in_a_fresh_process(model, tmp_path / 'model.pt', image(), tmp_path)
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
     model, data = demo_seg.quantized_model(), load_data(demo_seg.data, masks=True)
-    every = replace(data, val=[*data.val, *data.train])
-    loader = val_loader(
-        every, EvalConfig(demo_seg.single, demo_seg.data, batch_size=BATCH, imgsz=SIZE, workers=0), 32, square=True
-    )
-    export_onnx(model, tmp_path / 'model.onnx', (SIZE, SIZE), dynamic=True, simplify=True)
-    predict = open_file(tmp_path / 'model.onnx')
+    loader = loader_of(demo_seg, square=True, data=replace(data, val=[*data.val, *data.train]))
+    file = tmp_path / 'model.onnx'
+    export_onnx(model, file, (SIZE, SIZE), dynamic=True, simplify=True)
+    predict = open_file(file)
     assert (predict.task.name, predict.nc, predict.names) == ('segment', 10, model.names)
     ours, theirs = metrics_of(demo_seg, predict, loader), metrics_of(demo_seg, TorchModel(model), loader)
-    assert (
-        abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3
-    )  # of 24 images; INT8 rounds either way
-    scales = {
-        float(v) for v in constants(onnx.load(tmp_path / 'model.onnx')).values() if v.size == 1 and v.dtype.kind == 'f'
-    }
-    assert {q.scale.item() for _, q in named_quantizers(model) if q._axis is None} <= scales, 'bit for bit'
+    # of 24 images; INT8 rounds either way
+    assert abs(ours.ap - theirs.ap) < 5e-3 and abs(ours.mask['ap'] - theirs.mask['ap']) < 5e-3
+    numbers = (v for v in constants(onnx.load(file)).values() if v.size == 1 and v.dtype.kind == 'f')
+    scales = {q.scale.item() for _, q in named_quantizers(model) if q._axis is None}
+    assert scales <= set(map(float, numbers)), 'bit for bit'
 
 
 # ---- commands -----------------------------------------------------------------------------------------------------------
@@ -149,190 +137,73 @@ def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
 def run(demo_seg, tmp_path_factory):
     """Folder of a short `qat_seg.py quantize`."""
     project = tmp_path_factory.mktemp('runs')
-    fresh(
-        'segment/qat_seg.py',
-        'quantize',
-        '--weights',
-        demo_seg.single,
-        '--data',
-        demo_seg.data,
-        '--imgsz',
-        160,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--batch-size',
-        6,
-        '--epochs',
-        1,
-        '--iters',
-        2,
-        '--calib-images',
-        6,
-        '--task-loss',
-        0.1,
-        '--val-split',
-        0.2,
-        '--project',
-        project,
-        '--name',
-        'q',
-    )
+    given = '--weights', demo_seg.single, '--data', demo_seg.data, '--project', project, '--name', 'q'
+    short = '--batch-size 6 --epochs 1 --iters 2 --calib-images 6 --task-loss 0.1 --val-split 0.2'
+    fresh('segment/qat_seg.py', 'quantize', *given, *QUICK, *short.split())
     return project / 'q'
 
 
 def test_quantize_reports_masks_at_every_stage(run):
-    report = json.loads((run / 'report.json').read_text())
+    report, text = read(run / 'report.json'), (run / 'report.md').read_text()
     stages = [report['origin'], report['ptq'], *report['epochs'], report['best'], *report['val'].values()]
     assert all(set(FIGURES) <= stage['mask'].keys() for stage in stages)
-    assert (
-        report['ptq']['sqnr'].keys() == {'boxes', 'classes', 'coefficients', 'prototypes'}
-        and min(report['ptq']['sqnr'].values()) > 5
-    )
-    assert (
-        'mask AP' in (run / 'report.md').read_text()
-        and 'prototypes dB' in (run / 'report.md').read_text()
-        and (run / 'ap.png').stat().st_size > 5000
-    )
+    sqnr = report['ptq']['sqnr']
+    assert sqnr.keys() == {'boxes', 'classes', 'coefficients', 'prototypes'} and min(sqnr.values()) > 5
+    assert 'mask AP' in text and 'prototypes dB' in text and (run / 'ap.png').stat().st_size > 5000
     assert len(report['epochs']) == 1 and report['calibration']['method'] in CANDIDATES
-    found = report['calibration']['divergence']
-    assert {*found} == {*CANDIDATES, *(name + CORRECTED for name in CANDIDATES)}
+    assert {*report['calibration']['divergence']} == {*CANDIDATES, *(name + CORRECTED for name in CANDIDATES)}
 
 
 def test_eval_of_checkpoint_and_file_and_val_trt(run, demo_seg, tmp_path):
     """After an export, qat.py eval, val_trt.py and the checkpoint give the same figures."""
     best = run / 'weights' / 'qat_best_single.pt'
-    assert command(
-        'export_qat.py',
-        '--weights',
-        best,
-        '--imgsz',
-        160,
-        '--dynamic',
-        '--simplify',
-        '--verify',
-        demo_seg.data,
-        '--verify-images',
-        0,
-        '--max-ap-diff',
-        0.05,
-    ) in (0, 1)
-    options = ['--data', demo_seg.data, '--imgsz', 160, '--device', 'cpu', '--workers', 0, '--project', tmp_path]
     file = best.with_suffix('.onnx')
-    assert command('qat.py', 'eval', '--weights', best, *options, '--square', '--name', 'checkpoint') == 0
-    assert command('qat.py', 'eval', '--weights', file, *options, '--name', 'onnx') == 0
-    assert command('val_trt.py', '--weights', file, *options, '--name', 'trt') == 0
-    found = {name: json.loads((tmp_path / name / 'metrics.json').read_text()) for name in ('checkpoint', 'onnx', 'trt')}
+    verify = '--verify', demo_seg.data, '--verify-images', 0, '--max-ap-diff', 0.05
+    exported = '--weights', best, '--imgsz', 160, '--dynamic', '--simplify', *verify
+    assert run_command(program('export_qat.py').main, list(map(str, exported))) in (0, 1)
+
+    def scored(name, *words):
+        command(*words, '--data', demo_seg.data, *QUICK, '--project', tmp_path, '--name', name)
+        return read(tmp_path / name / 'metrics.json')
+
+    in_pytorch = scored('checkpoint', 'qat.py', 'eval', '--weights', best, '--square')
+    by_eval = scored('onnx', 'qat.py', 'eval', '--weights', file)
+    by_val = scored('trt', 'val_trt.py', '--weights', file)
     for name in FIGURES:
-        assert found['trt'][name] == found['onnx'][name] and found['trt']['mask'][name] == found['onnx']['mask'][name]
-    assert (
-        found['onnx']['mask']['ap'] == pytest.approx(found['checkpoint']['mask']['ap'], abs=0.02)
-        and found['onnx']['mask']['ap'] > 0.1
-    )
-    assert json.loads((tmp_path / 'onnx' / 'predictions.json').read_text())[0]['segmentation']['size']
-    verified = json.loads(best.with_suffix('.verify.json').read_text())
-    assert (
-        verified['matched_mask'] > 0.9 and verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
-    )
-    assert abs(verified['mask_ap_difference']) < 0.02
+        assert by_val[name] == by_eval[name] and by_val['mask'][name] == by_eval['mask'][name]
+    assert by_eval['mask']['ap'] == pytest.approx(in_pytorch['mask']['ap'], abs=0.02) and by_eval['mask']['ap'] > 0.1
+    assert read(tmp_path / 'onnx' / 'predictions.json')[0]['segmentation']['size']
+    verified = read(best.with_suffix('.verify.json'))
+    assert verified['matched_mask'] > 0.9 and abs(verified['mask_ap_difference']) < 0.02
+    assert verified['coefficients']['mean'] < 1 and verified['prototypes']['mean'] < 1
 
 
 def test_sensitive_and_what_quantize_chooses_by_it(demo_seg, tmp_path):
-    common = [
-        '--weights',
-        demo_seg.single,
-        '--data',
-        demo_seg.data,
-        '--imgsz',
-        160,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--batch-size',
-        6,
-        '--calib-images',
-        6,
-        '--calib-method',
-        'mse',
-        '--project',
-        tmp_path,
-    ]
-    assert command('qat.py', 'sensitive', *common, '--num-image', 6, '--granularity', 'layer', '--name', 's') == 0
-    summary = json.loads((tmp_path / 's' / 'summary-sensitive-analysis.json').read_text())
+    given = '--weights', demo_seg.single, '--data', demo_seg.data, '--project', tmp_path
+    quick = *QUICK, *'--batch-size 6 --calib-images 6 --calib-method mse'.split()
+    command('qat.py', 'sensitive', *given, *quick, *'--num-image 6 --granularity layer --name s'.split())
+    file = tmp_path / 's' / 'summary-sensitive-analysis.json'
+    summary = read(file)
     assert summary['float']['mask']['ap'] > summary['int8']['mask']['ap'] * 0.9 > 0
-    units = {u['unit']: u for u in summary['units']}
-    head = units[f'model.{len(demo_seg.float_model().model) - 1}']
-    assert any('proto' in t for t in head['twins']) and any('.cv4.' in t for t in head['twins'])
-    assert all('mask' in u['measured']['without'] for u in units.values() if u['measured'])
-    assert sum(u['measured'] is not None for u in units.values()) == 10
-    assert (
-        command(
-            'qat.py',
-            'quantize',
-            *common,
-            '--epochs',
-            0,
-            '--sensitive',
-            tmp_path / 's' / 'summary-sensitive-analysis.json',
-            '--max-drop',
-            50,
-            '--name',
-            'q',
-        )
-        == 0
-    )
-    assert json.loads((tmp_path / 'q' / 'report.json').read_text())['kept_float'] == []
+    twins = {unit['unit']: unit['twins'] for unit in summary['units']}
+    head = twins[f'model.{len(demo_seg.float_model().model) - 1}']
+    assert any('proto' in twin for twin in head) and any('.cv4.' in twin for twin in head)
+    measured = [unit['measured'] for unit in summary['units'] if unit['measured']]
+    assert len(measured) == 10 and all('mask' in figures['without'] for figures in measured)
+    chosen = '--epochs', 0, '--sensitive', file, '--max-drop', 50
+    command('qat.py', 'quantize', *given, *quick, *chosen, '--name', 'q')
+    assert read(tmp_path / 'q' / 'report.json')['kept_float'] == []
 
 
 def test_compare_outputs_has_masks(demo_seg, tmp_path):
-    assert (
-        command(
-            'compare_outputs.py',
-            demo_seg.single,
-            demo_seg.quantized,
-            '--data',
-            demo_seg.data,
-            '--imgsz',
-            160,
-            '--device',
-            'cpu',
-            '--workers',
-            0,
-            '--project',
-            tmp_path,
-            '--name',
-            'c',
-        )
-        == 0
-    )
-    [found] = json.loads((tmp_path / 'c/compare.json').read_text())['comparisons']
-    assert (
-        0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2 and found['prototypes']['mean'] > 0
-    )
+    given = demo_seg.single, demo_seg.quantized, '--data', demo_seg.data, '--project', tmp_path
+    command('compare_outputs.py', *given, *QUICK)
+    [found] = read(tmp_path / 'exp/compare.json')['comparisons']
+    assert 0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2
+    assert found['prototypes']['mean'] > 0
 
 
-def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tmp_path, capfd):
-    assert (
-        command(
-            'compare_outputs.py',
-            demo.single,
-            demo_seg.single,
-            '--random',
-            2,
-            '--imgsz',
-            64,
-            '--device',
-            'cpu',
-            '--project',
-            tmp_path,
-        )
-        == 2
-    )
-    assert 'one is a detector and the other a segmentation model' in capfd.readouterr().err
-
-
-def test_a_checkpoint_keeps_the_task(demo_seg):
-    model, quant = checkpoint.CheckpointFile(demo_seg.quantized).load_quantized()
-    assert TorchModel(model).task.masks and any('proto' in p for group in quant['scale_groups'] for p in group)
+def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tmp_path):
+    given = demo.single, demo_seg.single, '--random', 2, '--project', tmp_path
+    said = command('compare_outputs.py', *given, *QUICK, code=2)
+    assert 'one is a detector and the other a segmentation model' in said

@@ -14,9 +14,8 @@ import pytest
 import torch
 from conftest import REPO, TREE
 from utils.general import scale_boxes, xywh2xyxy
-from zoo import command, program, settings
+from zoo import command, load_quantized, program, settings
 
-from models.quantize import checkpoint
 from utils.qat.config.qat import EvalConfig
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
@@ -33,23 +32,29 @@ def content(folder, file):
 # ---- a dual-branch checkpoint -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('verb, file', [('quantize', 'report.json'), ('sensitive', 'summary-sensitive-analysis.json')])
-def test_a_dual_checkpoint_is_what_reparameterization_makes_of_it(small, tmp_path, verb, file):
-    more = {'quantize': ('--epochs', 0), 'sensitive': ('--num-image', 4, '--metric', 'distortion')}[verb]
-    said = {
-        kind: command('qat.py', verb, '--weights', getattr(small, kind), '--data', small.data, *QUICK, *CALIBRATION, *more,
-                      '--project', tmp_path, '--name', kind)
-        for kind in ('dual', 'single')
-    }  # fmt: skip
-    found = [content(tmp_path / kind, file) for kind in ('dual', 'single')]
-    for report in found:
+VERBS = {
+    'quantize': ('report.json', '--epochs 0'),
+    'sensitive': ('summary-sensitive-analysis.json', '--num-image 4 --metric distortion'),
+}
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_a_dual_checkpoint_is_what_reparameterization_makes_of_it(small, tmp_path, verb):
+    file, more = VERBS[verb]
+
+    def found(kind):
+        given = '--weights', getattr(small, kind), '--data', small.data, '--project', tmp_path, '--name', kind
+        said = command('qat.py', verb, *given, *QUICK, *CALIBRATION, *more.split())
+        report = content(tmp_path / kind, file)
         for of_the_file in ('settings', 'times', 'weights', 'weights_sha256'):
             report.pop(of_the_file, None)
-        if report.get('ptq'):
-            report['ptq'].pop('file')
-    assert found[0] == found[1], 'bit for bit'
-    assert said['dual'].count('DualDDetect -> DDetect in memory, as reparameterization.py does') == 1
-    assert 'in memory' not in said['single']
+        report.get('ptq', {}).pop('file', None)
+        return said, report
+
+    (said, dual), (said_of_single, single) = found('dual'), found('single')
+    assert dual == single, 'bit for bit'
+    assert said.count('DualDDetect -> DDetect in memory, as reparameterization.py does') == 1
+    assert 'in memory' not in said_of_single
 
 
 def test_the_converted_file_lies_beside_the_checkpoint(small, tmp_path):
@@ -74,37 +79,31 @@ def test_the_default_data_is_found_from_another_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'arguments, says',
+    'words, says',
     [
-        (('none.pt', 'data.yaml', '640'), 'WEIGHTS none.pt: no such file'),
-        (('w.pt', 'none.yaml', '640'), 'DATA none.yaml: no such file'),
-        (('w.pt', 'data.yaml', 'big'), 'IMGSZ big: must be one number'),
+        ('none.pt data.yaml 640', 'WEIGHTS none.pt: no such file'),
+        ('w.pt none.yaml 640', 'DATA none.yaml: no such file'),
+        ('w.pt data.yaml big', 'IMGSZ big: must be one number'),
     ],
 )
-def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, arguments, says):
+def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, words, says):
     (tmp_path / 'w.pt').touch()
     (tmp_path / 'data.yaml').touch()
-    done = subprocess.run(
-        ['bash', REPO / 'scripts/val_trt.sh', *arguments],
-        cwd=tmp_path,
-        env={**os.environ, 'PYTHON': 'false'},
-        text=True,
-        capture_output=True,
-    )
+    script, env = ['bash', REPO / 'scripts/val_trt.sh', *words.split()], {**os.environ, 'PYTHON': 'false'}
+    done = subprocess.run(script, cwd=tmp_path, env=env, text=True, capture_output=True)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count('\n') == 1
 
 
 @pytest.mark.parametrize(
-    'words',
+    'line',
     [
-        ('qat.py', 'eval', '--weights', '{single}', '--data', '{data}'),
-        ('export_yoloV9.py', '-w', '{single}'),
-        ('compare_outputs.py', '{single}', '{single}', '--random', '1'),
+        'qat.py eval --weights {single} --data {data}',
+        'export_yoloV9.py -w {single}',
+        'compare_outputs.py {single} {single} --random 1',
     ],
-    ids=lambda words: words[0],
 )
-def test_in_the_folder_of_the_toolkit_itself_one_line_says_where_commands_run(small, words):
-    words = [word.format(single=small.single, data=small.data) for word in words]
+def test_in_the_folder_of_the_toolkit_itself_one_line_says_where_commands_run(small, line):
+    words = [word.format(**vars(small)) for word in line.split()]
     before = set(REPO.iterdir())
     done = subprocess.run([sys.executable, '-B', *words], cwd=REPO, text=True, capture_output=True)
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
@@ -130,11 +129,10 @@ def coco(small, tmp_path):
             of_image = {'image_id': len(images) - 1, 'category_id': 10 * int(c) + 1, 'iscrowd': 0}
             boxes.append({'id': len(boxes), 'bbox': box, **of_image})
     images.append({'id': 99, 'file_name': '../outside.jpg', 'width': 9, 'height': 9})
-    categories = [{'id': 10 * c + 1, 'name': str(c)} for c in range(10)]
+    categories = [{'id': 10 * c + 1, 'name': str(c)} for c in reversed(range(10))]
+    labels = {'images': images, 'annotations': boxes, 'categories': categories}
     (tmp_path / 'annotations').mkdir()
-    (tmp_path / 'annotations/all.json').write_text(
-        json.dumps({'images': images, 'annotations': boxes, 'categories': categories[::-1]})
-    )
+    (tmp_path / 'annotations/all.json').write_text(json.dumps(labels))
     (tmp_path / 'outside.jpg').touch()
     (tmp_path / 'data.yaml').write_text(small.data.read_text().replace(str(small.data.parent), str(tmp_path)))
     return tmp_path
@@ -146,49 +144,38 @@ def test_images_without_labels_lead_to_the_converter_before_anything_is_computed
     said = command('qat.py', 'eval', '--weights', small.single, *ours, code=2)
     assert 'evaluating' not in said and not (coco / 'runs').exists()
     assert 'val: none of its 12 images has a label' in said and f'{coco}/labels/val/' in said
-    assert (
-        'converted by: python scripts/coco_to_yolo.py' in said
-        and f'{coco}/annotations/all.json {coco}/images/val' in said
-    )
-    command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, code=2)
+    assert 'converted by: python scripts/coco_to_yolo.py' in said
+    assert f'{coco}/annotations/all.json {coco}/images/val' in said
+    quantize = 'qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION
+    command(*quantize, code=2)
     command('benchmark_trt.py', small.single, *ours, code=2)
     assert not (coco / 'runs').exists()
     # labels are needed for a score only
-    unscored = '--epochs', 0, '--no-eval-origin', '--no-eval-ptq'
-    command('qat.py', 'quantize', '--weights', small.single, *ours, *CALIBRATION, *unscored)
+    command(*quantize, '--epochs', 0, '--no-eval-origin', '--no-eval-ptq')
 
-    out = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val')
+    convert = 'scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val'
+    out = command(*convert)
     assert f'names: {json.dumps(list(map(str, range(10))))}' in out and '13 of 25 images are not in' in out
     made, true = (
-        {f.name: f.read_text() for f in (folder / 'labels/val').iterdir()} for folder in (coco, small.data.parent)
+        {f.name: np.loadtxt(f) for f in (folder / 'labels/val').iterdir()} for folder in (coco, small.data.parent)
     )
     assert made.keys() == true.keys() and not (coco / 'outside.txt').exists()
-    for name, text in made.items():
-        assert np.allclose(*([list(map(float, t.split())) for t in (text, true[name])]), atol=1e-4)
-    scores = []
-    for data in (coco / 'data.yaml', small.data):
-        small_images = '--data', data, '--imgsz', 64
-        command('qat.py', 'eval', '--weights', small.single, *small_images, *QUICK, '--project', coco / 'runs')
-        scores.append(content(coco / 'runs/exp', 'metrics.json')['ap'])
-    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
-    said = command('scripts/coco_to_yolo.py', coco / 'annotations/all.json', coco / 'images/val', code=2)
+    assert all(np.allclose(made[name], true[name], atol=1e-4) for name in made)
+    said = command(*convert, code=2)
     assert 'there already' in said and '--exist-ok' in said
 
 
-@pytest.mark.parametrize(
-    'text, says',
-    [
-        ('[]', 'no COCO JSON'),
-        ('{', 'no COCO JSON'),
-        ('{"images": [], "categories": []}', 'annotations is missing'),
-        ('{"images": [{"id": 1}], "annotations": [], "categories": []}', 'images[0].file_name is missing'),
-        (
-            '{"images": [{"id": 1, "file_name": "x.jpg", "width": 9, "height": 9}], "annotations": [], "categories": []}',
-            'none of the 1 images',
-        ),
-        ('{"images": [], "annotations": [], "categories": [{"id": 1}]}', 'categories[0].name is missing'),
-    ],
-)
+ELSEWHERE = '{"id": 1, "file_name": "x.jpg", "width": 9, "height": 9}'
+NO_COCO = {  # what the line says → the files that say so
+    'no COCO JSON': ['[]', '{'],
+    'annotations is missing': ['{"images": [], "categories": []}'],
+    'images[0].file_name is missing': ['{"images": [{"id": 1}], "annotations": [], "categories": []}'],
+    'none of the 1 images': [f'{{"images": [{ELSEWHERE}], "annotations": [], "categories": []}}'],
+    'categories[0].name is missing': ['{"images": [], "annotations": [], "categories": [{"id": 1}]}'],
+}
+
+
+@pytest.mark.parametrize('text, says', [(text, says) for says in NO_COCO for text in NO_COCO[says]])
 def test_a_json_that_is_no_coco_is_one_line(tmp_path, text, says):
     (tmp_path / 'a.json').write_text(text)
     said = command('scripts/coco_to_yolo.py', tmp_path / 'a.json', tmp_path, code=2)
@@ -244,8 +231,8 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     said = command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common, '--conf-thres', 0.25)
     assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
     assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)
-    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', *inside,
-            '--conf-thres', 0.001, '--iou-thres', 0.7, '--topk-all', 84)  # fmt: skip
+    as_eval = '--conf-thres 0.001 --iou-thres 0.7 --topk-all 84'.split()
+    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', *inside, *as_eval)
     assert 'warning' not in command('val_trt.py', '--weights', tmp_path / 'm-end2end.onnx', *common)
 
 
@@ -280,7 +267,7 @@ def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
     )
     assert f'--imgsz {HEIGHT} {WIDTH}' in out.splitlines()[-1] and f'as rectangles of {HEIGHT} x {WIDTH}' in out
     best = tmp_path / 'run/weights/qat_best_single.pt'
-    assert checkpoint.CheckpointFile(best).load_quantized()[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
+    assert load_quantized(best)[1]['recipe']['imgsz'] == [HEIGHT, WIDTH]
     command('export_qat.py', '--weights', best, '--imgsz', HEIGHT, WIDTH, '--batch-size', 4)
     for file, name in ((best, 'pt'), (best.with_suffix('.onnx'), 'onnx')):
         command('qat.py', 'eval', '--weights', file, *common, '--name', name)
@@ -293,7 +280,5 @@ def test_quantized_for_rectangles_from_checkpoint_to_score(small, tmp_path):
 
 
 def test_calibration_on_rectangles(small):
-    images = torch.cat(
-        list(calibration_images(load_data(small.data), settings(imgsz=(64, 96)), 32, torch.device('cpu')))
-    )
-    assert tuple(images.shape[1:]) == (3, 64, 96)
+    batches = calibration_images(load_data(small.data), settings(imgsz=(64, 96)), 32, torch.device('cpu'))
+    assert {tuple(images.shape[1:]) for images in batches} == {(3, 64, 96)}

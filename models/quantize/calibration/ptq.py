@@ -17,7 +17,7 @@ from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.data.loaders import Images, spread_images
-from utils.qat.run.sensitivity_summary import dearest, read_summary, share_int8, worst
+from utils.qat.run.sensitivity_summary import by_distortion_per_flop, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
 COMPARED = 36  # calibration images by which a calibration is chosen: a third is fitted to, the others compare
@@ -138,7 +138,7 @@ def within_budget(
     returns the points lost (0 for a loss within chance) and any result, which is returned with the blocks. Raises
     QatError if no number of units keeps the budget.
     """
-    order = dearest(blocks.summary)
+    order = by_distortion_per_flop(blocks.summary)
     lost: dict[int, float] = {}  # number of units → points lost
     kept: dict[int, tuple[FloatBlocks, T]] = {}  # the smallest number that keeps the budget → (blocks, result)
 

@@ -37,13 +37,18 @@ class Inputs:
     stride: int  # the largest of `model`, in pixels
     data: Data | ImageFolders
 
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The share of this process in the batches: (rank, world)."""
+        return rank(), world_size()
+
     def scored_images(self, split: str = 'val', **how: Any) -> DataLoader:
         """Open images that models are scored on. how: see loaders.val_loader."""
-        return val_loader(self.data, self.config, self.stride, split=split, shard=(rank(), world_size()), **how)
+        return val_loader(self.data, self.config, self.stride, split=split, shard=self.shard, **how)
 
     def calibration_images(self) -> Images:
         """Open the images of the calibration."""
-        return calibration_images(self.data, self.config, self.stride, self.device, (rank(), world_size()))
+        return calibration_images(self.data, self.config, self.stride, self.device, self.shard)
 
 
 @dataclass
@@ -104,6 +109,5 @@ def open_run(inputs: Inputs) -> RunInputs:
     calibration = None if config.resume else inputs.calibration_images()
     training = None
     if config.epochs:
-        shard = rank(), world_size()
-        training = training_images(inputs.data, config, inputs.stride, inputs.device, hyp, shard)
+        training = training_images(inputs.data, config, inputs.stride, inputs.device, hyp, inputs.shard)
     return RunInputs(float_blocks, scored, calibration, training)

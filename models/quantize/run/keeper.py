@@ -16,7 +16,7 @@ from models.quantize.checkpoint import CheckpointFile, save_quantized
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import HALF, atomic
+from utils.qat.core.files import TEMPORARY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.evaluation.score_tables import score_cells
@@ -76,11 +76,7 @@ class Keeper:
         return state
 
     def save(
-        self,
-        model: nn.Module,
-        stage: str,
-        state: State,
-        score: Callable[[nn.Module], dict[str, Any]] | None,
+        self, model: nn.Module, stage: str, state: State, score: Callable[[nn.Module], dict[str, Any]] | None
     ) -> dict[str, Any]:
         """Save a quantized model, and score what the file holds.
 
@@ -151,6 +147,6 @@ class Keeper:
     def clear_up(self) -> None:
         """Delete the unfinished files of a killed process; links and folders stay."""
         for path in (*self.folder.iterdir(), *(self.folder / 'weights').iterdir()) if is_first() else ():
-            unfinished = path == self.folder / UNSCORED or HALF.fullmatch(path.name)
+            unfinished = path == self.folder / UNSCORED or TEMPORARY.fullmatch(path.name)
             if unfinished and path.is_file() and not path.is_symlink():
                 path.unlink()

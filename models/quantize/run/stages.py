@@ -76,12 +76,7 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
 
 
 def calibrate(
-    inputs: Inputs,
-    images: Images,
-    float_blocks: FloatBlocks,
-    state: State,
-    scorer: Scorer,
-    keeper: Keeper,
+    inputs: Inputs, images: Images, float_blocks: FloatBlocks, state: State, scorer: Scorer, keeper: Keeper
 ) -> None:
     """Do the PTQ of a run: score the float model, calibrate a quantized copy, save the copy and score it.
 

@@ -7,7 +7,7 @@ from typing import Any
 from utils.qat.benchmark.baseline import with_changes
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
 from utils.qat.benchmark.tables import baseline_table, csv_text, model_table, series, speed_table, with_short_names
-from utils.qat.config.engine import FORMATS
+from utils.qat.config.engine import REPORTS
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import Markdown, code, escaped
@@ -105,13 +105,13 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
     return '\n\n'.join(parts) + '\n'
 
 
-def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = FORMATS) -> list[str]:
+def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = REPORTS) -> list[str]:
     """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, where something was sampled, usage.png.
 
     Args:
         folder: where to write.
         report: 'settings', 'machine', 'left_out' (lines), 'results' (plain Results) and 'usage' (samples of a Usage).
-        formats: of FORMATS; others are not written.
+        formats: of REPORTS; others are not written.
 
     Returns:
         The tables, as Markdown.

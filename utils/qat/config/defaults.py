@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from utils.qat.config.settings import Settings, Sides, flag_of, option_of, plain
+from utils.qat.config.settings import Settings, flag_of, is_sides, option_of, plain
 from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
 from utils.qat.core.next_command import typed_sides
 
@@ -33,8 +33,10 @@ def options(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
 
 def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
     """Return a plain setting as the words of a command line."""
-    sides = next(f.type for f in fields(kind) if f.name == name) in (Sides, Sides | None)
-    return list(map(str, typed_sides(value) if sides and value else value if isinstance(value, list) else [value]))
+    if not isinstance(value, list):
+        return [str(value)]
+    sides = next(is_sides(f) for f in fields(kind) if f.name == name)
+    return list(map(str, typed_sides(value) if sides else value))
 
 
 def closing(

@@ -14,7 +14,7 @@ from utils.qat.core.errors import QatError
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
 WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
-FORMATS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
+REPORTS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
 measurement = partial(option, group='measurement')
 
@@ -170,7 +170,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
     )
     batch_size: int = option(10, '')  # of the scoring; --batch is measured
     formats: tuple[str, ...] = option(
-        FORMATS, f'files to write, of {",".join(FORMATS)}; default: all', parse=words, allowed=FORMATS
+        REPORTS, f'files to write, of {",".join(REPORTS)}; default: all', parse=words, allowed=REPORTS
     )
     project: Path = option(Path('runs/benchmark'), 'results go to PROJECT/NAME, engines to PROJECT/engines')
 

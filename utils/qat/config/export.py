@@ -83,8 +83,8 @@ class TorchTensorRT:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetConfig(Settings):
-    """Settings of a file for TensorRT."""
+class OnnxConfig(Settings):
+    """Settings of an ONNX file for TensorRT."""
 
     dynamic: bool = option(False, 'leave the batch axis open')
     simplify: bool = option(False, 'simplify the graph (onnxslim)')
@@ -120,7 +120,7 @@ by_torch_tensorrt = partial(option, group=f'Torch-TensorRT (--include {formats_w
 
 
 @dataclass(frozen=True)
-class ExportConfig(TargetConfig):
+class ExportConfig(OnnxConfig):
     """Settings of `export_qat.py`."""
 
     HIDDEN = 'inplace', 'pooler_scale', 'sampling_ratio', 'workspace'
@@ -224,7 +224,7 @@ class ExportConfig(TargetConfig):
 
 
 @dataclass(frozen=True)
-class DeepStreamConfig(TargetConfig):
+class DeepStreamConfig(OnnxConfig):
     """Settings of `export_yoloV9.py`."""
 
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')

@@ -20,13 +20,13 @@ def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: st
 
 
 def read_each(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> list[T]:
-    """Turn a command line into settings, see `each`. argv: None = the words of this process."""
+    """Turn a command line into settings, see `settings_of`. argv: None = the words of this process."""
     parser = Parser(description=description, epilog=epilog, add_help=False)
     add_options(parser, kind)
-    return each(kind, vars(parser.parse_args(argv)))
+    return settings_of(kind, vars(parser.parse_args(argv)))
 
 
-def each(kind: type[T], typed: dict[str, Any]) -> list[T]:
+def settings_of(kind: type[T], typed: dict[str, Any]) -> list[T]:
     """Make settings of typed values: one, or one for each value of the option that takes several so (`each` of Option)."""
     for f in fields(kind):
         option = option_of(kind, f.name)

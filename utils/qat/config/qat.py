@@ -1,17 +1,20 @@
 """Settings of `qat.py` and `val_trt.py`."""
 
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.qat.config.backends import PREDICTING
+from utils.qat.config.backends import CHECKPOINTS, EXPORTED, PREDICTING
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, scores
 from utils.qat.config.settings import Range, Sides, flag_of, option, run
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.errors import check
+from utils.qat.core.command import require_data, require_file, require_source
+from utils.qat.core.errors import QatError
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
@@ -21,6 +24,7 @@ GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
 TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
 COCO = Path('data/coco.yaml')
+NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
 calibration = partial(option, group='calibration')
 fine_tuning = partial(option, group='fine-tuning')
 layers = partial(option, group='which layers become INT8')
@@ -31,6 +35,7 @@ units = partial(option, group='what is measured')
 class ModelConfig(FolderConfig, LoaderConfig):
     """A model, its data, and how the images of the data are read."""
 
+    SUFFIXES: ClassVar[tuple[str, ...]] = CHECKPOINTS  # of `weights`
     weights: Path = option(
         MISSING,
         'checkpoint (.pt), or a network of torchvision with its pretrained weights, such as resnet50 or their file (.pth)',
@@ -47,30 +52,37 @@ class ModelConfig(FolderConfig, LoaderConfig):
         elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
         return TREE / COCO if elsewhere else self.data
 
+    @property
+    def is_network(self) -> bool:
+        """Whether `weights` is the name of a network of torchvision, such as resnet18, and no file."""
+        path = self.weights
+        return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
+
+    def require_files(self) -> None:
+        """Raise QatError unless the named files are there. A command calls it before it loads anything."""
+        require_file(self.weights, '--weights', self.SUFFIXES)
+        require_data(self.data)
+
     def check_model(self, model: Any) -> None:
         """Raise QatError unless a model, with `task` and `kind`, fits the settings."""
         own = {name for task in TASKS for name in load_task(task).settings} - model.task.settings
         given = [flag_of(name) for name in sorted(own) if getattr(self, name) != getattr(type(self), name)]
         wanted = self.only_task and load_task(self.only_task)
-        check(
-            [
-                (
-                    given,
-                    f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out',
-                ),
-                (
-                    wanted and wanted is not model.task,
-                    f'--weights {self.weights}: {model.task.title} ({model.kind}), and this command is for {wanted and wanted.title}; use: '
-                    'python qat.py',
-                ),
-            ]
-        )
+        if wanted and wanted is not model.task:
+            raise QatError(
+                f'--weights {self.weights}: {model.task.title} ({model.kind}), and this command is for {wanted.title}; use: python qat.py'
+            )
+        if given:
+            raise QatError(
+                f'{", ".join(given)}: only for a segmentation model, and {self.weights} is none ({model.kind}); leave it out'
+            )
 
 
 @dataclass(frozen=True)
 class EvalConfig(ModelConfig):
     """Settings of `qat.py eval`."""
 
+    SUFFIXES = CHECKPOINTS + EXPORTED
     weights: Path = option(
         MISSING, 'checkpoint (.pt, quantized or float), .onnx or .xml; of several each is scored', each=True
     )
@@ -94,11 +106,18 @@ class EvalConfig(ModelConfig):
         None, 'what runs an exported file; default: the first that takes it', allowed=PREDICTING
     )
 
+    def require_files(self) -> None:
+        """Look for the baseline too; see ModelConfig.require_files."""
+        super().require_files()
+        if self.baseline:
+            require_file(self.baseline, '--baseline', CHECKPOINTS + EXPORTED)
+
 
 @dataclass(frozen=True)
 class FileEvalConfig(EvalConfig):
     """Settings of `val_trt.py`: an exported file, which sees square images."""
 
+    SUFFIXES = EXPORTED
     weights: Path = option(
         MISSING,
         'MODEL.engine, MODEL.onnx or MODEL.xml; of several each is scored',
@@ -153,6 +172,11 @@ class CalibrationConfig(ModelConfig):
         'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale, so no engine requantizes; free: none do',
         allowed=SCALE_POLICIES,
     )
+
+    def require_files(self) -> None:
+        """Check that files can be named after the weights, too; see ModelConfig.require_files."""
+        require_source(self.weights, '--weights', self.SUFFIXES)
+        require_data(self.data)
 
 
 @dataclass(frozen=True, kw_only=True)

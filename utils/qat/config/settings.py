@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin
 
-from utils.qat.core.errors import check
+from utils.qat.core.errors import QatError, check
 from utils.qat.core.next_command import typed_sides
 from utils.qat.untrusted.json_schema import NONE, between
 
@@ -91,6 +91,11 @@ def kind_of(annotation: Any) -> tuple[type, bool]:
     return (get_args(annotation)[0] if several else annotation), several
 
 
+def is_sides(field: Field[Any]) -> bool:
+    """Tell whether a field is a height and a width."""
+    return field.type in (Sides, Sides | None)
+
+
 def plain(value: Any) -> Any:
     """Return a setting as JSON has it: a path as text, several values as a list."""
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, (list, tuple)) else value
@@ -100,14 +105,11 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
     """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
     below = [max(1, side // stride) * stride for side in imgsz]
     above = [max(1, -(-side // stride)) * stride for side in imgsz]
-    near = ' or '.join(' '.join(map(str, typed_sides(sides))) for sides in dict.fromkeys((tuple(below), tuple(above))))
-    check(
-        [
-            (
-                any(side % stride or side < stride for side in imgsz),
-                f'{flag} {" ".join(map(str, typed_sides(imgsz)))}: must be multiples of {stride}, the stride of the model, such as {near}',
-            )
-        ]
+    if below == above == list(imgsz):
+        return
+    given, *near = (' '.join(map(str, typed_sides(sides))) for sides in (imgsz, below, above))
+    raise QatError(
+        f'{flag} {given}: must be multiples of {stride}, the stride of the model, such as {" or ".join(dict.fromkeys(near))}'
     )
 
 
@@ -134,9 +136,9 @@ class Settings:
             value = getattr(self, f.name)
             if isinstance(value, list):
                 value = tuple(value)
-            if f.type in (Sides, Sides | None) and isinstance(value, int):
+            if is_sides(f) and isinstance(value, int):
                 value = (value,)
-            if f.type in (Sides, Sides | None) and value and len(value) == 1:
+            if is_sides(f) and value and len(value) == 1:
                 value = value * 2
             object.__setattr__(self, f.name, value)
         check([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
@@ -156,7 +158,7 @@ def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, s
     if option is None or value is None:
         return
     several = kind_of(field.type)[1]
-    if field.type in (Sides, Sides | None):
+    if is_sides(field):
         yield len(value) != 2, f'{flag} {" ".join(map(str, value))}: one number, or height and width'
     if option.allowed is not None:
         bad = [v for v in (value if several else [value]) if v not in option.allowed]

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import resource
 import signal
 import sys
@@ -197,24 +196,16 @@ def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) ->
     return path
 
 
-def require_source(path: Path, flag: str, suffixes: Collection[str]) -> Path:
+def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
     """Check that a path is a file which others can be named after, such as qat_best_MODEL.pt; see `require_file`."""
     require_file(path, flag, suffixes)
     if len(os.fsencode(path.name)) > LONGEST_NAME:
         raise QatError(
             f'{flag} {path}: the name has more than {LONGEST_NAME} bytes, and files are named after it; rename it'
         )
-    return path
 
 
-def require_data(path: Path, flag: str = '--data') -> Path:
-    """Check that a path is a data YAML, or a folder of a classifier's images, and return it."""
-    return path if path.is_dir() else require_file(path, flag, ('.yaml', '.yml'))
-
-
-NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
-
-
-def is_network(path: Path) -> bool:
-    """Tell whether a path is the name of a network of torchvision, such as resnet18, and no file."""
-    return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
+def require_data(path: Path, flag: str = '--data') -> None:
+    """Check that a path is a data YAML, or a folder of a classifier's images."""
+    if not path.is_dir():
+        require_file(path, flag, ('.yaml', '.yml'))

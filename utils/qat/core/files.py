@@ -48,7 +48,7 @@ def write_torch(path: str | Path, content: Any) -> None:
         tmp.write_bytes(buffer.getbuffer())
 
 
-HALF = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # temporary names, see `atomic`
+TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomic`
 
 
 @contextlib.contextmanager

@@ -21,6 +21,6 @@ def visible(text: object, keep: str = '') -> str:
     return ''.join(c if c in keep or is_printable(c) else c.encode('unicode_escape').decode() for c in text)
 
 
-def cut(text: str, longest: int = LONGEST) -> str:
+def cut(text: str) -> str:
     """Leave out the middle of a text that is too long: the begin tells where the mistake is, the end what to do."""
-    return text if len(text) <= longest else f'{text[: longest * 3 // 4]} … {text[-longest // 4 :]}'
+    return text if len(text) <= LONGEST else f'{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 4 :]}'

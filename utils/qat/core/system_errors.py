@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
@@ -25,9 +26,10 @@ def explain(error: BaseException) -> str | None:
         return f'output: {reason}' if file == OUTPUT else _of_file(number, reason, file)
     if number in (*FULL, errno.EROFS, errno.EACCES):  # without a file's name it is no failed write but a semaphore
         return _shared_memory()
-    return next(
-        (line() for kind, words, line in CASES if isinstance(error, kind) and re.search(words, str(error))), None
-    )
+    for kind, words, line in CASES:
+        if isinstance(error, kind) and re.search(words, str(error)):
+            return line if isinstance(line, str) else line()
+    return None
 
 
 def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
@@ -41,20 +43,13 @@ def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
     if number == errno.ENOENT:
         return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
     if number in (errno.EMFILE, errno.ENFILE):
-        return _open_files()
+        return OPEN_FILES
     return f'{file}: {reason}; choose another folder (--project, --save)'
 
 
 def _shared_memory() -> str:
     free = f' ({shutil.disk_usage(SHM).free / 1e6:.0f} MB are free in {SHM})' if SHM.is_dir() else ''
     return f'out of shared memory{free}, through which data loading processes pass images; use --workers 0, or give a container more: docker run --shm-size=8g'
-
-
-def _killed() -> str:
-    return (
-        'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
-        '--batch-size, and repeat the command'
-    )
 
 
 def _memory() -> str:
@@ -67,35 +62,28 @@ def _memory() -> str:
     return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
 
 
-def _processes() -> str:
-    return 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
-
-
-def _torchvision() -> str:
-    return (
-        'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
-        'memory'
-    )
-
-
-def _unpatched() -> str:
-    return (
-        'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
-        'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
-    )
-
-
-def _open_files() -> str:
-    return 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
-
-
-CASES = (  # (class, words of the message, line), the first that fits
+KILLED = (
+    'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
+    '--batch-size, and repeat the command'
+)
+PROCESSES = 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
+TORCHVISION = (
+    'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
+    'memory'
+)
+UNPATCHED = (
+    'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
+    'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
+)
+OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
+CASES: tuple[tuple[type[BaseException], str, str | Callable[[], str]], ...] = (
+    # class, words of the message, line: the first that fits
     (MemoryError, '', _memory),
-    (ModuleNotFoundError, r"^No module named '(models|utils)[.']", _unpatched),
-    (Exception, 'Too many open files|ancdata', _open_files),
+    (ModuleNotFoundError, r"^No module named '(models|utils)[.']", UNPATCHED),
+    (Exception, 'Too many open files|ancdata', OPEN_FILES),
     (Exception, r'Bus error|shared memory (object|limit)|shared memory\(shm\)|</torch_', _shared_memory),
-    (RuntimeError, 'operator torchvision::nms does not exist', _torchvision),
-    (RuntimeError, r'^DataLoader worker.*(was killed|killed by signal|exited unexpectedly)', _killed),
+    (RuntimeError, 'operator torchvision::nms does not exist', TORCHVISION),
+    (RuntimeError, r'^DataLoader worker.*(was killed|killed by signal|exited unexpectedly)', KILLED),
     (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment", _memory),
-    (Exception, "Resource temporarily unavailable|can't start new thread", _processes),
+    (Exception, "Resource temporarily unavailable|can't start new thread", PROCESSES),
 )

@@ -9,7 +9,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.files import write_json
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
-from utils.qat.core.next_command import command, repeated, typed_sides
+from utils.qat.core.next_command import after_scoring, repeated
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import (
@@ -111,7 +111,7 @@ def run_table(report: dict[str, Any]) -> str:
     )
 
 
-def verdict(report: dict[str, Any]) -> str:
+def headline(report: dict[str, Any]) -> str:
     """Say in one sentence what INT8 costs and which file is delivered."""
     if not report['ptq']:
         return 'The run is not over: no model is calibrated yet.'
@@ -137,7 +137,7 @@ def verdict(report: dict[str, Any]) -> str:
     return f'{cost}: {ap}, {in_words(against, title)}, on {report["images"][images]} images; {file}.'
 
 
-def verdicts(report: dict[str, Any]) -> list[str]:
+def conclusions(report: dict[str, Any]) -> list[str]:
     """Say how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
     best = report['best']
     on_val = (report['val'] or {}).get('best')
@@ -166,15 +166,7 @@ def delivered(folder: Path, report: dict[str, Any]) -> Path:
 
 def export_command(folder: Path, report: dict[str, Any]) -> str:
     """Write the command that exports the checkpoint of a finished run."""
-    return command(
-        'export_qat.py',
-        '--weights',
-        delivered(folder, report),
-        '--include',
-        'onnx',
-        '--imgsz',
-        *typed_sides(report['settings']['imgsz']),
-    )
+    return after_scoring(delivered(folder, report), report['settings']['imgsz'])
 
 
 def calibration_text(calibration: dict[str, Any]) -> str:
@@ -219,9 +211,9 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [
-            f'**{escaped(verdict(report))}**',
+            f'**{escaped(headline(report))}**',
             escaped(f'Images: {images}{seen}. Computed on {report["device"]}.'),
-            *([run_table(report), escaped(' '.join(verdicts(report)))] if calibrated and scored else []),
+            *([run_table(report), escaped(' '.join(conclusions(report)))] if calibrated and scored else []),
             *(_pictures(folder, report) if pictures else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),

@@ -251,7 +251,7 @@ def _require_no_link(folder: Path, file: str) -> None:
         )
 
 
-def unfit_state(folder: Path | None, wrong: str) -> QatError:
+def unfit_state(folder: Path, wrong: str) -> QatError:
     """Make the error for a file that does not fit the run. wrong: the place in it."""
     return QatError(
         f'--resume {folder}: {STATE} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again'

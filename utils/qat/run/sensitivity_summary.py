@@ -143,7 +143,7 @@ def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(summary['units'], key=lambda u: -u['distortion'])
 
 
-def dearest(summary: dict[str, Any]) -> list[dict[str, Any]]:
+def by_distortion_per_flop(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Sort the units of a summary in the order in which they become float: most distortion per FLOP first."""
     return sorted(summary['units'], key=lambda u: -u['distortion'] / max(u['flops'], 1))
 
@@ -216,7 +216,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         )
     first, whole = worst(summary)[0], summary['int8']
     cost = f', and all units in INT8 {in_words(whole["against_float"], title)}' if 'against_float' in whole else ''
-    verdict = (
+    headline = (
         f'{first["unit"]} costs most: alone in INT8 it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
         f'{whole["divergence"]:.5f}{cost}.'
     )
@@ -224,7 +224,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         path,
         f'Sensitivity of {summary["weights"]}',
         [
-            f'**{escaped(verdict)}**',
+            f'**{escaped(headline)}**',
             '\n'.join(lines),
             summary_table(summary),
             image('distortion of each unit', 'sensitivity.png'),

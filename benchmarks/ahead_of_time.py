@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def load(path: Path, device: torch.device) -> torch.nn.Module:
+def load_model(path: Path, device: torch.device) -> torch.nn.Module:
     """Load the model of a checkpoint."""
     require_file(path, '--weights', ('.pt', '.pth'))
     with quiet_upstream():
@@ -173,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not gpu:
         torch.set_num_threads(1)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False  # as the commands do
-    model = load(args.weights, device)
+    model = load_model(args.weights, device)
     images = made_images(args.batch, (args.imgsz, args.imgsz)).to(device)
     with tempfile.TemporaryDirectory() as scratch:
-        int8 = load(args.int8, device) if args.int8 else None
+        int8 = load_model(args.int8, device) if args.int8 else None
         folder = args.folder or Path(scratch)
         folder.mkdir(exist_ok=True)
         ways = on_gpu(model, images, folder) if gpu else on_cpu(model, int8, images, folder)

@@ -29,7 +29,7 @@ from models.quantize.calibration.calibrate import calibrate_weights, collect_his
 from models.quantize.calibration.choose_calibration import CORRECTED, every_third, ranges_by
 from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.ptq import COMPARED, prepare
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import HeadOutputs
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
 from utils.qat.core.command import Parser, require_file, run_command
@@ -75,14 +75,14 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     data = load_data(config.data, predict.nc, masks=predict.task.masks)
     val = list(val_loader(data, config, predict.stride))
     shown = [batch[0].to(device).float() / 255 for batch in val]
-    wanted = [Raw.of(reference.eval()(images)) for images in shown]
+    wanted = [HeadOutputs.of(reference.eval()(images)) for images in shown]
 
-    def figures(name: str, model: torch.nn.Module) -> dict[str, Any]:
+    def scored(name: str, model: torch.nn.Module) -> dict[str, Any]:
         metrics = evaluate(TorchModel(model), val, data.names, device)
         found = None if model is reference else typical_divergence(model, shown, wanted)
         return {'way': name, 'divergence': found, 'ap': metrics.ap, 'mask_ap': (metrics.mask or {}).get('ap')}
 
-    yield figures('float', reference)
+    yield scored('float', reference)
     model = deepcopy(reference)
     prepare(model, config)
     images = calibration_images(data, config, predict.stride, device)
@@ -93,9 +93,9 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for method in args.methods:
         correct_biases(model, biases, {})
         set_ranges(model, ranges_by(method, model, histograms, fitted, config), histograms)
-        yield figures(method, model)
+        yield scored(method, model)
         correct_biases(model, biases, own_shifts(model, fitted))
-        yield figures(method + CORRECTED, model)
+        yield scored(method + CORRECTED, model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(row['way'], 'done', file=sys.stderr)
     masks = rows[0]['mask_ap'] is not None
 
-    def points(row: dict[str, Any], key: str) -> str:
+    def change_of(row: dict[str, Any], key: str) -> str:
         return f'{100 * (row[key] - rows[0][key]):+.2f}'
 
     print(f'{args.weights.name}, {args.imgsz} px, {describe(select_device(args.device))}, torch {torch.__version__}\n')
@@ -118,7 +118,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 [
                     row['way'],
                     '' if row['divergence'] is None else f'{row["divergence"]:.4f}',
-                    *(cell for key in ('ap', 'mask_ap')[: 1 + masks] for cell in (f'{row[key]:.4f}', points(row, key))),
+                    *(
+                        cell
+                        for key in ('ap', 'mask_ap')[: 1 + masks]
+                        for cell in (f'{row[key]:.4f}', change_of(row, key))
+                    ),
                 ]
                 for row in rows
             ],

@@ -31,7 +31,6 @@ from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.loop import supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
 from models.quantize.scales import tie_scales
 from utils.qat.config.qat import AMP, QuantizeConfig
@@ -121,11 +120,11 @@ def main() -> None:
     for amp in args.amp:
         kinds: dict[str, Callable[[], Any]] = {
             'float pair': lambda: float_step(deepcopy(teacher), teacher, amp),
-            'step': lambda: TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp),
+            'step': lambda: TrainingStep(deepcopy(quantized), teacher, layers, 1e-5, amp),
         }
         if cuda:
             kinds['step --compile'] = lambda: GraphedStep(
-                TrainingStep(deepcopy(quantized), teacher, layers, relative_error, 1e-5, amp, capturable=True)
+                TrainingStep(deepcopy(quantized), teacher, layers, 1e-5, amp, capturable=True)
             )
         for kind, make in kinds.items():
             if cuda:

@@ -32,7 +32,6 @@ from utils.general import xyxy2xywhn
 from models.quantize import checkpoint
 from models.quantize.calibration.ptq import calibrated
 from models.quantize.finetuning.loop import learning_rate_share, supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
 from utils.qat.backends.detections import detect
 from utils.qat.backends.pytorch import TorchModel, task_of
@@ -112,7 +111,6 @@ def follow(
         student,
         teacher,
         layers,
-        relative_error,
         lr,
         'fp16' if images.is_cuda else 'off',
         capturable=images.is_cuda and not weight,

@@ -22,37 +22,11 @@ from utils.qat.targets.target import Target, load_target
 # Upstream's modules whose operations have all been reviewed: every operation that must be INT8 is INT8, by a twin or by
 # the quantized convolutions around it.
 REVIEWED = {
-    'models.common': {
-        'Conv',
-        'DWConv',
-        'AConv',
-        'ADown',
-        'RepConvN',
-        'DFL',
-        'Bottleneck',
-        'RepNBottleneck',
-        'RepNCSP',
-        'SP',
-        'SPPELAN',
-        'ELAN1',
-        'RepNCSPELAN4',
-        'CBLinear',
-        'CBFuse',
-        'Concat',
-        'Silence',
-        'UConv',
-        'Proto',
-        'Classify',
-    },
-    'models.yolo': {
-        'DetectionModel',
-        'SegmentationModel',
-        'ClassificationModel',
-        'Detect',
-        'DDetect',
-        'Segment',
-        'DSegment',
-    },
+    'models.common': set(
+        'Conv DWConv AConv ADown RepConvN DFL Bottleneck RepNBottleneck RepNCSP SP SPPELAN ELAN1 RepNCSPELAN4 '
+        'CBLinear CBFuse Concat Silence UConv Proto Classify'.split()
+    ),
+    'models.yolo': set('DetectionModel SegmentationModel ClassificationModel Detect DDetect Segment DSegment'.split()),
     **TORCHVISION,
 }
 

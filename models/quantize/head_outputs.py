@@ -17,7 +17,7 @@ HEADS = 'Detect', 'DDetect', 'Segment', 'DSegment'
 
 @dataclass
 class ClassScores:
-    """Outputs of a classifier, as Raw for a detector: the logits [B, classes] of one categorical variable."""
+    """Outputs of a classifier, as HeadOutputs for a detector: the logits [B, classes] of one categorical variable."""
 
     logits: torch.Tensor
 
@@ -25,11 +25,6 @@ class ClassScores:
         """Compute the Kullback-Leibler divergence from `wanted`, and the weight of each image, 1: FP64 [B]."""
         found = divergence(self.logits, wanted.logits)
         return found, torch.ones_like(found)
-
-    def energies(self, wanted: Any) -> torch.Tensor:
-        """Sum t² and (s - t)² over all logits, see sqnr.py: FP64 [1, 2]."""
-        s, t = self.logits.double(), wanted.logits.double()
-        return torch.stack((t.square().sum(), (s - t).square().sum()))[None]
 
     def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a random v whose covariance is the Fisher information of the logits, and its weight, FP32 [].
@@ -44,7 +39,7 @@ class ClassScores:
 
 
 @dataclass
-class Raw:
+class HeadOutputs:
     """Outputs of the head, raw but for the boxes. N is the number of places of all levels, level by level.
 
     Attributes:
@@ -96,7 +91,7 @@ def bins_of(model: nn.Module) -> int:
 
 
 def has_known_head(model: nn.Module) -> bool:
-    """Tell whether the outputs of `model` fit Raw: it is a classifier, or its head is one of HEADS."""
+    """Tell whether the outputs of `model` fit HeadOutputs: it is a classifier, or its head is one of HEADS."""
     return not task_of(model).boxes or type(head_of(model)).__name__ in HEADS
 
 

@@ -1,8 +1,14 @@
-"""The layers of a network, whatever its task, and the folding of its batch norms."""
+"""The layers of a network, whatever its task, its hooks, and the folding of its batch norms."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn as nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils.hooks import RemovableHandle
+
+BLANK = 64  # pixels: height and width of the image of a dry run
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -26,8 +32,23 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+@contextmanager
+def removed_after(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove registered hooks at the end of this context."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
+
+
+def run_on_blank_image(model: nn.Module) -> None:
+    """Run a model in eval mode on one blank image, for what hooks and modes see meanwhile."""
+    parameter = next(model.parameters())
+    model.eval()(torch.zeros(1, 3, BLANK, BLANK, device=parameter.device, dtype=parameter.dtype))
+
+
 @torch.no_grad()
-def fold_batch_norms(model: nn.Module, size: int = 64) -> nn.Module:
+def fold_batch_norms(model: nn.Module) -> nn.Module:
     """Fold each batch norm that follows a convolution into it, in place, and return the model.
 
     Which one follows which is seen on one blank image; names do not matter. Upstream's models have a `fuse` of their own.
@@ -44,12 +65,8 @@ def fold_batch_norms(model: nn.Module, size: int = 64) -> nn.Module:
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Conv2d)]
     hooks += [m.register_forward_pre_hook(follow) for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    try:
-        parameter = next(model.parameters())
-        model.eval()(torch.zeros(1, 3, size, size, device=parameter.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removed_after(hooks):
+        run_on_blank_image(model)
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
             if norm in pairs:

@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 import models
+from utils.qat.untrusted.model_yaml import WHOLE_MODELS
 from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
 from utils.qat.untrusted.plain_values import TRUST, Values, is_empty
 from utils.qat.untrusted.torch_archive import Archive
@@ -56,8 +57,6 @@ TORCHVISION = {  # module → its classifiers, and the layers that only they hav
 }
 # Attributes of classifiers that only training needs, left out: a class, and the preparation of images, which are code
 UNUSED = '_norm_layer', 'transforms'
-# classes of the tree that read files or wrap whole models
-WRAPPERS = 'AutoShape', 'DetectMultiBackend', 'Ensemble', 'ONNX_ORT', 'ONNX_TRT', 'End2End'
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
 
@@ -175,7 +174,7 @@ def _layer_class(name: Name) -> type[torch.nn.Module]:
     if (
         not module.startswith('models.')
         or (module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS)
-        or cls in WRAPPERS
+        or cls in WHOLE_MODELS
     ):
         raise Refused(
             f'its pickle asks for {name.text[:80]}, and a checkpoint needs only tensors, plain values and layers of PyTorch, of torchvision or '

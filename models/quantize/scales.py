@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from models.quantize.network import removed_after, run_on_blank_image
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 
 # Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute nothing.
@@ -127,38 +128,31 @@ class _Signs(TorchFunctionMode):
         return result
 
 
-def _dry_run(
-    model: nn.Module, size: int, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]
-) -> None:
+def _dry_run(model: nn.Module, watch: TorchFunctionMode, met: Callable[[Quantizer, torch.Tensor], None]) -> None:
     """Run a quantized model in float on a blank image, and show `met` each activation quantizer with its input."""
     hooks = [
         q.register_forward_pre_hook(lambda quantizer, inputs: met(quantizer, inputs[0]))
         for _, q in named_quantizers(model)
         if q._axis is None
     ]
-    parameter = next(model.parameters())
-    try:
-        with quantizers_off(model), watch:
-            model.eval()(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removed_after(hooks), quantizers_off(model), watch:
+        run_on_blank_image(model)
 
 
 @torch.no_grad()
-def never_negative(model: nn.Module, size: int = 64) -> list[tuple[str, Quantizer]]:
+def never_negative(model: nn.Module) -> list[tuple[str, Quantizer]]:
     """Find the activation quantizers, by path, whose inputs are never negative, such as behind a ReLU, by a dry run."""
     signs, never = _Signs(), dict[Quantizer, bool]()
 
     def met(quantizer: Quantizer, x: torch.Tensor) -> None:
         never[quantizer] = never.get(quantizer, True) and id(x) in signs.found
 
-    _dry_run(model, size, signs, met)
+    _dry_run(model, signs, met)
     return [(name, q) for name, q in named_quantizers(model) if never.get(q)]
 
 
 @torch.no_grad()
-def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
+def scale_groups(model: nn.Module) -> list[list[str]]:
     """Find the groups of activation quantizers (paths) that must share a scale, by a dry run on one blank image.
 
     They are in the order of the network. A quantizer that shares with no other is a group of one.
@@ -171,7 +165,7 @@ def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
         order.append(id(quantizer))
         groups.join([quantizer, x])
 
-    _dry_run(model, size, _Watch(groups), met)
+    _dry_run(model, _Watch(groups), met)
     members: dict[int, list[str]] = {}
     for key in dict.fromkeys(order):  # each quantizer once, in the order of its first call
         name, quantizer = activations[key]
@@ -179,9 +173,9 @@ def scale_groups(model: nn.Module, size: int = 64) -> list[list[str]]:
     return list(members.values())
 
 
-def tie_scales(model: nn.Module, size: int = 64) -> list[list[str]]:
+def tie_scales(model: nn.Module) -> list[list[str]]:
     """Replace the quantizers of each of `scale_groups` by one, in place: it is calibrated on the inputs of all of them."""
-    found = scale_groups(model, size)
+    found = scale_groups(model)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}  # quantizer → its modules, and its name in each
     for path, module in model.named_modules():
         for name, child in module._modules.items():

@@ -18,7 +18,6 @@ from zoo import command, image, load_quantized, same, settings, state
 
 from models.quantize.calibration.calibrate import Histogram
 from models.quantize.finetuning.loop import supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import TrainingStep
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
@@ -183,7 +182,6 @@ import torch
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import Histogram, merge_histograms
 from models.quantize.finetuning.loop import finetune, supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
 from utils.qat.core.device import select_device
@@ -207,7 +205,7 @@ def state(model):
 
 result, teacher = {}, checkpoint.CheckpointFile(job['single']).load_float()
 model = student()
-step = TrainingStep(model, teacher, supervised_layers(model, 1), relative_error, job['lr'])
+step = TrainingStep(model, teacher, supervised_layers(model, 1), job['lr'])
 result['loss'], result['step'] = step(job['batches'][me]), state(model)
 try:
     step(job['bad'][me])
@@ -261,7 +259,7 @@ def pair(small, tmp_path_factory):
 def test_a_step_follows_the_mean_gradient(small, pair):
     first, second, _ = pair
     student = small.quantized_model()
-    step = TrainingStep(student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    step = TrainingStep(student, small.float_model(), supervised_layers(student, 1), 1e-4)
     losses, gradients = [], []
     for images in BATCHES:
         terms = step._compare(images)

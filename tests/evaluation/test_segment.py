@@ -22,7 +22,7 @@ from labelled import CPU, PERFECT, labels_of, val_images, words
 from models.quantize.calibration.divergence import mask_logits, strongest_places, typical_divergence
 from models.quantize.calibration.fisher import backward_from_probe, probe_masks
 from models.quantize.finetuning.training_step import head_emits_raw_maps
-from models.quantize.head_outputs import Raw, output_parts
+from models.quantize.head_outputs import HeadOutputs, output_parts
 from utils.qat.backends.detections import Detections
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.errors import QatError
@@ -230,14 +230,14 @@ def test_masks_are_written_as_coco_has_them(data, tmp_path):
 def tame(raw):
     """`raw` with mask logits that are neither huge nor all alike, which random weights do not give."""
     coefficients, prototypes = raw.coefficients / raw.coefficients.std(), raw.prototypes / raw.prototypes.std() / 8
-    return Raw(raw.maps, raw.boxes, coefficients, prototypes)
+    return HeadOutputs(raw.maps, raw.boxes, coefficients, prototypes)
 
 
 def moved(raw, amount):
     """`raw` with noise on what masks are made of."""
     generator = torch.Generator().manual_seed(0)
     noise = [amount * torch.randn(x.shape, generator=generator) for x in (raw.coefficients, raw.prototypes)]
-    return Raw(raw.maps, raw.boxes, raw.coefficients + noise[0], raw.prototypes + noise[1])
+    return HeadOutputs(raw.maps, raw.boxes, raw.coefficients + noise[0], raw.prototypes + noise[1])
 
 
 class Fixed(torch.nn.Module):
@@ -256,7 +256,7 @@ class Fixed(torch.nn.Module):
 def test_divergence_of_masks_by_hand(model):
     """Only the masks differ; point by point for the strongest place, and their mean over the box."""
     images = image(SIZE, 1)
-    raw = tame(Raw.of(model(images)))
+    raw = tame(HeadOutputs.of(model(images)))
     changed = moved(raw, 0.1)
     places, weights = strongest_places(raw, 16)
     scores = torch.cat([m[:, 64:].flatten(2) for m in raw.maps], 2).sigmoid().amax(1)[0]
@@ -279,14 +279,14 @@ def test_divergence_of_masks_by_hand(model):
     assert total > 0 and typical_divergence(Fixed(model.model[-1], changed), [images], [raw]) == pytest.approx(
         total / scores.sum().item(), rel=1e-3
     )
-    assert typical_divergence(model, [images], [Raw.of(model(images))]) == pytest.approx(0, abs=1e-9)
+    assert typical_divergence(model, [images], [HeadOutputs.of(model(images))]) == pytest.approx(0, abs=1e-9)
 
 
 @torch.no_grad()
 def test_probes_of_masks_measure_the_divergence(model):
     """As those of boxes and classes, see test_fisher.py: half the mean square of a projection of a small change."""
     images, generator = image(64, 1, 3), torch.Generator().manual_seed(0)
-    raw = tame(Raw.of(deepcopy(model).double()(images.double())))
+    raw = tame(HeadOutputs.of(deepcopy(model).double()(images.double())))
     changed = moved(raw, 1e-4)
     wanted = typical_divergence(Fixed(model.model[-1], changed), [images], [raw])
     places, _ = strongest_places(raw, 16)

@@ -157,8 +157,6 @@ def test_blocks_without_the_operation_get_no_twin(block):
 
 
 WITH_QUANTIZED_INPUTS = {  # what each twin computes, written with its float block and one function q
-    Bottleneck: lambda b, x, q: q(x) + q(b.cv2(b.cv1(x))),
-    RepNBottleneck: lambda b, x, q: q(x) + q(b.cv2(b.cv1(x))),
     AConv: lambda b, x, q: b(q(x)),
     ADown: lambda b, x, q: b(q(x)),
     CBFuse: lambda b, x, q: b([(q(x[0][0]),), (None, q(x[1][1])), q(x[2])]),
@@ -174,31 +172,29 @@ def test_twin_quantizes_the_inputs_of_its_operation(cls):
     assert same(twin(input_of(cls)), WITH_QUANTIZED_INPUTS[cls](block, input_of(cls), q))
 
 
+ADDED = {  # policy → the Add of a twin t, of its shortcut x and its branch
+    'both': lambda t, x, branch: t.add_quantizer(x) + t.add_quantizer(branch),
+    'residual': lambda t, x, branch: t.add_quantizer(x) + branch,
+    'each': lambda t, x, branch: t.add_quantizer(x) + t.branch_quantizer(branch),
+}
+
+
 @pytest.mark.parametrize('cls', [Bottleneck, RepNBottleneck], ids=lambda c: c.__name__)
+@pytest.mark.parametrize('policy', ADDED)
 @torch.no_grad()
-def test_the_residual_policy_quantizes_the_shortcut_only(cls):
+def test_the_policy_names_the_addends_that_are_quantized(cls, policy):
     block, x = block_of(cls), input_of(cls)
-    twin = calibrated(EVERY[cls].from_float(block))
-    twin.add_policy = 'residual'
-    assert same(twin(x), twin.add_quantizer(x) + twin.cv2(twin.cv1(x)))
-    with quantizers_off(twin):
-        assert same(twin(x), block(x))
-    assert set(vars(twin.to_float())) <= set(vars(block)), 'and leaves no trace'
-
-
-@torch.no_grad()
-def test_the_policy_each_gives_the_branch_a_scale_of_its_own():
-    block, x = block_of(Bottleneck), input_of(Bottleneck)
-    twin = EVERY[Bottleneck].from_float(block)
-    twin.set_add_policy('each')
-    assert twin.quantizer_names == ('add_quantizer', 'branch_quantizer')
+    twin = EVERY[cls].from_float(block)
+    twin.set_add_policy(policy)
     calibrated(twin)
-    twin.branch_quantizer.set_amax(torch.tensor(0.5))
-    assert same(twin(x), twin.add_quantizer(x) + twin.branch_quantizer(twin.cv2(twin.cv1(x))))
+    if policy == 'each':
+        twin.branch_quantizer.set_amax(torch.tensor(0.5))
+    assert [name for name, _ in named_quantizers(twin)] == list(twin.quantizer_names)
+    assert same(twin(x), ADDED[policy](twin, x, twin.cv2(twin.cv1(x))))
     with quantizers_off(twin):
         assert same(twin(x), block(x))
     back = twin.to_float()
-    assert set(vars(back)) <= set(vars(block)) and not named_quantizers(back)
+    assert set(vars(back)) <= set(vars(block)) and not named_quantizers(back), 'and leaves no trace'
 
 
 @torch.no_grad()
@@ -240,7 +236,7 @@ def test_the_integers_lie_where_the_values_are(low, high, amax, scale, zero_poin
     quantizer.shifts = True
     for q in (quantizer, other):
         q.set_amax(torch.tensor(amax), torch.tensor(low), torch.tensor(high))
-    assert not other._zero_point and other.scale == (torch.tensor(amax) / 127).half().float(), 'only if asked for'
+    assert not other._zero_point and other.scale == (torch.tensor(amax) / 127).half().float(), 'only with shifts'
     assert quantizer.scale.item() == pytest.approx(scale, rel=2**-11)
     zero = quantizer._zero_point.item()
     assert zero_point in (None, zero)
@@ -345,7 +341,7 @@ def test_scale_is_never_too_small():
     assert q(torch.zeros(3, 1)).tolist() == [[0], [0], [0]]
 
 
-def test_every_scale_is_an_fp16_number_close_to_what_was_asked():
+def test_every_scale_is_an_fp16_number_close_to_the_amax_that_is_set():
     amax = torch.logspace(-12, 12, 4001)
     q = Quantizer(0)
     q.set_amax(amax)

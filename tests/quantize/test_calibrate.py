@@ -124,6 +124,7 @@ SAMPLES = {
     'few values': torch.tensor([0.1, 0.1, 3.0]),
     'one outlier': torch.cat((activations(2), torch.tensor([90.0]))),
 }
+LARGE_SAMPLES = {name: x for name, x in SAMPLES.items() if len(x) > 1000}
 each_sample = pytest.mark.parametrize('x', SAMPLES.values(), ids=SAMPLES)
 
 
@@ -161,9 +162,7 @@ def test_a_power_of_the_error_is_the_least_of_all_edges(x, method, power):
     assert error[int(found) - 128] <= error.min() * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    'x', [x for x in SAMPLES.values() if len(x) > 1000], ids=[k for k, x in SAMPLES.items() if len(x) > 1000]
-)
+@pytest.mark.parametrize('x', LARGE_SAMPLES.values(), ids=LARGE_SAMPLES)
 def test_mse_loses_no_more_than_brute_force(x):
     values = x.abs().double().numpy()
     best = squared_error(values, np.linspace(values.max() / 64, values.max() * 1.01, 1500)).min()
@@ -273,16 +272,18 @@ def test_every_quantizer_is_ready(model, method):
 def test_it_is_the_float_model_that_is_measured(model):
     """A scale that is set does not change the input of later quantizers: they see float values."""
     calibrate(model, BATCHES, settings(calib_method='max'))
-    largest, hooks = {}, []
+    largest = {}
+
+    def note(name):
+        def hook(m, inputs):
+            values = [t.abs().max().item() for t in _flat(m, inputs[0])]
+            largest[name] = max(largest.get(name, 0), *values)
+
+        return hook
+
     for name, m in model.named_modules():
         if hasattr(m, 'input_quantizer'):
-            hooks.append(
-                m.register_forward_pre_hook(
-                    lambda m, x, name=name: largest.__setitem__(
-                        name, max(largest.get(name, 0), max(t.abs().max().item() for t in _flat(m, x[0])))
-                    )
-                )
-            )
+            m.register_forward_pre_hook(note(name))
     with torch.no_grad(), quantizers_off(model):
         for images in BATCHES:
             model(images)

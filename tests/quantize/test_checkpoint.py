@@ -153,10 +153,7 @@ def test_a_failed_save_leaves_the_old_file(small, tmp_path):
 
 def test_kinds(demo):
     assert [CheckpointFile(f).kind for f in (demo.dual, demo.single, demo.quantized)] == ['float', 'float', 'quantized']
-
-
-def test_any(small):
-    (ours, quant), (theirs, none) = load_any(small.quantized), load_any(small.single)
+    (ours, quant), (theirs, none) = load_any(demo.quantized), load_any(demo.single)
     assert is_quantized(ours) and quant and not is_quantized(theirs) and none is None
 
 
@@ -215,21 +212,23 @@ def test_a_peer_is_recognized_by_its_class_names(tmp_path):
 
 
 DUAL, FLOAT, QUANTIZED = 'dual', 'single', 'quantized'
-MISTAKES = {  # kind of file → who is asked to load it, and what the answer names
-    'missing': [(LOADERS, 'no such file')],
-    'folder': [(LOADERS, 'not a file')],
-    'text': [(LOADERS, 'not a PyTorch checkpoint')],
-    'empty': [(LOADERS, 'not a PyTorch checkpoint')],
-    'cut short': [(LOADERS, 'not a PyTorch checkpoint .or cut short')],
-    'plain zip': [(LOADERS, 'not a PyTorch checkpoint')],
-    'state dict': [(LOADERS, 'has weights without their network .a state_dict.*upstream train.py')],
-    'ultralytics': [(LOADERS, 'made by Ultralytics.*upstream train.py')],
-    'other module': [(LOADERS, 'upstream train.py')],
-    'peer': [(LOADERS, 'another yolov9-qat tool.*python qat.py quantize')],
-    'wrong suffix': [(LOADERS, 'ending in .pt or .pth')],
-    DUAL: [((load_quantized,), 'not quantized.*python qat.py quantize')],
-    FLOAT: [((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt')],
-    QUANTIZED: [((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py')],
+MISTAKES = {  # kind of file → what each loader answers
+    'missing': 'no such file',
+    'folder': 'not a file',
+    'text': 'not a PyTorch checkpoint',
+    'empty': 'not a PyTorch checkpoint',
+    'cut short': 'not a PyTorch checkpoint .or cut short',
+    'plain zip': 'not a PyTorch checkpoint',
+    'state dict': 'has weights without their network .a state_dict.*upstream train.py',
+    'ultralytics': 'made by Ultralytics.*upstream train.py',
+    'other module': 'upstream train.py',
+    'peer': 'another yolov9-qat tool.*python qat.py quantize',
+    'wrong suffix': 'ending in .pt or .pth',
+}
+WRONG_LOADERS = {  # kind of file → the loaders that are not for it, and what they answer
+    DUAL: ((load_quantized,), 'not quantized.*python qat.py quantize'),
+    FLOAT: ((load_quantized,), 'not quantized.*python qat.py quantize --weights .*single.pt'),
+    QUANTIZED: ((load_float, load_dual_or_float), 'already quantized.*python qat.py eval.*python export_qat.py'),
 }
 
 
@@ -239,7 +238,7 @@ def mistakes(demo, tmp_path):
         DUAL: demo.dual,
         FLOAT: demo.single,
         QUANTIZED: demo.quantized,
-        **{name: tmp_path / f'{name}.pt' for name in MISTAKES if name not in (DUAL, FLOAT, QUANTIZED)},
+        **{name: tmp_path / f'{name}.pt' for name in MISTAKES},
     }
     files['folder'].mkdir()
     files['text'].write_text('hello')
@@ -257,13 +256,13 @@ def mistakes(demo, tmp_path):
 
 
 def test_mistakes_name_the_file_and_what_to_do(mistakes):
-    for name, answers in MISTAKES.items():
-        for loaders, wanted in answers:
-            for load in loaders:
-                with pytest.raises(QatError, match=wanted) as error:
-                    load(mistakes[name])
-                message = str(error.value)
-                assert message.startswith(f'--weights {mistakes[name]}') and '\n' not in message, name
+    answers = {**{name: (LOADERS, wanted) for name, wanted in MISTAKES.items()}, **WRONG_LOADERS}
+    for name, (loaders, wanted) in answers.items():
+        for load in loaders:
+            with pytest.raises(QatError, match=wanted) as error:
+                load(mistakes[name])
+            message = str(error.value)
+            assert message.startswith(f'--weights {mistakes[name]}') and '\n' not in message, name
 
 
 def test_another_format_is_refused(small, tmp_path):

@@ -29,6 +29,10 @@ from utils.qat.graph.audit_rules import rules_of
 from utils.qat.targets.target import load_target
 
 
+def int8_convs(quantized):
+    return sum(isinstance(m, torch.nn.Conv2d) and isinstance(m, WeightedTwin) for m in quantized.modules())
+
+
 @pytest.fixture(params=NETWORKS, scope='module')
 def network(request, tmp_path_factory):
     """Name of a network, its float model, and the calibrated one."""
@@ -85,8 +89,7 @@ def test_openvino_computes_every_quantized_layer_in_integers(network, tmp_path):
     export_onnx(quantized, tmp_path / 'q.onnx', (classifiers.SIZE,) * 2)
     file = open_file(tmp_path / 'q.onnx', backend='openvino')
     file(images(1))
-    convs = [p for p, m in quantized.named_modules() if isinstance(m, torch.nn.Conv2d) and isinstance(m, WeightedTwin)]
-    assert f'INT8: {len(convs)} of' in '\n'.join(file.notes)
+    assert f'INT8: {int8_convs(quantized)} of' in '\n'.join(file.notes)
 
 
 FOR_ENGINES = {'resnet18', 'mobilenet_v2', 'mobilenet_v3_small'}  # the others with --faults
@@ -106,10 +109,6 @@ def exported(model, file, target):
     export_onnx(quantized, file, (classifiers.SIZE,) * 2, simplify=True, target=target, kept_float=kept)
     assert not audit(onnx.load(file), rules_of(target.name)).findings
     return quantized
-
-
-def int8_convs(quantized):
-    return sum(isinstance(m, torch.nn.Conv2d) and isinstance(m, WeightedTwin) for m in quantized.modules())
 
 
 def test_onnxruntime_computes_every_quantized_convolution_in_integers(model, tmp_path):

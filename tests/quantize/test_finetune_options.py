@@ -10,7 +10,6 @@ from faults import sampled
 from zoo import image, settings
 
 from models.quantize.finetuning.loop import finetune, supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import (
     NotFinite,
     TrainingStep,
@@ -35,9 +34,7 @@ def run(small, loader=LOADER, **changes):
 
 def new_step(small, amp='off', **options):
     student = small.quantized_model()
-    return TrainingStep(
-        student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4, amp, **options
-    )
+    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), 1e-4, amp, **options)
 
 
 # ---- the labels ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from zoo import image, same, settings, state
 from models.quantize.calibration.calibrate import collect_histograms, histogram_amax
 from models.quantize.calibration.divergence import typical_divergence
 from models.quantize.calibration.fisher import TRIED, fisher_amax, probe
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import HeadOutputs
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off
 
 BATCHES = [image(96, 2, seed) for seed in range(2)]
@@ -34,7 +34,7 @@ def test_the_square_of_a_projection_is_twice_the_divergence():
     generator = torch.Generator().manual_seed(0)
     maps = [torch.randn(1, 4 * 5 + 3, size, size, generator=generator).double() for size in (3, 2)]
     change = [0.01 * torch.randn(m.shape, generator=generator).double() for m in maps]
-    moved = typical_divergence(Fixed([m + c for m, c in zip(maps, change)], 5), [None], [Raw(maps, None)])
+    moved = typical_divergence(Fixed([m + c for m, c in zip(maps, change)], 5), [None], [HeadOutputs(maps, None)])
     squares = []
     for _ in range(4000):
         vectors, weight = probe(maps, 5, draws(generator))

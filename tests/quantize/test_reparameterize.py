@@ -200,27 +200,9 @@ def test_model_goes_unchecked_where_the_tree_has_no_configs(demo, tmp_path):
 def test_command_accepts_the_right_claims(tmp_path, monkeypatch):
     monkeypatch.chdir(TREE)
     torch.save({'model': build('yolov9-t', nc=3).half(), 'ema': None}, tmp_path / 'dual.pt')
-    program('reparameterization.py').main(
-        list(
-            map(
-                str,
-                (
-                    '--weights',
-                    tmp_path / 'dual.pt',
-                    '--save',
-                    tmp_path / 'out.pt',
-                    '--model',
-                    't',
-                    '--classes_num',
-                    3,
-                    '--cfg',
-                    config_file('gelan-t'),
-                    '--device',
-                    'cpu',
-                ),
-            )
-        )
-    )
+    claims = *'--model t --classes_num 3 --device cpu'.split(), '--cfg', str(config_file('gelan-t'))
+    files = '--weights', str(tmp_path / 'dual.pt'), '--save', str(tmp_path / 'out.pt')
+    program('reparameterization.py').main([*files, *claims])
     assert CheckpointFile(tmp_path / 'out.pt').load_float().nc == 3
 
 
@@ -229,14 +211,8 @@ def test_a_full_disk_leaves_no_half_file(small, tmp_path):
     """A file-size limit of the process makes the write fail half-way, as a full disk does."""
     (tmp_path / 'out.pt').write_bytes(b'the old one')
     limit = Path(small.single).stat().st_size // 2
-    said = python(
-        'reparameterization.py',
-        '--weights',
-        small.dual,
-        '--save',
-        tmp_path / 'out.pt',
-        code=2,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
+    files = '--weights', small.dual, '--save', tmp_path / 'out.pt'
+    fills = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
+    said = python('reparameterization.py', *files, code=2, preexec_fn=fills)
     assert f'error: {tmp_path}/out.pt: File too large' in said and 'Traceback' not in said
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {'out.pt': b'the old one'}

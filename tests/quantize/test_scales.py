@@ -16,17 +16,7 @@ from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.files import sha256
 from utils.qat.graph.onnx_graph import constants
 
-MOVES = {
-    'Concat',
-    'MaxPool',
-    'Resize',
-    'Split',
-    'Slice',
-    'Reshape',
-    'Transpose',
-    'Unsqueeze',
-    'Gather',
-}  # Q commutes with these
+MOVES = set('Concat MaxPool Resize Split Slice Reshape Transpose Unsqueeze Gather'.split())  # Q commutes with these
 
 
 def quantized(name):

@@ -18,7 +18,7 @@ from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
-from models.quantize.head_outputs import Raw
+from models.quantize.head_outputs import HeadOutputs
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from models.quantize.units import find_units, left_out
@@ -26,6 +26,7 @@ from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
+from utils.qat.core.log import unshown
 from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data
 from utils.qat.data.images import channels_last
@@ -40,10 +41,6 @@ CPU = torch.device('cpu')
 @pytest.fixture(scope='module')
 def loader(demo):
     return list(val_loader(load_data(demo.data), settings(batch_size=4), 32, square=True))
-
-
-def plain_progress(iterable, text=''):
-    return iterable
 
 
 # ---- units --------------------------------------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def test_costs_are_counted_once(demo):
 
 
 def divergence(model, batches, wanted):
-    totals, weights = zip(*(divergence_sums(Raw.of(model(x)), raw, 16) for x, raw in zip(batches, wanted)))
+    totals, weights = zip(*(divergence_sums(HeadOutputs.of(model(x)), raw, 16) for x, raw in zip(batches, wanted)))
     return (torch.cat(totals).sum() / torch.cat(weights).sum()).item()
 
 
@@ -122,10 +119,10 @@ def test_measured_is_what_the_whole_model_does(demo, loader):
     forms.learn_alone({})
     units = find_units(reference, list(forms.twins), 'layer')
     some = {unit: units[unit] for unit in ('model.0', 'model.14', 'model.34')}
-    found = measure_units(forms, some, loader, load_data(demo.data).names, True, plain_progress)
+    found = measure_units(forms, some, loader, load_data(demo.data).names, True, unshown)
     images = [channels_last(batch[0].float() / 255) for batch in loader]
     with torch.no_grad():
-        wanted = [Raw.of(forms.model(x)) for x in images]
+        wanted = [HeadOutputs.of(forms.model(x)) for x in images]
         plain = [x.contiguous() for x in images]  # one layout in all layers, because layouts decide the order of sums
         assert same([forms.model(x)[1] for x in plain], [reference(x)[1] for x in plain]), 'it is left in float'
     assert found['float']['divergence'] == pytest.approx(0, abs=1e-9) and found['int8']['divergence'] == pytest.approx(
@@ -154,7 +151,7 @@ def test_estimates_rank_as_measuring_does(demo, loader):
     estimated, _ = estimate.result()
     forms.learn_alone({})
     some = dict(list(units.items())[::4])
-    measured = measure_units(forms, some, loader, {}, False, plain_progress)
+    measured = measure_units(forms, some, loader, {}, False, unshown)
     pairs = [(estimated[u][0], measured[u, 'only']['divergence']) for u in some]
     assert spearmanr(*zip(*pairs)).statistic > 0.9
     ratios = np.array([e / m for e, m in pairs])
@@ -348,28 +345,11 @@ def run(*argv, code=0):
     assert run_command(program('qat.py').main, [str(a) for a in argv]) == code
 
 
+QUICK = '--imgsz 128 --device cpu --workers 0 --batch-size 4 --calib-images 8 --calib-method mse --exist-ok'.split()
+
+
 def common(demo, weights, folder):
-    return (
-        '--weights',
-        weights,
-        '--data',
-        demo.data,
-        '--imgsz',
-        128,
-        '--device',
-        'cpu',
-        '--workers',
-        0,
-        '--batch-size',
-        4,
-        '--calib-images',
-        8,
-        '--calib-method',
-        'mse',
-        '--project',
-        folder,
-        '--exist-ok',
-    )
+    return '--weights', weights, '--data', demo.data, '--project', folder, *QUICK
 
 
 @pytest.fixture(scope='module')
@@ -382,10 +362,8 @@ def analysed(demo, damaged):
 
 def test_the_damaged_block_is_the_worst(analysed):
     summary = json.loads((analysed / FILE).read_text())
-    assert (
-        worst(summary)[0]['unit'] == 'model.14'
-        and worst(summary)[0]['distortion'] > 3 * worst(summary)[1]['distortion']
-    )
+    first, second, *_ = worst(summary)
+    assert first['unit'] == 'model.14' and first['distortion'] > 3 * second['distortion']
     gains = {
         u['unit']: u['measured']['without']['ap'] - summary['int8']['ap'] for u in summary['units'] if u['measured']
     }
@@ -421,21 +399,9 @@ def test_the_budget_is_kept_where_int8_does_not_keep_it(demo, damaged, analysed,
     assert 'of the FLOPs stay INT8' in (tmp_path / 'budget' / 'log.txt').read_text()
 
 
-def test_the_worst_units_stay_in_float(demo, damaged, analysed, tmp_path, capsys):
-    run(
-        'quantize',
-        *common(demo, damaged, tmp_path),
-        '--epochs',
-        0,
-        '--no-eval-origin',
-        '--no-eval-ptq',
-        '--sensitive',
-        analysed / FILE,
-        '--keep-float',
-        1,
-        '--exclude',
-        'model.0',
-    )
+def test_the_worst_units_stay_in_float(demo, damaged, analysed, tmp_path):
+    choice = '--sensitive', analysed / FILE, '--keep-float', 1, '--exclude', 'model.0'
+    run('quantize', *common(demo, damaged, tmp_path), *'--epochs 0 --no-eval-origin --no-eval-ptq'.split(), *choice)
     kept = json.loads((tmp_path / 'exp' / 'report.json').read_text())['kept_float']
     assert {path.split('.')[1] for path in kept} <= {'0', '14'} and len(kept) > 5
 

@@ -25,7 +25,6 @@ from zoo import command, program, python, same
 
 from models.quantize.convert import find_twins
 from models.quantize.finetuning.loop import supervised_layers
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import TrainingStep
 from models.quantize.run import stages
 from utils.qat.config.qat import EvalConfig
@@ -495,7 +494,7 @@ def test_files_that_no_run_writes(interrupted, tmp_path, name):
 @pytest.fixture(scope='module')
 def step(small):
     student = small.quantized_model()
-    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), relative_error, 1e-4)
+    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), 1e-4)
 
 
 @pytest.mark.parametrize('name', sampled(STATES, 6))

@@ -10,7 +10,7 @@ import torch.nn as nn
 from models.quantize.analysis.sqnr import decibels, energies
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.head_outputs import Raw, bins_of
+from models.quantize.head_outputs import HeadOutputs, bins_of
 from models.quantize.network import layers
 from models.quantize.quantizers import Quantizer
 from models.quantize.units import layer_of
@@ -94,7 +94,7 @@ def run_from_layer(model: nn.Module, first: int, x: Any, saved: Sequence) -> Any
     return output
 
 
-class Tally:
+class FormMetrics:
     """The figures of one form of the model over all images: divergence and SQNR, and with a scorer the metrics.
 
     With a scorer, `result` sets `resampled`, see chance.resampled_ap.
@@ -106,7 +106,7 @@ class Tally:
 
     def add(self, output: Any, wanted: Any, truth: Any) -> None:
         """Add the outputs of a batch, in eval mode; `wanted`: those of the float model's head on the same images."""
-        raw, predict = Raw.of(output), self.predict
+        raw, predict = HeadOutputs.of(output), self.predict
         self.sums += torch.stack(
             (
                 *map(torch.sum, divergence_sums(raw, wanted, bins_of(predict.model))),
@@ -152,42 +152,42 @@ def measure_units(
     The inputs of each layer are kept for a batch, of the float and of the INT8 model. So a unit costs only the layers
     behind it. ALONE must be set, see `learn_alone`.
 
-    Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → figures of a Tally. With `scoring` all but 'only'
+    Returns 'float', 'int8', (unit, 'only') and (unit, 'without') → measurements of a FormMetrics. With `scoring` all but 'only'
     have metrics; 'int8' has 'against_float', and 'without' has 'against_int8', the difference of score_tables.merit (see
     chance.py).
     """
     model, predict = forms.model, TorchModel(forms.model)
-    tallies: dict[Any, Tally] = {
-        key: Tally(predict, predict.task.scorer(names) if scoring else None) for key in ('float', 'int8')
+    metrics_of: dict[Any, FormMetrics] = {
+        key: FormMetrics(predict, predict.task.scorer(names) if scoring else None) for key in ('float', 'int8')
     }
     first = layer_numbers(model, units)
     for unit in units:
-        tallies[unit, 'only'] = Tally(predict)
-        tallies[unit, 'without'] = Tally(predict, predict.task.scorer(names) if scoring else None)
+        metrics_of[unit, 'only'] = FormMetrics(predict)
+        metrics_of[unit, 'without'] = FormMetrics(predict, predict.task.scorer(names) if scoring else None)
     for batch in progress(loader):
         images, truth = prepared(batch, predict.device)
         images = channels_last(images)
         forms.set_form(FLOAT)
         *float_states, (output, _) = layer_states(model, 0, images, [])
-        wanted = Raw.of(output)
-        tallies['float'].add(output, wanted, truth)
+        wanted = HeadOutputs.of(output)
+        metrics_of['float'].add(output, wanted, truth)
         forms.set_form(INT8)
         *int8_states, (output, _) = layer_states(model, 0, images, [])
-        tallies['int8'].add(output, wanted, truth)
+        metrics_of['int8'].add(output, wanted, truth)
         for unit, twins in units.items():
             layer = first[unit]
             forms.set_form(FLOAT, twins)
-            tallies[unit, 'without'].add(run_from_layer(model, layer, *int8_states[layer]), wanted, truth)
+            metrics_of[unit, 'without'].add(run_from_layer(model, layer, *int8_states[layer]), wanted, truth)
             forms.set_form(INT8, twins)
         forms.set_form(FLOAT)
         for unit, twins in units.items():
             layer = first[unit]
             forms.set_form(ALONE, twins)
-            tallies[unit, 'only'].add(run_from_layer(model, layer, *float_states[layer]), wanted, truth)
+            metrics_of[unit, 'only'].add(run_from_layer(model, layer, *float_states[layer]), wanted, truth)
             forms.set_form(FLOAT, twins)
-    found = {key: tally.result() for key, tally in tallies.items()}
+    found = {key: metrics.result() for key, metrics in metrics_of.items()}
     if scoring:
-        resampled = {key: tally.resampled for key, tally in tallies.items() if tally.scorer}
+        resampled = {key: metrics.resampled for key, metrics in metrics_of.items() if metrics.scorer}
         found['int8']['against_float'] = difference(resampled['float'], resampled['int8'])
         for unit in units:
             found[unit, 'without']['against_int8'] = difference_of_merit(resampled['int8'], resampled[unit, 'without'])

@@ -18,6 +18,7 @@ import torch.nn as nn
 from models.quantize.analysis.partly_float import TwinForms, measure_units
 from models.quantize.blocks import QuantConv2d, Twin
 from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
+from models.quantize.network import removed_after
 from models.quantize.quantizers import Quantizer, quantizers_off
 from models.quantize.units import find_units, within
 from utils.qat.backends.detections import prepared
@@ -110,11 +111,8 @@ class DivergenceEstimate:
                 hooks.append(twin.register_forward_hook(of_conv(path)))
             else:
                 hooks += [getattr(twin, name).register_forward_hook(of_input(path)) for name in twin.quantizer_names]
-        try:
+        with removed_after(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def result(self) -> tuple[dict[str, Sequence[float]], dict[str, torch.Tensor]]:
         """Compute the estimates over all processes of a torchrun.
@@ -142,10 +140,8 @@ def unit_costs(
     convs = {path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))}
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
     parameter = next(model.parameters())
-    with torch.no_grad(), quantizers_off(model):
+    with removed_after(hooks), torch.no_grad(), quantizers_off(model):
         model.eval()(torch.zeros(1, 3, *imgsz, device=parameter.device))
-    for hook in hooks:
-        hook.remove()
 
     def total(paths: Iterable[str]) -> tuple[int, int]:
         return sum(flops[p] for p in paths), sum(x.numel() for p in paths for x in convs[p].parameters(recurse=False))
@@ -195,7 +191,7 @@ def analyse(
     times['estimate'] = time.perf_counter() - start
 
     chosen = list(units) if config.metric == 'ap' else sorted(units, key=lambda u: -estimated[u][0])[:MEASURED]
-    figures = measure_units(
+    measurements = measure_units(
         forms,
         {u: units[u] for u in units if u in chosen},
         loader,
@@ -206,7 +202,7 @@ def analyse(
     times['measure'] = time.perf_counter() - start - times['estimate']
     rows = []
     for unit, paths in units.items():
-        measured = {way: figures[unit, way] for way in ('only', 'without')} if unit in chosen else None
+        measured = {way: measurements[unit, way] for way in ('only', 'without')} if unit in chosen else None
         module = reference.get_submodule(unit)
         rows.append(
             {
@@ -222,4 +218,4 @@ def analyse(
                 'ranges': _ranges(forms.model, paths),
             }
         )
-    return {'float': figures['float'], 'int8': figures['int8'], 'flops': costs[''][0], 'units': rows}
+    return {'float': measurements['float'], 'int8': measurements['int8'], 'flops': costs[''][0], 'units': rows}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.head_outputs import ClassScores, Raw
+from models.quantize.head_outputs import ClassScores, HeadOutputs
 from models.quantize.quantizers import RoundedOnce
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce
@@ -24,16 +24,16 @@ from utils.qat.evaluation.classes import agreement, divergence
 COMPARED = 64  # images of a process, at least; batches are whole
 
 
-def _parts(raw: Raw, classes: int) -> list[Sequence[torch.Tensor]]:
+def _parts(raw: HeadOutputs | ClassScores, classes: int) -> list[Sequence[torch.Tensor]]:
     """List the tensors of each part, in the order of Task.parts."""
+    if isinstance(raw, ClassScores):
+        return [[raw.logits]]
     of_levels = zip(*(m.split((m.shape[1] - classes, classes), 1) for m in raw.maps))
     return [*of_levels, *([x] for x in (raw.coefficients, raw.prototypes) if x is not None)]
 
 
 def energies(mine: Any, wanted: Any, classes: int) -> torch.Tensor:
     """Sum t² and (s - t)² over each part, of the quantized (`mine`) and the float model (`wanted`): FP64 [parts, 2]."""
-    if isinstance(mine, ClassScores):
-        return mine.energies(wanted)
 
     def sums(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return torch.stack((t.double().square().sum(), (s.double() - t).square().sum()))
@@ -69,7 +69,7 @@ class ComparedModel(TorchModel):
             return self.task.predictions(output)
         self.seen += len(images)
         wanted = self.reference(channels_last(images))
-        self.sums += energies(Raw.of(output), Raw.of(wanted), self.nc)
+        self.sums += energies(HeadOutputs.of(output), HeadOutputs.of(wanted), self.nc)
         if not self.task.boxes:
             both = torch.stack((agreement(output, wanted), divergence(output, wanted)))
             self.apart += torch.cat((both.sum(1), both.new_tensor([len(images)])))

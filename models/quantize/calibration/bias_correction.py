@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.quantize.blocks import QuantConv2d
+from models.quantize.network import removed_after
 from models.quantize.quantizers import RoundedOnce
 
 
@@ -60,13 +61,9 @@ def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, t
         return hook
 
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs]
-    try:
-        with RoundedOnce(model):
-            for images in batches:
-                model.eval()(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with removed_after(hooks), RoundedOnce(model):
+        for images in batches:
+            model.eval()(images)
     return {path: torch.cat(of_images) for path, of_images in errors.items()}
 
 

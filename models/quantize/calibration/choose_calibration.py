@@ -23,9 +23,10 @@ from models.quantize.calibration.calibrate import (
 )
 from models.quantize.calibration.divergence import log_divergences, typical
 from models.quantize.calibration.fisher import fisher_amax
-from models.quantize.head_outputs import Raw, has_known_head, require_known_head
+from models.quantize.head_outputs import HeadOutputs, has_known_head, require_known_head
 from utils.qat.config.qat import CANDIDATES, CalibrationConfig
 from utils.qat.core.distributed import from_first
+from utils.qat.core.log import unshown
 
 CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
 UNUSABLE = 0.5  # at this divergence and above detections are lost
@@ -97,7 +98,7 @@ def choose_calibration(
     histograms: Mapping[str, Histogram],
     images: Sequence[torch.Tensor],
     config: CalibrationConfig,
-    progress: Callable[..., Iterable[str]] = lambda steps, *_, **__: steps,
+    progress: Callable[..., Iterable[str]] = unshown,
 ) -> tuple[dict[str, float], str, bool, dict[str, int]]:
     """Calibrate `model` in place, in each way that `config` allows, and keep the way with the least divergence.
 
@@ -118,7 +119,11 @@ def choose_calibration(
         require_known_head(model, '--calib-method fisher', 'use another, such as mse')
     fitting, others = every_third(images)
     with torch.no_grad():
-        parts = [(part, [Raw.of(reference.eval()(x)) for x in part]) for part in every_third(others)] if known else []
+        parts = (
+            [(part, [HeadOutputs.of(reference.eval()(x)) for x in part]) for part in every_third(others)]
+            if known
+            else []
+        )
     calibrate_weights(model)
 
     methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]

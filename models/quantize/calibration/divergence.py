@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from utils.general import xywh2xyxy
 from utils.segment.general import crop_mask
 
-from models.quantize.head_outputs import ClassScores, Raw, bins_of
+from models.quantize.head_outputs import ClassScores, HeadOutputs, bins_of
 from models.quantize.quantizers import RoundedOnce
 from utils.qat.data.masks import COARSE
 
@@ -35,7 +35,7 @@ def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]
     return sides.unflatten(1, (4, bins)), scores
 
 
-def strongest_places(raw: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
+def strongest_places(raw: HeadOutputs, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the places with the highest scores, where masks count, and the weights of the points of these masks.
 
     Places are INT64 [B, K], and weights [B, K, H / 4, W / 4]: inside the box the score divided by the number of points
@@ -52,7 +52,7 @@ def strongest_places(raw: Raw, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     return places, inside * (scores / inside.sum((2, 3)).clamp(min=1))[..., None, None]
 
 
-def mask_logits(raw: Raw, places: torch.Tensor) -> torch.Tensor:
+def mask_logits(raw: HeadOutputs, places: torch.Tensor) -> torch.Tensor:
     """Compute the logits of the masks at `places` (INT64 [B, K]): [B, K, H / 4, W / 4], not cut at the box."""
     chosen = raw.coefficients.transpose(1, 2).gather(1, places[..., None].expand(-1, -1, raw.coefficients.shape[1]))
     return (chosen @ raw.prototypes.flatten(2)).unflatten(2, raw.prototypes.shape[2:])
@@ -66,7 +66,7 @@ def bernoulli_divergence(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tens
 def divergence_sums(mine: Any, wanted: Any, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the divergence, and its weights, over the places of each image: FP64 [B] both.
 
-    `mine` and `wanted` (of the float model) are Raw or ClassScores. The weights are about the number of places with an
+    `mine` and `wanted` (of the float model) are HeadOutputs or ClassScores. The weights are about the number of places with an
     object.
     """
     if isinstance(mine, ClassScores):
@@ -97,7 +97,9 @@ def log_divergences(
     """
     bins = bins_of(model.eval())
     with RoundedOnce(model):
-        sums = [divergence_sums(Raw.of(model(images)), wanted, bins) for images, wanted in zip(batches, references)]
+        sums = [
+            divergence_sums(HeadOutputs.of(model(images)), wanted, bins) for images, wanted in zip(batches, references)
+        ]
     totals, weights = map(torch.cat, zip(*sums))
     return totals.clamp(min=torch.finfo(totals.dtype).tiny).log(), weights
 

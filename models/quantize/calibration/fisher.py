@@ -14,7 +14,8 @@ import torch.nn as nn
 
 from models.quantize.calibration.calibrate import Histogram, histogram_amax, in_memory_order
 from models.quantize.calibration.divergence import mask_logits, split_map, strongest_places
-from models.quantize.head_outputs import ClassScores, Raw, bins_of
+from models.quantize.head_outputs import ClassScores, HeadOutputs, bins_of
+from models.quantize.network import removed_after
 from models.quantize.quantizers import Quantizer, named_quantizers, quantizers_off, rounded
 from utils.qat.config.qat import CalibrationConfig
 
@@ -52,7 +53,7 @@ def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[tor
     return vectors, weights
 
 
-def probe_masks(raw: Raw, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def probe_masks(raw: HeadOutputs, bins: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a random v for the masks that count: a point of a mask is a Bernoulli variable with a weight.
 
     Returns the logits of the masks, FP32 [B, K, H / 4, W / 4], and v, the same shape.
@@ -75,7 +76,7 @@ def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch
 
     images, bins = images.detach().requires_grad_(), bins_of(model)
     with torch.enable_grad():
-        raw = Raw.of(model(images))
+        raw = HeadOutputs.of(model(images))
         if isinstance(raw, ClassScores):
             vector, weight = raw.probe(draw)
             (raw.logits * vector).sum().backward(inputs=[images])
@@ -134,12 +135,10 @@ def fisher_amax(
     hooks = [quantizers[path].register_forward_hook(watch(path)) for path in steps]
     generator = torch.Generator().manual_seed(config.seed)
     try:
-        with quantizers_off(model.eval().requires_grad_(False)):
+        with removed_after(hooks), quantizers_off(model.eval().requires_grad_(False)):
             for part in (part for batch in images for part in batch.split(AT_ONCE)):
                 backward_from_probe(model, part, generator)
     finally:
-        for hook in hooks:
-            hook.remove()
         for p in learning:
             p.requires_grad_()
     best = torch.stack([e.argmin() for e in errors.values()])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.finetuning.training_step import GraphedStep, NotFinite, TrainingStep
 from models.quantize.network import layers as layers_of
 from utils.qat.backends.pytorch import task_of
@@ -89,7 +88,6 @@ def finetune(
         student,
         teacher,
         layers,
-        relative_error,
         config.lr,
         config.precision(next(student.parameters()).device.type),
         capturable=bool(config.compile),

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.finetuning.losses import relative_error
 from models.quantize.head_outputs import head_of, output_parts
 from models.quantize.network import layers as layers_of
+from models.quantize.network import removed_after
 from models.quantize.quantizers import QMIN, FixedScales
 from utils.qat.core.distributed import all_reduce, world_size
 
@@ -59,12 +61,8 @@ def _watched(
         return lambda module, inputs, output: see(index, output_parts(output))
 
     watched = [*layers_of(model).values()]
-    hooks = [watched[i].register_forward_hook(hook(i)) for i in layers]
-    try:
+    with removed_after(watched[i].register_forward_hook(hook(i)) for i in layers):
         yield
-    finally:
-        for h in hooks:
-            h.remove()
 
 
 def head_emits_raw_maps(model: nn.Module) -> None:
@@ -97,8 +95,7 @@ class TrainingStep:
     Args:
         student: calibrated; all its weights will learn.
         teacher: the float model.
-        layers: indices of the top-level layers that are compared.
-        loss: of one layer, such as losses.relative_error; its parts have equal weights, and so have the layers.
+        layers: indices of the top-level layers that are compared, by losses.relative_error, with equal weights.
         lr: highest learning rate of the weights, see `set_rate`.
         amp: a key of DTYPES. With 'bf16' or 'fp16' the student runs under autocast, beside a copy of the teacher in
             that precision. Weights, scales, loss and update stay FP32.
@@ -111,7 +108,6 @@ class TrainingStep:
         student: nn.Module,
         teacher: nn.Module,
         layers: Sequence[int],
-        loss: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor],
         lr: float,
         amp: str = 'off',
         capturable: bool = False,
@@ -121,7 +117,7 @@ class TrainingStep:
             p.requires_grad_(p.is_floating_point())
         head_emits_raw_maps(student)
         head_emits_raw_maps(teacher)
-        self.student, self.teacher, self.layers, self.loss, self.label_loss = student, teacher, layers, loss, label_loss
+        self.student, self.teacher, self.layers, self.label_loss = student, teacher, layers, label_loss
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
@@ -211,7 +207,7 @@ class TrainingStep:
 
     def _term(self, outputs: list[list[torch.Tensor]], targets: list[list[torch.Tensor]]) -> torch.Tensor:
         """Compute a layer's term of the loss; its parts have equal weights."""
-        first, *others = (self.loss(*pair) for pair in zip(outputs, targets))
+        first, *others = (relative_error(*pair) for pair in zip(outputs, targets))
         return sum(others, first) / (1 + len(others)) if others else first
 
     def _compare(self, images: torch.Tensor, *labels: Any) -> dict[Any, torch.Tensor]:

@@ -44,7 +44,9 @@ ROWS, REPEATS, LENGTH = 1000, 100, 100  # rows of the network, repeats of a row,
 # A layer of the user's own: the modules that may define it, the classes that it must not be a subclass of, and the
 # functions that it must not use
 TREE = 'models.common', 'models.experimental', 'models.yolo'
-NO_LAYERS = frozenset(('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT'))
+WHOLE_MODELS = frozenset(
+    ('BaseModel', 'DetectMultiBackend', 'AutoShape', 'Ensemble', 'End2End', 'ONNX_ORT', 'ONNX_TRT')
+)
 NOT_CALLED = frozenset(
     """eval exec compile open __import__ import_module system popen Popen run load load_url safe_load yaml_load parse_model
     attempt_load attempt_download""".split()
@@ -199,7 +201,7 @@ def _wrong_layer(name: str) -> str | None:
         return f'{name} is no layer that is defined in {", ".join(TREE)}, nor one of {", ".join(sorted(PYTORCH))}'
     if name in LAYERS:
         return None
-    if any(base.__name__ in NO_LAYERS for base in found.__mro__):
+    if any(base.__name__ in WHOLE_MODELS for base in found.__mro__):
         return f'{name} is a whole model'
     functions = [value for base in found.__mro__ if base.__module__ in TREE for value in vars(base).values()]
     called = NOT_CALLED.intersection(used for function in functions for used in _names_used(function))

@@ -80,34 +80,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.benchmark.accuracy import Accuracy
-    from utils.qat.benchmark.cases import cases_of, run_case
-    from utils.qat.benchmark.model_files import give_sizes, networks_of
+    from utils.qat.benchmark.accuracy import accuracy_of
+    from utils.qat.benchmark.measurement import Conditions, Measurement
+    from utils.qat.benchmark.model_files import give_sizes, read_model_files
     from utils.qat.benchmark.report import disturbance, summary, write_benchmark
+    from utils.qat.benchmark.run import run
+    from utils.qat.benchmark.sweep import measurements_of
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.device import select_device
     from utils.qat.core.machine import machine
 
-    def open_checkpoint(file: Path) -> TorchModel:
+    def open_checkpoint(file: Path, device: torch.device) -> TorchModel:
         with quiet_upstream():
-            return TorchModel(*CheckpointFile(file).load_any())
-
-    def load(file: Path, device: torch.device) -> tuple[torch.nn.Module, bool]:
-        with quiet_upstream():
-            model, quant = CheckpointFile(file).load_any(device)
-        return model, quant is not None
+            return TorchModel(*CheckpointFile(file).load_any(device))
 
     if config.files != config.models:
         require_file(config.files[0], '--baseline')
     device = select_device(config.device)
-    networks = networks_of(config.files, lambda file: CheckpointFile(file).kind)
-    give_sizes(networks, open_checkpoint)
+    models = read_model_files(config.files, lambda file: CheckpointFile(file).kind)
+    give_sizes(models, open_checkpoint)
     if config.data:
-        known = {load_task(network.task) for network in networks if network.task in TASKS}
+        known = {load_task(model.task) for model in models if model.task in TASKS}
         if known or not config.data.is_dir():  # the folders of a classifier of others are read when it is scored
             require_labels(config.data, known or {load_task('detect')})
-    tasks = {network.file: task_named(network.task) for network in networks}
-    cases, left_out = cases_of(networks, config, device)
+    tasks = {model.file: task_named(model.task) for model in models}
+    measurements, left_out = measurements_of(models, config, device)
     torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
     report: dict[str, Any] = {
         'settings': asdict(config),
@@ -121,28 +118,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         left_out.append(line)
         LOGGER.warning(f'left out: {line}')
 
-    accuracy = Accuracy(config, device, load, leave_out) if config.data else None
-    LOGGER.info(f'{report["machine"]["device"]}: {len(cases)} measurements of {config.duration:g} s')
+    conditions = Conditions(config, device, open_checkpoint)
+    LOGGER.info(f'{report["machine"]["device"]}: {len(measurements)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
-    measured = []
+    done: list[tuple[Measurement, dict[str, Any]]] = []
     with own_folder(config) as folder:
         try:
-            with Usage(device, LOGGER.info) as usage:
+            with Usage(device) as usage:
                 report['usage'] = usage.samples
-                for number, case in enumerate(bar(cases, 'measuring', unit='measurements'), 1):
-                    LOGGER.info(f'\n{number} of {len(cases)}: {case}')
+                for number, measurement in enumerate(bar(measurements, 'measuring', unit='measurements'), 1):
+                    LOGGER.info(f'\n{number} of {len(measurements)}: {measurement}')
                     try:
-                        result = run_case(case, config, device, load, usage, LOGGER.info).plain()
+                        result = asdict(run(measurement, conditions, usage))
                     except QatError as e:
                         leave_out(str(e))
                     else:
                         report['results'].append(result)
-                        measured.append((case, result))
+                        done.append((measurement, result))
                         LOGGER.info(summary(result))
-            if accuracy:  # afterwards: it leaves memory behind, which would count as that of the next measurement
-                for case, result in measured:
-                    result['accuracy'] = accuracy.of(case, result['imgsz'])
+            # afterwards: scoring leaves memory behind, which would count as that of the next measurement
+            scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # each model once, whatever the batches
+            for measurement, result in done if config.data else ():
+                scored = measurement.file, measurement.backend, measurement.precision, result['imgsz']
+                if scored not in scores:
+                    try:
+                        scores[scored] = accuracy_of(measurement, result['imgsz'], conditions)
+                    except QatError as e:
+                        scores[scored] = None
+                        leave_out(f'accuracy of {measurement.file}: {e}')
+                result['accuracy'] = scores[scored]
         finally:  # what was measured stays, whatever ended it
             if report['results']:
                 tables = write_benchmark(folder, report, config.formats)

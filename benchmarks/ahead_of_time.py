@@ -32,8 +32,11 @@ from models.deploy.formats.aoti import export_aoti
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.aoti import AotPackage
-from utils.qat.benchmark.measured import MeasuredSession
-from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.benchmark.measured_backends import measured_by
+from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.model_files import read_model_files, shapes_of
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.core.command import Parser, require_file, run_command
 from utils.qat.core.device import describe, instruction_sets, select_device
 from utils.qat.core.errors import QatError
@@ -64,13 +67,6 @@ def load_model(path: Path, device: torch.device) -> torch.nn.Module:
         return CheckpointFile(path).load_any(device)[0]
 
 
-def prepared(measured: MeasuredSession, images: torch.Tensor) -> Run:
-    """Return one run of what is measured, whose inputs and outputs are in place."""
-    (name,) = measured.session.signature().inputs
-    measured.prepare({name: (torch.float32, tuple(images.shape))})
-    return measured.compute
-
-
 def exported(model: torch.nn.Module, file: Path, images: torch.Tensor) -> Path:
     """Export a model to `file`, unless it is there."""
     if not file.exists():
@@ -86,14 +82,18 @@ def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: boo
     return lambda: package.call(images)
 
 
-def in_openvino(onnx: Callable[[], Path], images: torch.Tensor) -> Run:
-    """Return one run of an .onnx file in OpenVINO."""
-    return prepared(MeasuredOpenVINO(onnx(), images.device), images)
-
-
-def in_onnxruntime(onnx: Callable[[], Path], images: torch.Tensor, kind: str) -> Run:
-    """Return one run of an .onnx file in ONNX Runtime, with its own optimizations."""
-    return prepared(MeasuredOnnxRuntime(onnx(), images.device, kind), images)
+def in_engine(backend: str, onnx: Callable[[], Path], images: torch.Tensor) -> Run:
+    """Return one run of an .onnx file in a backend, with its own optimizations; its inputs and outputs are in place."""
+    file = onnx()
+    (model,) = read_model_files([file], lambda checkpoint: CheckpointFile(checkpoint).kind)
+    inputs = shapes_of(model.inputs, len(images), None, file)
+    measurement = Measurement(model, backend, model.precision, None, len(images), inputs)
+    conditions = Conditions(
+        BenchmarkConfig((file,)), images.device, lambda file, device: TorchModel(load_model(file, device))
+    )
+    measured = measured_by(backend)(measurement, file, conditions)
+    measured.prepare(inputs)
+    return measured.compute
 
 
 def on_cpu(
@@ -105,8 +105,8 @@ def on_cpu(
         if model is not None:
             onnx = partial(exported, model, folder / f'{kind}.onnx', images)
             ways[f'AOTInductor {kind}'] = partial(compiled, model, folder / f'{kind}.pt2', images)
-            ways[f'OpenVINO {kind}'] = partial(in_openvino, onnx, images)
-            ways[f'ONNX Runtime {kind}'] = partial(in_onnxruntime, onnx, images, kind)
+            ways[f'OpenVINO {kind}'] = partial(in_engine, 'openvino', onnx, images)
+            ways[f'ONNX Runtime {kind}'] = partial(in_engine, 'onnxruntime', onnx, images)
     return ways
 
 

@@ -80,20 +80,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from utils.qat.engine.api import VERSIONS
     from utils.qat.engine.build import EngineFromOnnx
-    from utils.qat.engine.plan import Source, plan
+    from utils.qat.engine.plan import Plan
     from utils.qat.engine.trtexec import build_with_trtexec, find_trtexec, version_of
 
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     if trtexec:
-        version, source = version_of(trtexec), Source(config)
-        flags = plan(source, VERSIONS[version[0]], f'TensorRT {".".join(map(str, version))}')
+        version = version_of(trtexec)
+        plan = Plan(config, VERSIONS[version[0]], f'TensorRT {".".join(map(str, version))}')
         built = build_with_trtexec(
             trtexec,
-            version,
-            source,
-            flags,
-            LOGGER.debug,
+            version[0],
+            plan,
             lambda lines: bar(lines, 'building', unit='lines of trtexec'),
             *((layer, profile) if graph else ()),
         )

@@ -25,12 +25,13 @@ from zoo import program
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.cases import cases_of
-from utils.qat.benchmark.engine_cache import engine_for
-from utils.qat.benchmark.measured_backends import MeasuredOnnxRuntime, MeasuredOpenVINO, MeasuredPyTorch
-from utils.qat.benchmark.model_files import BATCHES, Network, give_sizes, networks_of, shapes_of
+from utils.qat.benchmark.engine_cache import file_to_run
+from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, measured_by
+from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.model_files import BATCHES, ModelFile, give_sizes, read_model_files, shapes_of
 from utils.qat.benchmark.report import summary
-from utils.qat.benchmark.timing import LEAST_QUERIES, HostClock, in_line, measure, statistics
+from utils.qat.benchmark.sweep import measurements_of
+from utils.qat.benchmark.timing import LEAST_QUERIES, HostEvent, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.engine import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
@@ -38,7 +39,7 @@ from utils.qat.core.errors import QatError
 
 CPU = torch.device('cpu')
 NO_OPENVINO = MeasuredOpenVINO.missing('openvino', CPU)
-FLOATS = () if NO_OPENVINO else MeasuredOpenVINO.precisions(Network(None, {}, 'FP32', ()), CPU)  # that this CPU has
+FLOATS = () if NO_OPENVINO else MeasuredOpenVINO.precisions(ModelFile(None, {}, 'FP32', ()), CPU)  # that this CPU has
 needs_openvino = pytest.mark.skipif(bool(NO_OPENVINO), reason=NO_OPENVINO)
 SIZE = 64  # pixels
 
@@ -88,46 +89,45 @@ def classifier():
     ).eval()
 
 
-def network(file):
-    return networks_of([file], lambda file: CheckpointFile(file).kind)[0]
+def described(file):
+    return read_model_files([file], lambda file: CheckpointFile(file).kind)[0]
 
 
-def load(file, device):
-    model, quant = CheckpointFile(file).load_any(device)
-    return model, quant is not None
+def open_checkpoint(file, device):
+    return TorchModel(*CheckpointFile(file).load_any(device))
 
 
-def command(*arguments):
-    """Exit code of benchmark_trt.py, in this process."""
-    return run_command(program('benchmark_trt.py').main, list(map(str, arguments)))
+def opened(file, backend, shapes=None):
+    """A file as a benchmark runs it, prepared for shapes: (batch, 3, SIZE, SIZE) unless others are given."""
+    model = described(file)
+    inputs = shapes or {'images': (torch.float32, (1, 3, SIZE, SIZE))}
+    measurement = Measurement(model, backend, model.precision, None, 1, inputs)
+    measured = measured_by(backend)(measurement, file, Conditions(BenchmarkConfig([file]), CPU, open_checkpoint))
+    measured.prepare(inputs)
+    return measured
+
+
+def benchmark(files, options, project):
+    """Run benchmark_trt.py briefly on a CPU; options: as typed. Returns its exit code."""
+    short = f'--device cpu --warmup 0 --duration 0.02 --project {project}'
+    return run_command(program('benchmark_trt.py').main, [*map(str, files), *short.split(), *options.split()])
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('count', (1, 2, 10, 999))
-def test_statistics_are_numpys(count):
-    samples = np.random.default_rng(count).gamma(2, 3, count)
-    found = statistics(samples.tolist())
-    assert found == {
-        'min': samples.min(),
-        'max': samples.max(),
-        'mean': pytest.approx(samples.mean()),
-        'median': np.median(samples),
-        **{f'p{p}': np.percentile(samples, p) for p in (90, 95, 99)},
-    }
+@pytest.mark.parametrize(
+    'samples', [[3.0], list(range(101)), np.random.default_rng(0).gamma(2, 3, 999).tolist()], ids=len
+)
+def test_statistics_are_numpys(samples):
+    wanted = {name: getattr(np, name)(samples) for name in ('min', 'max', 'mean', 'median')}
+    found = statistics(samples)
+    assert found == pytest.approx({**wanted, **{f'p{p}': np.percentile(samples, p) for p in (90, 95, 99)}})
     json.dumps(found)
 
 
-def test_statistics_by_hand():
-    found = statistics(list(range(101)))
-    assert list(found.values()) == [0, 100, 50, 50, 90, 95, 99]
-
-
 def test_figures_of_a_measurement_belong_together(files):
-    with MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32') as runner:
-        runner.prepare(shapes_of(network(files / 'demo.onnx').inputs, 2, None, files / 'demo.onnx'))
-        found = measure(runner, warmup=0, duration=0.001)
+    found = measure(opened(files / 'demo.onnx', 'onnxruntime'), warmup=0, duration=0.001)
     assert found['queries'] >= LEAST_QUERIES and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
     assert 0 < found['compute_seconds'] <= found['host_seconds']
     assert found['compute']['mean'] * found['queries'] == pytest.approx(1000 * found['compute_seconds'])
@@ -136,69 +136,50 @@ def test_figures_of_a_measurement_belong_together(files):
     assert ordered == sorted(ordered)
 
 
-def test_every_query_in_line_is_waited_for(files):
-    runner = MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32')
-    runner.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
+def test_every_query_in_line_is_waited_for(files, monkeypatch):
     waited = []
-
-    class Clock(HostClock):
-        wait = staticmethod(waited.append)
-
-    queries, seconds, computing = in_line(runner, Clock, 0.001)
+    monkeypatch.setattr(HostEvent, 'synchronize', lambda event: waited.append(event.seconds))
+    queries, seconds, computing = in_line(opened(files / 'demo.onnx', 'onnxruntime'), 0.001)
     assert queries == len(waited) >= LEAST_QUERIES and waited == sorted(waited) and 0 < computing <= seconds
-
-
-TIMES = {'min': 1, 'max': 9, 'mean': 3, 'median': 2.5, 'p90': 7, 'p95': 8, 'p99': 8.5}
 
 
 @pytest.mark.parametrize('gpu', (False, True))
 def test_the_summary_is_laid_out_as_trtexecs(gpu):
-    moved = TIMES if gpu else None
-    text = summary(
-        {
-            'qps': 12.5,
-            'images_per_s': 50.0,
-            'latency': TIMES,
-            'compute': TIMES,
-            'h2d': moved,
-            'd2h': moved,
-            'enqueue': moved,
-            'streams': None,
-            'notes': [],
-            'host_seconds': 3.0,
-            'compute_seconds': 2.9,
-        }
-    )
-    line = (
-        r'min = 1 ms, max = 9 ms, mean = 3 ms, median = 2.5 ms, percentile\(90%\) = 7 ms, percentile\(95%\) = 8 ms, '
-        r'percentile\(99%\) = 8.5 ms\n'
-    )
+    times = {'min': 1, 'max': 9, 'mean': 3, 'median': 2.5, 'p90': 7, 'p95': 8, 'p99': 8.5}
+    result = {
+        'qps': 12.5,
+        'images_per_s': 50.0,
+        'host_seconds': 3.0,
+        'compute_seconds': 2.9,
+        'streams': None,
+        'notes': [],
+    }
+    result |= dict.fromkeys(('latency', 'compute'), times) | dict.fromkeys(('h2d', 'd2h', 'enqueue'), gpu and times)
     what = 'GPU Compute Time' if gpu else 'Compute Time'
     names = ['Latency', *['Enqueue Time', 'H2D Latency'] * gpu, what, *['D2H Latency'] * gpu]
-    assert re.fullmatch(
-        '=== Performance summary ===\nThroughput: 12.5 qps .50 images/s.\n'
-        + ''.join(f'{n}: {line}' for n in names)
-        + f'Total Host Walltime: 3 s\nTotal {what}: 2.9 s',
-        text,
+    laid_out = (
+        'min = 1 ms, max = 9 ms, mean = 3 ms, median = 2.5 ms, '
+        'percentile(90%) = 7 ms, percentile(95%) = 8 ms, percentile(99%) = 8.5 ms'
     )
+    assert summary(result).splitlines() == [
+        '=== Performance summary ===',
+        'Throughput: 12.5 qps (50 images/s)',
+        *[f'{name}: {laid_out}' for name in names],
+        'Total Host Walltime: 3 s',
+        f'Total {what}: 2.9 s',
+    ]
 
 
 # ---- what a file is -------------------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_those_of_the_module(files, small):
-    net = network(files / 'net.onnx')
+    net = described(files / 'net.onnx')
     assert net.parameters == sum(p.numel() for p in classifier().parameters()) and net.layers == 5
-    in_pytorch = sum(p.numel() for p in small.float_model().parameters())
-    float_net, int8_net = network(files / 'demo.onnx'), network(files / 'int8.onnx')
-    assert (
-        float_net.parameters == int8_net.parameters == in_pytorch + 3
-    )  # the strides, which the exporter writes as a constant
-    assert (float_net.types, int8_net.types, network(files / 'half.onnx').types) == (
-        'FP32',
-        'INT8 and FP32',
-        'INT8 and FP16',
-    )
+    own = sum(p.numel() for p in small.float_model().parameters())
+    models = [described(files / f'{name}.onnx') for name in ('demo', 'int8', 'half')]
+    assert [m.parameters for m in models[:2]] == [own + 3] * 2, 'the exporter writes the three strides as a constant'
+    assert [m.types for m in models] == ['FP32', 'INT8 and FP32', 'INT8 and FP16']
 
 
 def by_hand(folder, nodes, inputs, constants, rank):
@@ -240,7 +221,7 @@ def test_weights_stored_in_int8_are_parameters_and_scales_are_not(tmp_path):
         constants,
         rank=2,
     )
-    net = network(file)
+    net = described(file)
     assert (net.parameters, net.layers, net.precision, net.batches) == (4 * 3 + 4, 2, 'int8', BATCHES)
 
 
@@ -257,12 +238,10 @@ def test_inputs_of_several_types_and_ranks(tmp_path):
         'factor': (TensorProto.FLOAT, ()),
     }
     file = by_hand(tmp_path, nodes, given, {'table': np.ones((2, 4), np.float32)}, rank=3)
-    net = network(file)
+    net = described(file)
     inputs = shapes_of(net.inputs, 3, None, file)
     assert inputs == {'tokens': (torch.int64, (3, 7)), 'mask': (torch.bool, (3, 7, 1)), 'factor': (torch.float32, ())}
-    with MeasuredOnnxRuntime(file, CPU, net.types) as runner:
-        runner.prepare(inputs)
-        assert runner.binding.get_outputs()[0].shape() == [3, 7, 4]
+    assert opened(file, 'onnxruntime', inputs).binding.get_outputs()[0].shape() == [3, 7, 4]
 
 
 def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
@@ -270,51 +249,47 @@ def test_an_axis_that_is_neither_batch_nor_image_size_is_refused(tmp_path):
         tmp_path, [helper.make_node('Relu', ['x'], ['y'])], {'x': (TensorProto.FLOAT, ('n', 'length'))}, {}, rank=2
     )
     with pytest.raises(QatError, match=r'by hand.onnx: input x \[None, None\] has an open axis'):
-        shapes_of(network(file).inputs, 1, None, file)
+        shapes_of(described(file).inputs, 1, None, file)
 
 
 # ---- what runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_measured_is_the_network(files):
+def test_what_is_measured_is_the_described(files):
     inputs = {'images': (torch.float32, (2, 3, SIZE, SIZE))}
-    with (
-        MeasuredOnnxRuntime(files / 'demo.onnx', CPU, 'FP32') as runner,
-        MeasuredPyTorch(files / 'demo.pt', CPU, False, load) as eager,
-    ):
-        runner.prepare(inputs)
-        eager.prepare(inputs)
-        session = onnxruntime.InferenceSession(files / 'demo.onnx', providers=['CPUExecutionProvider'])
-        images = runner.inputs['images']
-        wanted = session.run(None, {'images': images.numpy()})[0]
-        assert torch.equal(images, eager.inputs['images']) and images.std() > 0.2
-        np.testing.assert_allclose(runner.binding.copy_outputs_to_cpu()[0], wanted, rtol=1e-3, atol=1e-3)
-        np.testing.assert_allclose(eager.outputs[0], wanted, rtol=1e-3, atol=1e-2)
-        assert (eager.types, runner.types) == ('FP32', 'FP32') and eager.parameters == sum(
-            p.numel() for p in eager.model.parameters()
-        )
+    exported, eager = opened(files / 'demo.onnx', 'onnxruntime', inputs), opened(files / 'demo.pt', 'pytorch', inputs)
+    images = exported.inputs['images']
+    assert torch.equal(images, eager.inputs['images']) and images.std() > 0.2
+    session = onnxruntime.InferenceSession(files / 'demo.onnx', providers=['CPUExecutionProvider'])
+    wanted = session.run(None, {'images': images.numpy()})[0]
+    np.testing.assert_allclose(exported.binding.copy_outputs_to_cpu()[0], wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(eager.outputs[0], wanted, rtol=1e-3, atol=1e-2)
+    assert eager.parameters == sum(p.numel() for p in eager.model.parameters())
 
 
-def test_a_simulation_and_a_fallback_are_called_so(files):
-    assert MeasuredPyTorch(files / 'int8.pt', CPU, False, load).types == 'INT8 simulated'
-    assert MeasuredOnnxRuntime(files / 'int8.onnx', CPU, 'INT8 and FP32').types == 'INT8 and FP32'
-    half = MeasuredOnnxRuntime(files / 'half.onnx', CPU, 'INT8 and FP16')
-    half.prepare({'images': (torch.float32, (1, 3, SIZE, SIZE))})
-    assert half.types in (
-        'INT8 and FP16',
-        'INT8 and FP16, Q/DQ not fused',
-    )  # as long as its fused Concat does not load FP16 scales
+@pytest.mark.parametrize(
+    'file, backend, types',
+    [
+        ('demo.pt', 'pytorch', ['FP32']),
+        ('int8.pt', 'pytorch', ['INT8 simulated']),
+        ('demo.onnx', 'onnxruntime', ['FP32']),
+        ('int8.onnx', 'onnxruntime', ['INT8 and FP32']),
+        # the latter as long as its fused Concat does not load FP16 scales
+        ('half.onnx', 'onnxruntime', ['INT8 and FP16', 'INT8 and FP16, Q/DQ not fused']),
+    ],
+)
+def test_what_a_file_computes_in_is_said(files, file, backend, types):
+    assert opened(files / file, backend).types in types
 
 
 def test_memory_and_load_of_a_process_are_sampled():
-    said = []
-    with Usage(CPU, said.append) as usage:
+    with Usage(CPU) as usage:
         begun = usage.begin()
         kept = np.ones(64 << 17)  # 64 MiB
         while len(usage.samples) < 3:
             time.sleep(PERIOD)
-        found = usage.since(begun, usage.samples[0][0])
-    assert not said and kept.size and found['peak_mib'] > 64 and 32 < found['added_mib'] <= found['peak_mib']
+        found = usage.since(begun, usage.samples[0].seconds)
+    assert kept.size and found['peak_mib'] > 64 and 32 < found['added_mib'] <= found['peak_mib']
     assert found['start'] < found['end'] and found['percent'] >= 0
     count = len(usage.samples)
     time.sleep(3 * PERIOD)
@@ -324,17 +299,17 @@ def test_memory_and_load_of_a_process_are_sampled():
 # ---- what is left out -----------------------------------------------------------------------------------------------------
 
 
-def cases(files, names, **options):
+def swept(files, names, **options):
     config = BenchmarkConfig([files / name for name in names], **options)
-    networks = networks_of(config.files, lambda file: CheckpointFile(file).kind)
-    give_sizes(networks, lambda file: TorchModel(*CheckpointFile(file).load_any()))
-    found, out = cases_of(networks, config, CPU)
-    return [(c.file.name, c.backend, c.precision, c.batch) for c in found], out
+    models = read_model_files(config.files, lambda file: CheckpointFile(file).kind)
+    give_sizes(models, open_checkpoint)
+    found, left_out = measurements_of(models, config, CPU)
+    return [(m.file.name, m.backend, m.precision, m.batch) for m in found], left_out
 
 
 @needs_openvino
 def test_by_default_all_that_can_run_here_is_measured(files):
-    found, out = cases(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
+    found, out = swept(files, ['demo.onnx', 'int8.onnx', 'half.onnx', 'int8.pt'])
     ours = [
         ('demo.onnx', 'onnxruntime', 'fp32'),
         *[('demo.onnx', 'openvino', precision) for precision in FLOATS],
@@ -344,7 +319,7 @@ def test_by_default_all_that_can_run_here_is_measured(files):
     ]
     assert FLOATS[0] == 'fp32' and set(FLOATS) <= {'fp32', 'bf16', 'fp16'}
     assert found == [
-        *[(*case, batch) for case in ours for batch in BATCHES],
+        *[(*series, batch) for series in ours for batch in BATCHES],
         ('half.onnx', 'onnxruntime', 'int8', 1),
         ('half.onnx', 'openvino', 'int8', 1),
         *[('int8.pt', 'pytorch', 'int8', batch) for batch in BATCHES],
@@ -360,71 +335,66 @@ def test_by_default_all_that_can_run_here_is_measured(files):
 def test_a_checkpoint_of_another_precision_is_not_taken_for_the_file(files, tmp_path):
     for name, source in (('a.onnx', 'demo.onnx'), ('a.pt', 'int8.pt')):
         (tmp_path / name).write_bytes((files / source).read_bytes())
-    found, out = cases(tmp_path, ['a.onnx'], batch=(1,))
-    assert {case[1] for case in found} == {'onnxruntime', 'openvino'} and 'a.pt beside it is no float one' in out[-1]
+    found, out = swept(tmp_path, ['a.onnx'], batch=(1,))
+    assert {backend for _, backend, *_ in found} == {
+        'onnxruntime',
+        'openvino',
+    } and 'a.pt beside it is no float one' in out[-1]
 
 
 def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
-    found, out = cases(
-        files, ['demo.onnx', 'int8.onnx'], precision=('fp32', 'int8'), backend=('onnxruntime',), batch=(1,)
-    )
-    assert [case[:3:2] for case in found] == [('demo.onnx', 'fp32'), ('int8.onnx', 'int8')]
-    assert (
-        len(out) == 2
-        and 'demo.onnx has no Q/DQ' in out[0]
-        and out[1].startswith('--precision fp32: ')
-        and 'int8.onnx is INT8' in out[1]
-    )
-    found, out = cases(files, ['half.onnx', 'demo.onnx'], backend=('onnxruntime',), batch=(1, 4))
+    options = {'precision': ('fp32', 'int8'), 'backend': ('onnxruntime',), 'batch': (1,)}
+    found, out = swept(files, ['demo.onnx', 'int8.onnx'], **options)
+    assert [(name, precision) for name, _, precision, _ in found] == [('demo.onnx', 'fp32'), ('int8.onnx', 'int8')]
+    assert len(out) == 2 and 'demo.onnx has no Q/DQ' in out[0]
+    assert out[1].startswith('--precision fp32: ') and 'int8.onnx is INT8' in out[1]
+    found, out = swept(files, ['half.onnx', 'demo.onnx'], backend=('onnxruntime',), batch=(1, 4))
     assert [(name, batch) for name, *_, batch in found] == [('half.onnx', 1), ('demo.onnx', 1), ('demo.onnx', 4)]
     assert len(out) == 1 and '--batch 4' in out[0] and 'fixed batch of 1' in out[0]
 
 
 BAD = [
-    (['no.onnx'], 'MODEL no.onnx: no such file'),
-    (['{}/demo.onnx', '--precision', 'int8'], 'has no Q/DQ'),
-    (['{}/int8.onnx', '--precision', 'fp32,fp16'], '--precision fp32,fp16: .*is INT8'),
-    (
-        ['{}/demo.onnx', '--precision', 'fp16', '--backend', 'onnxruntime'],
-        'is FP32, and ONNX Runtime computes in the types of the file',
-    ),
-    (['{}/demo.pt', '--precision', 'fp16'], 'FP16 is for GPUs'),
-    (['{}/demo.onnx', '--precision', 'int4'], 'must be of fp32, bf16, fp16, int8'),
-    (['{}/demo.onnx', '--backend', 'tensorrt'], 'TensorRT: needs an NVIDIA GPU'),
-    (['{}/demo.onnx', '--backend', 'opencv'], 'must be of tensorrt, rtx, onnxruntime, openvino, pt2, aoti, pytorch'),
-    (['{}/demo.onnx', '--backend', 'openvino', '--precision', 'int8'], 'has no Q/DQ, so nothing in it can be INT8'),
-    (['{}/int8.onnx', '--backend', 'openvino', '--precision', 'fp32'], 'give the float model for FP32'),
-    (['{}/half.onnx', '--backend', 'openvino', '--batch', '2'], 'fixed batch of 1'),
-    (['{}/demo.pt', '--backend', 'onnxruntime'], 'ONNX Runtime does not run .pt'),
-    (['{}/net.onnx', '--imgsz', '64', '--backend', 'pytorch'], 'there is no net.pt beside it'),
-    (['{}/net.onnx'], '--imgsz: .*leaves the image size of image open'),
-    (['{}/demo.onnx', '--imgsz', '96'], '--imgsz 96 96: .*takes 64 x 64'),
-    (['{}/demo.onnx', '--imgsz', '96', '64', '32'], '--imgsz'),
-    (['{}/demo.pt', '--imgsz', '100'], 'must be multiples of 32'),
-    (['{}/half.onnx', '--batch', '8'], 'fixed batch of 1'),
-    (['{}/demo.onnx', '--baseline', 'none.onnx'], '--baseline none.onnx: no such file'),
-    (['{}/demo.onnx', '--data', 'none.yaml'], '--data none.yaml: no such file'),
-    (['{}/demo.pt', '--imgsz', '64,no'], '--imgsz 64,no: must be one number'),
-    (['{}/demo.onnx', '--formats', 'xml'], '--formats xml: must be of md, csv, json, png'),
-    (['{}/demo.onnx', '--batch', '1,two'], '--batch 1,two: must be numbers'),
-    (['{}/demo.onnx', '--batch', '0'], '--batch 0: must be numbers'),
-    (['{}/demo.onnx', '--duration', '0'], '--duration 0.0: must be more than 0'),
-    (['{}/demo.onnx', '--warmup', '5min'], '--warmup 5min: must be a time such as 500ms'),
-    (['{}/demo.onnx', '--warmup', '-1'], '--warmup'),
-    (['{}/broken.onnx'], 'no valid ONNX file'),
-    (['{}/broken.pt'], 'not a PyTorch checkpoint'),
-    (['{}/notes.txt'], r'expected a file ending in .onnx or .xml or .engine or .pt2 or .pt or .pth'),
+    ('no.onnx', 'MODEL no.onnx: no such file'),
+    ('{}/demo.onnx --precision int8', 'has no Q/DQ'),
+    ('{}/int8.onnx --precision fp32,fp16', '--precision fp32,fp16: .*is INT8'),
+    ('{}/demo.onnx --precision fp16 --backend onnxruntime', 'Runtime computes in the types of the file'),
+    ('{}/demo.pt --precision fp16', 'FP16 is for GPUs'),
+    ('{}/demo.onnx --precision int4', 'must be of fp32, bf16, fp16, int8'),
+    ('{}/demo.onnx --backend tensorrt', 'TensorRT: needs an NVIDIA GPU'),
+    ('{}/demo.onnx --backend opencv', 'must be of tensorrt, rtx, onnxruntime, openvino, pt2, aoti, pytorch'),
+    ('{}/demo.onnx --backend openvino --precision int8', 'has no Q/DQ, so nothing in it can be INT8'),
+    ('{}/int8.onnx --backend openvino --precision fp32', 'give the float model for FP32'),
+    ('{}/half.onnx --backend openvino --batch 2', 'fixed batch of 1'),
+    ('{}/demo.pt --backend onnxruntime', 'ONNX Runtime does not run .pt'),
+    ('{}/net.onnx --imgsz 64 --backend pytorch', 'there is no net.pt beside it'),
+    ('{}/net.onnx', '--imgsz: .*leaves the image size of image open'),
+    ('{}/demo.onnx --imgsz 96', '--imgsz 96 96: .*takes 64 x 64'),
+    ('{}/demo.onnx --imgsz 96 64 32', '--imgsz'),
+    ('{}/demo.pt --imgsz 100', 'must be multiples of 32'),
+    ('{}/half.onnx --batch 8', 'fixed batch of 1'),
+    ('{}/demo.onnx --baseline none.onnx', '--baseline none.onnx: no such file'),
+    ('{}/demo.onnx --data none.yaml', '--data none.yaml: no such file'),
+    ('{}/demo.pt --imgsz 64,no', '--imgsz 64,no: must be one number'),
+    ('{}/demo.onnx --formats xml', '--formats xml: must be of md, csv, json, png'),
+    ('{}/demo.onnx --batch 1,two', '--batch 1,two: must be numbers'),
+    ('{}/demo.onnx --batch 0', '--batch 0: must be numbers'),
+    ('{}/demo.onnx --duration 0', '--duration 0.0: must be more than 0'),
+    ('{}/demo.onnx --warmup 5min', '--warmup 5min: must be a time such as 500ms'),
+    ('{}/demo.onnx --warmup -1', '--warmup'),
+    ('{}/broken.onnx', 'no valid ONNX file'),
+    ('{}/broken.pt', 'not a PyTorch checkpoint'),
+    ('{}/notes.txt', r'expected a file ending in .onnx or .xml or .engine or .pt2 or .pt or .pth'),
 ]
 
 
-@pytest.mark.parametrize('arguments, says', BAD, ids=[' '.join(a).replace('{}/', '') for a, _ in BAD])
+@pytest.mark.parametrize('arguments, says', BAD, ids=[arguments.replace('{}/', '') for arguments, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(files, tmp_path, capsys, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
     for name in ('broken.onnx', 'broken.pt', 'notes.txt'):
         (files / name).write_bytes(b'not what its name says')
-    if NO_OPENVINO and arguments[1:3] == ['--backend', 'openvino']:
+    if NO_OPENVINO and '--backend openvino' in arguments:
         says = 'no package openvino that can be loaded here'
-    assert command(*[a.format(files) for a in arguments]) == 2
+    assert run_command(program('benchmark_trt.py').main, [a.format(files) for a in arguments.split()]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and re.search(says, lines[0]), lines
     assert not list(tmp_path.rglob('benchmark.*'))
@@ -440,41 +410,14 @@ def test_warmup_takes_a_unit(text, ms):
 
 @needs_openvino
 def test_a_sweep_writes_its_files(files, tmp_path, capsys):
-    assert (
-        command(
-            files / 'demo.onnx',
-            files / 'int8.onnx',
-            files / 'net.onnx',
-            '--imgsz',
-            SIZE,
-            '--batch',
-            '1,2',
-            '--duration',
-            0.1,
-            '--warmup',
-            '10ms',
-            '--device',
-            'cpu',
-            '--precision',
-            'fp32,int8',
-            '--project',
-            tmp_path,
-            '--name',
-            'all',
-        )
-        == 0
-    )
+    models = [files / f'{name}.onnx' for name in ('demo', 'int8', 'net')]
+    options = f'--imgsz {SIZE} --batch 1,2 --duration 0.1 --warmup 10ms --precision fp32,int8 --name all'
+    assert benchmark(models, options, tmp_path) == 0
     out = capsys.readouterr().out
     folder = tmp_path / 'all'
-    assert sorted(p.name for p in folder.iterdir()) == [
-        '.lock',
-        'benchmark.csv',
-        'benchmark.json',
-        'benchmark.md',
-        'latency.png',
-        'throughput.png',
-        'usage.png',
-    ]
+    pictures = {'latency.png', 'throughput.png', 'usage.png'}
+    texts = {'.lock', 'benchmark.csv', 'benchmark.json', 'benchmark.md'}
+    assert {p.name for p in folder.iterdir()} == texts | pictures
     report = json.loads((folder / 'benchmark.json').read_text())
     rows = [(Path(r['model']).name, r['backend'], r['types'], r['batch']) for r in report['results']]
     ran = [
@@ -494,56 +437,26 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     assert len(report['left_out']) == 6 and all(f'left out: {line}' in out for line in report['left_out'])
     assert out.count('=== Performance summary ===') == len(rows) and 'there is no net.pt beside it' in out
     text = (folder / 'benchmark.md').read_text()
-    assert text.count('=== Performance summary ===') == len(rows) and all(
-        f'({p.name})' in text for p in folder.glob('*.png')
-    )
+    assert text.count('=== Performance summary ===') == len(rows) and 'GPU compute (ms)' not in text
     assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +64 px \| +2 \| +open \|', text)
-    assert all((folder / p.name).read_bytes().startswith(b'\x89PNG') for p in folder.glob('*.png'))
+    for name in pictures:
+        assert f'({name})' in text and (folder / name).read_bytes().startswith(b'\x89PNG')
 
 
 def test_files_of_one_name_are_told_apart(files, tmp_path):
-    (tmp_path / 'b').mkdir()
-    (tmp_path / 'b' / 'net.onnx').write_bytes((files / 'net.onnx').read_bytes())
-    assert (
-        command(
-            files / 'net.onnx',
-            tmp_path / 'b' / 'net.onnx',
-            '--imgsz',
-            SIZE,
-            '--batch',
-            1,
-            '--duration',
-            0.01,
-            '--warmup',
-            0,
-            '--device',
-            'cpu',
-            '--project',
-            tmp_path / 'runs',
-        )
-        == 0
-    )
+    models = files / 'net.onnx', tmp_path / 'b' / 'net.onnx'
+    models[1].parent.mkdir()
+    models[1].write_bytes(models[0].read_bytes())
+    assert benchmark(models, f'--imgsz {SIZE} --batch 1', tmp_path / 'runs') == 0
     text = (tmp_path / 'runs' / 'exp' / 'benchmark.md').read_text()
-    assert f'| {files / "net.onnx"} ' in text and f'| {tmp_path / "b" / "net.onnx"} ' in text
+    assert all(f'| {model} ' in text for model in models)
 
 
 @pytest.mark.faults
 def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
-    arguments = [
-        files / 'demo.onnx',
-        '--backend',
-        'onnxruntime',
-        '--batch',
-        '1,2,4',
-        '--duration',
-        5,
-        '--device',
-        'cpu',
-        '--project',
-        tmp_path,
-    ]
+    options = f'--backend onnxruntime --batch 1,2,4 --duration 5 --device cpu --project {tmp_path}'
     running = subprocess.Popen(
-        [sys.executable, 'benchmark_trt.py', *map(str, arguments)],
+        [sys.executable, 'benchmark_trt.py', str(files / 'demo.onnx'), *options.split()],
         cwd=TREE,
         text=True,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
@@ -566,38 +479,38 @@ def test_what_was_measured_before_ctrl_c_is_written(files, tmp_path):
 # ---- engines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path):
+def test_an_engine_is_built_once_and_again_for_another_tensorrt(tmp_path, capsys):
     """TensorRT-RTX builds without a GPU."""
     pytest.importorskip(
         'tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests (Linux x86_64 only)'
     )
     file = tmp_path / 'net.onnx'
     export(classifier(), file, {'image': {0: 'n'}})
-    config, net, said = BenchmarkConfig([file], project=tmp_path), network(file), []
+    model = described(file)
 
-    def engine(batch, config=config):
-        return engine_for(net, 'rtx', 'fp32', batch, None, config, CPU, said.append)
+    def engine(batch, **options):
+        """Path of the engine, and whether it was built."""
+        measurement = Measurement(model, 'rtx', 'fp32', None, batch, {})
+        conditions = Conditions(BenchmarkConfig([file], project=tmp_path, **options), CPU, open_checkpoint)
+        return file_to_run(measurement, conditions), 'building ' in capsys.readouterr().out
 
-    two = engine(2)
-    assert two.parent == tmp_path / 'engines' and two.exists() and len(said) == 1
+    two, built = engine(2)
+    assert two.parent == tmp_path / 'engines' and two.exists() and built
     sidecar = two.with_name(f'{two.name}.json')
     content = json.loads(sidecar.read_text())
     assert content['inputs']['image'] == {size: [2, 3, SIZE, SIZE] for size in ('min', 'opt', 'max')}
-    assert engine(2) == two and len(said) == 1
-    assert engine(4) != two and len(said) == 2
+    assert engine(2) == (two, False)
+    four, built = engine(4)
+    assert four != two and built
     sidecar.write_text(json.dumps({**content, 'built_by': 'TensorRT-RTX 0.1'}))
-    assert engine(2) == two and len(said) == 3 and json.loads(sidecar.read_text())['built_by'] == content['built_by']
-    assert engine(2, BenchmarkConfig([file], project=tmp_path, workspace=512)) == two and len(said) == 4
+    assert engine(2) == (two, True) and json.loads(sidecar.read_text())['built_by'] == content['built_by']
+    assert engine(2, workspace=512) == (two, True)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
-    assert (
-        command(
-            files / 'demo.pt', '--imgsz', SIZE, '--batch', '1,2', '--duration', 1, '--device', 0, '--project', tmp_path
-        )
-        == 0
-    )
+    options = f'--imgsz {SIZE} --batch 1,2 --duration 1 --device 0'
+    assert benchmark([files / 'demo.pt'], options, tmp_path) == 0
     results = json.loads((tmp_path / 'exp' / 'benchmark.json').read_text())['results']
     assert [(r['types'], r['batch']) for r in results] == [('FP32', 1), ('FP32', 2), ('FP16', 1), ('FP16', 2)]
     for r in results:
@@ -608,11 +521,8 @@ def test_on_a_gpu_transfers_are_measured_too(files, tmp_path):
 @pytest.mark.gpu
 def test_tensorrt_is_measured_where_it_is(files, tmp_path):
     pytest.importorskip('tensorrt')
-    assert (
-        command(files / 'int8.onnx', '--backend', 'tensorrt', '--batch', '1,4', '--duration', 1, '--project', tmp_path)
-        == 0
-    )
+    assert benchmark([files / 'int8.onnx'], '--backend tensorrt --batch 1,4 --duration 1 --device 0', tmp_path) == 0
     results = json.loads((tmp_path / 'exp' / 'benchmark.json').read_text())['results']
     assert [(r['backend'], r['batch']) for r in results] == [('TensorRT', 1), ('TensorRT', 4)]
     engine = next((tmp_path / 'engines').glob('*-b4.engine'))
-    assert command(engine, '--batch', 8, '--project', tmp_path) == 2
+    assert benchmark([engine], '--batch 8 --device 0', tmp_path) == 2

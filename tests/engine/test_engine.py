@@ -1,5 +1,6 @@
 """Laws of building engines (with TensorRT-RTX, which needs no GPU), of trtexec's options, and of fitting machines."""
 
+import io
 import json
 import re
 import stat
@@ -12,6 +13,7 @@ import pytest
 from conftest import REPO, TREE
 from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
+from tqdm import tqdm
 from zoo import python
 
 from utils.qat.config.engine import BuildConfig, min_opt_max
@@ -19,7 +21,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.build import EngineFromOnnx
-from utils.qat.engine.plan import Source, plan
+from utils.qat.engine.plan import Plan
 from utils.qat.engine.runner import require_within
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.engine.trtexec import arguments, build_with_trtexec, version_in, version_of
@@ -53,6 +55,13 @@ FILES = {
 }
 
 
+def refused(made):
+    """The message with which a function refuses."""
+    with pytest.raises(QatError) as raised:
+        made()
+    return str(raised.value)
+
+
 @pytest.fixture
 def file(tmp_path):
     """Function: name in FILES, or a model → path of it on disk."""
@@ -67,44 +76,48 @@ def file(tmp_path):
 # ---- what is asked of which TensorRT ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'kind, major, precision, network, builder, words',
-    [
-        ('float', 8, 'auto', ['EXPLICIT_BATCH'], ['FP16'], 'FP16'),
-        ('float', 10, 'fp32', ['EXPLICIT_BATCH'], [], 'FP32'),
-        ('int8', 8, 'auto', ['EXPLICIT_BATCH'], ['FP16', 'INT8'], 'INT8 and FP16'),
-        ('int8', 10, 'int8', ['EXPLICIT_BATCH'], ['FP16', 'INT8'], 'INT8 and FP16'),
-        ('int8', 11, 'auto', ['STRONGLY_TYPED'], [], 'INT8 and FP32'),
-        ('typed int8', 10, 'auto', ['STRONGLY_TYPED', 'EXPLICIT_BATCH'], [], 'INT8 and FP16'),
-        ('typed int8', 11, 'int8', ['STRONGLY_TYPED'], [], 'INT8 and FP16'),
-        ('half', 11, 'fp16', ['STRONGLY_TYPED'], [], 'FP16'),
-        ('float', 11, 'auto', ['STRONGLY_TYPED'], [], 'FP32'),
-    ],
-)
+def planned(path, major=10, **settings):
+    return Plan(
+        BuildConfig(path, **settings), VERSIONS[major], {10: 'TensorRT 10.13.3'}.get(major, f'TensorRT {major}')
+    )
+
+
+BATCH, TYPED = 'EXPLICIT_BATCH', 'STRONGLY_TYPED'
+PLANS = [  # file, major version, --precision; flags of the network and of the builder, and what the engine computes in
+    ('float', 8, 'auto', [BATCH], ['FP16'], 'FP16'),
+    ('float', 10, 'fp32', [BATCH], [], 'FP32'),
+    ('int8', 8, 'auto', [BATCH], ['FP16', 'INT8'], 'INT8 and FP16'),
+    ('int8', 10, 'int8', [BATCH], ['FP16', 'INT8'], 'INT8 and FP16'),
+    ('int8', 11, 'auto', [TYPED], [], 'INT8 and FP32'),
+    ('typed int8', 10, 'auto', [TYPED, BATCH], [], 'INT8 and FP16'),
+    ('typed int8', 11, 'int8', [TYPED], [], 'INT8 and FP16'),
+    ('half', 11, 'fp16', [TYPED], [], 'FP16'),
+    ('float', 11, 'auto', [TYPED], [], 'FP32'),
+]
+NO_PLANS = [
+    ('float', 10, 'int8', ['--precision int8', 'no Q/DQ', 'qat.py quantize']),
+    ('int8', 10, 'fp16', ['--precision fp16', 'has Q/DQ']),
+    ('typed int8', 8, 'auto', ['TensorRT 8 cannot', '--trt 8']),
+    ('float', 11, 'fp16', ['--precision fp16', 'types of the file', '--trt 11 --half']),
+    ('half', 10, 'fp32', ['--precision fp32', 'FP16']),
+]
+
+
+@pytest.mark.parametrize('kind, major, precision, network, builder, words', PLANS)
 def test_flags_follow_from_the_file_and_the_version(file, kind, major, precision, network, builder, words):
-    made = plan(Source(BuildConfig(file(kind), precision=precision)), VERSIONS[major], f'TensorRT {major}')
+    made = planned(file(kind), major, precision=precision)
     assert (made.network, made.builder, made.precision) == (network, builder, words)
 
 
-@pytest.mark.parametrize(
-    'kind, major, precision, says',
-    [
-        ('float', 10, 'int8', ['--precision int8', 'no Q/DQ', 'qat.py quantize']),
-        ('int8', 10, 'fp16', ['--precision fp16', 'has Q/DQ']),
-        ('typed int8', 8, 'auto', ['TensorRT 8 cannot', '--trt 8']),
-        ('float', 11, 'fp16', ['--precision fp16', 'types of the file', '--trt 11 --half']),
-        ('half', 10, 'fp32', ['--precision fp32', 'FP16']),
-    ],
-)
+@pytest.mark.parametrize('kind, major, precision, says', NO_PLANS)
 def test_a_precision_that_cannot_come_of_the_file_is_refused(file, kind, major, precision, says):
-    with pytest.raises(QatError) as refused:
-        plan(Source(BuildConfig(file(kind), precision=precision)), VERSIONS[major], f'TensorRT {major}')
-    assert all(text in str(refused.value) for text in says)
+    message = refused(lambda: planned(file(kind), major, precision=precision))
+    assert all(text in message for text in says)
 
 
 def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, capsys):
     for major in VERSIONS:
-        plan(Source(BuildConfig(file('int8'))), VERSIONS[major], f'TensorRT {major}')
+        planned(file('int8'), major)
     (said,) = {line for line in capsys.readouterr().out.splitlines() if line}
     assert 'slower than FP16' in said and 'TensorRT 11' in said and '--trt 11' in said
 
@@ -120,8 +133,8 @@ def test_fp32_outside_qdq_is_warned_of_where_types_are_those_of_the_file(file, c
     ],
 )
 def test_shapes_of_the_profile(file, kind, options, shapes):
-    source = Source(BuildConfig(file(kind), **options))
-    assert source.shapes == {'x': shapes} and source.dynamic == kind.startswith('open')
+    plan = planned(file(kind), **options)
+    assert plan.shapes == {'x': shapes} and plan.dynamic == kind.startswith('open')
 
 
 @pytest.mark.parametrize(
@@ -136,11 +149,8 @@ def test_shapes_of_the_profile(file, kind, options, shapes):
     ],
 )
 def test_what_the_file_does_not_take_is_refused(file, kind, options, says):
-    with pytest.raises(QatError) as refused:
-        Source(
-            BuildConfig(file(kind), **{'imgsz': [32] if kind == 'open size' and len(options) > 1 else None, **options})
-        )
-    assert all(text in str(refused.value) for text in says)
+    message = refused(lambda: planned(file(kind), **options))
+    assert all(text in message for text in says)
 
 
 @pytest.mark.parametrize('text', ['4,1,8', 'all', '1,8', '0', ''])
@@ -160,39 +170,26 @@ def rtx():
 
 
 @pytest.mark.parametrize(
-    'kind, options',
+    'kind, options, precision',
     [
-        ('float', {}),
-        ('int8', {}),
-        ('half', {}),
-        ('typed int8', {}),
-        ('open batch', {'batch': (1, 2, 4)}),
-        ('open size', {'imgsz': [32]}),
+        ('float', {}, 'FP32'),
+        ('int8', {}, 'INT8 and FP32'),
+        ('half', {}, 'FP16'),
+        ('typed int8', {}, 'INT8 and FP16'),
+        ('open batch', {'batch': (1, 2, 4)}, 'INT8 and FP32'),
+        ('open size', {'imgsz': [32]}, 'FP32'),
     ],
 )
-def test_an_engine_and_its_sidecar(rtx, file, kind, options):
+def test_an_engine_and_its_sidecar(rtx, file, kind, options, precision):
     path = file(kind)
     content = EngineFromOnnx(BuildConfig(path, backend='rtx', **options)).build()
     engine = path.with_suffix('.engine')
     assert engine.stat().st_size == content['bytes'] > 1000
     assert json.loads(sidecar_of(engine).read_text()) == json.loads(json.dumps(content)) == read_sidecar(engine)
-    assert (
-        content['onnx_sha256'] == sha256(path)
-        and content['built_by'].startswith('TensorRT-RTX 1.')
-        and content['typed']
-    )
-    assert content['precision'] == {
-        'float': 'FP32',
-        'int8': 'INT8 and FP32',
-        'half': 'FP16',
-        'typed int8': 'INT8 and FP16',
-    }.get(kind, content['precision'])
-    assert {p.name for p in path.parent.iterdir()} == {
-        'model.onnx',
-        'model.engine',
-        'model.engine.json',
-        'model.timing.cache',
-    }
+    assert content['onnx_sha256'] == sha256(path) and content['precision'] == precision and content['typed']
+    assert content['built_by'].startswith('TensorRT-RTX 1.')
+    made = {'model.onnx', 'model.engine', 'model.engine.json', 'model.timing.cache'}
+    assert {p.name for p in path.parent.iterdir()} == made
 
 
 def test_a_timing_cache_is_gone_on_from(rtx, file):
@@ -205,67 +202,49 @@ def test_a_timing_cache_is_gone_on_from(rtx, file):
 
 
 def test_progress_is_shown(rtx, file):
-    class Bar:
-        def __init__(self):
-            self.total, self.done, self.closed = 0, 0, False
-
-        def reset(self, total):
-            self.total = total
-
-        def update(self, n):
-            self.done += n
-
-        def close(self):
-            self.closed = True
-
-        def set_postfix_str(self, text, refresh):
-            assert text
-
-        def refresh(self):
-            assert self.done <= self.total
-
-    bar = Bar()
+    bar = tqdm(file=io.StringIO())
+    close, bar.close = bar.close, lambda: done.append((bar.n, bar.total)) or close()
+    done = []
     EngineFromOnnx(BuildConfig(file('float'), backend='rtx'), lambda: bar).build()
-    assert bar.closed and 0 < bar.done <= bar.total
+    ((steps, total),) = done
+    assert 0 < steps <= total
 
 
 def test_ctrl_c_ends_the_build_and_leaves_nothing(rtx, file):
-    class Bar:
-        reset = refresh = set_postfix_str = close = lambda *_, **__: None
-
-        def update(self, n):
+    class Interrupted(tqdm):
+        def update(self, n=1):
             raise KeyboardInterrupt
 
     path = file('float')
     with pytest.raises(KeyboardInterrupt):
-        EngineFromOnnx(BuildConfig(path, backend='rtx'), Bar).build()
+        EngineFromOnnx(BuildConfig(path, backend='rtx'), lambda: Interrupted(file=io.StringIO())).build()
     assert [p.name for p in path.parent.iterdir()] == ['model.onnx']
+
+
+UNKNOWN_OP = helper.make_model(
+    helper.make_graph(
+        [helper.make_node('NoSuchOp', ['x'], ['y'], name='odd one', domain='mine')],
+        'g',
+        [helper.make_tensor_value_info('x', FLOAT, (1, 4))],
+        [helper.make_tensor_value_info('y', FLOAT, (1, 4))],
+    ),
+    opset_imports=[helper.make_opsetid('', 17), helper.make_opsetid('mine', 1)],
+    ir_version=8,
+)
 
 
 @pytest.mark.parametrize(
     'model, says',
     [
         (with_values(INT8_BLOCK, zero=3), ['Non-zero zero point', 'QuantizeLinear']),
-        (
-            helper.make_model(
-                helper.make_graph(
-                    [helper.make_node('NoSuchOp', ['x'], ['y'], name='odd one', domain='mine')],
-                    'g',
-                    [helper.make_tensor_value_info('x', FLOAT, (1, 4))],
-                    [helper.make_tensor_value_info('y', FLOAT, (1, 4))],
-                ),
-                opset_imports=[helper.make_opsetid('', 17), helper.make_opsetid('mine', 1)],
-                ir_version=8,
-            ),
-            ['odd one', 'NoSuchOp'],
-        ),
+        (UNKNOWN_OP, ['odd one', 'NoSuchOp']),
     ],
+    ids=['zero point', 'unknown operator'],
 )
 def test_a_graph_that_is_refused_names_the_node(rtx, file, model, says):
     path = file(model)
-    with pytest.raises(QatError) as refused:
-        EngineFromOnnx(BuildConfig(path, backend='rtx')).build()
-    assert all(text in str(refused.value) for text in [str(path), 'node', *says])
+    message = refused(EngineFromOnnx(BuildConfig(path, backend='rtx')).build)
+    assert all(text in message for text in [str(path), 'node', *says])
     assert [p.name for p in path.parent.iterdir()] == ['model.onnx']
 
 
@@ -278,9 +257,8 @@ def test_a_file_that_is_no_onnx_is_refused(rtx, tmp_path):
 def test_the_command(rtx, file):
     path = file('open batch')
     out = python(TREE / 'scripts/build_engine.py', path, '--backend', 'rtx', '--batch', '1,2,4', '--imgsz', 4)
-    assert (
-        'INT8 and FP32' in out and '[4, 4, 4, 4]' in out and re.search(r'(?m)^next: python .*benchmark_trt.py ', out)
-    ), 'val_trt.py scores YOLOv9 alone'
+    assert 'INT8 and FP32' in out and '[4, 4, 4, 4]' in out
+    assert re.search(r'(?m)^next: python .*benchmark_trt.py ', out), 'val_trt.py scores YOLOv9 alone'
     assert path.with_suffix('.engine').exists()
 
 
@@ -290,10 +268,10 @@ def test_the_command(rtx, file):
 @pytest.fixture
 def engine(file):
     """An engine file with its sidecar, as if built by TensorRT 10.13.3."""
-    source = Source(BuildConfig(file('int8')))
-    source.config.engine.write_bytes(b'engine' * 100)
-    write_sidecar(source, plan(source, VERSIONS[10], ''), 'TensorRT 10.13.3', {'gpu': GPU})
-    return source.config.engine
+    plan = planned(file('int8'))
+    plan.config.engine.write_bytes(b'engine' * 100)
+    write_sidecar(plan, gpu=GPU)
+    return plan.config.engine
 
 
 def test_an_engine_fits_where_it_was_built(engine):
@@ -313,9 +291,8 @@ def test_an_engine_fits_where_it_was_built(engine):
 )
 def test_another_version_gpu_or_half_a_file_is_refused(engine, product, gpu, cut, says):
     engine.write_bytes(engine.read_bytes()[cut:])
-    with pytest.raises(QatError) as refused:
-        require_fit(engine, read_sidecar(engine), product, gpu)
-    assert all(text in str(refused.value) for text in [*says, 'scripts/generate_trt_engine.sh model.onnx'])
+    message = refused(lambda: require_fit(engine, read_sidecar(engine), product, gpu))
+    assert all(text in message for text in [*says, 'scripts/generate_trt_engine.sh model.onnx'])
 
 
 def test_a_sidecar_that_is_none_of_ours_is_refused(engine):
@@ -351,12 +328,9 @@ def test_shapes_outside_the_profile_are_refused():
     for shape in (profile[0], profile[2], (5, 3, 320, 640)):
         require_within('e.engine', 'images', shape, profile)
     for shape in ((9, 3, 320, 320), (1, 3, 288, 320), (1, 3, 320, 672), (3, 320, 320)):
-        with pytest.raises(QatError) as refused:
-            require_within('e.engine', 'images', shape, profile)
-        assert f'images of shape {list(shape)}' in str(refused.value) and '[1, 3, 320, 320] to [8, 3, 640, 640]' in str(
-            refused.value
-        )
-        assert '--batch MIN,OPT,MAX' in str(refused.value)
+        message = refused(lambda: require_within('e.engine', 'images', shape, profile))
+        assert f'images of shape {list(shape)}' in message and '--batch MIN,OPT,MAX' in message
+        assert '[1, 3, 320, 320] to [8, 3, 640, 640]' in message
 
 
 # ---- trtexec ------------------------------------------------------------------------------------------------------------
@@ -375,31 +349,40 @@ def test_the_version_of_trtexec(banner, version):
     assert version_in(banner) == version
 
 
-def test_flags_of_trtexec_by_version(file):
-    def flags(kind, major, *files, **options):
-        source = Source(BuildConfig(file(kind), **options))
-        return arguments(source, plan(source, VERSIONS[major], ''), major, *files)
+MEASURED = '--exportLayerInfo=l.json --exportProfile=p.json'
+ONCE = '--useCudaGraph --noDataTransfers --separateProfileRun'  # defaults of trtexec 11
+ALONE = '--skipInference --profilingVerbosity=detailed --memPoolSize=workspace:4096'
+FLAGS = [  # file, major version, settings, whether layers are measured; flags that are there; words that are not
+    ('int8', 8, {}, False, f'{ALONE} --fp16 --int8', 'export Shapes --stronglyTyped'),
+    ('int8', 10, {}, False, f'{ALONE} --fp16 --int8', 'export Shapes --stronglyTyped'),
+    ('int8', 11, {}, False, ALONE, 'export Shapes --fp16 --int8 --stronglyTyped'),
+    ('typed int8', 10, {}, False, '--stronglyTyped', '--fp16 --int8'),
+    ('typed int8', 11, {}, False, '', '--fp16 --int8 --stronglyTyped'),
+    ('float', 10, {}, False, '--fp16', '--int8'),
+    ('float', 10, {'precision': 'fp32'}, False, '', '--fp16 --int8'),
+    ('float', 10, {'level': 5}, False, '--builderOptimizationLevel=5', ''),
+    ('int8', 10, {}, True, f'{MEASURED} {ONCE}', '--skipInference'),
+    ('int8', 11, {}, True, MEASURED, f'{ONCE} --skipInference'),
+    (
+        *('open batch', 10, {'batch': (1, 4, 8)}, False),
+        *('--minShapes=x:1x4x4x4 --optShapes=x:4x4x4x4 --maxShapes=x:8x4x4x4', ''),
+    ),
+]
 
-    for major in VERSIONS:
-        wanted = {'--skipInference', '--profilingVerbosity=detailed', '--memPoolSize=workspace:4096'}
-        assert wanted <= set(flags('int8', major)) and not any('export' in flag for flag in flags('int8', major))
-    assert {'--fp16', '--int8'} <= set(flags('int8', 8)) and {'--fp16', '--int8'} <= set(flags('int8', 10))
-    assert {'--fp16', '--int8', '--stronglyTyped'}.isdisjoint(flags('typed int8', 11))
-    assert '--stronglyTyped' in flags('typed int8', 10) and '--fp16' not in flags('typed int8', 10)
-    assert (
-        '--int8' not in flags('float', 10)
-        and '--fp16' in flags('float', 10)
-        and '--fp16' not in flags('float', 10, precision='fp32')
-    )
-    measured = {'--exportLayerInfo=l.json', '--exportProfile=p.json'}
-    assert measured | {'--useCudaGraph', '--noDataTransfers', '--separateProfileRun'} <= set(
-        flags('int8', 10, 'l.json', 'p.json')
-    )
-    assert measured <= set(flags('int8', 11, 'l.json', 'p.json')) and '--useCudaGraph' not in flags(
-        'int8', 11, 'l.json', 'p.json'
-    )
-    shapes = {'--minShapes=x:1x4x4x4', '--optShapes=x:4x4x4x4', '--maxShapes=x:8x4x4x4'}
-    assert shapes <= set(flags('open batch', 10, batch=(1, 4, 8))) and not any('Shapes' in f for f in flags('int8', 10))
+
+def words(row):
+    """The words of a row of FLAGS that tell it from others."""
+    kind, major, settings, measured, *_ = row
+    return ' '.join([kind, f'TensorRT {major}', *settings, *['measured'] * measured])
+
+
+@pytest.mark.parametrize('kind, major, settings, measured, there, absent', FLAGS, ids=map(words, FLAGS))
+def test_flags_of_trtexec_by_version(file, kind, major, settings, measured, there, absent):
+    files = ('l.json', 'p.json') if measured else ()
+    flags = arguments(planned(file(kind), major, **settings), major, *files)
+    assert set(there.split()) <= set(flags)
+    other = ' '.join(flags[3:])  # the first are files, of any name
+    assert not [word for word in absent.split() if word in other], flags
 
 
 def program(folder, text):
@@ -410,31 +393,35 @@ def program(folder, text):
     return str(path)
 
 
-def test_what_trtexec_leaves_is_checked(file, tmp_path):
+WRITES = 'for a; do case $a in --saveEngine=*) printf engine > "${a#*=}";; esac; done; echo "[E] no memory"'
+
+
+def test_an_engine_of_trtexec_gets_its_sidecar(file, tmp_path):
     """A shell script takes the place of trtexec, so only the handling of its process is tested."""
-    source = Source(BuildConfig(file('int8')))
-    said, flags = [], plan(source, VERSIONS[10], '')
-    writes = program(
-        tmp_path, 'for a; do case $a in --saveEngine=*) printf engine > "${a#*=}";; esac; done; echo "[I] done"'
-    )
-    content = build_with_trtexec(writes, (10, 13, 3), source, flags, said.append)
-    assert said == ['[I] done'] and source.config.engine.read_text() == 'engine' and content['bytes'] == 6
-    assert content['built_by'] == 'TensorRT 10.13.3' and read_sidecar(source.config.engine) == json.loads(
-        json.dumps(content)
-    )
-    source.config.engine.unlink()
-    for text in (
-        'echo "[E] no memory"; exit 1',
-        'echo "[E] no memory"',
-        'for a; do case $a in --saveEngine=*) printf half > "${a#*=}";; esac; done; echo "[E] no memory"; exit 3',
-    ):
-        with pytest.raises(QatError, match='trtexec failed.*no memory'):
-            build_with_trtexec(program(tmp_path, text), (10, 13, 3), source, flags, said.append)
-        assert not source.config.engine.exists()
-    with pytest.raises(QatError, match='does not tell its version.*--no-trtexec'):
-        version_of(program(tmp_path, 'echo hello'))
-    with pytest.raises(QatError, match='of TensorRT 7.2.3'):
-        version_of(program(tmp_path, 'echo "&&&& RUNNING TensorRT.trtexec [TensorRT v7203] # trtexec"'))
+    plan = planned(file('int8'))
+    content, engine = build_with_trtexec(program(tmp_path, WRITES), 10, plan), plan.config.engine
+    assert engine.read_text() == 'engine' and content['bytes'] == 6 and content['built_by'] == 'TensorRT 10.13.3'
+    assert read_sidecar(engine) == json.loads(json.dumps(content))
+
+
+@pytest.mark.parametrize('text', ['echo "[E] no memory"; exit 1', 'echo "[E] no memory"', f'{WRITES}; exit 3'])
+def test_a_trtexec_that_fails_leaves_no_engine(file, tmp_path, text):
+    plan = planned(file('int8'))
+    with pytest.raises(QatError, match='trtexec failed.*no memory'):
+        build_with_trtexec(program(tmp_path, text), 10, plan)
+    assert not plan.config.engine.exists()
+
+
+@pytest.mark.parametrize(
+    'text, says',
+    [
+        ('echo hello', 'does not tell its version.*--no-trtexec'),
+        ('echo "&&&& RUNNING TensorRT.trtexec [TensorRT v7203] # trtexec"', 'of TensorRT 7.2.3'),
+    ],
+)
+def test_a_trtexec_of_unknown_version_is_refused(tmp_path, text, says):
+    with pytest.raises(QatError, match=says):
+        version_of(program(tmp_path, text))
 
 
 @pytest.mark.parametrize('script', ['val_trt.sh', 'generate_trt_engine.sh'])

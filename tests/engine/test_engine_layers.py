@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from conftest import REPO
@@ -58,22 +59,21 @@ def step(name, kind, given, made, tactic='', shape=None, **fields):
     """A layer with inputs and outputs written as 'name TYPE'; `shape` is the shape of its outputs."""
 
     def described(generation):
-        sides = [
-            [tensor(*t.split(), generation, size) for t in ([texts] if isinstance(texts, str) else texts)]
-            for texts, size in ((given, None), (made, shape))
-        ]
-        more = (
-            {'ParameterType': 'Convolution', 'Groups': 1, 'Weights': {'Type': 'Int8', 'Count': 9216}}
-            if 'onv' in kind
-            else {}
-        )
+        def tensors(texts, shape=None):
+            return [tensor(*t.split(), generation, shape) for t in ([texts] if isinstance(texts, str) else texts)]
+
+        convolution = 'onv' in kind
         if generation == NEW:
-            more = {'Constants': [tensor('weights', 'INT8', NEW)] if 'onv' in kind else []}
+            more = {'Constants': [tensor('weights', 'INT8', NEW)] * convolution}
+        elif convolution:
+            more = {'ParameterType': 'Convolution', 'Groups': 1, 'Weights': {'Type': 'Int8', 'Count': 9216}}
+        else:
+            more = {}
         return {
             'Name': name,
             'LayerType': kind,
-            'Inputs': sides[0],
-            'Outputs': sides[1],
+            'Inputs': tensors(given),
+            'Outputs': tensors(made, shape),
             **more,
             **fields,
             'TacticName': tactic,
@@ -85,62 +85,40 @@ def step(name, kind, given, made, tactic='', shape=None, **fields):
 
 
 def conv(name, given, made, tactic=ON, **fields):
-    return step(
-        f'/{name}/conv/Conv + PWN(PWN(/{name}/act/Sigmoid), /{name}/act/Mul)',
-        'CaskConvolution',
-        given,
-        made,
-        tactic,
-        **fields,
-    )
+    fused = f'/{name}/conv/Conv + PWN(PWN(/{name}/act/Sigmoid), /{name}/act/Mul)'
+    return step(fused, 'CaskConvolution', given, made, tactic, **fields)
 
 
 def write(folder, steps, generation=OLD, outputs=('output0',), times=None):
     """layers.json, and profile.json if there are `times`: {name of a layer: ms}, or pairs of them."""
-    layers = [s(generation) for s in steps]
-    bound = (
-        {'Bindings': ['images', *outputs]}
-        if generation == OLD
-        else {
+    bound = {'Bindings': ['images', *outputs]}
+    if generation == NEW:
+        sides = [('images', 'Input'), *((name, 'Output') for name in outputs)]
+        bound = {
             'I/O Tensors': [
-                {
-                    'Name': n,
-                    'IOMode': mode,
-                    'DataType': 'Float',
-                    'Dimensions': list(SHAPES[n]),
-                    'Location': 'Device',
-                    'IsShapeInferenceIO': False,
-                    'ProfileInfo': [{'Format': 'Row major linear FP32 format (kLINEAR)'}],
-                }
-                for mode, names in (('Input', ['images']), ('Output', outputs))
-                for n in names
+                {'Name': name, 'IOMode': mode, 'DataType': 'Float', 'Dimensions': list(SHAPES[name])}
+                for name, mode in sides
             ],
             'Engine Metadata': {'Multi-Device': 'Disabled'},
         }
-    )
-    paths = folder / 'layers.json', folder / 'profile.json' if times is not None else None
-    paths[0].write_text(json.dumps({'Layers': layers, **bound}))
-    if times is not None:
-        pairs = list(times.items() if isinstance(times, dict) else times)
-        whole = sum(ms for _, ms in pairs)
-        paths[1].write_text(
-            json.dumps(
-                [
-                    {'count': 100},
-                    *(
-                        {
-                            'name': name,
-                            'timeMs': ms * 100,
-                            'averageMs': ms,
-                            'medianMs': ms,
-                            'percentage': 100 * ms / whole,
-                        }
-                        for name, ms in pairs
-                    ),
-                ]
-            )
-        )
-    return paths
+    layers, profile = folder / 'layers.json', folder / 'profile.json'
+    layers.write_text(json.dumps({'Layers': [s(generation) for s in steps], **bound}))
+    if times is None:
+        return layers, None
+    pairs = times.items() if isinstance(times, dict) else times
+    rows = [{'name': name, 'timeMs': ms * 100, 'averageMs': ms, 'medianMs': ms} for name, ms in pairs]
+    profile.write_text(json.dumps([{'count': 100}, *rows]))
+    return layers, profile
+
+
+def read(*arguments, **options):
+    """The engine of files as `write` makes them."""
+    return read_engine(*write(*arguments, **options))
+
+
+def ends(engine):
+    """[(writer, reader)] of each edge."""
+    return [edge[:2] for edge in engine.edges()]
 
 
 FIRST_Q = step('/model.0/QuantizeLinear', 'Reformat', 'images FP32', 'q INT8', Origin='QDQ')
@@ -155,52 +133,29 @@ GOOD = [  # a finding for the first Q, the first convolution, and the last, whos
 TIMES = {'/model.0/QuantizeLinear': 0.05}
 
 
-def names(layers):
-    return [layer_tables.short_name(layer) for layer in layers]
-
-
 # ---- reading ------------------------------------------------------------------------------------------------------------
 
 
+def said_of(engine):
+    """What an engine says, but the words for memory layouts, which differ between generations."""
+
+    def plain(tensors):
+        return [(t.name, t.shape, t.dtype) for t in tensors]
+
+    layers = [
+        (x.name, x.kind, plain(x.inputs), plain(x.outputs), x.tactic, x.nodes, x.weights, x.ms) for x in engine.layers
+    ]
+    found = [(f.kind, f.layer.name, f.advice) for f in findings(engine)]
+    return layers, plain(engine.inputs), plain(engine.outputs), ends(engine), found
+
+
 def test_both_generations_say_the_same(tmp_path):
-    engines = []
-    for generation in (OLD, NEW):
-        engines.append(read_engine(*write(tmp_path, GOOD, generation, times=TIMES)))
-    old, new = engines
-    seen = [
-        [
-            (
-                x.name,
-                x.kind,
-                x.types,
-                x.precision,
-                [(t.name, t.shape) for t in (*x.inputs, *x.outputs)],
-                x.tactic,
-                x.nodes,
-                x.weights,
-                x.ms,
-            )
-            for x in engine.layers
-        ]
-        for engine in engines
-    ]
-    assert seen[0] == seen[1]
-    assert seen[0][2][2:4] == (('INT8', 'INT8'), 'INT8') and seen[0][2][6] == [
-        '/model.1/conv/Conv',
-        '/model.1/act/Sigmoid',
-        '/model.1/act/Mul',
-    ]
-    assert seen[0][2][7] == 'INT8', 'type of the weights'
-    for side in ('inputs', 'outputs'):
-        assert [(t.name, t.dtype, t.shape) for t in getattr(old, side)] == [
-            (t.name, t.dtype, t.shape) for t in getattr(new, side)
-        ]
-    assert [[edge[:2] for edge in engine.edges()] for engine in engines] == [
-        [(None, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, None)]
-    ] * 2
-    assert [(f.kind, f.layer.name, f.advice) for f in findings(old)] == [
-        (f.kind, f.layer.name, f.advice) for f in findings(new)
-    ]
+    old, new = (read(tmp_path, GOOD, generation, times=TIMES) for generation in (OLD, NEW))
+    assert said_of(old) == said_of(new)
+    layer = old.layers[2]
+    assert (layer.types, layer.precision, layer.weights) == (('INT8', 'INT8'), 'INT8', 'INT8')
+    assert layer.nodes == ['/model.1/conv/Conv', '/model.1/act/Sigmoid', '/model.1/act/Mul']
+    assert ends(old) == [(None, 0), (0, 1), (1, 2), (2, 3), (3, 4), (4, None)]
 
 
 @pytest.mark.parametrize(
@@ -227,41 +182,28 @@ def test_types_in_the_words_of_tensorrt(text, expected):
     assert dtype(text) == expected
 
 
+UNKNOWN = [
+    {
+        'LayerType': 'kgen',
+        'Inputs': [{'Name': 'x', 'Datatype': 'Half'}],
+        'Outputs': ['y'],
+        'Metadata': None,
+        'TacticName': 7,
+    },
+    {'Name': 'signal', 'Inputs': None},
+    'only a name',
+    {'Name': 'next', 'LayerType': 'kgen', 'Inputs': [{'Name': 'y', 'Dimensions': '?'}]},
+]
+
+
 def test_what_is_missing_in_a_layer_stays_unknown(tmp_path):
-    (tmp_path / 'layers.json').write_text(
-        json.dumps(
-            {
-                'Layers': [
-                    {
-                        'LayerType': 'kgen',
-                        'Inputs': [{'Name': 'x', 'Datatype': 'Half'}],
-                        'Outputs': ['y'],
-                        'Metadata': None,
-                        'TacticName': 7,
-                    },
-                    {'Name': 'signal', 'Inputs': None},
-                    'only a name',
-                    {'Name': 'next', 'LayerType': 'kgen', 'Inputs': [{'Name': 'y', 'Dimensions': '?'}]},
-                ]
-            }
-        )
-    )
+    (tmp_path / 'layers.json').write_text(json.dumps({'Layers': UNKNOWN}))
     engine = read_engine(tmp_path / 'layers.json')
     first, signal, text, last = engine.layers
-    assert (first.name, first.types, first.outputs, first.tactic, first.nodes) == (
-        'layer 0',
-        ('FP16', ''),
-        [Tensor('y')],
-        '',
-        [],
-    )
-    assert (signal.kind, signal.precision, text.name) == ('unknown', 'unknown', 'only a name') and last.inputs == [
-        Tensor('y')
-    ]
-    assert [t.name for t in engine.inputs] == ['x'] and engine.edges() == [
-        (None, 0, first.inputs[0]),
-        (0, 3, last.inputs[0]),
-    ]
+    assert (first.name, first.types, first.tactic, first.nodes) == ('layer 0', ('FP16', ''), '', [])
+    assert (signal.kind, signal.precision, text.name) == ('unknown', 'unknown', 'only a name')
+    assert first.outputs == last.inputs == [Tensor('y')]
+    assert [t.name for t in engine.inputs] == ['x'] and ends(engine) == [(None, 0), (0, 3)]
     assert findings(engine) == [] and engine.ms is None and engine.share(engine.layers) is None
     assert 'None' not in layer_tables.engine_report(engine, []) and 'None' not in layer_graph.dot(engine, [], 'x')
 
@@ -273,39 +215,34 @@ def test_a_list_of_layers_alone_is_an_engine_too(tmp_path):
     assert read_engine(layers) == whole
 
 
-def test_every_part_of_a_concat_has_an_edge_and_memory_used_again_has_the_last(tmp_path):
-    """A Concat that TensorRT removed: two layers write halves of one tensor. `again` is written, read, and written once more."""
-    half = (1, 16, 16, 16)
-    engine = read_engine(
-        write(
-            tmp_path,
-            [
-                conv('left', 'images FP32', 'joined INT8', shape=half),
-                conv('right', 'images FP32', 'joined INT8', shape=half),
-                conv('both', 'joined INT8', 'again INT8'),
-                conv('one', 'again INT8', 'again INT8'),
-                conv('two', 'again INT8', 'output0 FP32'),
-            ],
-        )[0]
-    )
-    assert [edge[:2] for edge in engine.edges()] == [(None, 0), (None, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
+HALF = (1, 16, 16, 16)
+EDGES = {  # name → layers, (writer, reader) of each edge
+    'a Concat that TensorRT removed: two layers write halves of one tensor; `again` is written, read, and written once more': (
+        [
+            conv('left', 'images FP32', 'joined INT8', shape=HALF),
+            conv('right', 'images FP32', 'joined INT8', shape=HALF),
+            conv('both', 'joined INT8', 'again INT8'),
+            conv('one', 'again INT8', 'again INT8'),
+            conv('two', 'again INT8', 'output0 FP32'),
+        ],
+        [(None, 0), (None, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)],
+    ),
+    'a view of another shape is the same tensor: the last, and once, though it is read twice': (
+        [
+            conv('c', 'images FP32', 'a FP16'),
+            conv('d', 'a FP16', 'a FP16'),
+            lambda generation: {'Name': 'flat', 'Inputs': [tensor('a', 'FP16', generation, (1, 32, 256))] * 2},
+        ],
+        [(None, 0), (0, 1), (1, 2)],
+    ),
+}
 
 
-def test_a_view_of_another_shape_is_the_same_tensor(tmp_path):
-    def flat(generation):
-        return {
-            'Name': 'flat',
-            'LayerType': 'kgen',
-            'Inputs': [tensor('a', 'FP16', generation, (1, 32, 256))] * 2,
-            'Outputs': [],
-        }
-
-    for generation in (OLD, NEW):
-        writers = [conv('c', 'images FP32', 'a FP16'), conv('d', 'a FP16', 'a FP16')]
-        engine = read_engine(write(tmp_path, [*writers, flat], generation, outputs=())[0])
-        assert [edge[:2] for edge in engine.edges()] == [(None, 0), (0, 1), (1, 2)], (
-            'the last, and once, though it is read twice'
-        )
+@pytest.mark.parametrize('generation', [OLD, NEW])
+@pytest.mark.parametrize('name', EDGES, ids=['parts of a Concat', 'a view'])
+def test_an_edge_goes_from_the_last_writer(tmp_path, name, generation):
+    layers, wanted = EDGES[name]
+    assert ends(read(tmp_path, layers, generation)) == wanted
 
 
 # ---- times --------------------------------------------------------------------------------------------------------------
@@ -314,9 +251,7 @@ def test_a_view_of_another_shape_is_the_same_tensor(tmp_path):
 def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
     twice = step('copy', 'Reformat', 'a FP16', 'b FP16')
     times = [('copy', 0.3), ('copy', 0.1), ('gone', 0.6), ('copy', 1.0)]
-    engine = read_engine(
-        *write(tmp_path, [twice, step('alone', 'NoOp', 'b FP16', 'c FP16'), twice], outputs=(), times=times)
-    )
+    engine = read(tmp_path, [twice, step('alone', 'NoOp', 'b FP16', 'c FP16'), twice], outputs=(), times=times)
     assert [layer.ms for layer in engine.layers] == [0.3, None, 0.1] and engine.ms == pytest.approx(2.0)
     assert engine.untimed == ['alone'] and engine.unknown == ['gone', 'copy']
     assert engine.share(engine.layers[:2]) == pytest.approx(0.15)
@@ -325,52 +260,52 @@ def test_times_are_matched_by_name_and_what_is_left_is_reported(tmp_path):
 
 
 def test_without_a_profile_there_are_no_times(tmp_path):
-    engine = read_engine(write(tmp_path, GOOD)[0])
+    engine = read(tmp_path, GOOD)
     said = layer_tables.engine_report(engine, findings(engine))
-    assert (
-        engine.untimed == []
-        and ' ms,' not in said
-        and 'slowest' not in said
-        and '%' not in said
-        and '0.0000' not in said
-    )
+    assert engine.untimed == [] and not [text for text in (' ms,', 'slowest', '%', '0.0000') if text in said]
 
 
 def test_sums_are_those_of_the_layers(tmp_path):
-    paths = write(tmp_path, GOOD, times={})
-    layers = [layer.name for layer in read_engine(paths[0]).layers]
-    engine = read_engine(*write(tmp_path, GOOD, times=zip(layers, (1, 4, 2, 2, 1))))
-    rows = {
-        cells[1].strip(): [c.strip() for c in cells[2:-1]]
-        for line in layer_tables.engine_report(engine, findings(engine)).splitlines()
-        if len(cells := line.split('|')) == 6
-    }
-    assert (
-        rows['INT8'] == ['3', '8.0000', '80.0%']
-        and rows['FP32'] == ['1', '1.0000', '10.0%']
-        and rows['FP16'] == ['1', '1.0000', '10.0%']
-    )
-    assert rows['CaskConvolution'] == ['3', '8.0000', '80.0%'] and rows['Reformat (Q/DQ)'] == ['1', '1.0000', '10.0%']
-    assert rows['convolutions that do not run on tensor cores'] == ['1', '4.0000', '40.0%']
+    names = [layer.name for layer in read(tmp_path, GOOD).layers]
+    engine = read(tmp_path, GOOD, times=zip(names, (1, 4, 2, 2, 1)))
+    lines = layer_tables.engine_report(engine, findings(engine)).splitlines()
+    rows = dict.fromkeys(' '.join(line.replace('|', ' ').split()) for line in lines)
+    for row in (
+        'INT8 3 8.0000 80.0%',
+        'FP32 1 1.0000 10.0%',
+        'FP16 1 1.0000 10.0%',
+        'CaskConvolution 3 8.0000 80.0%',
+        'Reformat (Q/DQ) 1 1.0000 10.0%',
+        'convolutions that do not run on tensor cores 1 4.0000 40.0%',
+    ):
+        assert row in rows, row
 
 
 # ---- findings -----------------------------------------------------------------------------------------------------------
 
 TO_FP16 = conv('model.2', 'b INT8', 'c FP16')
 START = GOOD[:3]
-CASES = {  # name → layers after START, findings beside those of START: (kind, short name, words of the advice)
+CONV = 'model.2 Conv+Sigmoid+Mul'
+REFORMAT, CAST, QUANTIZE = 'Reformatting CopyNode', '__myl_CastTran_myl0_3', '__myl_MulMinMaxRounCast_myl0_3'
+
+
+def reformat(given, made):
+    return step(REFORMAT, 'Reformat', given, made, Origin='REFORMAT')
+
+
+ENGINES = {  # name → layers after START, findings beside those of START: (kind, short name, words of the advice)
     'INT8 to the end': ([conv('model.2', 'b INT8', 'head INT8')], []),
     'float behind INT8': (
         [TO_FP16, step('/model.3/Softmax', 'Softmax', 'c FP16', 'head FP16')],
-        [('float output', 'model.2 Conv+Sigmoid+Mul', 'operator that runs in float')],
+        [('float output', CONV, 'operator that runs in float')],
     ),
     'float convolution behind INT8': (
         [TO_FP16, conv('model.3', 'c FP16', 'head FP16', 'ampere_h16816cudnn_128x64_ldg8_relu_nhwc_tn_v1')],
-        [('float output', 'model.2 Conv+Sigmoid+Mul', 'last of the head')],
+        [('float output', CONV, 'last of the head')],
     ),
     'float output of the engine': (
         [conv('model.2', 'b INT8', 'output0 FP16')],
-        [('float output', 'model.2 Conv+Sigmoid+Mul', 'nothing to do')],
+        [('float output', CONV, 'nothing to do')],
     ),
     'Q of its own behind INT8': (
         [
@@ -378,10 +313,7 @@ CASES = {  # name → layers after START, findings beside those of START: (kind,
             step('/model.3/QuantizeLinear', 'Reformat', 'c FP16', 'd INT8', Origin='QDQ'),
             conv('model.3', 'd INT8', 'head INT8'),
         ],
-        [
-            ('float output', 'model.2 Conv+Sigmoid+Mul', 'right behind'),
-            ('unfused Q/DQ', 'model.3 QuantizeLinear', 'one scale'),
-        ],
+        [('float output', CONV, 'right behind'), ('unfused Q/DQ', 'model.3 QuantizeLinear', 'one scale')],
     ),
     'Scale that quantizes': ([step('scale', 'Scale', 'b INT8', 'head FP16')], [('unfused Q/DQ', 'scale', 'one scale')]),
     'Scale that does not': ([step('scale', 'Scale', 'b INT8', 'head INT8')], []),
@@ -390,40 +322,19 @@ CASES = {  # name → layers after START, findings beside those of START: (kind,
         [('unfused Q/DQ', 'dq', 'one scale'), ('unfused Q/DQ', 'q', 'one scale')],
     ),
     'Myelin that quantizes': (
-        [step('__myl_MulMinMaxRounCast_myl0_3', 'kgen', 'b FP16', 'head INT8')],
-        [('unfused Q/DQ', '__myl_MulMinMaxRounCast_myl0_3', 'one scale')],
+        [step(QUANTIZE, 'kgen', 'b FP16', 'head INT8')],
+        [('unfused Q/DQ', QUANTIZE, 'one scale')],
     ),
     'Myelin that does more': ([step('__myl_MulMinMaxRounCastSilu_myl0_3', 'kgen', 'b FP16', 'head INT8')], []),
-    'Myelin that joins': ([step('__myl_MulMinMaxRounCast_myl0_3', 'kgen', ['b FP16', 'a FP16'], 'head INT8')], []),
-    'reformat to INT8': (
-        [step('Reformatting CopyNode', 'Reformat', 'b FP16', 'head INT8', Origin='REFORMAT')],
-        [('type change', 'Reformatting CopyNode', 'alternate')],
-    ),
-    'reformat between floats': (
-        [step('Reformatting CopyNode', 'Reformat', 'b FP32', 'head FP16', Origin='REFORMAT')],
-        [('type change', 'Reformatting CopyNode', 'two types')],
-    ),
-    'reformat of the layout': (
-        [step('Reformatting CopyNode', 'Reformat', 'b INT8', 'head INT8', Origin='REFORMAT')],
-        [],
-    ),
-    'reformat of indices': ([step('Reformatting CopyNode', 'Reformat', 'b INT32', 'head FP32', Origin='REFORMAT')], []),
-    'reformat of the output': (
-        [step('Reformatting CopyNode', 'Reformat', 'b FP16', 'output0 FP32', Origin='REFORMAT')],
-        [('type change', 'Reformatting CopyNode', '--outputIOFormats')],
-    ),
-    'reformat of the input': (
-        [step('Reformatting CopyNode', 'Reformat', 'images FP32', 'head FP16', Origin='REFORMAT')],
-        [('type change', 'Reformatting CopyNode', '--inputIOFormats')],
-    ),
-    'Myelin that casts': (
-        [step('__myl_CastTran_myl0_3', 'kgen', 'b FP16', 'head FP32')],
-        [('type change', '__myl_CastTran_myl0_3', 'two types')],
-    ),
-    'no tensor cores': (
-        [conv('model.2', 'b INT8', 'head INT8', OFF)],
-        [('no tensor cores', 'model.2 Conv+Sigmoid+Mul', 'multiples of 16')],
-    ),
+    'Myelin that joins': ([step(QUANTIZE, 'kgen', ['b FP16', 'a FP16'], 'head INT8')], []),
+    'Myelin that casts': ([step(CAST, 'kgen', 'b FP16', 'head FP32')], [('type change', CAST, 'two types')]),
+    'reformat to INT8': ([reformat('b FP16', 'head INT8')], [('type change', REFORMAT, 'alternate')]),
+    'reformat between floats': ([reformat('b FP32', 'head FP16')], [('type change', REFORMAT, 'two types')]),
+    'reformat of the layout': ([reformat('b INT8', 'head INT8')], []),
+    'reformat of indices': ([reformat('b INT32', 'head FP32')], []),
+    'reformat of the output': ([reformat('b FP16', 'output0 FP32')], [('type change', REFORMAT, '--outputIOFormats')]),
+    'reformat of the input': ([reformat('images FP32', 'head FP16')], [('type change', REFORMAT, '--inputIOFormats')]),
+    'no tensor cores': ([conv('model.2', 'b INT8', 'head INT8', OFF)], [('no tensor cores', CONV, 'multiples of 16')]),
     'no tensor cores in FP32': ([conv('model.2', 'b FP32', 'head FP32', 'ampere_scudnn_128x64_relu_small_nn_v1')], []),
     'no name of a kernel': ([conv('model.2', 'b INT8', 'head INT8', '')], []),
     'no tensor cores, no convolution': (
@@ -434,53 +345,47 @@ CASES = {  # name → layers after START, findings beside those of START: (kind,
 
 
 @pytest.mark.parametrize('generation', [OLD, NEW])
-@pytest.mark.parametrize('case', CASES)
-def test_findings(tmp_path, case, generation):
-    steps, expected = CASES[case]
+@pytest.mark.parametrize('name', ENGINES)
+def test_findings(tmp_path, name, generation):
+    steps, wanted = ENGINES[name]
     last = [] if steps[-1](OLD)['Outputs'][0]['Name'] == 'output0' else [LAST]
-    found = findings(read_engine(write(tmp_path, [*START, *steps, *last], generation)[0]))
-    first = [
-        (f.kind, f.layer.name)
-        for f in found
-        if f.layer.inputs[0].name in ('images', 'q') and 'nothing to do' in f.advice
-    ]
-    assert len(first) == 2, 'the first Q, and the convolution of 3 channels that reads it'
-    rest = [f for f in found if (f.kind, f.layer.name) not in first]
-    assert [(f.kind, layer_tables.short_name(f.layer)) for f in rest] == [e[:2] for e in expected]
-    for f, (_, _, words) in zip(rest, expected):
-        assert words in f.advice and f.detail
+    found = findings(read(tmp_path, [*START, *steps, *last], generation))
+    given = [f for f in found if f.layer.inputs[0].name in ('images', 'q') and 'nothing to do' in f.advice]
+    assert len(given) == 2, 'the first Q, and the convolution of 3 channels that reads it'
+    others = [f for f in found if f not in given]
+    assert [(f.kind, layer_tables.short_name(f.layer)) for f in others] == [entry[:2] for entry in wanted]
+    assert all(words in f.advice and f.detail for f, (*_, words) in zip(others, wanted))
 
 
 def test_findings_are_sorted_by_time(tmp_path):
     steps = [step(f'scale {i}', 'Scale', f't{i} FP16', f't{i + 1} INT8') for i in range(3)]
-    found = findings(read_engine(*write(tmp_path, steps, times={'scale 0': 1, 'scale 1': 3, 'scale 2': 2})))
+    found = findings(read(tmp_path, steps, times={'scale 0': 1, 'scale 1': 3, 'scale 2': 2}))
     assert [f.layer.name for f in found] == ['scale 1', 'scale 2', 'scale 0']
 
 
-@pytest.mark.parametrize(
-    'tactic, expected',
-    [
-        (ON, 'yes'),
-        ('ampere_h16816cudnn_128x64_sliced1x2_ldg8_relu_exp_stages_64x3_small_nhwc_tn_v1', 'yes'),
-        ('turing_fp16_i8816cudnn_int8_128x128', 'yes'),
-        ('trt_turing_cutlass_image_network_first_layer_hmma_fprop_f16f16f32_nhwc', 'yes'),
-        ('cutlass_tensorop_s4_i8832fprop_optimized', 'yes'),
-        ('sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f16_nhwckrsc_nhwc_tilesize64x64x64_warpgroupsize1x1x1_g1', 'yes'),
-        (OFF, 'no'),
-        ('volta_int8x4_icudnn_int8x4_128x32_relu_xregs_medium_c32_nn_v1', 'no'),
-        ('ampere_scudnn_winograd_128x128_ldg1_ldg4_relu', 'no'),
-        ('sm70_xmma_fprop_conv1x1_i8f32_f32_f32_nchw_vect_c_4kcrs_vect_c_4_nchw_simt_small_batch_bias_relu', 'no'),
-        (
-            'sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc_tilesize128x64x8_stage3_warpsize2x2x1_g1_ffma_t1r3s3',
-            'no',
-        ),
-        ('', 'unknown'),
-        ('__myelin_CASK_STUB', 'unknown'),
-        ('sm80_xmma_fprop_of_some_new_sort', 'unknown'),
+KERNELS = {  # names of kernels → whether they run on tensor cores
+    'yes': [
+        ON,
+        'ampere_h16816cudnn_128x64_sliced1x2_ldg8_relu_exp_stages_64x3_small_nhwc_tn_v1',
+        'turing_fp16_i8816cudnn_int8_128x128',
+        'trt_turing_cutlass_image_network_first_layer_hmma_fprop_f16f16f32_nhwc',
+        'cutlass_tensorop_s4_i8832fprop_optimized',
+        'sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f16_nhwckrsc_nhwc_tilesize64x64x64_warpgroupsize1x1x1_g1',
     ],
-)
-def test_what_the_name_of_a_kernel_tells(tactic, expected):
-    assert tensor_cores(Layer('x', 'CaskConvolution', [], [], tactic=tactic)) == expected
+    'no': [
+        OFF,
+        'volta_int8x4_icudnn_int8x4_128x32_relu_xregs_medium_c32_nn_v1',
+        'ampere_scudnn_winograd_128x128_ldg1_ldg4_relu',
+        'sm70_xmma_fprop_conv1x1_i8f32_f32_f32_nchw_vect_c_4kcrs_vect_c_4_nchw_simt_small_batch_bias_relu',
+        'sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nhwc_tilesize128x64x8_stage3_warpsize2x2x1_g1_ffma_t1r3s3',
+    ],
+    'unknown': ['', '__myelin_CASK_STUB', 'sm80_xmma_fprop_of_some_new_sort'],
+}
+
+
+@pytest.mark.parametrize('kernel, expected', [(kernel, told) for told, names in KERNELS.items() for kernel in names])
+def test_what_the_name_of_a_kernel_tells(kernel, expected):
+    assert tensor_cores(Layer('x', 'CaskConvolution', [], [], tactic=kernel)) == expected
 
 
 def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
@@ -505,12 +410,15 @@ def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
     monkeypatch.setattr(rtx, 'Log', Recorder)
     rtx.compile_graph(copy(INT8_BLOCK))
     layers = [
-        dict(
-            zip(('Name', 'LayerType', 'TacticName', 'Metadata'), (name, kind, tactic, nodes)),
-            Inputs=tensors(given),
-            Constants=tensors(constants),
-            Outputs=tensors(made),
-        )
+        {
+            'Name': name,
+            'LayerType': kind,
+            'TacticName': tactic,
+            'Metadata': nodes,
+            'Inputs': tensors(given),
+            'Constants': tensors(constants),
+            'Outputs': tensors(made),
+        }
         for name, kind, given, constants, made, tactic, nodes in re.findall(
             r'Name: (.*), LayerType: (\w+), Inputs: \[(.*)\], Constants: \[(.*)\], Outputs: \[(.*)\], '
             r'TacticName: (.*), StreamId: \d+, Metadata: (.*)',
@@ -531,73 +439,63 @@ def test_the_listing_of_a_compiler_of_generation_11(tmp_path, monkeypatch):
     assert is_qdq(q) and q.types == ('FP32', 'INT8') and is_reformat(last) and last.types == ('FP32', 'FP32')
     assert (conv8.precision, conv8.weights, conv32.precision, conv32.weights) == ('INT8', 'INT8', 'FP32', 'FP32')
     assert 'node_of_c' in conv8.nodes and conv8.outputs[0].shape == (1, 4, 4, 4)
-    assert [edge[:2] for edge in engine.edges()] == [(None, 0), (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
+    assert ends(engine) == [(None, 0), (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (4, None)]
     assert [(f.kind, f.layer) for f in findings(engine)] == [('float output', conv8), ('unfused Q/DQ', q)]
 
 
 # ---- rows and pictures ----------------------------------------------------------------------------------------------------
 
 
-def layer_of(name, nodes=()):
-    return Layer(name, 'x', [], [], nodes=list(nodes))
+CV1 = '/model.2/cv2/cv2.0/cv1'
+LONG = 'begin' + 'x' * 100 + 'end'
 
 
 @pytest.mark.parametrize(
     'name, nodes, expected',
     [
-        (
-            '/model.2/cv2/cv2.0/cv1/conv/Conv + PWN(PWN(/model.2/cv2/cv2.0/cv1/act/Sigmoid), /model.2/cv2/cv2.0/cv1/act/Mul)',
-            (),
-            'model.2.cv2.0.cv1 Conv+Sigmoid+Mul',
-        ),
-        ('/model.3/cv1/conv/weight_quantizer/QuantizeLinear + /model.3/cv1/conv/Conv', (), 'model.3.cv1.conv Conv'),
-        ('/model.3/cv1/QuantizeLinear', (), 'model.3.cv1 QuantizeLinear'),
+        (f'{CV1}/conv/Conv + PWN(PWN({CV1}/act/Sigmoid), {CV1}/act/Mul)', [], 'model.2.cv2.0.cv1 Conv+Sigmoid+Mul'),
+        ('/model.3/cv1/conv/weight_quantizer/QuantizeLinear + /model.3/cv1/conv/Conv', [], 'model.3.cv1.conv Conv'),
+        ('/model.3/cv1/QuantizeLinear', [], 'model.3.cv1 QuantizeLinear'),
         ('__myl_Fc_myl0_3', ['/model.1/Conv', '/model.1/Add_2'], 'model.1 Conv+Add'),
-        ('__myl_Fc_myl0_3', (), '__myl_Fc_myl0_3'),
-        ('/Concat_3', (), 'Concat'),
-        ('resnet50/conv1/Conv2D', (), 'resnet50/conv1/Conv2D'),
+        ('__myl_Fc_myl0_3', [], '__myl_Fc_myl0_3'),
+        ('/Concat_3', [], 'Concat'),
+        ('resnet50/conv1/Conv2D', [], 'resnet50/conv1/Conv2D'),
+        (LONG, [], f'{LONG[:22]}…{LONG[-21:]}'),
     ],
 )
 def test_short_names(name, nodes, expected):
-    assert layer_tables.short_name(layer_of(name, nodes)) == expected
+    assert layer_tables.short_name(Layer(name, 'x', [], [], nodes=nodes)) == expected
 
 
-def test_a_long_name_keeps_both_ends():
-    short = layer_tables.short_name(layer_of('begin' + 'x' * 100 + 'end'))
-    assert len(short) == layer_tables.WIDTH and short.startswith('begin') and short.endswith('end') and '…' in short
+ROWS = [  # columns of the first layers of GOOD
+    {'ms': '0.05', 'share': '1.000000', 'tensor cores': '', 'findings': 'unfused Q/DQ', 'type in': 'FP32'},
+    {
+        'ms': '',
+        'share': '',
+        'tensor cores': 'no',
+        'findings': 'no tensor cores',
+        'kernel': OFF,
+        'type in': 'INT8',
+        'type out': 'INT8',
+        'weights': 'INT8',
+        'shapes in': '1×3×64×64',
+        'shapes out': '1×32×16×16',
+    },
+    {'tensor cores': 'yes', 'findings': ''},
+]
 
 
 def test_rows(tmp_path):
-    engine = read_engine(*write(tmp_path, GOOD, times=TIMES))
+    engine = read(tmp_path, GOOD, times=TIMES)
     layer_tables.write_csv(tmp_path / 'x.csv', engine, findings(engine))
-    rows = list(csv.DictReader(open(tmp_path / 'x.csv', newline='', encoding='utf-8')))
-    assert len(rows) == len(GOOD) and [row['name'] for row in rows] == [layer.name for layer in engine.layers]
-    assert (rows[0]['ms'], rows[0]['share'], rows[0]['tensor cores'], rows[0]['findings']) == (
-        '0.05',
-        '1.000000',
-        '',
-        'unfused Q/DQ',
-    )
-    assert (rows[1]['ms'], rows[1]['share'], rows[1]['tensor cores'], rows[1]['findings']) == (
-        '',
-        '',
-        'no',
-        'no tensor cores',
-    )
-    assert (
-        rows[1]['type in'],
-        rows[1]['type out'],
-        rows[1]['shapes in'],
-        rows[1]['shapes out'],
-        rows[1]['kernel'],
-        rows[1]['weights'],
-    ) == ('INT8', 'INT8', '1×3×64×64', '1×32×16×16', OFF, 'INT8')
-    assert (rows[2]['tensor cores'], rows[2]['findings']) == ('yes', '')
+    rows = list(csv.DictReader((tmp_path / 'x.csv').open(newline='', encoding='utf-8')))
+    assert [row['name'] for row in rows] == [layer.name for layer in engine.layers]
+    assert [{key: row[key] for key in wanted} for row, wanted in zip(rows, ROWS)] == ROWS
 
 
 def test_a_list_says_what_it_leaves_out(tmp_path):
     steps = [step(f'scale{i}', 'Scale', f't{i} FP16', f't{i + 1} INT8') for i in range(7)]
-    engine = read_engine(write(tmp_path, steps)[0])
+    engine = read(tmp_path, steps)
     short, whole = (layer_tables.engine_report(engine, findings(engine), limit) for limit in (3, None))
     assert '... and 4 more' in short and 'scale6' not in short and 'scale6' in whole and '... and' not in whole
 
@@ -615,42 +513,27 @@ def statements(source):
 
 @pytest.mark.parametrize('generation', [OLD, NEW])
 def test_every_layer_and_edge_is_drawn(tmp_path, generation):
-    engine = read_engine(*write(tmp_path, GOOD, generation, times=TIMES))
+    engine = read(tmp_path, GOOD, generation, times=TIMES)
     nodes, edges = statements(layer_graph.dot(engine, findings(engine), 'title'))
-    assert nodes.keys() == {'"in images"', '"out output0"', *map(str, range(len(GOOD)))}
-    assert [(a, b) for a, b, _ in edges] == [
-        ('"in images"', '0'),
-        ('0', '1'),
-        ('1', '2'),
-        ('2', '3'),
-        ('3', '4'),
-        ('4', '"out output0"'),
-    ]
-    q, first, second, *_ = (nodes[str(i)] for i in range(5))
-    for part in (
-        'peripheries="2"',
-        layer_graph.FILL['FP32'] + ':' + layer_graph.FILL['INT8'],
-        '0.0500 ms   100.0%',
-        '! unfused Q/DQ',
-        'FP32 1×3×64×64 → INT8 1×3×64×64',
-        layer_graph.FOUND,
+    order = ['"in images"', *map(str, range(len(GOOD))), '"out output0"']
+    assert nodes.keys() == set(order) and [(a, b) for a, b, _ in edges] == list(pairwise(order))
+    q, first, second = (nodes[str(i)] for i in range(3))
+    fp32, int8 = layer_graph.FILL['FP32'], layer_graph.FILL['INT8']
+    for node, there, absent in (
+        (q, ['peripheries="2"', f'{fp32}:{int8}', '0.0500 ms   100.0%', '! unfused Q/DQ', layer_graph.FOUND], []),
+        (q, ['FP32 1×3×64×64 → INT8 1×3×64×64'], []),
+        (first, ['! no tensor cores'], []),
+        (second, ['peripheries="1"', int8, ON], [layer_graph.FOUND, '!']),  # the kernel is in the tooltip
+        (edges[0][2], [layer_graph.LINE['FP32']], []),
+        (edges[1][2], [layer_graph.LINE['INT8']], []),
     ):
-        assert part in q
-    assert (
-        'peripheries="1"' in second
-        and layer_graph.FILL['INT8'] in second
-        and layer_graph.FOUND not in second
-        and '!' not in second
-    )
-    assert '! no tensor cores' in first and ON in second, 'the kernel is in the tooltip'
-    assert layer_graph.LINE['FP32'] in edges[0][2] and layer_graph.LINE['INT8'] in edges[1][2]
+        assert [part for part in there if part not in node] == [part for part in absent if part in node] == []
 
 
 def test_an_edge_is_labelled_where_the_box_shows_another_shape(tmp_path):
     add = step('add', 'ElementWise', ['a FP16', 'images FP32'], 'b FP16')
-    _, edges = statements(
-        layer_graph.dot(read_engine(write(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])[0]), [], 'x')
-    )
+    engine = read(tmp_path, [conv('c', 'images FP32', 'a FP16'), add])
+    _, edges = statements(layer_graph.dot(engine, [], 'x'))
     assert [re.match(r'label="(.*?)"', more)[1] for *_, more in edges] == ['', 'FP16 1×32×16×16', 'FP32 1×3×64×64']
 
 
@@ -662,32 +545,18 @@ HARD = 'a "quoted" <name> \\ {with} | everything\n& more ünïcode'
 def test_files_of_the_command(tmp_path, graphviz):
     """SVG and PNG show layers of any name; no temporary file stays."""
     layers, profile = write(tmp_path, [*GOOD, step(HARD, 'NoOp', 'output0 FP32', 'end FP32')], times=TIMES)
-    out = python(
-        'scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', tmp_path / 'new folder' / 'v1.2'
-    )
-    assert sorted(p.name for p in (tmp_path / 'new folder').iterdir()) == [
-        'v1.2.csv',
-        'v1.2.dot',
-        'v1.2.png',
-        'v1.2.svg',
-    ]
-    svg = (tmp_path / 'new folder' / 'v1.2.svg').read_text(encoding='utf-8')
+    prefix = tmp_path / 'new folder' / 'v1.2'
+    out = python('scripts/draw_engine.py', '--layer', layers, '--profile', profile, '--output', prefix)
+    files = {suffix: prefix.with_name(f'v1.2.{suffix}') for suffix in ('csv', 'dot', 'png', 'svg')}
+    assert set(prefix.parent.iterdir()) == set(files.values())
+    svg = files['svg'].read_text(encoding='utf-8').replace('&#160;', ' ').replace('&#45;', '-')
     assert svg.count('class="node"') == len(GOOD) + 1 + 2 + 1, 'layers, input and output, legend'
-    for part in (
-        'model.1 Conv+Sigmoid+Mul',
-        '0.0500 ms',
-        'INT8 1×32×16×16',
-        '&quot;quoted&quot; &lt;name&gt;',
-        '! no tensor cores',
-        'computes in INT8',
-    ):
-        assert part in svg.replace('&#160;', ' ').replace('&#45;', '-'), part
-    png = (tmp_path / 'new folder' / 'v1.2.png').read_bytes()
-    assert (
-        png[:8] == b'\x89PNG\r\n\x1a\n'
-        and int.from_bytes(png[16:20], 'big') > 300
-        and int.from_bytes(png[20:24], 'big') > 500
-    )
+    labels = 'model.1 Conv+Sigmoid+Mul', '0.0500 ms', 'INT8 1×32×16×16', '! no tensor cores', 'computes in INT8'
+    for part in (*labels, '&quot;quoted&quot; &lt;name&gt;'):
+        assert part in svg, part
+    png = files['png'].read_bytes()
+    width, height = (int.from_bytes(png[at : at + 4], 'big') for at in (16, 20))
+    assert png.startswith(b'\x89PNG\r\n\x1a\n') and width > 300 and height > 500
     assert 'Fontconfig warning' not in out and '3 findings' in out and 'v1.2.svg' in out
 
 
@@ -715,11 +584,8 @@ def test_without_graphviz_only_the_pictures_are_missing(tmp_path, monkeypatch, c
     assert run_command(program_main(monkeypatch), ['--layer', str(layers)]) == 0
     out = capsys.readouterr().out
     (warning,) = [line for line in out.splitlines() if line.startswith('warning:')]
-    assert (
-        'pip install "pygraphviz' in warning
-        and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in warning
-        and 'layers.svg' not in out
-    )
+    assert 'pip install "pygraphviz' in warning and f'dot -Tsvg -O {tmp_path / "layers.dot"}' in warning
+    assert 'layers.svg' not in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ['layers.csv', 'layers.dot', 'layers.json']
 
 
@@ -730,10 +596,8 @@ def test_a_library_of_the_system_is_missing(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
-    with pytest.raises(
-        QatError,
-        match=r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot ',
-    ):
+    says = r'libgobject-2\.0\.so\.0.*apt-get install libglib2\.0-0 .*, or with a Graphviz of your own: dot '
+    with pytest.raises(QatError, match=says):
         layer_graph.draw(tmp_path / 'x.dot', [tmp_path / 'x.svg'])
     assert not list(tmp_path.glob('*.svg*'))
 
@@ -775,11 +639,7 @@ LAYERS = {'Layers': [step('x', 'NoOp', 'a FP16', 'b FP16')(OLD)]}
         ([], None, 'lists no layer'),
         (NAMES_ONLY, None, 'profilingVerbosity=detailed'),
         (NAMES_ONLY['Layers'], None, 'profilingVerbosity=detailed'),
-        (
-            {'Layers': [{'Name': 'x', 'LayerType': 'kgen', 'Inputs': [{'Name': 'a'}]}]},
-            None,
-            'profilingVerbosity=detailed',
-        ),
+        ({'Layers': [{'Name': 'x', 'Inputs': [{'Name': 'a'}]}]}, None, 'profilingVerbosity=detailed'),
         (PROFILE, None, 'a profile .*--profile'),
         (LATENCIES, None, 'profilingVerbosity=detailed'),
         (LAYERS, '[{"count"', 'no JSON'),
@@ -797,20 +657,16 @@ LAYERS = {'Layers': [step('x', 'NoOp', 'a FP16', 'b FP16')(OLD)]}
 def test_mistakes_are_one_line(tmp_path, capsys, layer, profile, words):
     options = []
     for flag, content in (('layer', layer), ('profile', profile)):
-        if content is None:
-            continue
-        file = tmp_path / f'{flag}.json'
-        file.write_bytes(
-            content
-            if isinstance(content, bytes)
-            else (content if isinstance(content, str) else json.dumps(content)).encode()
-        )
-        options += [f'--{flag}', str(file)]
-    before = sorted(p.name for p in tmp_path.iterdir())
+        if content is not None:
+            file = tmp_path / f'{flag}.json'
+            text = content if isinstance(content, str | bytes) else json.dumps(content)
+            file.write_bytes(text.encode() if isinstance(text, str) else text)
+            options += [f'--{flag}', str(file)]
+    before = sorted(tmp_path.iterdir())
     assert run_command(program('scripts/draw_engine.py').main, options) == 2
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and re.search(words, error), error
-    assert str(tmp_path) in error and sorted(p.name for p in tmp_path.iterdir()) == before
+    assert len(error.splitlines()) == 1 and re.search(words, error) and str(tmp_path) in error, error
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_missing_file_and_a_missing_flag(tmp_path, capsys):

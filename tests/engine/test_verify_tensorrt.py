@@ -14,7 +14,7 @@ import pytest
 from conftest import REPO
 from zoo import command, python
 
-from bench import Bench, reason
+from command_runner import CommandRunner, reason
 from kinds import within_limits
 from models.quantize import checkpoint
 
@@ -84,16 +84,8 @@ def test_a_classifier_has_its_own_size_and_images(small, tmp_path):
     assert json.loads((tmp_path / 'v' / 'classify.engine.json').read_text())['inputs'] == {
         'images': dict(zip(('min', 'opt', 'max'), ([batch, 3, side, side] for batch in (1, 4, 8))))
     }
-    command(
-        'compare_outputs.py',
-        *[tmp_path / 'v' / 'classify.onnx'] * 2,
-        '--data',
-        tmp_path / 'v' / 'classify',
-        '--project',
-        tmp_path,
-        '--workers',
-        0,
-    )
+    words = '--data', tmp_path / 'v' / 'classify', '--project', tmp_path, '--workers', 0
+    command('compare_outputs.py', *[tmp_path / 'v' / 'classify.onnx'] * 2, *words)
     same = json.loads((tmp_path / 'exp' / 'compare.json').read_text())['comparisons'][0]
     assert 'the best class is the same in 100.0% of the images' in within_limits(same)
     with pytest.raises(pytest.fail.Exception, match='top-1 differs'):
@@ -113,9 +105,8 @@ def test_engines_run_on_a_gpu(small, tmp_path):
 def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
     pytest.importorskip('tensorrt_rtx_bindings', reason='no TensorRT-RTX: ./install_dependencies.sh --tests')
     masks = '--segment', demo_seg.quantized, '--segment-data', demo_seg.data, *classifier(tmp_path)
-    found, _ = verify(
-        demo, tmp_path, *masks, '--imgsz', 128, '--backend', 'rtx', **{**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
-    )
+    environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
+    found, _ = verify(demo, tmp_path, *masks, '--imgsz', 128, '--backend', 'rtx', **environment)
     built = {name.removeprefix('build '): status for name, (status, _) in found.items() if name.startswith('build ')}
     lacks = {'end2end', 'plugin', 'segment-end2end'}
     assert built == {kind: 'skip' if kind in lacks else 'pass' for kind in built} and len(built) == 12, found
@@ -126,10 +117,11 @@ def test_the_whole_table_with_tensorrt_rtx(demo, demo_seg, tmp_path):
 
 def test_bad_input_is_one_line_and_leaves_nothing(small, tmp_path):
     files = '--weights', small.quantized, '--float', small.single, '--data', small.data, '--project', tmp_path
-    assert 'give both or none' in command('scripts/verify_tensorrt.py', *files, '--segment', small.quantized, code=2)
-    assert 'no such file' in command(
-        'scripts/verify_tensorrt.py', *files, '--segment', 'none.pt', '--segment-data', 'd', code=2
-    )
+    for masks, says in (
+        (('--segment', small.quantized), 'give both or none'),
+        (('--segment', 'none.pt', '--segment-data', 'd'), 'no such file'),
+    ):
+        assert says in command('scripts/verify_tensorrt.py', *files, *masks, code=2)
     assert not list(tmp_path.iterdir())
     done = subprocess.run([REPO / 'scripts/verify_tensorrt.sh', '-h'], capture_output=True, text=True)
     assert done.returncode == 0 and '--backend rtx' in done.stdout
@@ -154,7 +146,7 @@ def test_the_end_of_a_command_in_words(tmp_path):
     slow = tmp_path / 'slow.py'
     slow.write_text('import time; time.sleep(60)')
     with pytest.raises(pytest.fail.Exception, match=r'slow.py had not ended .*--minutes'):
-        Bench(None, {}, tmp_path, 0.0, []).run(slow)
+        CommandRunner(None, {}, tmp_path, 0.0, []).run(slow)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +160,8 @@ def test_the_end_of_a_command_in_words(tmp_path):
     ],
 )
 def test_differences_beyond_the_limits_fail(change, says):
-    found = {'reference': {'ap': 0.5}, 'other': {'ap': 0.5}, 'ap_difference': 0.0, 'matched': 1.0, 'matched_score': 0.0}
-    found |= {'ranks': [{}], 'top': 10}
-    found |= {'matched_mask': None, 'mask_ap_difference': 0.0, **change}
+    found = {'reference': {'ap': 0.5}, 'other': {'ap': 0.5}, 'ap_difference': 0.0, 'mask_ap_difference': 0.0}
+    found |= {'ranks': [{}], 'top': 10, 'matched': 1.0, 'matched_score': 0.0, 'matched_mask': None, **change}
     if says:
         with pytest.raises(pytest.fail.Exception, match=says):
             within_limits(found)

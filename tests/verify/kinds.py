@@ -61,26 +61,26 @@ def data_of(name):
     return {'segment': 'segment.yaml', 'classify': 'classify'}.get(KINDS[name].weights, 'detect.yaml')
 
 
-def export(bench, name, batch=None):
+def export(runner, name, batch=None):
     """Export a kind; batch: another fixed one than the kind's own."""
-    kind, config, major = KINDS[name], bench.config, bench.machine['major']
+    kind, config, major = KINDS[name], runner.config, runner.machine['major']
     sources = {'int8': config.weights, 'float': config.float_weights}
     sources |= {'segment': config.segment, 'classify': config.classify}
     source = sources[kind.weights]
     if source is None:
         pytest.skip(f'no checkpoint of that task (--{kind.weights})')
     if '--trt' in kind.export and major < 10:
-        pytest.skip(f'{bench.machine["product"]} has no strongly typed networks')
-    weights = bench.folder / f'{stem_of(name, batch)}.pt'  # the file takes the name of its checkpoint
+        pytest.skip(f'{runner.machine["product"]} has no strongly typed networks')
+    weights = runner.folder / f'{stem_of(name, batch)}.pt'  # the file takes the name of its checkpoint
     link(weights, source)
     size = typed_sides(config.imgsz)
     trt = () if '--trt' in kind.export else ('--trt', major)
     if kind.include:
         sides = () if kind.weights == 'classify' else ('--imgsz', *size)  # a classifier has its own
         words = ('--include', kind.include, *sides, '--simplify', *trt, *kind.export)
-        bench.run('export_qat.py', '--weights', weights.name, *words, *(('--batch-size', batch) if batch else ()))
+        runner.run('export_qat.py', '--weights', weights.name, *words, *(('--batch-size', batch) if batch else ()))
     else:
-        bench.run('export_yoloV9.py', '-w', weights.name, '-s', *size, '--simplify', *trt)
+        runner.run('export_yoloV9.py', '-w', weights.name, '-s', *size, '--simplify', *trt)
 
 
 def link(name, target):
@@ -89,25 +89,25 @@ def link(name, target):
     name.symlink_to(target.resolve())
 
 
-def build(bench, name, engine, *words):
+def build(runner, name, engine, *words):
     """Build an engine of an exported kind with more options of scripts/build_engine.py; returns the content of its sidecar."""
-    (bench.folder / engine).unlink(missing_ok=True)  # of an earlier run
-    options = '--engine', engine, '--timing-cache', 'timing.cache', '--backend', bench.config.backend
+    (runner.folder / engine).unlink(missing_ok=True)  # of an earlier run
+    options = '--engine', engine, '--timing-cache', 'timing.cache', '--backend', runner.config.backend
     try:
-        bench.run('scripts/build_engine.py', onnx_of(name), *options, *KINDS[name].build, *words)
+        runner.run('scripts/build_engine.py', onnx_of(name), *options, *KINDS[name].build, *words)
     except pytest.fail.Exception as e:
-        if bench.config.backend == 'rtx' and any(part in str(e) for part in RTX_LACKS):
-            pytest.skip(f'{bench.machine["product"]} cannot build it: {e}')
+        if runner.config.backend == 'rtx' and any(part in str(e) for part in RTX_LACKS):
+            pytest.skip(f'{runner.machine["product"]} cannot build it: {e}')
         raise
-    return bench.json(f'{engine}.json')
+    return runner.json(f'{engine}.json')
 
 
-def compare_with_onnx(bench, name, reference, engine, *words):
+def compare_with_onnx(runner, name, reference, engine, *words):
     """Check that an engine finds in the val images of a kind what ONNX Runtime finds with a file, within the limits of export_qat.py --verify."""
-    words = ('--data', data_of(name), '--images', bench.config.images, '--batch-size', 8, *words)
+    words = ('--data', data_of(name), '--images', runner.config.images, '--batch-size', 8, *words)
     folder = ('--project', 'compared', '--name', engine, '--exist-ok')
-    bench.run('compare_outputs.py', reference, engine, *words, *folder)
-    return within_limits(bench.json(f'compared/{engine}/compare.json')['comparisons'][0])
+    runner.run('compare_outputs.py', reference, engine, *words, *folder)
+    return within_limits(runner.json(f'compared/{engine}/compare.json')['comparisons'][0])
 
 
 def within_limits(found):

@@ -1,7 +1,7 @@
 """Everything that this toolkit does with TensorRT, row by row, in their order: scripts/verify_tensorrt.sh, or pytest -m tensorrt.
 
 The first is for users: its rows take their model, or the demo, and it writes a report. A later row needs files of an earlier one. Each row
-leaves its figures in words in `bench.found`.
+leaves its figures in words in `runner.found`.
 """
 
 import csv
@@ -16,7 +16,7 @@ from pathlib import Path
 import classifiers
 import pytest
 
-from bench import Bench, engine_of
+from command_runner import CommandRunner, engine_of
 from kinds import KINDS, build, compare_with_onnx, data_of, export, link, onnx_of
 from models.quantize import checkpoint
 from utils.qat.config.common import LoaderConfig
@@ -43,14 +43,14 @@ def rows(step, what, kinds=tuple(KINDS)):
     return pytest.mark.parametrize('kind', [pytest.param(k, marks=row(f'{step} {k}', what(KINDS[k]))) for k in kinds])
 
 
-# ---- the place ------------------------------------------------------------------------------------------------------------
+# ---- where commands run ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
-def place(request, tmp_path_factory):
+def runner_of_all(request, tmp_path_factory):
     config, begin = settings_of_the_command(), time.monotonic()
     backend, stop = (config.backend, lambda why: pytest.exit(why, 2)) if config else ('tensorrt', pytest.skip)
-    first = Bench(config, {}, tmp_path_factory.mktemp('machine'), begin + STARTING, [])
+    first = CommandRunner(config, {}, tmp_path_factory.mktemp('machine'), begin + STARTING, [])
     try:
         first.run(HERE / 'machine_facts.py', backend, 'machine.json')
     except pytest.fail.Exception as e:
@@ -72,11 +72,11 @@ def place(request, tmp_path_factory):
 
 
 @pytest.fixture
-def bench(place, request):
-    request.node.bench = replace(place, commands=[])
-    if time.monotonic() > place.deadline:
-        pytest.skip(f'the {place.config.minutes:g} minutes were over (--minutes)')
-    return request.node.bench
+def runner(runner_of_all, request):
+    request.node.runner = replace(runner_of_all, commands=[])
+    if time.monotonic() > runner_of_all.deadline:
+        pytest.skip(f'the {runner_of_all.config.minutes:g} minutes were over (--minutes)')
+    return request.node.runner
 
 
 def demo_settings(request, folder):
@@ -113,34 +113,34 @@ def write_subset(source, file, images):
 
 
 @rows('build', lambda kind: f'{kind.title}: exported, built by the Python package')
-def test_build(bench, kind):
-    export(bench, kind)
-    built = build(bench, kind, engine_of(kind), '--no-trtexec')
-    bench.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, built in {built["seconds"]:g} s'
+def test_build(runner, kind):
+    export(runner, kind)
+    built = build(runner, kind, engine_of(kind), '--no-trtexec')
+    runner.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, built in {built["seconds"]:g} s'
 
 
 @row('timing cache', 'the second build of a file uses the timings of the first')
-def test_timing_cache(bench):
-    bench.need('build plain')
-    first = bench.json('plain.engine.json')['seconds']
-    built = build(bench, 'plain', 'again.engine', '--no-trtexec')
+def test_timing_cache(runner):
+    runner.need('build plain')
+    first = runner.json('plain.engine.json')['seconds']
+    built = build(runner, 'plain', 'again.engine', '--no-trtexec')
     assert built['timing_cache_reused']
-    if bench.config.backend == 'rtx':
-        bench.found = 'read again; TensorRT-RTX keeps no timings in it'
+    if runner.config.backend == 'rtx':
+        runner.found = 'read again; TensorRT-RTX keeps no timings in it'
         return
     assert built['seconds'] < first
-    bench.found = f'{first:g} s without it, {built["seconds"]:g} s with it'
+    runner.found = f'{first:g} s without it, {built["seconds"]:g} s with it'
 
 
 @rows('trtexec', lambda kind: f'{kind.title}: built by trtexec', ('plain', 'dynamic', 'typed'))
-def test_trtexec_knows_our_flags(bench, kind):
-    if bench.config.backend == 'rtx':
+def test_trtexec_knows_our_flags(runner, kind):
+    if runner.config.backend == 'rtx':
         pytest.skip('trtexec is a program of TensorRT, not of TensorRT-RTX')
-    if bench.machine['trtexec'] is None:
+    if runner.machine['trtexec'] is None:
         pytest.skip('no trtexec here; the wheels of pip do not contain it, containers do')
-    bench.need(f'build {kind}')
-    built = build(bench, kind, engine_of(kind, 'trtexec'))
-    bench.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, by trtexec of {built["built_by"]}'
+    runner.need(f'build {kind}')
+    built = build(runner, kind, engine_of(kind, 'trtexec'))
+    runner.found = f'{built["precision"]}, {built["bytes"] / 1e6:.1f} MB, by trtexec of {built["built_by"]}'
 
 
 # ---- results --------------------------------------------------------------------------------------------------------------
@@ -153,187 +153,179 @@ def test_trtexec_knows_our_flags(bench, kind):
     ),
     [name for name, kind in KINDS.items() if kind.include and kind.weights != 'float'],
 )
-def test_outputs_are_those_of_onnx_runtime(bench, kind):
+def test_outputs_are_those_of_onnx_runtime(runner, kind):
     reference = KINDS[kind].reference or kind
-    bench.need(f'build {kind}')
-    bench.need(f'build {reference}')
-    bench.need_gpu()
+    runner.need(f'build {kind}')
+    runner.need(f'build {reference}')
+    runner.need_gpu()
     # the reference on the CPU: ONNX Runtime falls back to it where it has no CUDA
-    backend = '--backend', f'onnxruntime,{bench.config.backend}'
-    bench.found = compare_with_onnx(bench, kind, onnx_of(reference), engine_of(kind), *backend)
+    backend = '--backend', f'onnxruntime,{runner.config.backend}'
+    runner.found = compare_with_onnx(runner, kind, onnx_of(reference), engine_of(kind), *backend)
 
 
 @row('outputs deepstream', f'{KINDS["deepstream"].title}: outputs as in ONNX Runtime')
-def test_raw_outputs_of_deepstream(bench):
+def test_raw_outputs_of_deepstream(runner):
     """An evaluation does not take the file, because it has the best class of a box only."""
-    bench.need('build deepstream')
-    sqnr = raw_outputs(bench, onnx_of('deepstream'), engine_of('deepstream'))['sqnr']
-    bench.found = 'equal to ONNX Runtime' if sqnr is None else f'SQNR {sqnr:.1f} dB against ONNX Runtime'
-    assert sqnr is None or sqnr >= LEAST_SQNR, bench.found
+    runner.need('build deepstream')
+    sqnr = raw_outputs(runner, onnx_of('deepstream'), engine_of('deepstream'))['sqnr']
+    runner.found = 'equal to ONNX Runtime' if sqnr is None else f'SQNR {sqnr:.1f} dB against ONNX Runtime'
+    assert sqnr is None or sqnr >= LEAST_SQNR, runner.found
 
 
 @row('outputs trtexec', 'the engine of trtexec: detections and AP as in ONNX Runtime')
-def test_outputs_of_trtexec(bench):
-    bench.need('trtexec plain')
-    bench.need_gpu()
-    machine = bench.machine
+def test_outputs_of_trtexec(runner):
+    runner.need('trtexec plain')
+    runner.need_gpu()
+    machine = runner.machine
     if machine['trtexec'] != machine['product']:
         pytest.skip(f'trtexec is of {machine["trtexec"]}, the Python package is {machine["product"]}')
-    bench.found = compare_with_onnx(bench, 'plain', onnx_of('plain'), engine_of('plain', 'trtexec'))
+    runner.found = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine_of('plain', 'trtexec'))
 
 
 @row('torch_tensorrt', '--include torch_tensorrt: compiled, detections as in ONNX Runtime')
-def test_torch_tensorrt(bench):
-    if bench.config.backend == 'rtx':
+def test_torch_tensorrt(runner):
+    if runner.config.backend == 'rtx':
         pytest.skip('Torch-TensorRT for TensorRT-RTX is another package, which is not supported')
     if find_spec('torch_tensorrt') is None:
         pytest.skip(
             "no package torch_tensorrt; python export_qat.py --include torch_tensorrt says how to get this torch's"
         )
-    bench.need('build plain')
-    bench.need_gpu()
-    link(bench.folder / 'compiled.pt', bench.config.weights)
-    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *typed_sides(bench.config.imgsz), '--device', 0
-    bench.run('export_qat.py', '--weights', 'compiled.pt', '--include', 'torch_tensorrt', *options)
+    runner.need('build plain')
+    runner.need_gpu()
+    link(runner.folder / 'compiled.pt', runner.config.weights)
+    options = '--formats', 'ep', 'ts', 'engine', '--imgsz', *typed_sides(runner.config.imgsz), '--device', 0
+    runner.run('export_qat.py', '--weights', 'compiled.pt', '--include', 'torch_tensorrt', *options)
     engine = 'compiled-torch_tensorrt.engine'
-    text = compare_with_onnx(bench, 'plain', onnx_of('plain'), engine)
+    text = compare_with_onnx(runner, 'plain', onnx_of('plain'), engine)
     ms = [
-        median_ms(bench, f'torch_tensorrt-{name}', file, '--backend', bench.config.backend)
+        median_ms(runner, f'torch_tensorrt-{name}', file, '--backend', runner.config.backend)
         for name, file in (('own', engine), ('onnx', engine_of('plain')))
     ]
-    bench.found = f'{text}; {ms[0]:.3f} ms, by way of ONNX {ms[1]:.3f} ms'
+    runner.found = f'{text}; {ms[0]:.3f} ms, by way of ONNX {ms[1]:.3f} ms'
 
 
 @row('val_trt.py', 'val_trt.py in batches of 10, engine of 1 to 8')
-def test_val_trt(bench):
-    bench.need('build dynamic')
-    bench.need_gpu()
+def test_val_trt(runner):
+    runner.need('build dynamic')
+    runner.need_gpu()
     ap = {}
     for name, file, options in (
-        ('engine', engine_of('dynamic'), ('--backend', bench.config.backend)),
+        ('engine', engine_of('dynamic'), ('--backend', runner.config.backend)),
         ('onnx', onnx_of('dynamic'), ('--device', 'cpu')),
     ):
         words = '--data', data_of('dynamic'), '--batch-size', 10, *options
-        bench.run('val_trt.py', '--weights', file, *words, '--project', 'scored', '--name', name, '--exist-ok')
-        ap[name] = bench.json(f'scored/{name}/metrics.json')['ap']
-    bench.found = f'AP {ap["engine"]:.4f}, ONNX Runtime {ap["onnx"]:.4f}'
-    assert abs(ap['engine'] - ap['onnx']) <= INT8_LIMITS.ap, bench.found
+        runner.run('val_trt.py', '--weights', file, *words, '--project', 'scored', '--name', name, '--exist-ok')
+        ap[name] = runner.json(f'scored/{name}/metrics.json')['ap']
+    runner.found = f'AP {ap["engine"]:.4f}, ONNX Runtime {ap["onnx"]:.4f}'
+    assert abs(ap['engine'] - ap['onnx']) <= INT8_LIMITS.ap, runner.found
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------------
 
 
+OTHER_GPU = {'gpu': {'name': 'NVIDIA Another', 'capability': '1.0'}}
+OTHER_VERSION = {'built_by': 'TensorRT 8.0.0'}
 REFUSED = {  # row → what it checks, part of the line, whether the engine is cut, what its sidecar says (None: it has none)
-    'other GPU': (
-        'the engine of another GPU is refused',
-        'built on NVIDIA Another',
-        False,
-        {'gpu': {'name': 'NVIDIA Another', 'capability': '1.0'}},
-    ),
-    'other version': (
-        'the engine of another TensorRT is refused',
-        'built by TensorRT 8.0.0',
-        False,
-        {'built_by': 'TensorRT 8.0.0'},
-    ),
+    'other GPU': ('the engine of another GPU is refused', 'built on NVIDIA Another', False, OTHER_GPU),
+    'other version': ('the engine of another TensorRT is refused', 'built by TensorRT 8.0.0', False, OTHER_VERSION),
     'cut': ('an engine that was cut short is refused', 'not whole', True, {}),
     'cut alone': ('the same without a sidecar', 'cannot load it', True, None),
 }
 
 
 @pytest.mark.parametrize('name', [pytest.param(name, marks=row(name, what)) for name, (what, *_) in REFUSED.items()])
-def test_engines_that_are_refused(bench, name):
+def test_engines_that_are_refused(runner, name):
     """One line and exit code 2."""
     _, says, cut, changes = REFUSED[name]
-    bench.need('build plain')
-    bench.need_gpu()
-    engine = (bench.folder / 'plain.engine').read_bytes()
-    file = bench.folder / f'{name.replace(" ", "-")}.engine'
+    runner.need('build plain')
+    runner.need_gpu()
+    engine = (runner.folder / 'plain.engine').read_bytes()
+    file = runner.folder / f'{name.replace(" ", "-")}.engine'
     file.write_bytes(engine[: len(engine) // 2] if cut else engine)
     if changes is not None:
-        sidecar = {**bench.json('plain.engine.json'), **changes}
+        sidecar = {**runner.json('plain.engine.json'), **changes}
         file.with_name(f'{file.name}.json').write_text(json.dumps(sidecar), encoding='utf-8')
-    words = '--data', data_of('plain'), '--backend', bench.config.backend
-    said = bench.run('val_trt.py', '--weights', file.name, *words, code=2)
+    words = '--data', data_of('plain'), '--backend', runner.config.backend
+    said = runner.run('val_trt.py', '--weights', file.name, *words, code=2)
     lines = [line for line in said.splitlines() if 'error: ' in line]
     assert len(lines) == 1 and says in lines[0], said
-    bench.found = lines[0].partition('error: ')[2]
+    runner.found = lines[0].partition('error: ')[2]
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------------
 
 
 @row('CUDA graph', 'a CUDA graph gives the same outputs')
-def test_a_cuda_graph_gives_the_same_bits(bench):
-    bench.need('build plain')
-    found = raw_outputs(bench, engine_of('plain'), engine_of('plain'))
+def test_a_cuda_graph_gives_the_same_bits(runner):
+    runner.need('build plain')
+    found = raw_outputs(runner, engine_of('plain'), engine_of('plain'))
     assert found['equal'], f'other outputs than without a graph, SQNR {found["sqnr"]:.1f} dB'
     with_it, without = (
-        median_ms(bench, f'graph-{name}', engine_of('plain'), '--backend', bench.config.backend, *option)
+        median_ms(runner, f'graph-{name}', engine_of('plain'), '--backend', runner.config.backend, *option)
         for name, option in (('with', ()), ('without', ('--no-cuda-graph',)))
     )
-    bench.found = f'same bits; {with_it:.3f} ms with it, {without:.3f} ms without'
+    runner.found = f'same bits; {with_it:.3f} ms with it, {without:.3f} ms without'
 
 
 @row('layers', 'each layer is measured and drawn')
-def test_layers_are_measured_and_drawn(bench):
-    bench.need('build plain')
-    bench.need_gpu()
-    build(bench, 'plain', 'drawn.engine', '--generate-graph', '--no-trtexec')
+def test_layers_are_measured_and_drawn(runner):
+    runner.need('build plain')
+    runner.need_gpu()
+    build(runner, 'plain', 'drawn.engine', '--generate-graph', '--no-trtexec')
     words = '--layer', 'drawn.layer.json', '--profile', 'drawn.profile.json', '--output', 'drawn'
-    bench.run('scripts/draw_engine.py', *words)
-    with (bench.folder / 'drawn.csv').open(newline='', encoding='utf-8') as file:
+    runner.run('scripts/draw_engine.py', *words)
+    with (runner.folder / 'drawn.csv').open(newline='', encoding='utf-8') as file:
         layers = list(csv.DictReader(file))
     ms = sum(float(layer['ms']) for layer in layers if layer['ms'])
     assert ms > 0, 'no layer has a time'
     kinds = Counter(kind for layer in layers for kind in layer['findings'].split('; ') if kind)
     findings = ', '.join(f'{kind} {count}' for kind, count in kinds.items()) or 'none'
-    bench.found = f'{len(layers)} layers, {ms:.3f} ms in all; findings: {findings}'
+    runner.found = f'{len(layers)} layers, {ms:.3f} ms in all; findings: {findings}'
 
 
 @row('speed', 'INT8 is measured against FP16 and FP32')
-def test_speed(bench):
-    kinds = ['plain', 'float', *['half'] * (bench.machine['major'] >= 11)]
+def test_speed(runner):
+    kinds = ['plain', 'float', *['half'] * (runner.machine['major'] >= 11)]
     for name in kinds:
-        bench.need(f'build {name}')
-    bench.need_gpu()
+        runner.need(f'build {name}')
+    runner.need_gpu()
     found = []
     for batch in SPEED_BATCHES:
         for name in kinds:  # their batch is fixed
-            export(bench, name, batch)
+            export(runner, name, batch)
         files = [onnx_of(name, batch) for name in kinds]
-        words = '--batch', batch, '--precision', ','.join(PRECISIONS), '--backend', bench.config.backend
-        results = benchmark(bench, f'speed-{batch}', *files, *words)
+        words = '--batch', batch, '--precision', ','.join(PRECISIONS), '--backend', runner.config.backend
+        results = benchmark(runner, f'speed-{batch}', *files, *words)
         ms = {result['precision']: result['compute']['median'] for result in results}
         assert set(PRECISIONS) <= ms.keys(), f'batch {batch}: measured are {", ".join(ms)}'
         times = ', '.join(f'{p.upper()} {ms[p]:.3f} ms' for p in PRECISIONS)
         found.append(f'batch {batch}: {times}, INT8 {ms["fp16"] / ms["int8"]:.2f} times as fast as FP16')
-    busy = [percent for *_, percent in bench.json(f'measured/speed-{batch}/benchmark.json')['usage']]
-    bench.found = '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
+    busy = [percent for _, _, percent, *_ in runner.json(f'measured/speed-{batch}/benchmark.json')['usage']]
+    runner.found = '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
 
 
 @row('ONNX Runtime', 'ONNX Runtime with CUDA measures the plain file')
-def test_onnx_runtime_with_cuda(bench):
-    bench.need('build plain')
-    bench.need_gpu()
+def test_onnx_runtime_with_cuda(runner):
+    runner.need('build plain')
+    runner.need_gpu()
     if 'onnxruntime-gpu' not in {d.name for d in distributions()}:
         pytest.skip('no package onnxruntime-gpu')
-    (result,) = benchmark(bench, 'onnxruntime', onnx_of('plain'), '--backend', 'onnxruntime')
+    (result,) = benchmark(runner, 'onnxruntime', onnx_of('plain'), '--backend', 'onnxruntime')
     assert result['h2d'] is not None, 'ONNX Runtime ran it on the CPU'
-    bench.found = f'{result["compute"]["median"]:.3f} ms at batch 1'
+    runner.found = f'{result["compute"]["median"]:.3f} ms at batch 1'
 
 
-def raw_outputs(bench, a, b):
-    bench.need_gpu()
-    bench.run(HERE / 'raw_outputs.py', a, b, data_of('plain'), bench.config.backend, 'outputs.json')
-    return bench.json('outputs.json')
+def raw_outputs(runner, a, b):
+    runner.need_gpu()
+    runner.run(HERE / 'raw_outputs.py', a, b, data_of('plain'), runner.config.backend, 'outputs.json')
+    return runner.json('outputs.json')
 
 
-def benchmark(bench, name, *words):
-    options = '--duration', bench.config.duration, '--project', 'measured', '--name', name, '--exist-ok'
-    bench.run('benchmark_trt.py', *words, *options)
-    return bench.json(f'measured/{name}/benchmark.json')['results']
+def benchmark(runner, name, *words):
+    options = '--duration', runner.config.duration, '--project', 'measured', '--name', name, '--exist-ok'
+    runner.run('benchmark_trt.py', *words, *options)
+    return runner.json(f'measured/{name}/benchmark.json')['results']
 
 
-def median_ms(bench, name, *words):
-    return benchmark(bench, name, *words)[0]['compute']['median']
+def median_ms(runner, name, *words):
+    return benchmark(runner, name, *words)[0]['compute']['median']

@@ -34,7 +34,7 @@ def row_of(item):
 class Report:
     def __init__(self, only):
         """only: names of the rows to check; none = all."""
-        self.only, self.rows, self.bench = only, [], None
+        self.only, self.rows, self.runner = only, [], None
 
     def pytest_collection_modifyitems(self, config, items):
         names = [row_of(item)[0] for item in items]
@@ -47,36 +47,36 @@ class Report:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
-        bench = getattr(item, 'bench', None)
-        if bench and (call.when == 'call' or call.excinfo):
+        runner = getattr(item, 'runner', None)
+        if runner and (call.when == 'call' or call.excinfo):
             name, title = row_of(item)
             self.rows.append(
                 {
                     'name': name,
                     'title': title,
                     'status': {'passed': 'pass', 'failed': 'fail', 'skipped': 'skip'}[report.outcome],
-                    'found': reason_of(call.excinfo) if call.excinfo else bench.found,
+                    'found': reason_of(call.excinfo) if call.excinfo else runner.found,
                     'seconds': call.duration,
-                    'commands': bench.commands,
+                    'commands': runner.commands,
                 }
             )
-            self.bench = bench
+            self.runner = runner
             self.write()
         return report
 
-    def verdict(self):
-        machine, count = self.bench.machine, Counter(row['status'] for row in self.rows)
+    def counts(self):
+        machine, count = self.runner.machine, Counter(row['status'] for row in self.rows)
         return (
             f'{machine["product"]} on {machine["gpu"] or "a machine without a GPU"}: {count["pass"]} passed, {count["fail"]} failed, '
             f'{count["skip"]} skipped.'
         )
 
     def write(self):
-        folder, machine = self.bench.folder, self.bench.machine
-        settings = asdict(self.bench.config)
+        folder, machine = self.runner.folder, self.runner.machine
+        settings = asdict(self.runner.config)
         write_json(
             folder / 'verify.json',
-            {'verdict': self.verdict(), 'machine': machine, 'settings': settings, 'rows': self.rows},
+            {'verdict': self.counts(), 'machine': machine, 'settings': settings, 'rows': self.rows},
         )
         columns = ('row', 'result', 'what', 'found, or the reason', 's')
         cells = [
@@ -88,7 +88,7 @@ class Report:
             folder / 'verify.md',
             'scripts/verify_tensorrt.sh',
             [
-                self.verdict(),
+                self.counts(),
                 markdown_table(columns, cells, right=False),
                 machine_table(machine['described']),
                 *(
@@ -102,8 +102,8 @@ class Report:
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.rows:
-            folder = self.bench.folder
-            terminalreporter.write_line(f'\n{self.verdict()}\nreport: {folder / "verify.md"}')
+            folder = self.runner.folder
+            terminalreporter.write_line(f'\n{self.counts()}\nreport: {folder / "verify.md"}')
             terminalreporter.write_line(f'details: {folder / "verify.json"}, {folder / "log.txt"}')
 
 

@@ -185,8 +185,6 @@ class Runtime(Recorded):
 
 
 class ICudaEngine(Recorded):
-    device_memory_size_v2 = 1 << 20
-
     def __init__(self, model, profile):
         self.own_model, self.own_profile = model, profile
         weights = {w.name for w in model.graph.initializer}

@@ -1,6 +1,5 @@
 """Accuracy of what a benchmark measures: AP of a detector, top-1 and top-5 of a classifier, by the session that is timed."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,14 +7,13 @@ from typing_extensions import override
 
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.case import Case, Load
-from utils.qat.benchmark.cases import file_of
+from utils.qat.benchmark.engine_cache import file_to_run
 from utils.qat.benchmark.measured import MeasuredSession
 from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.core.log import LOGGER, bar
+from utils.qat.core.log import bar
 from utils.qat.evaluation.evaluate import evaluate
 
 
@@ -31,49 +29,32 @@ class HalfModel(TorchModel):
         return tuple(part.float() for part in found) if isinstance(found, tuple) else found.float()
 
 
-class Accuracy:
-    """Scores of the models of a benchmark, each computed once, whatever the batches that are measured."""
+def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditions: Conditions) -> dict[str, Any]:
+    """Score a model as it was measured, at height and width `imgsz`; the engine that ran is there.
 
-    def __init__(
-        self, config: BenchmarkConfig, device: torch.device, load: Load, left_out: Callable[[str], object]
-    ) -> None:
-        """Start without scores. `left_out` takes a line for each model that cannot be scored."""
-        self.config, self.device, self.load, self.left_out = config, device, load, left_out
-        self.known: dict[tuple[Any, ...], dict[str, Any] | None] = {}
+    Returns:
+        'images', the number of them, and 'ap', 'ap50', 'precision', 'recall' (of a model with masks also 'mask': the same of
+        masks), or 'top1' and 'top5' of a classifier, in 0..1.
 
-    def of(self, case: Case, imgsz: tuple[int, ...] | None) -> dict[str, Any] | None:
-        """Score the model of a case that was measured before, so that its engine is there, at height and width `imgsz`.
+    Raises:
+        QatError: the model cannot be scored.
+    """
+    if not imgsz:
+        raise QatError('it takes no images')
+    size, file = (imgsz[0], imgsz[1]), file_to_run(measurement, conditions)
+    if measurement.backend == 'pytorch':
+        model = conditions.open_checkpoint(file, conditions.device)
+        return _scores(HalfModel(model.model) if measurement.precision == 'fp16' else model, size, conditions)
+    with measured_by(measurement.backend)(measurement, file, conditions) as measured:
+        assert isinstance(measured, MeasuredSession)  # only checkpoints, see above, have no session
+        return _scores(FileModel(measured.session), size, conditions)
 
-        Returns:
-            'images', the number of them, and 'ap', 'ap50', 'precision', 'recall' (of a model with masks also 'mask': the same of
-            masks), or 'top1' and 'top5' of a classifier, in 0..1. None where the model cannot be scored.
-        """
-        key = case.file, case.backend, case.precision, imgsz
-        if key not in self.known:
-            try:
-                self.known[key] = self._score(case, imgsz)
-            except QatError as e:
-                self.left_out(f'accuracy of {case.file}: {e}')
-                self.known[key] = None
-        return self.known[key]
 
-    def _score(self, case: Case, imgsz: tuple[int, ...] | None) -> dict[str, Any]:
-        """Open the file of a case as it is measured, and score it."""
-        if not imgsz:
-            raise QatError('it takes no images')
-        size = imgsz[0], imgsz[1]
-        file = file_of(case, self.config, self.device, LOGGER.info)
-        if case.backend == 'pytorch':
-            model = self.load(file, self.device)[0]
-            found = HalfModel(model) if case.precision == 'fp16' else TorchModel(model)
-            return self._evaluated(found, size)
-        with measured_by(case.backend).of_case(case, file, self.device, self.config, self.load) as measured:
-            assert isinstance(measured, MeasuredSession)  # only checkpoints, see above, have no session
-            return self._evaluated(FileModel(measured.session), size)
-
-    def _evaluated(self, model: TorchModel | FileModel, size: Sides) -> dict[str, Any]:
-        """Score a model on images of `size`."""
-        data, keys = model.task.labelled(self.config, model, size), ('images', *model.task.keys)
-        metrics = evaluate(model, data.loader, data.names, self.device, progress=lambda it: bar(it, 'scoring')).plain()
-        found = {k: metrics[k] for k in keys if k in metrics}
-        return {**found, **({'mask': {k: metrics['mask'][k] for k in keys[1:]}} if 'mask' in metrics else {})}
+def _scores(model: TorchModel | FileModel, size: Sides, conditions: Conditions) -> dict[str, Any]:
+    """Score a model on images of `size`."""
+    data, keys = model.task.labelled(conditions.config, model, size), ('images', *model.task.keys)
+    metrics = evaluate(
+        model, data.loader, data.names, conditions.device, progress=lambda it: bar(it, 'scoring')
+    ).plain()
+    found = {k: metrics[k] for k in keys if k in metrics}
+    return {**found, **({'mask': {k: metrics['mask'][k] for k in keys[1:]}} if 'mask' in metrics else {})}

@@ -7,7 +7,7 @@ from typing import Any
 from utils.qat.config.backends import BACKENDS
 
 FLOATS = ('fp32', 'fp16', 'bf16')  # the first that is there is the baseline
-POINTS = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
+ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
 
 
 def baseline_of(
@@ -57,7 +57,7 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
         'latency_speed_up': latency[0] / latency[1],
         'images_per_s_percent': 100 * (rate[1] / rate[0] - 1),
         'images_per_s_speed_up': rate[1] / rate[0],
-        'points': {k: 100 * (after[k] - before[k]) for k in POINTS if k in before and k in after}
+        'points': {k: 100 * (after[k] - before[k]) for k in ACCURACIES if k in before and k in after}
         if before and after
         else None,
     }

@@ -4,55 +4,53 @@ One engine per batch, as sweeps with trtexec have it: the builder chooses kernel
 would be measured at 11 shapes that it was not made for.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from utils.qat.benchmark.model_files import Network, fixed_batch
-from utils.qat.config.engine import BenchmarkConfig, BuildConfig
-from utils.qat.config.settings import Sides
+from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.model_files import fixed_batch
+from utils.qat.config.backends import ENGINES
+from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
+from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.build import EngineFromOnnx
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
 
-def engine_for(
-    network: Network,
-    backend: str,
-    precision: str,
-    batch: int,
-    imgsz: Sides | None,
-    config: BenchmarkConfig,
-    device: torch.device,
-    say: Callable[[str], object],
-) -> Path:
-    """Return the engine of an .onnx file in PROJECT/engines, which is built unless one that fits the device is there.
+def file_to_run(measurement: Measurement, conditions: Conditions) -> Path:
+    """Return the file that runs: the measurement's own, or of an .onnx file for TensorRT its engine in PROJECT/engines.
+
+    The engine is built unless one that fits the device is there.
 
     Raises:
-        QatError: the file cannot be built so.
+        QatError: the engine cannot be built.
     """
+    onnx, backend = measurement.file, measurement.backend
+    if backend not in ENGINES or onnx.suffix.lower() != '.onnx':
+        return onnx
+    config, imgsz, batch = conditions.config, measurement.imgsz, measurement.batch
     size = ''.join(f'-{n}' for n in imgsz or ())
-    name = f'{network.file.stem}-{sha256(network.file)[:12]}-{backend}-{precision}-b{batch}{size}'
-    file = config.project / 'engines' / f'{name}.engine'
-    if not _fits(file, backend, config.workspace, device):
-        say(f'building {file}')
-        own = fixed_batch(network.inputs)
+    name = f'{onnx.stem}-{sha256(onnx)[:12]}-{backend}-{measurement.precision}-b{batch}{size}'
+    engine = config.project / 'engines' / f'{name}.engine'
+    if not _fits(engine, backend, config.workspace, conditions.device):
+        LOGGER.info(f'building {engine}')
+        own = fixed_batch(measurement.model.inputs)
         EngineFromOnnx(
             BuildConfig(
-                network.file,
-                file,
+                onnx,
+                engine,
                 imgsz,
                 None if own == batch else (batch,) * 3,
-                precision,
+                measurement.precision,
                 config.workspace,
-                timing_cache=file.with_name(f'{backend}.timing.cache'),
+                timing_cache=engine.with_name(f'{backend}.timing.cache'),
                 backend=backend,
             )
         ).build()
-    return file
+    return engine
 
 
 def _fits(file: Path, backend: str, workspace: int, device: torch.device) -> bool:

@@ -15,9 +15,8 @@ import torch
 from typing_extensions import override
 
 from utils.qat.backends.session import Session, session_of
-from utils.qat.benchmark.case import Case, Load
-from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
 
 
 def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -50,24 +49,15 @@ class Measured(ABC):
     several = False
     streams: int | None = None
 
-    def __init__(self, file: Path, device: torch.device, types: str) -> None:
-        self.device, self.types, self.size = device, types, file.stat().st_size
-
-    @classmethod
-    @abstractmethod
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        """Load the file of a case.
-
-        Args:
-            case: gives types, precision and backend.
-            file: the file to run, which for an engine is built of the case's file.
-            device: where it runs.
-            config: settings of the benchmark.
-            load: for checkpoints.
+    def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
+        """Load `file`, which for an engine is built of the measurement's file.
 
         Raises:
             QatError: the file cannot be loaded here.
         """
+        self.device, self.types, self.size = conditions.device, measurement.model.types, file.stat().st_size
+        if self.device.type == 'cuda':
+            self.stream = torch.cuda.Stream(self.device)
 
     @staticmethod
     def missing(backend: str, device: torch.device) -> str:
@@ -75,9 +65,9 @@ class Measured(ABC):
         return ''
 
     @staticmethod
-    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
+    def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:
         """Return the precisions, of MEASURED, in which a file can run; '' where nothing tells."""
-        return (network.precision,)
+        return (model.precision,)
 
     @property
     def accepts(self) -> OpenInputs | None:
@@ -99,9 +89,8 @@ class Measured(ABC):
         """Make data for the inputs and run once, after which the sizes of all outputs are known."""
         self.host = {name: example(dtype, shape) for name, (dtype, shape) in inputs.items()}
         if self.stream:
-            self.host = {
-                name: tensor.pin_memory() for name, tensor in self.host.items()
-            }  # or no copy runs beside the host
+            # or no copy runs beside the host
+            self.host = {name: tensor.pin_memory() for name, tensor in self.host.items()}
         with torch.cuda.stream(self.stream):  # None leaves everything as it is
             self.inputs = self.bind(self.host)
             self.upload()
@@ -142,16 +131,13 @@ class Measured(ABC):
 class MeasuredSession(Measured):
     """A session of any backend, as an evaluation has it."""
 
-    def __init__(self, session: Session, types: str) -> None:
-        super().__init__(session.file, session.device, types)
-        self.session = session
-        if session.device.type == 'cuda':
-            self.stream = torch.cuda.Stream(session.device)
+    def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
+        super().__init__(measurement, file, conditions)
+        self.session = self.open(measurement, file, conditions)
 
-    @classmethod
-    @override
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        return cls(session_of(case.backend).open(file, device, case.backend), case.network.types)
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> Session:
+        """Open the session; where that tells more, say what it computes in."""
+        return session_of(measurement.backend).open(file, self.device, measurement.backend)
 
     @property
     @override

@@ -12,11 +12,10 @@ from typing_extensions import override
 from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
 from utils.qat.backends.openvino import OpenVINO, float_precisions
 from utils.qat.backends.tensorrt import TensorRT
-from utils.qat.benchmark.case import Case, Load
 from utils.qat.benchmark.measured import Measured, MeasuredSession
-from utils.qat.benchmark.model_files import Inputs, Network, OpenInputs
+from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
 from utils.qat.config.backends import BACKENDS
-from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.settings import require_multiples
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
@@ -29,27 +28,19 @@ class MeasuredOnnxRuntime(MeasuredSession):
 
     session: OnnxRuntime
 
-    def __init__(self, file: Path, device: torch.device, types: str) -> None:
-        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
-        stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
-        if stream:
-            options['user_compute_stream'] = str(stream.cuda_stream)
-        try:
-            session = OnnxRuntime(file, device, {}, **options)
-        except QatError:
-            if 'INT8' not in types:
-                raise
-            session = OnnxRuntime(
-                file, device, AS_WRITTEN, **options
-            )  # FP16 scales: its fused Concat does not load (1.31)
-            types = f'{types}, Q/DQ not fused'
-        super().__init__(session, types)
-        self.stream = stream
-
-    @classmethod
     @override
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        return cls(file, device, case.network.types)
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> OnnxRuntime:
+        options: dict[str, Any] = {'threads': torch.get_num_threads()}  # as many as PyTorch has
+        if self.stream:
+            options['user_compute_stream'] = str(self.stream.cuda_stream)
+        try:
+            return OnnxRuntime(file, self.device, {}, **options)
+        except QatError:
+            if 'INT8' not in self.types:
+                raise
+        # FP16 scales: its fused Concat does not load (1.31)
+        self.types = f'{self.types}, Q/DQ not fused'
+        return OnnxRuntime(file, self.device, AS_WRITTEN, **options)
 
     @staticmethod
     @override
@@ -90,16 +81,13 @@ class MeasuredOpenVINO(MeasuredSession):
     several = True
     session: OpenVINO
 
-    def __init__(self, file: Path, device: torch.device, precision: str = 'fp32') -> None:
-        session = OpenVINO(file, device, precision)
-        super().__init__(session, session.types)
+    @override
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> OpenVINO:
+        session = OpenVINO(file, self.device, measurement.precision)
+        self.types = session.types
         if file.suffix.lower() == '.xml':
             self.size += file.with_suffix('.bin').stat().st_size
-
-    @classmethod
-    @override
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        return cls(file, device, case.precision)
+        return session
 
     @staticmethod
     @override
@@ -114,8 +102,8 @@ class MeasuredOpenVINO(MeasuredSession):
 
     @staticmethod
     @override
-    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
-        return ('int8',) if network.precision == 'int8' else float_precisions()
+    def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:
+        return ('int8',) if model.precision == 'int8' else float_precisions()
 
     @override
     def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,18 +142,13 @@ class MeasuredTensorRT(MeasuredSession):
 
     session: TensorRT
 
-    def __init__(
-        self, file: Path, device: torch.device, backend: str, types: str = '', cuda_graph: bool = False
-    ) -> None:
-        session = TensorRT(file, device, backend, cuda_graph)
-        self.engine = session.engine
-        super().__init__(session, (self.engine.sidecar or {}).get('precision') or types or 'as built')
-        self.stream, self.layers = self.engine.stream, self.engine.engine.num_layers
-
-    @classmethod
     @override
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        return cls(file, device, case.backend, case.network.types, config.cuda_graph)
+    def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> TensorRT:
+        session = TensorRT(file, self.device, measurement.backend, conditions.config.cuda_graph)
+        self.engine = session.engine
+        self.types = (self.engine.sidecar or {}).get('precision') or self.types or 'as built'
+        self.stream, self.layers = self.engine.stream, self.engine.engine.num_layers
+        return session
 
     @staticmethod
     @override
@@ -181,10 +164,10 @@ class MeasuredTensorRT(MeasuredSession):
 
     @staticmethod
     @override
-    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
-        if network.file.suffix.lower() == '.onnx' and network.types == 'FP32':
+    def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:
+        if model.file.suffix.lower() == '.onnx' and model.types == 'FP32':
             return 'fp32', 'fp16'  # chosen when the engine is built
-        return (network.precision,)
+        return (model.precision,)
 
     @property
     @override
@@ -208,26 +191,21 @@ class MeasuredTensorRT(MeasuredSession):
 class MeasuredPyTorch(Measured):
     """A YOLOv9 checkpoint, eager. A quantized one computes in FP32 and rounds to what INT8 can hold: its time is not INT8's."""
 
-    def __init__(self, file: Path, device: torch.device, half: bool, load: Load) -> None:
-        self.model, quantized = load(file, device)
+    def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
+        super().__init__(measurement, file, conditions)
+        opened, half = conditions.open_checkpoint(file, self.device), measurement.precision == 'fp16'
+        self.model, self.dtype = opened.model, torch.float16 if half else torch.float32
         if half:
             self.model.half()
-        super().__init__(file, device, 'INT8 simulated' if quantized else 'FP16' if half else 'FP32')
-        self.stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
-        self.dtype = torch.float16 if half else torch.float32
+        self.types = 'INT8 simulated' if opened.recipe is not None else 'FP16' if half else 'FP32'
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
 
-    @classmethod
-    @override
-    def of_case(cls, case: Case, file: Path, device: torch.device, config: BenchmarkConfig, load: Load) -> Measured:
-        return cls(file, device, case.precision == 'fp16', load)
-
     @staticmethod
     @override
-    def precisions(network: Network, device: torch.device) -> tuple[str, ...]:
-        if network.precision == 'int8':
-            return (network.precision,)
+    def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:
+        if model.precision == 'int8':
+            return (model.precision,)
         return ('fp32', 'fp16') if device.type == 'cuda' else ('fp32',)
 
     @override

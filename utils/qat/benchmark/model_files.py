@@ -1,7 +1,7 @@
 """What a file is before it runs: its inputs, its types, its size.
 
 in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
-out: a Network, and the shapes that its inputs have for a batch
+out: a ModelFile, and the shapes that its inputs have for a batch
 """
 
 from collections.abc import Callable, Sequence
@@ -27,33 +27,24 @@ from utils.qat.untrusted.program_archive import is_package, read_program
 
 Inputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name → type and shape
 OpenInputs = dict[str, tuple[torch.dtype, tuple[int | None, ...]]]  # likewise, with None for an axis that is open
-DTYPES = {
-    'FLOAT': torch.float32,
-    'FLOAT16': torch.float16,
-    'DOUBLE': torch.float64,
-    'INT8': torch.int8,
-    'UINT8': torch.uint8,
-    'INT16': torch.int16,
-    'INT32': torch.int32,
-    'INT64': torch.int64,
-    'BOOL': torch.bool,
-}  # ONNX → torch.dtype
-OPENVINO_DTYPES = {
-    'f32': torch.float32,
-    'f16': torch.float16,
-    'f64': torch.float64,
-    'i8': torch.int8,
-    'u8': torch.uint8,
-    'i16': torch.int16,
-    'i32': torch.int32,
-    'i64': torch.int64,
-    'boolean': torch.bool,
-}  # OpenVINO → torch.dtype
+TYPES = [  # in ONNX, in OpenVINO, in PyTorch
+    ('FLOAT', 'f32', torch.float32),
+    ('FLOAT16', 'f16', torch.float16),
+    ('DOUBLE', 'f64', torch.float64),
+    ('INT8', 'i8', torch.int8),
+    ('UINT8', 'u8', torch.uint8),
+    ('INT16', 'i16', torch.int16),
+    ('INT32', 'i32', torch.int32),
+    ('INT64', 'i64', torch.int64),
+    ('BOOL', 'boolean', torch.bool),
+]
+ONNX_DTYPES = {onnx: dtype for onnx, _, dtype in TYPES}
+OPENVINO_DTYPES = {openvino: dtype for _, openvino, dtype in TYPES}
 BATCHES = (1, 4, 8, 12)  # measured where a file takes any
 
 
 @dataclass
-class Network:
+class ModelFile:
     """A file to measure."""
 
     file: Path
@@ -74,7 +65,7 @@ class Network:
         return self.types.split(' ')[0].lower()
 
 
-def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[Network]:
+def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[ModelFile]:
     """Read the files to measure: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
 
     PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that
@@ -86,11 +77,11 @@ def networks_of(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[N
     found = []
     for file in dict.fromkeys(files):
         require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt2', '.pt', '.pth'))
-        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine, '.pt2': _pt2}.get(file.suffix.lower(), _checkpoint)
-        found.append(read(file, kind_of))
-    for network in found:
-        if network.file.suffix.lower() == '.onnx':
-            _pair(network, network.file.with_suffix('.pt'), files, kind_of)
+        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine, '.pt2': _pt2}.get(file.suffix.lower())
+        found.append(read(file) if read else _checkpoint(file, kind_of(file)))
+    for model in found:
+        if model.file.suffix.lower() == '.onnx':
+            _pair(model, model.file.with_suffix('.pt'), files, kind_of)
     return found
 
 
@@ -100,7 +91,7 @@ def sides(shape: Sequence[int | None]) -> Sides | None:
     return (height, width) if height and width else None
 
 
-def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], TorchModel]) -> None:
+def give_sizes(models: Sequence[ModelFile], open_checkpoint: Callable[[Path, torch.device], TorchModel]) -> None:
     """Give each checkpoint the image size that it was quantized for; other files are left as they are.
 
     A float one takes the size of the other files of its task, so that they can be compared, if they have one size. Else
@@ -108,45 +99,45 @@ def give_sizes(networks: Sequence[Network], open_checkpoint: Callable[[Path], To
     """
     known: dict[str, set[Sides]] = {}
     checkpoints = []
-    for network in networks:
-        size = next((sides(shape) for _, shape in network.inputs.values() if len(shape) == 4), None)
-        if network.checkpoint == network.file:
-            model = open_checkpoint(network.file)
-            network.task = model.task.name
-            checkpoints.append((network, model))
-            size = model.quantized_for
-        if network.task and size:
-            known.setdefault(network.task, set()).add(size)
-    for network, model in checkpoints:
-        of_task = known.get(network.task, set())
+    for model in models:
+        size = next((sides(shape) for _, shape in model.inputs.values() if len(shape) == 4), None)
+        if model.checkpoint == model.file:
+            opened = open_checkpoint(model.file, torch.device('cpu'))
+            model.task = opened.task.name
+            checkpoints.append((model, opened))
+            size = opened.quantized_for
+        if model.task and size:
+            known.setdefault(model.task, set()).add(size)
+    for model, opened in checkpoints:
+        of_task = known.get(model.task, set())
         shared = next(iter(of_task)) if len(of_task) == 1 else None
-        network.sizes = (model.quantized_for or shared or model.task.imgsz,)
+        model.sizes = (opened.quantized_for or shared or opened.task.imgsz,)
 
 
-def _pair(network: Network, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
+def _pair(model: ModelFile, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
     """Give an .onnx file the checkpoint that it was exported from, or the reason why it has none."""
-    kind = 'quantized' if network.precision == 'int8' else 'float'
+    kind = 'quantized' if model.precision == 'int8' else 'float'
     if not checkpoint.is_file():
-        network.unpaired = f'there is no {checkpoint.name} beside it'
+        model.unpaired = f'there is no {checkpoint.name} beside it'
     elif checkpoint in files:
-        network.unpaired = f'{checkpoint} is measured by itself'
+        model.unpaired = f'{checkpoint} is measured by itself'
     elif kind_of(checkpoint) != kind:
-        network.unpaired = f'{checkpoint.name} beside it is no {kind} one'
+        model.unpaired = f'{checkpoint.name} beside it is no {kind} one'
     else:
-        network.checkpoint = checkpoint
+        model.checkpoint = checkpoint
 
 
-def _checkpoint(file: Path, kind_of: Callable[[Path], str]) -> Network:
-    """Describe a checkpoint."""
-    types = 'INT8 and FP32' if kind_of(file) == 'quantized' else 'FP32'
-    return Network(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, checkpoint=file)
+def _checkpoint(file: Path, kind: str) -> ModelFile:
+    """Describe a checkpoint. kind: see checkpoint.CheckpointFile."""
+    types = 'INT8 and FP32' if kind == 'quantized' else 'FP32'
+    return ModelFile(file, {'images': (torch.float32, (None, 3, None, None))}, types, BATCHES, checkpoint=file)
 
 
-def _engine(file: Path, kind_of: Callable[[Path], str]) -> Network:
+def _engine(file: Path) -> ModelFile:
     """Describe an .engine file, by its sidecar."""
     sidecar = read_sidecar(file) or {}
     batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
-    return Network(
+    return ModelFile(
         file,
         {},
         sidecar.get('precision', ''),
@@ -156,7 +147,14 @@ def _engine(file: Path, kind_of: Callable[[Path], str]) -> Network:
     )
 
 
-def _onnx(file: Path, kind_of: Callable[[Path], str]) -> Network:
+def _dtype(file: Path, name: str, kind: str, dtypes: dict[str, torch.dtype]) -> torch.dtype:
+    """Return the type of an input that its file calls `kind`."""
+    if kind not in dtypes:
+        raise QatError(f'{file}: input {name} is of type {kind}; the benchmark can feed {", ".join(dtypes)}')
+    return dtypes[kind]
+
+
+def _onnx(file: Path) -> ModelFile:
     """Describe an .onnx file."""
     model = load(file)
     inputs: OpenInputs = {}
@@ -164,40 +162,34 @@ def _onnx(file: Path, kind_of: Callable[[Path], str]) -> Network:
         graph = Graph(model)
     for value in given(model):
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
-        if kind not in DTYPES:
-            raise QatError(f'{file}: input {value.name} is of type {kind}; the benchmark can feed {", ".join(DTYPES)}')
-        inputs[value.name] = DTYPES[kind], tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
+        dtype = _dtype(file, value.name, kind, ONNX_DTYPES)
+        inputs[value.name] = dtype, tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)
     types = 'INT8 and ' * any(count_qdq(model)) + ('FP16' if is_half(model) else 'FP32')
     layers = sum(n.op_type not in QDQ and not all(name in graph.fixed for name in n.output) for n in graph.nodes)
     own = fixed_batch(inputs)
     batches, task = (own,) if own else BATCHES, metadata_value(model, 'task')
-    return Network(file, inputs, types, batches, parameters=parameters_of(graph), layers=layers, task=task)
+    return ModelFile(file, inputs, types, batches, parameters=parameters_of(graph), layers=layers, task=task)
 
 
-def _xml(file: Path, kind_of: Callable[[Path], str]) -> Network:
+def _xml(file: Path) -> ModelFile:
     """Describe an .xml file of OpenVINO."""
     model = read_model(file)
     inputs: OpenInputs = {}
     for port in model.inputs:
-        kind = port.get_element_type().get_type_name()
-        if kind not in OPENVINO_DTYPES:
-            raise QatError(
-                f'{file}: input {port.any_name} is of type {kind}; the benchmark can feed {", ".join(OPENVINO_DTYPES)}'
-            )
-        shape = tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
-        inputs[port.any_name] = OPENVINO_DTYPES[kind], shape
+        dtype = _dtype(file, port.any_name, port.get_element_type().get_type_name(), OPENVINO_DTYPES)
+        inputs[port.any_name] = dtype, tuple(None if d.is_dynamic else d.get_length() for d in port.partial_shape)
     types = 'INT8 and FP32' if any(quantized_convs(model).values()) else 'FP32'
     own = fixed_batch(inputs)
     task = metadata(model).get('task', '')
-    return Network(file, inputs, types, (own,) if own else BATCHES, task=task)
+    return ModelFile(file, inputs, types, (own,) if own else BATCHES, task=task)
 
 
-def _pt2(file: Path, kind_of: Callable[[Path], str]) -> Network:
+def _pt2(file: Path) -> ModelFile:
     """Describe a .pt2 file, by its metadata."""
     package = is_package(file)
     notes = package_metadata(file) if package else read_program(file, 'MODEL')[1]
     batch, *rest = image_shape(notes, file)
-    return Network(
+    return ModelFile(
         file,
         {IMAGES: (torch.float32, (batch, *rest))},
         notes.get('precision', ''),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -27,6 +28,14 @@ def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, 
     labels = list(dict.fromkeys(map(label, results)))
     names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
     return {text: names[i % len(names)] for i, text in enumerate(labels)}
+
+
+def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) -> None:
+    """Name the horizontal bars of `axes`, one for each result from the top; `longest` is the end of the axis."""
+    axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
+    axes.set(xlim=(0, longest), ylim=(len(results) - 0.4, -0.6))
+    axes.grid(axis='x', alpha=0.3)
+    axes.set_axisbelow(True)
 
 
 def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
@@ -54,11 +63,8 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
                 va='center',
                 fontsize=8,
             )
-        axes.set_yticks(range(len(panel)), [label(r) for r in panel], fontsize=8)
-        axes.set(xlim=(0, 1.3 * max(r['latency']['p99'] for r in panel)), ylim=(len(panel) - 0.4, -0.6))
+        _name_bars(axes, panel, longest=1.3 * max(r['latency']['p99'] for r in panel))
         axes.set_title(f'batch {batch}', fontsize=9, loc='left')
-        axes.grid(axis='x', alpha=0.3)
-        axes.set_axisbelow(True)
     figure.supxlabel(
         'ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile',
         fontsize=9,
@@ -78,11 +84,8 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
         for place, r in enumerate(results):
             axes.barh(place, r['images_per_s'], color=colour[label(r)], height=0.7)
             axes.text(r['images_per_s'], place, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
-        axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
-        axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}', xlim=(0, 1.15 * max(speeds)))
-        axes.set_ylim(len(results) - 0.4, -0.6)
-        axes.grid(axis='x', alpha=0.3)
-        axes.set_axisbelow(True)
+        _name_bars(axes, results, longest=1.15 * max(speeds))
+        axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}')
         return save(figure, path)
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(colour)), layout='constrained')
     axes = figure.subplots()

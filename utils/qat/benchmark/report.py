@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.qat.benchmark.baseline import with_changes
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.benchmark.tables import baseline_table, csv_text, model_table, series, speed_table, with_short_names
+from utils.qat.benchmark.tables import csv_text, markdown_tables, series, with_short_names
 from utils.qat.config.engine import REPORTS
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
@@ -43,11 +43,6 @@ def summary(result: dict[str, Any]) -> str:
             *result['notes'],
         ]
     )
-
-
-def result_tables(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Make the tables of times, of changes against a baseline, and of models, of Results with short names."""
-    return [table for table in (speed_table(results), baseline_table(results), model_table(results)) if table]
 
 
 def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
@@ -88,7 +83,7 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
         '# Benchmark',
         f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
-        *result_tables(results),
+        *markdown_tables(results),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
         *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
@@ -131,4 +126,4 @@ def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[st
         pictures = [name for name in PICTURES if name != 'usage.png' or report['usage']]
     if 'md' in formats:
         write_text(folder / 'benchmark.md', markdown(short, pictures))
-    return result_tables(short['results'])
+    return markdown_tables(short['results'])

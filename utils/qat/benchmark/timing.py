@@ -8,22 +8,21 @@ Two questions are asked one after the other, each for its share of the time (trt
   queries of the first question count.
 """
 
+from __future__ import annotations
+
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from utils.qat.benchmark.measured import Measured
 
 LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
 QUERIES_AHEAD = 2  # ordered before the first of them is done
-Mark = TypeVar('Mark')  # a point in time, as a clock takes it
 
 
 def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -72,71 +71,33 @@ class Result:
     streams: int | None = None
     notes: list[str] = field(default_factory=list)  # lines about what the engine made of the file
     usage: dict[str, float] | None = None  # see Usage.since
-    accuracy: dict[str, Any] | None = None  # see accuracy.Accuracy.of; filled in when all is measured
-
-    def plain(self) -> dict[str, Any]:
-        """Convert to plain values."""
-        return asdict(self)
+    accuracy: dict[str, Any] | None = None  # see accuracy.accuracy_of; filled in when all is measured
 
 
-class Clock(ABC, Generic[Mark]):
-    """A clock of the work that is ordered one after the other. It is used as a class, without an instance."""
+class HostEvent:
+    """A point in time of the host, with the methods of torch.cuda.Event; work is done when it returns."""
 
-    @staticmethod
-    @abstractmethod
-    def mark() -> Mark:
-        """Take a mark behind the work that is ordered so far."""
+    def record(self) -> None:
+        """Take the time."""
+        self.seconds = time.perf_counter()
 
-    @staticmethod
-    @abstractmethod
-    def ms(first: Mark, second: Mark) -> float:
-        """Return the milliseconds between two marks, both of them reached."""
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Return the milliseconds to a later event."""
+        return 1000 * (end.seconds - self.seconds)
 
-    @staticmethod
-    @abstractmethod
-    def wait(mark: Mark) -> None:
-        """Wait until the work ordered before `mark` is done."""
+    def synchronize(self) -> None:
+        """Wait for nothing."""
 
 
-class HostClock(Clock[float]):
-    """Marks in time that the host takes, in seconds; work is done when it returns."""
-
-    mark = staticmethod(time.perf_counter)
-
-    @staticmethod
-    @override
-    def ms(first: float, second: float) -> float:
-        return 1000 * (second - first)
-
-    @staticmethod
-    @override
-    def wait(mark: float) -> None:
-        pass
-
-
-class DeviceClock(Clock[torch.cuda.Event]):
-    """Marks that the GPU takes when it comes to them, on the current stream."""
-
-    @staticmethod
-    @override
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    @override
-    def ms(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        return first.elapsed_time(second)
-
-    @staticmethod
-    @override
-    def wait(mark: torch.cuda.Event) -> None:
-        mark.synchronize()
+def mark(measured: Measured) -> Any:
+    """Record an event behind the work that is ordered so far: on the GPU, which comes to it later, or on the host."""
+    event = torch.cuda.Event(enable_timing=True) if measured.stream else HostEvent()
+    event.record()
+    return event
 
 
 def one_at_a_time(
-    measured: Measured, clock: type[Clock[Mark]], seconds: float, least: int = LEAST_QUERIES
+    measured: Measured, seconds: float, least: int = LEAST_QUERIES
 ) -> tuple[dict[str, list[float]], float]:
     """Send queries one at a time, with their transfers, for some seconds, and at least `least`.
 
@@ -146,55 +107,54 @@ def one_at_a_time(
     samples: dict[str, list[float]] = {'h2d': [], 'compute': [], 'd2h': [], 'enqueue': []}
     start = time.perf_counter()
     while len(samples['compute']) < least or time.perf_counter() - start < seconds:
-        marks = [clock.mark()]
+        marks = [mark(measured)]
         measured.upload()
-        marks.append(clock.mark())
+        marks.append(mark(measured))
         ordering = time.perf_counter()
         measured.compute()
         samples['enqueue'].append(1000 * (time.perf_counter() - ordering))
-        marks.append(clock.mark())
+        marks.append(mark(measured))
         measured.download()
-        marks.append(clock.mark())
-        clock.wait(marks[-1])
+        marks.append(mark(measured))
+        marks[-1].synchronize()
         for name, first, second in zip(samples, marks, marks[1:]):
-            samples[name].append(clock.ms(first, second))
+            samples[name].append(first.elapsed_time(second))
     return samples, time.perf_counter() - start
 
 
-def in_line(measured: Measured, clock: type[Clock[Mark]], seconds: float) -> tuple[int, float, float]:
+def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
     """Send queries that wait in line, without transfers, for some seconds, and at least LEAST_QUERIES.
 
     Returns:
         Number of queries, seconds they took, and seconds of these in the model.
     """
-    waiting: deque[tuple[Mark, Mark]] = deque()
+    waiting: deque[tuple[Any, Any]] = deque()
     times: list[float] = []
     ordered, start, more = 0, time.perf_counter(), True
     while more or waiting:
         if more:
-            first = clock.mark()
+            first = mark(measured)
             measured.compute()
-            waiting.append((first, clock.mark()))
+            waiting.append((first, mark(measured)))
             ordered += 1
             more = ordered < LEAST_QUERIES or time.perf_counter() - start < seconds
         if len(waiting) == QUERIES_AHEAD or not more:
             first, second = waiting.popleft()
-            clock.wait(second)
-            times.append(clock.ms(first, second))
+            second.synchronize()
+            times.append(first.elapsed_time(second))
     return ordered, time.perf_counter() - start, sum(times) / 1000
 
 
 def measure(measured: Measured, warmup: float, duration: float) -> dict[str, Any]:
     """Make the measurement of what is prepared: the timed figures of Result but images_per_s. warmup: ms; duration: seconds."""
     gpu = measured.stream is not None
-    clock: type[Clock[Any]] = DeviceClock if gpu else HostClock
     with torch.cuda.stream(measured.stream):
-        one_at_a_time(measured, clock, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(measured, clock, duration / 2 if gpu or measured.several else duration)
+        one_at_a_time(measured, warmup / 1000, least=1)
+        samples, seconds = one_at_a_time(measured, duration / 2 if gpu or measured.several else duration)
         queries = len(samples['compute'])
         served = queries, seconds, sum(samples['compute']) / 1000
         if gpu:
-            served = in_line(measured, clock, duration / 2)
+            served = in_line(measured, duration / 2)
         elif measured.several:
             served = measured.serve(duration / 2, LEAST_QUERIES)
     latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']

@@ -1,7 +1,7 @@
 """Memory, utilisation and clock while something runs: NVML for a GPU, psutil for this process on a CPU.
 
 in:  a device
-out: samples (seconds since the start, MiB in use, utilisation in %, clock in MHz, utilisation by others in %), taken by a thread beside the work
+out: Samples, taken by a thread beside the work
 
 A GPU's figures are of the whole device, other processes included, and NVML's utilisation is the share of its last sample
 period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process, its share of all cores, and
@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import clock_scales, nvml_of, usable_cores
 
 PERIOD = 0.1  # seconds between samples
@@ -44,24 +47,24 @@ def gpu_probes(device: torch.device) -> Probes:
     """
     nvml, handle = nvml_of(device)
 
+    def memory() -> float:
+        return nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB
+
+    def percent() -> float:
+        return nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+
     def clock() -> float:
         return nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
 
     try:
-        nvml.nvmlDeviceGetUtilizationRates(handle)
+        percent()
     except nvml.NVMLError as e:
         raise QatError(f'NVML says: {e}') from e
     try:
         clock()
     except nvml.NVMLError:
-        known = False
-    else:
-        known = True
-    return Probes(
-        lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MIB,
-        lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-        clock if known else None,
-    )
+        return Probes(memory, percent)
+    return Probes(memory, percent, clock)
 
 
 def cpu_probes() -> Probes:
@@ -84,23 +87,27 @@ def cpu_probes() -> Probes:
     )
 
 
+class Sample(NamedTuple):
+    """What the probes read at one time; None where the system does not tell."""
+
+    seconds: float  # since the start
+    memory: float  # MiB
+    percent: float  # utilisation
+    clock: float | None  # MHz
+    others: float | None  # utilisation by other processes, in per cent
+
+
 class Usage:
-    """A context in which a thread takes samples.
+    """A context in which a thread takes `samples`; there are none where nothing can be sampled."""
 
-    Attributes:
-        samples: (seconds since the start, MiB in use, utilisation in %, MHz or None, utilisation by others or None) of each; empty where nothing can be
-            sampled.
-    """
-
-    def __init__(self, device: torch.device, say: Callable[[str], object]) -> None:
-        """Find the probes; `say` takes the line that tells why there are no samples."""
-        self.samples: list[tuple[float, float, float, float | None, float | None]] = []
+    def __init__(self, device: torch.device) -> None:
+        self.samples: list[Sample] = []
         self.start, self.over = time.perf_counter(), threading.Event()
         self.probes: Probes | None = None
         try:
             self.probes = gpu_probes(device) if device.type == 'cuda' else cpu_probes()
         except QatError as e:
-            say(f'left out: memory and utilisation: {e}')
+            LOGGER.info(f'left out: memory and utilisation: {e}')
         self.thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Usage:
@@ -119,7 +126,7 @@ class Usage:
             memory, percent = self.probes.memory(), self.probes.percent()
             clock = self.probes.clock() if self.probes.clock else None
             others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
-            self.samples.append((self.now(), memory, percent, clock, others))
+            self.samples.append(Sample(self.now(), memory, percent, clock, others))
 
     def now(self) -> float:
         """Return the seconds since the start."""
@@ -138,18 +145,21 @@ class Usage:
             'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on).
         """
         start, before = begun
-        samples = [s for s in self.samples if s[0] >= start]
-        working = [figures for at, _, *figures in samples if at >= busy]
+        samples = [s for s in self.samples if s.seconds >= start]
+        working = [s for s in samples if s.seconds >= busy]
         if not working or before is None:
             return None
-        peak = max(memory for _, memory, *_ in samples)
-        percents, clocks, others = zip(*working)
+        peak = max(s.memory for s in samples)
+        read: dict[str, list[float | None]] = {
+            'percent': [s.percent for s in working],
+            'clock_mhz': [s.clock for s in working],
+            'others_percent': [s.others for s in working],
+        }
+        means = {name: float(np.mean(values)) for name, values in read.items() if None not in values}
         return {
             'start': start,
             'end': self.now(),
             'peak_mib': peak,
             'added_mib': max(0.0, peak - before),
-            'percent': sum(percents) / len(percents),
-            **({'clock_mhz': sum(clocks) / len(clocks)} if None not in clocks else {}),
-            **({'others_percent': sum(others) / len(others)} if None not in others else {}),
+            **means,
         }

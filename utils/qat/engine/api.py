@@ -6,7 +6,7 @@ One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Where they differ
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -16,53 +16,36 @@ from utils.qat.core.log import LOGGER
 
 OLDEST = (8, 6)  # version of TensorRT
 
-# Attributes that only some versions have: name of the capability → (class of the module, attribute).
-# None instead of a class: the attribute is of the module itself.
-# docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py checks it against recorded lists of attributes.
-OPTIONAL: dict[str, tuple[str | None, str]] = {
-    'explicit_batch': ('NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'),  # an explicit batch must be asked for
-    'typed': ('NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'),  # computes in the types of the file, if asked
+
+class Capability(Enum):
+    """An attribute that only some versions have: (class of the module, attribute); None for an attribute of the module itself.
+
+    docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py checks it against recorded lists of attributes.
+    """
+
+    EXPLICIT_BATCH = 'NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'  # an explicit batch must be asked for
+    TYPED = 'NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'  # computes in the types of the file, if asked
     # the builder chooses FP16 and INT8 by flags; without these flags every network is typed
-    'precision_flags': ('BuilderFlag', 'FP16'),
-    'progress': (None, 'IProgressMonitor'),
-    'memory_v2': ('ICudaEngine', 'device_memory_size_v2'),  # the new name of device_memory_size
-    'node_names': ('ParserError', 'node_name'),  # an error of the parser has the node's name, not only its number
-}
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The attributes of OPTIONAL that a TensorRT has."""
-
-    explicit_batch: bool
-    typed: bool
-    precision_flags: bool
-    progress: bool
-    memory_v2: bool
-    node_names: bool
+    PRECISION_FLAGS = 'BuilderFlag', 'FP16'
+    PROGRESS = None, 'IProgressMonitor'
+    NODE_NAMES = 'ParserError', 'node_name'  # an error of the parser has the node's name, not only its number
 
 
 # Major version → its capabilities, for trtexec: a program cannot be asked for them. TensorRT-RTX 1.7 equals TensorRT 11.
 VERSIONS = {
-    8: Capabilities(
-        explicit_batch=True, typed=False, precision_flags=True, progress=False, memory_v2=False, node_names=False
-    ),
-    10: Capabilities(
-        explicit_batch=True, typed=True, precision_flags=True, progress=True, memory_v2=True, node_names=True
-    ),
-    11: Capabilities(
-        explicit_batch=False, typed=True, precision_flags=False, progress=True, memory_v2=True, node_names=True
-    ),
+    8: {Capability.EXPLICIT_BATCH, Capability.PRECISION_FLAGS},
+    10: set(Capability),
+    11: set(Capability) - {Capability.EXPLICIT_BATCH, Capability.PRECISION_FLAGS},
 }
 
 
-def capabilities(trt: ModuleType) -> Capabilities:
+def capabilities(trt: ModuleType) -> set[Capability]:
     """Find the capabilities of the module `trt`."""
 
     def has(owner: str | None, attribute: str) -> bool:
         return hasattr(getattr(trt, owner, None) if owner else trt, attribute)
 
-    return Capabilities(**{name: has(*where) for name, where in OPTIONAL.items()})
+    return {capability for capability in Capability if has(*capability.value)}
 
 
 def product(trt: ModuleType) -> str:

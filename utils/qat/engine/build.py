@@ -12,8 +12,8 @@ from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.engine.api import capabilities, load_tensorrt, logger, product, progress_monitor
-from utils.qat.engine.plan import Source, plan
+from utils.qat.engine.api import Capability, capabilities, load_tensorrt, logger, product, progress_monitor
+from utils.qat.engine.plan import Plan
 from utils.qat.engine.sidecar import write_sidecar
 
 MIB = 1 << 20
@@ -28,8 +28,7 @@ class EngineFromOnnx:
         self.trt = load_tensorrt(config.backend, '--backend ' + config.backend)
         self.can, self.product = capabilities(self.trt), product(self.trt)
         self.log = logger(self.trt, LOGGER.warning)
-        self.source = Source(config)
-        self.plan = plan(self.source, self.can, self.product)
+        self.plan = Plan(config, self.can, self.product)
 
     def build(self) -> dict[str, Any]:
         """Write config.engine, its sidecar and the timing cache; return the content of the sidecar."""
@@ -44,9 +43,9 @@ class EngineFromOnnx:
             settings.builder_optimization_level = config.level
         for flag in self.plan.builder:
             settings.set_flag(getattr(trt.BuilderFlag, flag))
-        if self.source.dynamic:
+        if self.plan.dynamic:
             profile = self.builder.create_optimization_profile()
-            for name, shapes in self.source.shapes.items():
+            for name, shapes in self.plan.shapes.items():
                 profile.set_shape(name, *shapes)
             settings.add_optimization_profile(profile)
         with warnings.catch_warnings():
@@ -61,10 +60,9 @@ class EngineFromOnnx:
         with atomic(config.engine) as tmp:
             tmp.write_bytes(engine)
         return write_sidecar(
-            self.source,
             self.plan,
-            self.product,
-            {'timing_cache_reused': reused, 'seconds': round(time.perf_counter() - start, 1)},
+            timing_cache_reused=reused,
+            seconds=round(time.perf_counter() - start, 1),
         )
 
     def _parse(self) -> Any:
@@ -84,10 +82,10 @@ class EngineFromOnnx:
         if not parser.num_errors:
             return '; '.join(self.log.errors[:1]) or 'no reason given'
         error = parser.get_error(0)
-        if self.can.node_names and error.node_name():
+        if Capability.NODE_NAMES in self.can and error.node_name():
             node = f'{error.node_name()} ({error.node_operator()})'
         else:
-            node = self.source.nodes[error.node()] if 0 <= error.node() < len(self.source.nodes) else 'the graph'
+            node = self.plan.nodes[error.node()] if 0 <= error.node() < len(self.plan.nodes) else 'the graph'
         return f'node {node}: {" ".join(error.desc().split())}'
 
     def _use_timing_cache(self, settings: Any) -> bool:
@@ -105,7 +103,7 @@ class EngineFromOnnx:
 
     def _serialize(self, network: Any, settings: Any) -> bytes:
         monitor = None
-        if self.progress and self.can.progress:
+        if self.progress and Capability.PROGRESS in self.can:
             bar = self.progress()
             settings.progress_monitor = monitor = progress_monitor(self.trt, bar)
         engine = self.builder.build_serialized_network(network, settings)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from utils.qat.core.files import atomic
 from utils.qat.core.markdown import markdown_table
@@ -13,25 +14,6 @@ from utils.qat.engine.layer_rules import FINDINGS, Finding, is_convolution, is_q
 from utils.qat.engine.layers import Engine, Layer, Tensor
 from utils.qat.graph.onnx_graph import module_path
 
-COLUMNS = (
-    'index',
-    'name',
-    'short name',
-    'kind',
-    'type in',
-    'type out',
-    'weights',
-    'shapes in',
-    'shapes out',
-    'formats in',
-    'formats out',
-    'ms',
-    'share',
-    'tensor cores',
-    'kernel',
-    'onnx nodes',
-    'findings',
-)
 NODE = re.compile(r'(?<![\w.])/[\w./]+')  # a node's path by PyTorch's exporter: /model.2/cv1/conv/Conv
 WIDTH = 44  # characters of a short name
 
@@ -63,35 +45,38 @@ def short_name(layer: Layer) -> str:
     return name if len(name) <= WIDTH else f'{name[: WIDTH // 2]}…{name[1 - WIDTH // 2 :]}'
 
 
+def _cells(engine: Engine, index: int, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Describe a layer of an engine: column → cell. Lists are joined by '; '; '' where there is nothing."""
+    layer = engine.layers[index]
+    share = None if layer.ms is None else engine.share([layer])
+    return {
+        'index': index,
+        'name': layer.name,
+        'short name': short_name(layer),
+        'kind': layer.kind,
+        'type in': layer.types[0],
+        'type out': layer.types[1],
+        'weights': layer.weights,
+        'shapes in': '; '.join(map(shape_text, layer.inputs)),
+        'shapes out': '; '.join(map(shape_text, layer.outputs)),
+        'formats in': '; '.join(t.format for t in layer.inputs),
+        'formats out': '; '.join(t.format for t in layer.outputs),
+        'ms': layer.ms,
+        'share': '' if share is None else f'{share:.6f}',
+        'tensor cores': tensor_cores(layer) if is_convolution(layer) else '',
+        'kernel': layer.tactic,
+        'onnx nodes': '; '.join(layer.nodes),
+        'findings': '; '.join(f.kind for f in findings if f.layer is layer),
+    }
+
+
 def write_csv(path: Path, engine: Engine, findings: Sequence[Finding]) -> None:
-    """Write a row for each layer, in the order in which they run; lists are joined by '; '."""
+    """Write a row for each layer, in the order in which they run."""
+    rows = [_cells(engine, index, findings) for index in range(len(engine.layers))]
     with atomic(path) as tmp, open(tmp, 'w', newline='', encoding='utf-8') as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for i, layer in enumerate(engine.layers):
-            described = [
-                [f(t) for t in tensors]
-                for f in (shape_text, lambda t: t.format)
-                for tensors in (layer.inputs, layer.outputs)
-            ]
-            share = engine.share([layer])
-            writer.writerow(
-                [
-                    i,
-                    layer.name,
-                    short_name(layer),
-                    layer.kind,
-                    *layer.types,
-                    layer.weights,
-                    *map('; '.join, described),
-                    '' if layer.ms is None else layer.ms,
-                    '' if share is None or layer.ms is None else f'{share:.6f}',
-                    tensor_cores(layer) if is_convolution(layer) else '',
-                    layer.tactic,
-                    '; '.join(layer.nodes),
-                    '; '.join(f.kind for f in findings if f.layer is layer),
-                ]
-            )
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _sums(engine: Engine, what: str, key: Callable[[Layer], str]) -> str:

@@ -4,28 +4,28 @@ A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is buil
 TensorRT-RTX build every file in its own types.
 """
 
-from dataclasses import dataclass
-
 from utils.qat.config.engine import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.core.next_command import command
-from utils.qat.engine.api import Capabilities
+from utils.qat.engine.api import Capability
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq, given, is_half, name_of
 
 
-class Source:
-    """The facts about the ONNX file `config.onnx` that its build needs.
+class Plan:
+    """The plan of the build of `config.onnx` by a TensorRT that `can` do this and calls itself `product`.
 
     Attributes:
         shapes: input name → (smallest, best, largest shape).
         dynamic: an axis of an input is open.
-        int8: the file has Q/DQ.
-        half: the file has FP16 inside.
+        network: names of NetworkDefinitionCreationFlag.
+        builder: names of BuilderFlag.
+        precision: what the engine computes in, in words, such as 'INT8 and FP16'.
     """
 
-    def __init__(self, config: BuildConfig) -> None:
+    def __init__(self, config: BuildConfig, can: set[Capability], product: str) -> None:
+        self.product = product
         self.config, model = config, load(config.onnx)
         inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
         if not all(inputs.values()):
@@ -36,10 +36,9 @@ class Source:
             name: tuple((n, *self._size(shape)) for n in self._batch(shape[0])) for name, shape in inputs.items()
         }
         self.dynamic = any(-1 in shape for shape in inputs.values())
-        self.int8 = any(count_qdq(model))
-        self.half = is_half(model)
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
+        self._choose_flags(can, any(count_qdq(model)), is_half(model))
 
     def _batch(self, own: int) -> tuple[int, ...]:
         """Choose the smallest, best and largest batch; `own` is the batch of the file, -1 if it is open."""
@@ -73,42 +72,35 @@ class Source:
             )
         return tuple(w if o == -1 else o for o, w in zip(own, (own[0], *wanted)))
 
-
-@dataclass
-class Plan:
-    """Flags for the build of a file, and the precision of its engine."""
-
-    network: list[str]  # names of NetworkDefinitionCreationFlag
-    builder: list[str]  # names of BuilderFlag
-    precision: str  # in words, such as 'INT8 and FP16'
-
-
-def plan(source: Source, can: Capabilities, product: str) -> Plan:
-    """Plan the build of a file by a TensorRT that `can` do this and calls itself `product`."""
-    file, wanted, int8, half = source.config.onnx, source.config.precision, source.int8, source.half
-    export = command('export_qat.py', '--weights', file.with_suffix('.pt').name)
-    if int8 and wanted in ('fp32', 'fp16'):
-        raise QatError(
-            f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint'
-        )
-    if not int8 and wanted == 'int8':
-        raise QatError(
-            f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
-            '(qat.py quantize, then export_qat.py)'
-        )
-    parts = ['INT8'] * int8 + (['FP16'] if half else ['FP32'])
-    if half or not can.precision_flags:
-        if not can.typed:
-            raise QatError(f'{file}: FP16 outside Q/DQ, which {product} cannot take; {export} --trt 8')
-        if (wanted == 'fp16' and not half) or (wanted == 'fp32' and half):
+    def _choose_flags(self, can: set[Capability], int8: bool, half: bool) -> None:
+        """Choose the flags of a file that has Q/DQ (`int8`) and FP16 (`half`) inside, and name the precision."""
+        file, wanted, product = self.config.onnx, self.config.precision, self.product
+        export = command('export_qat.py', '--weights', file.with_suffix('.pt').name)
+        if int8 and wanted in ('fp32', 'fp16'):
             raise QatError(
-                f'--precision {wanted}: {product} computes in the types of the file, and {file} is {" and ".join(parts)}; '
-                f'{export} --trt 11{" --half" * (wanted == "fp16")}'
+                f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint'
             )
-        if int8 and not half:
-            LOGGER.warning(
-                f'{file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11'
+        if not int8 and wanted == 'int8':
+            raise QatError(
+                f'--precision int8: {file} has no Q/DQ, so nothing in it can be INT8; export the quantized checkpoint '
+                '(qat.py quantize, then export_qat.py)'
             )
-        return Plan(['STRONGLY_TYPED'] + ['EXPLICIT_BATCH'] * can.explicit_batch, [], ' and '.join(parts))
-    flags = ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
-    return Plan(['EXPLICIT_BATCH'] * can.explicit_batch, flags, ' and '.join(flags[::-1]) or 'FP32')
+        explicit = ['EXPLICIT_BATCH'] * (Capability.EXPLICIT_BATCH in can)
+        parts = ['INT8'] * int8 + (['FP16'] if half else ['FP32'])
+        if half or Capability.PRECISION_FLAGS not in can:
+            if Capability.TYPED not in can:
+                raise QatError(f'{file}: FP16 outside Q/DQ, which {product} cannot take; {export} --trt 8')
+            if (wanted == 'fp16' and not half) or (wanted == 'fp32' and half):
+                raise QatError(
+                    f'--precision {wanted}: {product} computes in the types of the file, and {file} is {" and ".join(parts)}; '
+                    f'{export} --trt 11{" --half" * (wanted == "fp16")}'
+                )
+            if int8 and not half:
+                LOGGER.warning(
+                    f'{file} is FP32 outside Q/DQ, and {product} computes it so: slower than FP16. {export} --trt 11'
+                )
+            self.network, self.builder = ['STRONGLY_TYPED', *explicit], []
+        else:
+            self.network, self.builder = explicit, ['FP16'] * (wanted != 'fp32') + ['INT8'] * int8
+            parts = self.builder[::-1] or ['FP32']
+        self.precision = ' and '.join(parts)

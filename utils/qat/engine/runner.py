@@ -15,7 +15,7 @@ import torch
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.engine.api import capabilities, load_tensorrt, logger, product
+from utils.qat.engine.api import load_tensorrt, logger, product
 from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
 DTYPES = {  # name of a trt.DataType → torch.dtype
@@ -30,6 +30,7 @@ DTYPES = {  # name of a trt.DataType → torch.dtype
 }
 
 Shape = Sequence[int]
+RUNS = 20  # of a profile
 
 
 def require_within(file: Path, name: str, shape: Shape, profile: Sequence[Shape]) -> None:
@@ -114,11 +115,6 @@ class EngineRunner:
         self.buffers.clear()
         self.context = self.engine = self.runtime = None
 
-    @property
-    def memory(self) -> int:
-        """Return the bytes of the engine's working memory, without weights and inputs."""
-        return self.engine.device_memory_size_v2 if capabilities(self.trt).memory_v2 else self.engine.device_memory_size
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the data type of an input or output."""
         return DTYPES[self.engine.get_tensor_dtype(name).name]
@@ -189,7 +185,7 @@ class EngineRunner:
         inspector = self.engine.create_engine_inspector()
         return json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))
 
-    def profile(self, tensors: dict[str, torch.Tensor], runs: int = 20) -> list[dict[str, Any]]:
+    def profile(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
         """Measure the time of every layer, one after the other, in the format of trtexec --exportProfile."""
         trt: Any = self.trt
         times: dict[str, list[float]] = {}
@@ -204,11 +200,11 @@ class EngineRunner:
         self(tensors)
         self.stream.synchronize()
         self.context.profiler = self.profiler = Times()  # kept, because the context holds no reference to it
-        for _ in range(runs):
+        for _ in range(RUNS):
             self._execute()
             self.stream.synchronize()
         whole = sum(map(sum, times.values()))
-        return [{'count': runs}] + [
+        return [{'count': RUNS}] + [
             {
                 'name': name,
                 'timeMs': sum(t),

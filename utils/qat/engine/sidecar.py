@@ -18,7 +18,7 @@ from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_
 if TYPE_CHECKING:
     import torch
 
-    from utils.qat.engine.plan import Plan, Source
+    from utils.qat.engine.plan import Plan
 
 VERSION = 1  # of the sidecar's content
 
@@ -59,18 +59,18 @@ def this_gpu(device: torch.device | None = None) -> dict[str, str] | None:
     }
 
 
-def write_sidecar(source: Source, plan: Plan, product: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Write the sidecar of an engine that `product`, such as 'TensorRT 10.13.3', has built; return its content."""
-    config = source.config
+def write_sidecar(plan: Plan, **more: Any) -> dict[str, Any]:
+    """Write the sidecar of an engine that was built as planned, with `more` about the build; return its content."""
+    config = plan.config
     return write_entries(
         config.engine,
-        product,
+        plan.product,
         onnx=config.onnx.name,
         onnx_sha256=sha256(config.onnx),
         precision=plan.precision,
         typed='STRONGLY_TYPED' in plan.network,
-        inputs={name: dict(zip(('min', 'opt', 'max'), shapes)) for name, shapes in source.shapes.items()},
-        metadata=source.metadata,
+        inputs={name: dict(zip(('min', 'opt', 'max'), shapes)) for name, shapes in plan.shapes.items()},
+        metadata=plan.metadata,
         workspace_mib=config.workspace,
         level=config.level,
         **more,

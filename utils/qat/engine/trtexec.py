@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
+from utils.qat.core.log import LOGGER
 from utils.qat.engine.api import VERSIONS
 from utils.qat.engine.sidecar import write_sidecar
 
 if TYPE_CHECKING:
-    from utils.qat.engine.plan import Plan, Source  # imports onnx
+    from utils.qat.engine.plan import Plan  # imports onnx
 
 # folders of NVIDIA's packages and containers; they need not be on the PATH
 PLACES = ('/usr/src/tensorrt/bin', '/opt/tensorrt/bin')
@@ -61,11 +62,9 @@ def version_of(trtexec: str) -> tuple[int, int, int]:
     return version
 
 
-def arguments(
-    source: Source, plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None
-) -> list[str]:
+def arguments(plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None) -> list[str]:
     """List the arguments of trtexec for a build; with JSON files for the layers and their times it measures too."""
-    config = source.config
+    config = plan.config
     args = [
         f'--onnx={config.onnx}',
         f'--saveEngine={config.engine}',
@@ -78,9 +77,9 @@ def arguments(
         args += ['--stronglyTyped'] * ('STRONGLY_TYPED' in plan.network)
     if config.level is not None:
         args.append(f'--builderOptimizationLevel={config.level}')
-    if source.dynamic:
+    if plan.dynamic:
         for which, number in (('min', 0), ('opt', 1), ('max', 2)):
-            shapes = (f'{name}:{"x".join(map(str, shapes[number]))}' for name, shapes in source.shapes.items())
+            shapes = (f'{name}:{"x".join(map(str, shapes[number]))}' for name, shapes in plan.shapes.items())
             args.append(f'--{which}Shapes={",".join(shapes)}')
     if layer is None:
         return [*args, '--skipInference']
@@ -95,27 +94,25 @@ def arguments(
 
 def build_with_trtexec(
     trtexec: str,
-    version: tuple[int, int, int],
-    source: Source,
+    major: int,
     plan: Plan,
-    say: Callable[[str], object],
     progress: Callable[..., Iterable[str]] = iter,
     layer: Path | None = None,
     profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Build the engine source.config.engine and write its sidecar, whose content is returned."""
-    config = source.config
+    """Build the engine plan.config.engine and write its sidecar, whose content is returned."""
+    config = plan.config
     config.engine.parent.mkdir(parents=True, exist_ok=True)
     with atomic(config.engine) as tmp:
-        command = [trtexec, *arguments(source, plan, version[0], layer, profile)]
+        command = [trtexec, *arguments(plan, major, layer, profile)]
         command[command.index(f'--saveEngine={config.engine}')] = f'--saveEngine={tmp}'
         errors = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
             for line in progress(running.stdout):
-                say(line.rstrip())
+                LOGGER.debug(line.rstrip())
                 errors += [line.strip()] * ('[E]' in line)
         if running.returncode or not Path(tmp).exists():
             raise QatError(
                 f'{config.onnx}: {trtexec} failed: {errors[-1] if errors else f"exit code {running.returncode}"}'
             )
-    return write_sidecar(source, plan, f'TensorRT {".".join(map(str, version))}', {'trtexec': ' '.join(command)})
+    return write_sidecar(plan, trtexec=' '.join(command))

@@ -1,4 +1,4 @@
-"""A measurement to make."""
+"""A measurement to make, and the conditions that all measurements of a benchmark share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 
-from utils.qat.benchmark.model_files import Inputs, Network
+from utils.qat.backends.pytorch import TorchModel
+from utils.qat.benchmark.model_files import Inputs, ModelFile
 from utils.qat.config.backends import BACKENDS
+from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.settings import Sides
-
-# A function that loads a checkpoint: the model, and whether it is quantized
-Load = Callable[[Path, torch.device], tuple[torch.nn.Module, bool]]
 
 
 def pixels(imgsz: Sequence[int] | None) -> str:
@@ -19,11 +18,20 @@ def pixels(imgsz: Sequence[int] | None) -> str:
     return f'{" x ".join(map(str, dict.fromkeys(imgsz)))} px' if imgsz else ''
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What is the same in all measurements of a benchmark."""
+
+    config: BenchmarkConfig
+    device: torch.device
+    open_checkpoint: Callable[[Path, torch.device], TorchModel]
+
+
 @dataclass
-class Case:
+class Measurement:
     """A measurement to make."""
 
-    network: Network
+    model: ModelFile
     backend: str  # one of BACKENDS
     precision: str  # of MEASURED; '' for an engine that does not tell
     imgsz: Sides | None  # height and width in pixels; None = those of the file
@@ -33,16 +41,9 @@ class Case:
     @property
     def file(self) -> Path:
         """Return the user's file that is run, or that an engine is built of."""
-        checkpoint = self.network.checkpoint if self.backend == 'pytorch' else None
-        return checkpoint or self.network.file
+        checkpoint = self.model.checkpoint if self.backend == 'pytorch' else None
+        return checkpoint or self.model.file
 
     def __str__(self) -> str:
-        return ', '.join(
-            (
-                str(self.file),
-                BACKENDS[self.backend].title,
-                *[self.precision.upper()] * bool(self.precision),
-                *filter(None, [pixels(self.imgsz)]),
-                f'batch {self.batch}',
-            )
-        )
+        parts = str(self.file), BACKENDS[self.backend].title, self.precision.upper(), pixels(self.imgsz)
+        return ', '.join([*filter(None, parts), f'batch {self.batch}'])

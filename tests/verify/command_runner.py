@@ -23,7 +23,7 @@ ERROR = re.compile(r'error: (.*)')
 
 
 @dataclass
-class Bench:
+class CommandRunner:
     config: VerifyConfig
     machine: dict  # see machine_facts.py
     folder: Path  # current folder of the commands; all files are made there

@@ -121,7 +121,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         metavar='MODEL',
         positional=True,
     )
-    batch: tuple[int, ...] | None = measurement(  # see model_files.Network
+    batch: tuple[int, ...] | None = measurement(  # see model_files.ModelFile
         None,
         'images per query, such as 1,4,8,12; each is measured. Default: those of the file, or these four if it takes any',
         parse=batch_sizes,

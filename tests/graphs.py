@@ -118,12 +118,22 @@ def dims(value):
     return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
 
 
+def metadata(model):
+    return {p.key: p.value for p in model.metadata_props}
+
+
 def run_onnx(model, feeds):
     """Outputs of an ONNX model (or file) in ONNX Runtime, nothing optimized away: what the graph says, node by node."""
     options = onnx_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
     return onnxruntime.InferenceSession(rounding(source), options, providers=['CPUExecutionProvider']).run(None, feeds)
+
+
+def assert_same_outputs(ours, theirs, feeds):
+    """Two models return the same bits."""
+    pairs = zip(run_onnx(ours, feeds), run_onnx(theirs, feeds), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
 
 
 def in_onnxruntime(file, folder):

@@ -73,15 +73,7 @@ def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
 
 
 def made_images(batch: int, imgsz: Sequence[int]) -> torch.Tensor:
-    """Make images with structure at many scales, the same every time.
-
-    Args:
-        batch: number of images.
-        imgsz: height and width.
-
-    Returns:
-        FP32 [batch, 3, H, W] in 0..1.
-    """
+    """Make images with structure at many scales, the same every time: FP32 [batch, 3, H, W] in 0..1. imgsz: H and W."""
     generator = torch.Generator().manual_seed(0)
     layers = [
         F.interpolate(torch.rand(batch, 3, n, n, generator=generator), size=tuple(imgsz), mode='bilinear')
@@ -123,7 +115,7 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
 
 
 def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
-    """Measure how far random last bits behind each convolution move the outputs of a model.
+    """Measure how far random last bits behind each convolution move the outputs of a model: the largest error of RELATIVE.
 
     Args:
         model: in the form of `traceable_copy`.
@@ -131,9 +123,6 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
         theirs: outputs of `model` without the change.
         last_bits: largest change, relative to the largest output of a convolution.
         seed: of the change.
-
-    Returns:
-        The largest relative error of RELATIVE.
     """
     generator = torch.Generator(images.device).manual_seed(seed)
 

@@ -15,13 +15,8 @@ from utils.qat.core.log import quiet_upstream
 def load_model(path: Path, device: torch.device, backend: str | None = None) -> TorchModel | FileModel:
     """Load the model of a checkpoint (float or quantized) or of an exported file, such as an engine.
 
-    Args:
-        path: ends in one of CHECKPOINTS or EXPORTED (config/backends.py).
-        device: of the model and its inputs.
-        backend: a key of BACKENDS (config/backends.py), for an exported file; None = the first that takes it.
-
-    Returns:
-        A callable, images → predictions; see utils/qat/backends/file_model.py.
+    path: ends in one of CHECKPOINTS or EXPORTED. backend: a key of BACKENDS, for an exported file; None = the first that takes it.
+    The model is a callable, images → predictions; see utils/qat/backends/file_model.py.
 
     Raises:
         QatError: the file has no such model, or it cannot run here.

@@ -87,12 +87,7 @@ def quantize_op_program(
 ) -> ExportedProgram:
     """Export a model with `quantize_op`, and with the Q/DQ of the ONNX file.
 
-    Args:
-        model: fused; float or quantized.
-        imgsz: height and width.
-        batch: number of images; with `dynamic` the largest number.
-        dynamic: leave the batch axis open.
-        half: see `Detector`.
+    model: fused; float or quantized. batch: with `dynamic`, which leaves the axis open, the largest. half: see `Detector`.
 
     Raises:
         QatError: the head of the model has no FP16 form.
@@ -115,11 +110,6 @@ def quantize_op_program(
     program.graph.lint()
     program.graph_module.recompile()
     return program
-
-
-def quantize_ops(program: ExportedProgram) -> list[Node]:
-    """List the `quantize_op` nodes of a program, in its order."""
-    return [node for node in program.graph.nodes if _quantizes(node)]
 
 
 def amax_of(program: ExportedProgram, node: Node) -> torch.Tensor:

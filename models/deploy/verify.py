@@ -16,24 +16,16 @@ from utils.qat.core.machine import versions
 from utils.qat.evaluation.compare import compare_models
 
 
-def verify(export: Export, made: Format, backend: str, data: Any, loader: Any) -> bool:
-    """Compare a written file with PyTorch: log the tables and write a .verify.json beside it.
+def verify(export: Export, file_format: Format, backend: str, data: Any, loader: Any) -> bool:
+    """Compare a written file with PyTorch: log the tables, write a .verify.json beside it, and tell whether the limits are kept.
 
-    Args:
-        export: the checkpoint, whose files are written.
-        made: the format of the file.
-        backend: that runs it.
-        data: of --verify.
-        loader: images of `data`.
-
-    Returns:
-        Whether the limits are kept.
+    backend: that runs the file. loader: images of `data`, which is that of --verify.
     """
-    config, path, task = export.config, export.written[made.name].path, export.predict.task
+    config, path, task = export.config, export.written[file_format.name].path, export.predict.task
     device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title
     model = open_file(path, device, backend)
     [comparison] = compare_models(
-        made.reference(export),
+        file_format.reference(export),
         [model],
         loader,
         device,

@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import copy, dims, run_onnx
+from graphs import copy, dims, metadata, run_onnx
 from onnx import TensorProto, helper
 from zoo import build, full, output, program, same
 
@@ -76,7 +76,7 @@ def test_it_is_the_plain_export_in_another_layout(small, tmp_path, kind, options
     for node in before:
         node.input[:] = ['images' if name == 'input' else name for name in node.input]
     assert before == list(plain.graph.node) and done.qdq == onnx_graph.count_qdq(plain)
-    assert {p.key: p.value for p in graph.metadata_props} == {p.key: p.value for p in plain.metadata_props}
+    assert metadata(graph) == metadata(plain)
 
     for number in (1, 3) if options.get('dynamic') else (options.get('batch', 1),):
         images = images_of(number, height, width)
@@ -125,74 +125,64 @@ def settings_of(text):
     return parser['property'], parser['class-attrs-all']
 
 
-@pytest.mark.parametrize(
-    'int8, mode, engine', [(True, '1', 'model_b4_gpu0_int8.engine'), (False, '2', 'model_b4_gpu0_fp16.engine')]
-)
-def test_configuration(int8, mode, engine):
+@pytest.mark.parametrize('int8, mode, precision', [(True, '1', 'int8'), (False, '2', 'fp16')])
+def test_configuration(int8, mode, precision):
     settings, classes = settings_of(deepstream_config('m.pt.onnx', 7, batch=4, int8=int8))
-    assert settings['network-mode'] == mode and settings['model-engine-file'] == engine
-    assert settings['onnx-file'] == 'm.pt.onnx' and settings['labelfile-path'] == 'labels.txt'
-    assert settings['num-detected-classes'] == '7' and settings['batch-size'] == '4'
+    wanted = {
+        'network-mode': mode,
+        'model-engine-file': f'model_b4_gpu0_{precision}.engine',
+        'onnx-file': 'm.pt.onnx',
+        'labelfile-path': 'labels.txt',
+        'num-detected-classes': '7',
+        'batch-size': '4',
+        'model-color-format': '0',
+        'maintain-aspect-ratio': '1',
+        'symmetric-padding': '1',
+        'cluster-mode': '2',
+        'parse-bbox-func-name': 'NvDsInferParseYolo',
+        'engine-create-func-name': 'NvDsInferYoloCudaEngineGet',
+        'custom-lib-path': 'nvdsinfer_custom_impl_Yolo/libnvdsinfer_custom_impl_Yolo.so',
+    }
+    assert {name: settings[name] for name in wanted} == wanted
     assert 'int8-calib-file' not in settings, 'the scales are in the file'
-    assert float(settings['net-scale-factor']) == pytest.approx(1 / 255) and settings['model-color-format'] == '0'
-    assert (settings['maintain-aspect-ratio'], settings['symmetric-padding'], settings['cluster-mode']) == (
-        '1',
-        '1',
-        '2',
-    )
-    assert (
-        settings['parse-bbox-func-name'] == 'NvDsInferParseYolo'
-        and settings['engine-create-func-name'] == 'NvDsInferYoloCudaEngineGet'
-    )
-    assert settings['custom-lib-path'].endswith('libnvdsinfer_custom_impl_Yolo.so')
+    assert float(settings['net-scale-factor']) == pytest.approx(1 / 255)
     assert dict(classes) == {'nms-iou-threshold': '0.45', 'pre-cluster-threshold': '0.25', 'topk': '300'}
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'kind, arguments, says, mode',
-    [
-        (
-            'dual',
-            ['-s', '64', '96', '--dynamic', '--simplify'],
-            ['DualDDetect -> DDetect in memory', 'head DDetect\n', '[batch, 3, 64, 96]', 'opset 17'],
-            '2',
-        ),
-        ('single', ['-s', '64', '--batch', '2'], ['float', 'head DDetect\n', '[2, 3, 64, 64]'], '2'),
-        (
-            'quantized',
-            ['--weights', '--size', '64', '--trt', '11'],
-            ['INT8', 'head DDetect\n', 'opset 19', 'FP16'],
-            '1',
-        ),
-    ],
-)
-def test_the_command(small, tmp_path, monkeypatch, capsys, kind, arguments, says, mode):
+COMMANDS = {  # checkpoint → flags, what is said, and network-mode
+    'dual': (
+        ['-s', '64', '96', '--dynamic', '--simplify'],
+        ['DualDDetect -> DDetect in memory', '[batch, 3, 64, 96]', 'opset 17'],
+        '2',
+    ),
+    'single': (['-s', '64', '--batch', '2'], ['float', '[2, 3, 64, 64]'], '2'),
+    'quantized': (['--size', '64', '--trt', '11'], ['INT8', 'opset 19', 'FP16'], '1'),
+}
+
+
+@pytest.mark.parametrize('kind', COMMANDS)
+def test_the_command(small, tmp_path, monkeypatch, capsys, kind):
     """Files have the names and places that DeepStream-Yolo's own script gives them."""
-    weights, here = tmp_path / 'models/yolov9 é.pt', tmp_path / 'here'
+    (arguments, says, mode), weights, here = COMMANDS[kind], tmp_path / 'models/yolov9 é.pt', tmp_path / 'here'
     weights.parent.mkdir()
     here.mkdir()
     weights.write_bytes(getattr(small, kind).read_bytes())
-    flag, *rest = arguments if arguments[0] == '--weights' else ('-w', *arguments)
     monkeypatch.chdir(here)
-    assert run_command(export_yolov9, [flag, str(weights), *rest]) == 0
+    assert run_command(export_yolov9, ['--weights' if kind == 'quantized' else '-w', str(weights), *arguments]) == 0
     said = capsys.readouterr().out
-    assert [text for text in says if text not in said] == []
+    assert [text for text in (*says, 'head DDetect\n') if text not in said] == []
     assert [p.name for p in weights.parent.iterdir() if p != weights] == ['yolov9 é.pt.onnx']
     assert {p.name for p in here.iterdir()} == {'labels.txt', 'config_infer_primary_yoloV9.txt'}
     assert (here / 'labels.txt').read_text(encoding='utf-8') == ''.join(f'{digit}\n' for digit in range(10))
     settings, _ = settings_of((here / 'config_infer_primary_yoloV9.txt').read_text(encoding='utf-8'))
     graph = onnx.load(f'{weights}.onnx')
-    assert (
-        settings['onnx-file'] == 'yolov9 é.pt.onnx'
-        and settings['network-mode'] == mode
-        and settings['num-detected-classes'] == '10'
-    )
-    assert any(onnx_graph.count_qdq(graph)) == (mode == '1')
     first = dims(graph.graph.input[0])[0]
-    assert settings['batch-size'] == ('1' if first == 'batch' else str(first))
+    wanted = ['yolov9 é.pt.onnx', mode, '10', '1' if first == 'batch' else str(first)]
+    assert [settings[k] for k in ('onnx-file', 'network-mode', 'num-detected-classes', 'batch-size')] == wanted
+    assert any(onnx_graph.count_qdq(graph)) == (mode == '1')
 
 
 def test_the_main_branch_of_a_dual_checkpoint(small):

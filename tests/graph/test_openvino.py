@@ -18,16 +18,15 @@ import torch
 from conftest import TREE
 from faults import sampled
 from fresh import fresh
-from graphs import copy, dq, graph_of, node, pair, q
+from graphs import assert_same_outputs, copy, dq, graph_of, node, pair, q, run_onnx
 from zoo import DUAL, SEGMENT, SINGLE, command, full, program
 
 from models.deploy.agreement import LIMITS, RELATIVE, made_images, output_differences
 from models.deploy.formats.deepstream import deepstream_layout
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
-from test_placement import exported
+from test_targets import exported
 from utils.qat.backends.file_model import FileModel, open_file
-from utils.qat.backends.onnxruntime import onnx_session
 from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.export import Nms
@@ -60,9 +59,9 @@ def assert_integers(file, batch=1):
     assert len(found.convs) == len(audited) and len(found.by_design) == sum(not c.int8 for c in audited)
     assert {layer.name for layer in found.by_design} == {c.name for c in audited if not c.int8}
     assert all(layer.precision in INTEGERS for layer in found.convs if layer not in found.by_design)
-    repeated = [layer for layer in found.casts if layer.kind != 'Reorder']
+    repeated = [layer for layer in found.reencoded if layer.kind != 'Reorder']
     assert not repeated, 'Q/DQ that repeat a scale are layers again'
-    assert len(found.casts) <= 4, [layer.name for layer in found.casts]
+    assert len(found.reencoded) <= 4, [layer.name for layer in found.reencoded]
     return session
 
 
@@ -130,38 +129,28 @@ def test_batches_and_order_do_not_matter(small, tmp_path):
     assert max(figures.get(part, 0) for part in RELATIVE) < LIMITS['INT8', 'FP32'], figures
 
 
-def bits(model, **values):
-    return onnx_session(model.SerializeToString()).run(None, values or {'x': XS})[0].tobytes()
-
-
 XS = np.linspace(-15, 15, 64, dtype=np.float32).reshape(1, 4, 4, 4)
-by_hand = partial(graph_of, shape=(1, 4, 4, 4), returns=(1, 4, 4, 4))
+by_hand = partial(graph_of, shape=(1, 4, 4, 4), returns=(1, None, None, None))
+POOL, RELU = node('MaxPool', 'a', 'm', kernel_shape=[1, 1]), node('Relu', 'b', 'y')
+REPEATED = {  # nodes → the pairs that are left: a scale is repeated, another one is not
+    'behind a move': ([*pair('x', 'a'), POOL, *pair('m', 'b', scale='same scale'), RELU], 1),
+    'another scale': ([*pair('x', 'a'), POOL, *pair('m', 'b', scale='other scale'), RELU], 2),
+    'behind arithmetic': ([*pair('x', 'a'), node('Relu', 'a', 'm'), *pair('m', 'b'), RELU], 2),
+    'in part': ([*pair('x', 'a'), node('Concat', 'a', 'x', 'm', axis=1), *pair('m', 'b'), RELU], 2),
+    'several in a row': (
+        [*pair('x', 'a'), *pair('a', 'b'), node('Transpose', 'b', 'f'), *pair('f', 'c'), node('Relu', 'c', 'y')],
+        1,
+    ),
+}
 
 
-@pytest.mark.parametrize('scale, left', [('same scale', 1), ('other scale', 2)])
-def test_only_a_repeated_scale_is_dropped(scale, left):
-    pool = node('MaxPool', 'a', 'm', kernel_shape=[1, 1])
-    model = by_hand([*pair('x', 'a'), pool, *pair('m', 'b', scale=scale), node('Relu', 'b', 'y')])
-    before = bits(model)
-    assert count_qdq(passes.drop_repeated_qdq(model)) == (left, left) and bits(model) == before
-    onnx.checker.check_model(model, full_check=True)
-
-
-def test_a_scale_is_not_repeated_behind_arithmetic_or_in_part():
-    for nodes in (
-        [*pair('x', 'a'), node('Relu', 'a', 'm'), *pair('m', 'y')],
-        [*pair('x', 'a'), node('Concat', 'a', 'x', 'm', axis=0), *pair('m', 'y')],
-    ):
-        model = graph_of(nodes, shape=(1, 4), returns=None)
-        assert count_qdq(passes.drop_repeated_qdq(copy(model))) == (2, 2)
-
-
-def test_several_repeated_pairs_in_a_row():
-    nodes = [*pair('x', 'a'), *pair('a', 'b'), node('Flatten', 'b', 'f'), *pair('f', 'c'), node('Relu', 'c', 'y')]
-    model = graph_of(nodes)
-    before = bits(model, x=XS.ravel()[:6].reshape(2, 3))
-    assert count_qdq(passes.drop_repeated_qdq(model)) == (1, 1)
-    assert bits(model, x=XS.ravel()[:6].reshape(2, 3)) == before
+@pytest.mark.parametrize('nodes, left', REPEATED.values(), ids=REPEATED)
+def test_only_a_repeated_scale_is_dropped(nodes, left):
+    model = graph_of(nodes, shape=(1, 4, 4, 4), returns=(None,) * 4)
+    dropped = passes.drop_repeated_qdq(copy(model))
+    assert count_qdq(dropped) == (left, left)
+    onnx.checker.check_model(dropped, full_check=True)
+    assert_same_outputs(dropped, model, {'x': XS})
 
 
 @pytest.mark.parametrize('changed', ['', 'opset', 'perm', 'axis', 'read twice'])
@@ -172,13 +161,12 @@ def test_the_integral_over_boxes_is_a_product(changed):
     nodes = [turn, node('Softmax', 't', 's', axis=1 if changed != 'axis' else 3), conv]
     nodes += [node('Add', 'c', 's', 'y')] * (changed == 'read twice')
     integers = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1)
-    model = by_hand(nodes, initializers={'weight': integers}, returns=(1, None, None, None))
+    model = by_hand(nodes, initializers={'weight': integers})
     if changed == 'opset':
         model.opset_import[0].version = 12
         assert passes.multiply_dfl(copy(model)) == model
         return
-    (before,) = onnx_session(model.SerializeToString()).run(None, {'x': XS})
-    (after,) = onnx_session(passes.multiply_dfl(copy(model)).SerializeToString()).run(None, {'x': XS})
+    (before,), (after,) = (run_onnx(each, {'x': XS}) for each in (model, passes.multiply_dfl(copy(model))))
     np.testing.assert_allclose(after.ravel(), before.ravel(), rtol=1e-6)
     assert ([n.op_type for n in passes.multiply_dfl(model).graph.node] == ['Softmax', 'MatMul']) == (not changed)
 
@@ -191,8 +179,7 @@ def test_fake_quantize_has_the_limits_of_the_pair(scale, tolerance, tmp_path):
     ops = [n.op_type for n in passes.fake_quantize(copy(model)).graph.node]
     assert ops.count('FakeQuantize') == 2 and not {'QuantizeLinear', 'DequantizeLinear'} & set(ops)
     (found,) = OpenVINO(tmp_path / 'model.onnx', CPU).run({'x': torch.from_numpy(XS)}).values()
-    expected = onnx_session(model.SerializeToString()).run(None, {'x': XS})[0]
-    np.testing.assert_allclose(found.numpy(), expected, rtol=tolerance, atol=0)
+    np.testing.assert_allclose(found.numpy(), run_onnx(model, {'x': XS})[0], rtol=tolerance, atol=0)
 
 
 # ---- telemetry, threads, what is missing ----------------------------------------------------------------------------------
@@ -212,20 +199,22 @@ print(session.compiled.get_property('INFERENCE_NUM_THREADS'), session.compiled.g
 """
 
 
-def test_it_tells_nobody(small, tmp_path):
+@pytest.fixture(scope='module')
+def floating(small, tmp_path_factory):
+    """The .onnx file of a float model."""
+    file = tmp_path_factory.mktemp('float') / 'model.onnx'
+    export_onnx(small.float_model(), file, (SIDE, SIDE))
+    return file
+
+
+def test_it_tells_nobody(floating, tmp_path):
     """No file under the home folder, no look-up, no telemetry; threads are as many as PyTorch's, and the precision is stated."""
-    export_onnx(small.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
     home = tmp_path / 'home'
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if k != 'CI'}
     environment = {**kept, 'HOME': str(home), 'OMP_NUM_THREADS': '1', 'MPLCONFIGDIR': str(tmp_path / 'mpl')}
-    done = subprocess.run(
-        [sys.executable, '-c', WATCHED, tmp_path / 'model.onnx'],
-        cwd=TREE,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, '-c', WATCHED, floating]
+    done = subprocess.run(words, cwd=TREE, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr[-2000:]
     assert done.stdout.split('\n')[:2] == ['None 1', "1 <Type: 'float32'>"]
     assert not list(home.rglob('*'))
@@ -246,10 +235,9 @@ signal.raise_signal(signal.SIGUSR1)
 """
 
 
-def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(small, tmp_path):
+def test_a_signal_is_harmless_after_a_session_ends_in_another_thread(floating):
     """OpenVINO alone crashes here, see one_core."""
-    export_onnx(small.float_model(), tmp_path / 'model.onnx', (SIDE, SIDE))
-    assert fresh('-c', FORGOTTEN, tmp_path / 'model.onnx').strip() == 'alive'
+    assert fresh('-c', FORGOTTEN, floating).strip() == 'alive'
 
 
 ALL_INT8 = 'INT8: 36 of 42 convolutions (6 float by design)'  # of the small model
@@ -325,55 +313,54 @@ def test_the_audit_names_what_is_in_float(whole, tmp_path):
     assert 'In float, though quantized in the file: 0' in said and '| Convolution ' in said
 
 
-def test_lost_convolutions_are_named(whole):
+def test_lost_convolutions_are_named(whole, tmp_path):
     """A convolution whose weight is quantized and whose data is not."""
     model = onnx.load(whole / 'model.onnx')
     conv = next(n for n in model.graph.node if n.name == '/model.1/conv/Conv')
     made = {name: n for n in model.graph.node for name in n.output}
     conv.input[0] = made[made[conv.input[0]].input[0]].input[0]
-    onnx.save(model, whole / 'model-lost.onnx')
-    try:
-        found = compiled(whole / 'model-lost.onnx').int8
-        assert [layer.name for layer in found.lost] == ['/model.1/conv/Conv']
-        assert str(found).endswith('(6 float by design; 1 that should not be float: /model.1/conv/Conv)')
-    finally:
-        (whole / 'model-lost.onnx').unlink()
+    onnx.save(model, tmp_path / 'lost.onnx')
+    found = compiled(tmp_path / 'lost.onnx').int8
+    assert [layer.name for layer in found.lost] == ['/model.1/conv/Conv']
+    assert str(found).endswith('(6 float by design; 1 that should not be float: /model.1/conv/Conv)')
 
 
-def wrong(folder, whole):
-    """{what is wrong: (file, what the line says)}."""
-    for file in whole.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / 'alone.xml').write_bytes((whole / 'model.xml').read_bytes())
-    (folder / 'page.xml').write_text('<html></html>')
-    (folder / 'page.bin').write_text('')
-    for name, suffix in (('cut', 'bin'), ('torn', 'xml')):
-        for each in ('xml', 'bin'):
-            content = (whole / f'model.{each}').read_bytes()
-            (folder / f'{name}.{each}').write_bytes(content[: len(content) // 2] if each == suffix else content)
-    return {
-        'alone.xml': 'alone.bin, which has its weights, is not beside it',
-        'page.xml': "no model of OpenVINO's",
-        'cut.xml': 'OpenVINO cannot read it',
-        'torn.xml': 'OpenVINO cannot read it',
-    }
+def cut(content):
+    return content[: len(content) // 2]
 
 
-def test_bad_files_are_one_line(whole, small, tmp_path):
-    for file, says in wrong(tmp_path, whole).items():
-        said = command('val_trt.py', '--weights', tmp_path / file, '--data', small.data, '--device', 'cpu', code=2)
-        assert says in said and file in said and 'src/' not in said
+BAD_FILES = {  # name → the .xml and the .bin, made of whole ones, and what the line says
+    'alone': (lambda xml, weights: (xml, None), 'alone.bin, which has its weights, is not beside it'),
+    'page': (lambda xml, weights: (b'<html></html>', b''), "no model of OpenVINO's"),
+    'cut': (lambda xml, weights: (xml, cut(weights)), 'OpenVINO cannot read it'),
+    'torn': (lambda xml, weights: (cut(xml), weights), 'OpenVINO cannot read it'),
+}
+
+
+@pytest.mark.parametrize('name', BAD_FILES)
+def test_bad_files_are_one_line(whole, small, tmp_path, name):
+    make, says = BAD_FILES[name]
+    contents = make(*((whole / f'model.{suffix}').read_bytes() for suffix in ('xml', 'bin')))
+    for suffix, content in zip(('xml', 'bin'), contents):
+        if content is not None:
+            (tmp_path / f'{name}.{suffix}').write_bytes(content)
+    file = tmp_path / f'{name}.xml'
+    said = command('val_trt.py', '--weights', file, '--data', small.data, '--device', 'cpu', code=2)
+    assert says in said and file.name in said and 'src/' not in said
 
 
 @pytest.mark.parametrize(
-    'arguments, says',
+    'program, file, arguments, says',
     [
-        (['--include', 'openvino_end2end', '--nms', 'plugin'], 'OpenVINO takes --nms standard'),
-        (['--backend', 'openvino'], '--backend openvino: only with --verify'),
+        ('export_qat.py', 'pt', '--include openvino_end2end --nms plugin', 'OpenVINO takes --nms standard'),
+        ('export_qat.py', 'pt', '--backend openvino', '--backend openvino: only with --verify'),
+        ('val_trt.py', 'onnx', '--backend tensorrt', '--backend tensorrt: TensorRT does not run .onnx files'),
+        ('val_trt.py', 'onnx', '--backend rtx', 'give onnxruntime or openvino'),
     ],
 )
-def test_bad_options_are_one_line(whole, arguments, says):
-    assert says in command('export_qat.py', '--weights', whole / 'model.pt', *arguments, code=2)
+def test_bad_options_are_one_line(whole, small, program, file, arguments, says):
+    data = ['--data', small.data] * (program == 'val_trt.py')
+    assert says in command(program, '--weights', whole / f'model.{file}', *data, *arguments.split(), code=2)
 
 
 def test_the_plugin_is_refused_with_the_way_out(small, tmp_path):
@@ -381,14 +368,3 @@ def test_the_plugin_is_refused_with_the_way_out(small, tmp_path):
     export_end2end(tmp_path / 'model.onnx', tmp_path / 'model.onnx', Nms('plugin'))
     with pytest.raises(QatError, match='which TensorRT alone has; for OpenVINO export it with --nms standard'):
         OpenVINO(tmp_path / 'model.onnx', CPU)
-
-
-@pytest.mark.parametrize(
-    'arguments, says',
-    [
-        (['--backend', 'tensorrt'], '--backend tensorrt: TensorRT does not run .onnx files'),
-        (['--backend', 'rtx'], 'give onnxruntime or openvino'),
-    ],
-)
-def test_a_backend_that_does_not_take_the_file(whole, small, arguments, says):
-    assert says in command('val_trt.py', '--weights', whole / 'model.onnx', '--data', small.data, *arguments, code=2)

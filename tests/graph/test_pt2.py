@@ -31,8 +31,13 @@ from utils.qat.targets.target import load_target
 from utils.qat.untrusted.program_archive import read_program
 
 SIDE = 64
-needs_compiler = pytest.mark.skipif(not shutil.which('g++'), reason='no g++')
-needs_torchao = pytest.mark.skipif(not importlib.util.find_spec('torchao'), reason='no torchao')
+
+
+def of_packages(test):
+    """Marks a test that compiles."""
+    for needs, there in (('g++', shutil.which('g++')), ('torchao', importlib.util.find_spec('torchao'))):
+        test = pytest.mark.skipif(not there, reason=f'no {needs}')(test)
+    return pytest.mark.faults(test)
 
 
 def outputs(file, images):
@@ -126,48 +131,30 @@ def test_the_archive_names_no_file_of_this_machine(files):
 
 
 def test_commands_take_programs(files, small, tmp_path):
-    run = ('--device', 'cpu', '--imgsz', SIDE, '--project', tmp_path, '--workers', 0)
-    command('val_trt.py', '--weights', files / 'int8.pt2', '--data', small.data, *run)
-    command('compare_outputs.py', files / 'float.pt2', files / 'float.pt', '--random', 1, *run[:6])
-    command(
-        'benchmark_trt.py',
-        files / 'int8.pt2',
-        files / 'float.pt2',
-        '--duration',
-        0.01,
-        '--batch',
-        1,
-        *run[:2],
-        *run[4:6],
-    )
+    run = ('--device', 'cpu', '--project', tmp_path, '--imgsz', SIDE)
+    int8, floating = files / 'int8.pt2', files / 'float.pt2'
+    command('val_trt.py', '--weights', int8, '--data', small.data, *run, '--workers', 0)
+    command('compare_outputs.py', floating, files / 'float.pt', '--random', 1, *run)
+    command('benchmark_trt.py', int8, floating, '--duration', 0.01, '--batch', 1, *run[:4])
     assert 'torch.export' in next(tmp_path.rglob('benchmark.md')).read_text()
 
 
-REFUSED = {
-    'wrong size': ('int8.pt2', ('--imgsz', 2 * SIDE), 'takes 64 x 64'),
-    'wrong backend': ('int8.pt2', ('--backend', 'aoti', '--imgsz', SIDE), 'for'),
-}
-
-
-@pytest.mark.parametrize('case', REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(case, files, small, tmp_path, capfd):
-    name, words, said = REFUSED[case]
-    argv = ('--weights', files / name, '--data', small.data, '--device', 'cpu', '--project', tmp_path / 'out', *words)
-    code, line = answer('val_trt.py', argv, capfd, tmp_path)
-    assert code == 2 and said in line
-
-
-def test_options_that_make_no_sense_together(small, tmp_path, capfd):
-    shutil.copy(small.quantized, tmp_path / 'int8.pt')
-    for words, said in (
-        (('--include', 'pt2', '--half'), '--half: not with --include pt2'),
-        (('--include', 'pt2', 'onnx', '--half'), '--trt 11'),
-        (('--include', 'aoti', '--half', '--device', 'cpu'), '--half'),
-    ):
-        code, line = answer(
-            'export_qat.py', ('--weights', tmp_path / 'int8.pt', '--imgsz', SIDE, *words), capfd, tmp_path
-        )
-        assert code == 2 and said in line
+@pytest.mark.parametrize(
+    'program, words, says',
+    [
+        ('val_trt.py', ('--imgsz', 2 * SIDE), 'takes 64 x 64'),
+        ('val_trt.py', ('--imgsz', SIDE, '--backend', 'aoti'), 'for'),
+        ('export_qat.py', ('--include', 'pt2', '--half'), '--half: not with --include pt2'),
+        ('export_qat.py', ('--include', 'pt2', 'onnx', '--half'), '--trt 11'),
+        ('export_qat.py', ('--include', 'aoti', '--half', '--device', 'cpu'), '--half'),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(program, words, says, files, small, tmp_path, capfd):
+    weights = shutil.copy(files / ('int8.pt2' if program == 'val_trt.py' else 'int8.pt'), tmp_path)
+    if program == 'val_trt.py':
+        words = ('--data', small.data, '--device', 'cpu', '--project', tmp_path / 'out', *words)
+    code, line = answer(program, ('--weights', weights, *words), capfd, tmp_path)
+    assert code == 2 and says in line
 
 
 # ---- packages -------------------------------------------------------------------------------------------------------------
@@ -194,9 +181,7 @@ def with_metadata(file, new, **changes):
     return new
 
 
-@pytest.mark.faults
-@needs_compiler
-@needs_torchao
+@of_packages
 def test_a_package_computes_in_integers(small, packages):
     from utils.qat.backends.aoti import AotPackage, compiled_layers
 
@@ -210,9 +195,7 @@ def test_a_package_computes_in_integers(small, packages):
     assert dict(session.loader.get_metadata())['imgsz'] == f'{SIDE},{SIDE}'
 
 
-@pytest.mark.faults
-@needs_compiler
-@needs_torchao
+@of_packages
 def test_commands_take_packages(small, packages, tmp_path):
     run = ('--device', 'cpu', '--project', tmp_path)
     by = ('--backend', 'aoti')
@@ -223,9 +206,7 @@ def test_commands_take_packages(small, packages, tmp_path):
     assert 'AOTInductor' in next(tmp_path.rglob('benchmark.md')).read_text()
 
 
-@pytest.mark.faults
-@needs_compiler
-@needs_torchao
+@of_packages
 def test_a_package_of_another_machine_is_refused(packages, tmp_path):
     from utils.qat.backends.aoti import AotPackage
 

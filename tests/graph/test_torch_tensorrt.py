@@ -22,7 +22,7 @@ from models.deploy.formats import torch_tensorrt
 from models.deploy.formats.format import with_sources
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.torch_tensorrt import compile_settings, write_engine
-from models.deploy.quantize_op import amax_of, quantize_op_program, quantize_ops
+from models.deploy.quantize_op import amax_of, quantize_op_program
 from models.quantize.quantizers import QMAX, QMIN, named_quantizers
 from utils.qat.config.export import ExportConfig, TorchTensorRT
 from utils.qat.core.errors import QatError
@@ -51,6 +51,10 @@ def quantize_op():
     library._register_fake('quantize_op', lambda x, *_: torch.empty_like(x))
     yield
     library._destroy()
+
+
+def quantize_ops(program):
+    return [n for n in program.graph.nodes if str(n.target).startswith('tensorrt.quantize_op')]
 
 
 def scales_of(program):
@@ -104,21 +108,15 @@ def test_the_program_has_the_qdq_of_the_onnx_file_and_computes_the_model(request
         assert agrees(again.module()(images), theirs)
 
 
-def test_a_batch_that_is_left_open(small):
-    model = small.quantized_model()
-    program = quantize_op_program(model, SIDE, batch=4, dynamic=True)
+@pytest.mark.parametrize('kind, options', [('quantized', {'batch': 4, 'dynamic': True}), ('float', {})])
+def test_an_open_batch_and_a_float_model(small, kind, options):
+    model = small.quantized_model() if kind == 'quantized' else small.float_model()
+    program = quantize_op_program(model, SIDE, **options)
+    assert bool(quantize_ops(program)) == (kind == 'quantized')
     with torch.no_grad():
-        for batch in (1, 3, 4):
+        for batch in (1, 3, 4) if options else (1,):
             images = made_images(batch, SIDE)
             assert agrees(program.module()(images), traceable_copy(model)(images))
-
-
-def test_a_float_model_has_no_such_operator(small):
-    model = small.float_model()
-    program = quantize_op_program(model, SIDE)
-    assert not quantize_ops(program)
-    with torch.no_grad():
-        assert agrees(program.module()(made_images(1, SIDE)), traceable_copy(model)(made_images(1, SIDE)))
 
 
 @pytest.mark.parametrize('files', sampled(['small', 'demo_seg'], 2))

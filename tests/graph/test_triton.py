@@ -40,48 +40,44 @@ def tensors(text):
     return found
 
 
-def test_end2end_with_an_open_batch():
-    text = triton_config(end2end('batch'), 'yolov9', max_batch=8)
-    assert tensors(text) == [
-        ('input', 'images', 'FP32', [3, 640, 320]),
-        ('output', 'num_dets', 'INT32', [1]),
-        ('output', 'det_boxes', 'FP32', [100, 4]),
-        ('output', 'det_scores', 'FP32', [100]),
-        ('output', 'det_classes', 'INT32', [100]),
-    ]
-    assert text.splitlines()[:3] == ['name: "yolov9"', 'platform: "tensorrt_plan"', 'max_batch_size: 8']
-    assert 'dynamic_batching { }' in text
+BOXES = [('num_dets', 'INT32', [1]), ('det_boxes', 'FP32', [100, 4]), ('det_scores', 'FP32', [100])]
+BOXES += [('det_classes', 'INT32', [100])]
+SERVED = {  # graph, options → tensors, and lines that are there or not
+    'an open batch': (
+        end2end('batch'),
+        {'max_batch': 8},
+        [('input', 'images', 'FP32', [3, 640, 320]), *(('output', *box) for box in BOXES)],
+        {'max_batch_size: 8': True, 'platform: "tensorrt_plan"': True, 'dynamic_batching { }': True},
+    ),
+    'a fixed batch, which is an axis': (
+        end2end(2),
+        {'max_batch': 8, 'platform': 'onnxruntime_onnx'},
+        [
+            ('input', 'images', 'FP32', [2, 3, 640, 320]),
+            *(('output', name, kind, [2, *axes]) for name, kind, axes in BOXES),
+        ],
+        {'max_batch_size: 0': True, 'platform: "onnxruntime_onnx"': True, 'dynamic_batching { }': False},
+    ),
+    'one image at a time': (
+        graph({'images': (FLOAT, ['batch', 3, 8, 8])}, {'det_masks': (FLOAT, ['batch', 100, 25600])}),
+        {},
+        [('input', 'images', 'FP32', [3, 8, 8]), ('output', 'det_masks', 'FP32', [100, 25600])],
+        {'max_batch_size: 1': True, 'dynamic_batching { }': False},
+    ),
+    'open sizes and other types': (
+        graph({'images': (HALF, ['batch', 3, 'height', None])}, {'output0': (INT64, ['batch', 84, 'anchors'])}),
+        {},
+        [('input', 'images', 'FP16', [3, -1, -1]), ('output', 'output0', 'INT64', [84, -1])],
+        {},
+    ),
+}
 
 
-def test_end2end_with_a_fixed_batch():
-    """With a fixed batch, Triton counts the batch as an axis."""
-    text = triton_config(end2end(2), 'yolov9', max_batch=8, platform='onnxruntime_onnx')
-    assert tensors(text)[0] == ('input', 'images', 'FP32', [2, 3, 640, 320]) and tensors(text)[1] == (
-        'output',
-        'num_dets',
-        'INT32',
-        [2, 1],
-    )
-    assert 'max_batch_size: 0' in text and 'platform: "onnxruntime_onnx"' in text and 'dynamic_batching' not in text
-
-
-def test_masks():
-    model = end2end('batch')
-    model.graph.output.append(helper.make_tensor_value_info('det_masks', FLOAT, ['batch', 100, 25600]))
-    assert tensors(triton_config(model, 'yolov9-seg', max_batch=4))[-1] == ('output', 'det_masks', 'FP32', [100, 25600])
-
-
-def test_one_image_at_a_time_is_not_gathered():
-    text = triton_config(end2end('batch'), 'yolov9')
-    assert 'max_batch_size: 1' in text and 'dynamic_batching' not in text
-
-
-def test_open_sizes_and_other_types():
-    model = graph({'images': (HALF, ['batch', 3, 'height', None])}, {'output0': (INT64, ['batch', 84, 'anchors'])})
-    assert tensors(triton_config(model, 'm')) == [
-        ('input', 'images', 'FP16', [3, -1, -1]),
-        ('output', 'output0', 'INT64', [84, -1]),
-    ]
+@pytest.mark.parametrize('model, options, wanted, lines', SERVED.values(), ids=SERVED)
+def test_every_tensor_as_triton_counts_it(model, options, wanted, lines):
+    text = triton_config(model, 'yolov9', **options)
+    assert tensors(text) == wanted and text.startswith('name: "yolov9"\n')
+    assert {line: line in text.splitlines() for line in lines} == lines
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from typing_extensions import override
 
 from models.deploy.formats.format import Export, Format, Written, size_of
-from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx import write_onnx
 from models.quantize.head_outputs import head_of
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_own, write_text
-from utils.qat.core.log import LOGGER, bar
+from utils.qat.core.log import LOGGER
+from utils.qat.graph.onnx_graph import axes_of
 from utils.qat.graph.passes import set_output_shapes
 
 INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library asks for
@@ -38,7 +39,7 @@ def deepstream_layout(model: ModelProto) -> ModelProto:
     for node in graph.node:
         node.input[:] = [INPUT if name == given.name else name for name in node.input]
     given.name = INPUT
-    batch, rows, anchors = (d.dim_param or d.dim_value for d in predictions.type.tensor_type.shape.dim)
+    batch, rows, anchors = axes_of(predictions)
 
     def tensor(name: str, values: Any, dtype: type = np.int64) -> str:
         graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), f'deepstream/{name}'))
@@ -128,20 +129,7 @@ class DeepStream(Format):
         }
         for file, text in texts.items():
             require_own(Path(file), text)
-        done = export_onnx(
-            model,
-            path,
-            config.imgsz,
-            config.batch_size,
-            config.dynamic,
-            config.simplify,
-            config.onnx_opset,
-            half=half,
-            kept_float=export.kept_float,
-            target=export.target,
-            layout=deepstream_layout,
-            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
-        )
+        done = write_onnx(export, path, half, deepstream_layout)
         for file, text in texts.items():
             write_text(file, text)
         height, width = config.imgsz

@@ -150,6 +150,28 @@ def export_onnx(
     return Exported(opset=onnx_graph.opset(graph), qdq=onnx_graph.count_qdq(graph), **vars(agreement))
 
 
+def write_onnx(
+    export: Export, path: Path, half: bool, layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None
+) -> Exported:
+    """Write the ONNX file of a checkpoint by the options of its export; see `export_onnx`."""
+    config, model = export.config, export.predict.model
+    return export_onnx(
+        model,
+        path,
+        imgsz=config.imgsz,
+        batch=config.batch_size,
+        dynamic=config.dynamic,
+        simplify=config.simplify,
+        opset=config.onnx_opset,
+        inplace=config.inplace,
+        half=half,
+        kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
+        target=export.target,
+        layout=layout,
+        progress=lambda steps: bar(steps, 'exporting', unit='steps'),
+    )
+
+
 def typed_half(export: Export) -> bool:
     """Tell whether the graph is FP16 outside of Q/DQ."""
     return export.config.half or (export.config.trt == 11 and export.int8)
@@ -196,21 +218,8 @@ class Onnx(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        config, model, half = export.config, export.predict.model, typed_half(export)
-        done = export_onnx(
-            model,
-            path,
-            imgsz=config.imgsz,
-            batch=config.batch_size,
-            dynamic=config.dynamic,
-            simplify=config.simplify,
-            opset=config.onnx_opset,
-            inplace=config.inplace,
-            half=half,
-            kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
-            target=export.target,
-            progress=lambda steps: bar(steps, 'exporting', unit='steps'),
-        )
+        config, half = export.config, typed_half(export)
+        done = write_onnx(export, path, half)
         height, width = config.imgsz
         about = (
             f'{config.weights} ({"INT8" if export.int8 else "float"}{", FP16" * half}), '

@@ -93,16 +93,9 @@ def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling:
 
 
 def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Pooling) -> list[Detections]:
-    """Compute detections from the outputs of a model without NMS, as a file with NMS inside does.
+    """Compute detections of each image from the outputs of a model or file without NMS, as a file with NMS inside does.
 
-    Args:
-        outputs: of a TorchModel or of a plain file.
-        shape: height and width of the images.
-        nms: settings.
-        pooling: settings, for masks.
-
-    Returns:
-        One per image.
+    shape: height and width of the images.
     """
     predictions, *prototypes = outputs if isinstance(outputs, tuple) else (outputs,)
     found = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))
@@ -116,13 +109,7 @@ def torch_detections(outputs: Any, shape: tuple[int, int], nms: Nms, pooling: Po
 
 
 def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Pooling()) -> None:
-    """Append NMS to an exported model, check it, and write it.
-
-    Args:
-        source: file of export_onnx.
-        path: of the new file; it may be `source`.
-        nms: settings.
-        pooling: settings, for a segmentation model.
+    """Append NMS to the file `source` of export_onnx, check it, and write it to `path`, which may be `source`.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or its detections or masks are not equal to `torch_nms` and
@@ -157,12 +144,7 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
 
 
 def nms_part(model: onnx.ModelProto, predictions: Sequence[str]) -> onnx.ModelProto:
-    """Cut out the part of a graph behind the predictions.
-
-    Args:
-        model: the graph with NMS inside.
-        predictions: names of the tensors that the part begins with.
-    """
+    """Cut out the part of a graph with NMS inside that begins with the tensors `predictions`."""
     return onnx.utils.Extractor(model).extract_model(list(predictions), [o.name for o in model.graph.output])
 
 

@@ -38,17 +38,16 @@ def export_openvino(source: Path, path: Path, model: nn.Module, typing: str = 'F
     Raises:
         QatError: OpenVINO is missing, cannot read the graph, or computes something else. No file is written.
     """
-    session = write_checked(source, path, lambda session: _compare(session, source, model, typing))
-    return list(session.notes)
+    return write_checked(source, path, lambda session: _compare(session, source, model, typing))
 
 
-def write_checked(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> OpenVINO:
-    """Write the graph in `source` to `path`, if `check` of a session of what was written finds nothing. Returns the session."""
+def write_checked(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> list[str]:
+    """Write the graph in `source` to `path`, if `check` of a session of what was written finds nothing. Returns the session's notes."""
     with atomic_pair(path) as tmp:
         write_ir(onnx.load(source), tmp)
         session = OpenVINO(tmp, CPU)
         check(session)
-    return session
+    return list(session.notes)
 
 
 @torch.no_grad()

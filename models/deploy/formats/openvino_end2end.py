@@ -33,8 +33,7 @@ def export_openvino_end2end(source: Path, plain: Path, path: Path, nms: Nms, poo
     Raises:
         QatError: as export_openvino.
     """
-    session = write_checked(source, path, lambda session: _compare_nms(session, source, plain, nms, pooling))
-    return list(session.notes)
+    return write_checked(source, path, lambda session: _compare_nms(session, source, plain, nms, pooling))
 
 
 def _compare_nms(session: OpenVINO, source: Path, plain: Path, nms: Nms, pooling: Pooling) -> None:

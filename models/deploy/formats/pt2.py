@@ -85,17 +85,9 @@ def package_metadata(
     target: str = DEFAULT_TARGET,
     **more: object,
 ) -> dict[str, str]:
-    """Return the metadata of a .pt2 file, as texts: the ONNX file's, and how to run the file.
+    """Return the metadata of a .pt2 file, as texts: the ONNX file's (see `metadata_of`), how to run the file, and `more`.
 
-    Args:
-        model: fused; float or quantized.
-        quantized: whether it computes in INT8.
-        half: FP16 between images and outputs.
-        dynamic: whether the batch is open.
-        images: FP32 [B, 3, H, W], of the size that the file takes.
-        kept_float: see agreement.metadata_of.
-        target: likewise.
-        more: of the kind of file.
+    images: FP32 [B, 3, H, W], of the size that the file takes.
     """
     height, width = images.shape[2:]
     own = {
@@ -115,11 +107,7 @@ def with_example(
 ) -> tuple[nn.Module, torch.Tensor, Any]:
     """Return a copy of a model that can be traced, images for the trace on the model's device, and its outputs for them.
 
-    Args:
-        model: fused; float or quantized.
-        imgsz: height and width, multiples of the stride.
-        batch: number of images; two with `dynamic`.
-        dynamic: the batch axis will be open.
+    model: fused; float or quantized. With `dynamic`, the batch axis will be open, and there are two images.
     """
     traced = traceable_copy(model)
     images = made_images(2 if dynamic else batch, imgsz).to(next(traced.parameters()).device)

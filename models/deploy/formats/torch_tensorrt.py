@@ -29,7 +29,7 @@ from utils.qat.core.next_command import command
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.sidecar import sidecar_of, write_entries
 
-WHO = '--include torch_tensorrt'
+FLAG = '--include torch_tensorrt'
 OLDEST = 2, 10
 MIB = 1 << 20
 
@@ -45,26 +45,26 @@ def load_torch_tensorrt(device: torch.device) -> ModuleType:
     missing = [name for name in ('torch_tensorrt', 'modelopt', 'huggingface_hub') if find_spec(name) is None]
     if missing:
         raise QatError(
-            f'{WHO}: no package {", ".join(missing)} here; {get} (each torch has a torch-tensorrt of its own). Without it: --include onnx, then scripts/generate_trt_engine.sh'
+            f'{FLAG}: no package {", ".join(missing)} here; {get} (each torch has a torch-tensorrt of its own). Without it: --include onnx, then scripts/generate_trt_engine.sh'
         )
     if device.type != 'cuda':
         # import torch_tensorrt fails too: _utils.is_tegra_platform (2.14.0) asks the driver
         raise QatError(
-            f'{WHO}: its builder needs an NVIDIA GPU, and this is --device {device}; give a number: --device 0'
+            f'{FLAG}: its builder needs an NVIDIA GPU, and this is --device {device}; give a number: --device 0'
         )
     try:
         import modelopt.torch.quantization  # noqa: F401  # defines tensorrt::quantize_op
         import torch_tensorrt
         from modelopt.torch.quantization.extensions import get_cuda_ext
     except Exception as e:  # both raise plain exceptions at import
-        raise QatError(f'{WHO}: torch_tensorrt cannot be loaded here ({" ".join(str(e).split())[:200]}); {get}') from e
+        raise QatError(f'{FLAG}: torch_tensorrt cannot be loaded here ({" ".join(str(e).split())[:200]}); {get}') from e
     if tuple(map(int, torch_tensorrt.__version__.split('.')[:2])) < OLDEST:
         raise QatError(
-            f'{WHO}: Torch-TensorRT {torch_tensorrt.__version__} is installed; at least {".".join(map(str, OLDEST))} is needed: {get}'
+            f'{FLAG}: Torch-TensorRT {torch_tensorrt.__version__} is installed; at least {".".join(map(str, OLDEST))} is needed: {get}'
         )
     if get_cuda_ext() is None:  # the constant folder calls the operator on each weight, though it keeps the node then
         raise QatError(
-            f'{WHO}: ModelOpt could not compile its CUDA kernel, which Torch-TensorRT calls on weights; it takes nvcc (CUDA toolkit) '
+            f'{FLAG}: ModelOpt could not compile its CUDA kernel, which Torch-TensorRT calls on weights; it takes nvcc (CUDA toolkit) '
             'and ninja on the PATH'
         )
     return torch_tensorrt
@@ -136,21 +136,16 @@ def export_torch_tensorrt(
             )
     except (RuntimeError, AssertionError, ValueError) as e:
         raise QatError(
-            f'{WHO}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
+            f'{FLAG}: Torch-TensorRT {tt.__version__} did not take the model: {" ".join(str(e).split())[:300]}; '
             'no file was written by that step. --include onnx takes another way to TensorRT'
         ) from e
     return found
 
 
 def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path], None], **entries: Any) -> None:
-    """Write an engine and its sidecar, if `check` of the file finds nothing.
+    """Write an engine and its sidecar of `entries`, if `check` of the temporary file raises nothing.
 
-    Args:
-        path: of the engine.
-        engine: its content.
-        built_by: name and version of the TensorRT that built it.
-        check: takes the temporary file; raises what is wrong.
-        entries: of the sidecar.
+    built_by: name and version of the TensorRT that built it.
     """
     with atomic(path) as tmp:
         sidecar = sidecar_of(tmp)
@@ -171,8 +166,8 @@ def compile_settings(
     Args:
         tt: module torch_tensorrt.
         device: a CUDA device.
-        smallest: smallest shape of the images.
-        largest: largest shape, for which the kernels are chosen.
+        smallest: shape of the images.
+        largest: likewise; the kernels are chosen for it.
         options: of the command.
         path: MODEL.ep; the timing cache is beside it, so that the second build reuses the timings of the first.
     """
@@ -201,16 +196,16 @@ class TorchTensorRTFormat(Format):
             [
                 (
                     config.dynamic and config.batch_size == 1,
-                    f'--dynamic: with {WHO} the batch is 1 to --batch-size; give that, such as --batch-size 8',
+                    f'--dynamic: with {FLAG} the batch is 1 to --batch-size; give that, such as --batch-size 8',
                 ),
                 (
                     config.verify and alone,
-                    f'--verify: not with {WHO} alone, whose files are compared with PyTorch as they are compiled; '
+                    f'--verify: not with {FLAG} alone, whose files are compared with PyTorch as they are compiled; '
                     'val_trt.py evaluates the engine',
                 ),
                 (
                     config.half and alone,
-                    f'--half: {WHO} takes --dtype instead, which is fp16 by default; leave it out',
+                    f'--half: {FLAG} takes --dtype instead, which is fp16 by default; leave it out',
                 ),
             ]
         )
@@ -218,7 +213,7 @@ class TorchTensorRTFormat(Format):
 
     @override
     def require_model(self, export: Export) -> None:
-        export.target.require_tensorrt(WHO, export.zero_points)
+        export.target.require_tensorrt(FLAG, export.zero_points)
 
     @override
     def write(self, export: Export, path: Path) -> Written:

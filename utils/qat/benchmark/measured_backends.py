@@ -109,7 +109,7 @@ class MeasuredOpenVINO(MeasuredSession):
     def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         session = self.session
         session.compile_for({name: tuple(tensor.shape) for name, tensor in host.items()})
-        self.layers = sum(1 for _ in run_layers(layers_of(session.compiled)))
+        self.layers = len(run_layers(layers_of(session.compiled)))
         self.outputs = [torch.from_numpy(session.request.get_tensor(port).data) for port in session.compiled.outputs]
         return host
 

@@ -20,7 +20,7 @@ from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.onnx_file import load, naming
-from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, given, is_half, metadata_value
+from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs
 from utils.qat.graph.openvino_layers import quantized_convs
 from utils.qat.graph.openvino_model import metadata, read_model
 from utils.qat.untrusted.program_archive import is_package, read_program
@@ -160,7 +160,7 @@ def _onnx(file: Path) -> ModelFile:
     inputs: OpenInputs = {}
     with naming(file):
         graph = Graph(model)
-    for value in given(model):
+    for value in required_inputs(model):
         kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
         dtype = _dtype(file, value.name, kind, ONNX_DTYPES)
         inputs[value.name] = dtype, tuple(d.dim_value or None for d in value.type.tensor_type.shape.dim)

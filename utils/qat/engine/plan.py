@@ -10,7 +10,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.next_command import command
 from utils.qat.engine.api import Capability
 from utils.qat.graph.onnx_file import load
-from utils.qat.graph.onnx_graph import count_qdq, given, is_half, name_of
+from utils.qat.graph.onnx_graph import count_qdq, is_half, name_of, required_inputs
 
 
 class Plan:
@@ -27,7 +27,9 @@ class Plan:
     def __init__(self, config: BuildConfig, can: set[Capability], product: str) -> None:
         self.product = product
         self.config, model = config, load(config.onnx)
-        inputs = {i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in given(model)}
+        inputs = {
+            i.name: tuple(d.dim_value or -1 for d in i.type.tensor_type.shape.dim) for i in required_inputs(model)
+        }
         if not all(inputs.values()):
             raise QatError(
                 f'{config.onnx}: input {min(inputs, key=lambda name: len(inputs[name]))} is a single number; inputs are [B, ...]'

@@ -6,14 +6,14 @@ information, no findings.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx
 
 from utils.qat.core.markdown import markdown_table
-from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, float_reason, is_int8
+from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,
     QDQ,
@@ -101,7 +101,7 @@ def _convolution(graph: Graph, types: Types, node: onnx.NodeProto) -> Convolutio
     )
 
 
-def audit(model: onnx.ModelProto, checks: Sequence[Callable[[Graph], Iterator[Finding]]] = CHECKS) -> Audit:
+def audit(model: onnx.ModelProto, checks: Rules = CHECKS) -> Audit:
     """Audit an ONNX model, quantized or not, by the rules of its target."""
     graph, types = Graph(model), tensor_types(model)
     layers = [n for n in graph.nodes if n.op_type not in QDQ and not all(name in graph.fixed for name in n.output)]

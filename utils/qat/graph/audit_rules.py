@@ -327,35 +327,26 @@ def _never_negative(graph: Graph, node: NodeProto, zero: np.ndarray, zero_points
     return zero_points == 'unsigned' and node.output[0] not in graph.fixed and zero.ndim == 0 and zero == -128
 
 
-# The rules: Graph → findings
-CHECKS: tuple[Callable[[Graph], Iterator[Finding]], ...] = (
-    float_convs,
-    demands,
-    moves,
-    adds,
-    not_absorbed,
-    duplicates,
-    in_the_way,
-    numbers,
-)
+Rules = tuple[Callable[[Graph], Iterator[Finding]], ...]
 
-RULES: dict[
-    str, tuple[Callable[[Graph], Iterator[Finding]], ...]
-] = {  # target → the rules for its files, where they are not CHECKS
+SHARED: Rules = (float_convs, demands, moves, duplicates, in_the_way)
+CHECKS: Rules = (*SHARED, adds, not_absorbed, numbers)
+RULES: dict[str, Rules] = {  # target → the rules for its files, where they are not CHECKS
     'openvino': (
-        *(check for check in CHECKS if check not in (adds, numbers)),
+        *SHARED,
         partial(adds, one_scale=False),
+        not_absorbed,
         partial(numbers, zero_points='unsigned'),
     ),
     'onnxruntime': (
-        *(check for check in CHECKS if check not in (adds, not_absorbed, numbers)),
-        open_ends,
+        *SHARED,
         partial(adds, one_scale=False),
+        open_ends,
         partial(numbers, zero_points='any'),
     ),
 }
 
 
-def rules_of(target: str) -> tuple[Callable[[Graph], Iterator[Finding]], ...]:
+def rules_of(target: str) -> Rules:
     """Return the rules for files of a target. target: a key of TARGETS."""
     return RULES.get(target, CHECKS)

@@ -14,7 +14,16 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import attribute, constants, count_qdq, moved_inputs, opset, producers, readers
+from utils.qat.graph.onnx_graph import (
+    attribute,
+    constants,
+    count_qdq,
+    moved_inputs,
+    opset,
+    producers,
+    readers,
+    replace_nodes,
+)
 from utils.qat.graph.passes import constants_to_initializers, store_int8_weights
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
@@ -176,8 +185,7 @@ def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[
             else:
                 halves.add(name)
 
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(model, nodes)
     read = {*readers(model), *outputs}
     for name, _ in made:
         if name in stored and name not in read:

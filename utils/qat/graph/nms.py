@@ -24,6 +24,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from utils.qat.config.export import END2END, MASKS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
+from utils.qat.graph.onnx_graph import axes_of
 
 # Of the plugin. ONNX's checker accepts unknown operators in a foreign domain; TensorRT's parser goes by their names.
 DOMAIN = 'TRT'
@@ -39,15 +40,15 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
     Detections are sorted by score; the rows behind num_dets are 0.
     """
     outputs = predictions, *prototypes = list(model.graph.output)
-    batch, rows, number = _dims(predictions)
-    coefficients = [_dims(p)[1] for p in prototypes]  # empty, or the number of coefficients of a box
+    batch, rows, number = axes_of(predictions)
+    coefficients = [axes_of(p)[1] for p in prototypes]  # empty, or the number of coefficients of a box
     classes = rows - 4 - sum(coefficients)
     candidates = number if nms.class_agnostic else number * classes
     if nms.topk_all > candidates:
         raise QatError(
             f'--topk-all {nms.topk_all}: at this --imgsz the model has only {candidates} candidates; give at most that'
         )
-    graph = Appended(model)
+    graph = GraphWriter(model)
     transposed = graph.node('Transpose', [predictions.name], perm=[0, 2, 1])
     boxes, scores, *coefficients = graph.node(
         'Split', [transposed, graph.constant([4, classes, *coefficients])], 2 + len(coefficients), axis=2
@@ -55,10 +56,10 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
     if nms.kind == 'plugin':
         add_plugin(graph, boxes, scores, nms)
     else:
-        is_one, box = add_standard(graph, boxes, scores, nms, classes)
+        is_detection, box = add_standard(graph, boxes, scores, nms, classes)
     shapes = [[1], [nms.topk_all, 4], [nms.topk_all], [nms.topk_all]]
     for p in prototypes:
-        add_masks(graph, coefficients[0], p, is_one, box, nms.topk_all, pooling)
+        add_masks(graph, coefficients[0], p, is_detection, box, nms.topk_all, pooling)
         shapes.append([nms.topk_all, pooling.mask_resolution**2])
     model.graph.value_info.extend(outputs)
     del model.graph.output[:]
@@ -73,12 +74,7 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
     return model
 
 
-def _dims(value: ValueInfoProto) -> list[Any]:
-    """Return the axes of a tensor: numbers, or the name of an open axis."""
-    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
-
-
-class Appended:
+class GraphWriter:
     """A writer that puts named nodes and constants behind the nodes of a model."""
 
     def __init__(self, model: ModelProto) -> None:
@@ -102,7 +98,7 @@ class Appended:
         return name
 
 
-def add_plugin(graph: Appended, boxes: str, scores: str, nms: Nms) -> None:
+def add_plugin(graph: GraphWriter, boxes: str, scores: str, nms: Nms) -> None:
     """Add TensorRT's plugin by plugin/efficientNMSPlugin/README.md, for boxes [B, N, 4] and scores [B, N, nc]."""
     graph.node(
         PLUGIN,
@@ -121,7 +117,7 @@ def add_plugin(graph: Appended, boxes: str, scores: str, nms: Nms) -> None:
     graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
 
 
-def add_standard(graph: Appended, boxes: str, scores: str, nms: Nms, classes: int) -> tuple[str, str]:
+def add_standard(graph: GraphWriter, boxes: str, scores: str, nms: Nms, classes: int) -> tuple[str, str]:
     """Add NMS by operators of ONNX alone; boxes [B, N, 4], scores [B, N, nc].
 
     Returns:
@@ -154,8 +150,8 @@ def add_standard(graph: Appended, boxes: str, scores: str, nms: Nms, classes: in
     found, place = graph.node(
         'TopK', [graph.node('Flatten', [kept], axis=1), top], [END2END[2], f'/{SCOPE}/place'], axis=1
     )  # [B, K]
-    is_one = graph.node('Greater', [found, graph.constant(0, np.float32)])
-    graph.node('ReduceSum', [graph.node('Cast', [is_one], to=TensorProto.INT32), one], END2END[:1])
+    is_detection = graph.node('Greater', [found, graph.constant(0, np.float32)])
+    graph.node('ReduceSum', [graph.node('Cast', [is_detection], to=TensorProto.INT32), one], END2END[:1])
     if nms.class_agnostic:
         box = graph.node('Unsqueeze', [place, two])  # [B, K, 1]: the index of a detection's box
         label = graph.node('Squeeze', [graph.node('GatherND', [best, box], batch_dims=1), two])
@@ -163,18 +159,18 @@ def add_standard(graph: Appended, boxes: str, scores: str, nms: Nms, classes: in
         number = graph.constant(classes)
         box = graph.node('Unsqueeze', [graph.node('Div', [place, number]), two])
         label = graph.node('Mod', [place, number])
-    rows, in_row = graph.node('GatherND', [corners, box], batch_dims=1), graph.node('Unsqueeze', [is_one, two])
+    rows, in_row = graph.node('GatherND', [corners, box], batch_dims=1), graph.node('Unsqueeze', [is_detection, two])
     graph.node('Where', [in_row, rows, graph.constant(0, np.float32)], END2END[1:2])
-    label = graph.node('Where', [is_one, label, graph.constant(0)])
+    label = graph.node('Where', [is_detection, label, graph.constant(0)])
     graph.node('Cast', [label], END2END[3:], to=TensorProto.INT32)
     return in_row, box
 
 
 def add_masks(
-    graph: Appended,
+    graph: GraphWriter,
     coefficients: str,
     prototypes: ValueInfoProto,
-    is_one: str,
+    is_detection: str,
     box: str,
     top: int,
     pooling: Pooling,
@@ -183,9 +179,9 @@ def add_masks(
 
     RoiAlign cuts out a box and brings it to R x R by means of its input. It is linear, and so is the product with the
     coefficients, so they may change places. With the product first, one channel is cut out for each detection; else it
-    would be nm prototypes for each. For is_one and box see `add_standard`; top is K.
+    would be nm prototypes for each. For is_detection and box see `add_standard`; top is K.
     """
-    imgsz, sides = _dims(graph.model.graph.input[0])[2:], _dims(prototypes)[2:]
+    imgsz, sides = axes_of(graph.model.graph.input[0])[2:], axes_of(prototypes)[2:]
     scales = {side / whole for side, whole in zip(sides, imgsz)}
     if scales != {pooling.pooler_scale}:
         raise QatError(
@@ -212,4 +208,4 @@ def add_masks(
         coordinate_transformation_mode='half_pixel',
     )
     made = graph.node('Reshape', [graph.node('Sigmoid', [cut]), graph.constant([-1, top, pooling.mask_resolution**2])])
-    graph.node('Where', [is_one, made, graph.constant(0, np.float32)], [MASKS])
+    graph.node('Where', [is_detection, made, graph.constant(0, np.float32)], [MASKS])

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from utils.qat.core.errors import QatError
 from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE
-from utils.qat.graph.onnx_graph import ELEMENTWISE, MOVES, QDQ, WEIGHTED, given
+from utils.qat.graph.onnx_graph import ELEMENTWISE, MOVES, QDQ, WEIGHTED, required_inputs
 from utils.qat.untrusted.names import is_printable_text
 
 DEEPEST, MOST_NODES = 20, 1_000_000  # functions that call each other; nodes after each call became what it calls
@@ -27,7 +27,7 @@ def load(path: str | Path) -> onnx.ModelProto:
         onnx.checker.check_model(model)
     if not (
         model.graph.node
-        and given(model)
+        and required_inputs(model)
         and model.graph.output
         and any(o.domain in ('', 'ai.onnx') for o in model.opset_import)
     ):

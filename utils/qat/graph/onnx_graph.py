@@ -81,15 +81,27 @@ def moved_inputs(node: NodeProto) -> range:
     return range(0)
 
 
-def given(model: ModelProto) -> list[onnx.ValueInfoProto]:
+def required_inputs(model: ModelProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs that a caller has to give; old files list their weights among the inputs as well."""
     weights = {i.name for i in model.graph.initializer}
     return [i for i in model.graph.input if i.name not in weights]
 
 
+def axes_of(value: onnx.ValueInfoProto) -> list[Any]:
+    """Return the axes of a graph's input or output: numbers, or the name of an open axis."""
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
 def shape_of(value: onnx.ValueInfoProto) -> list[int]:
     """Read the shape of a graph's input or output; 3 for an open batch axis."""
     return [d.dim_value or 3 for d in value.type.tensor_type.shape.dim]
+
+
+def replace_nodes(model: ModelProto, nodes: Sequence[NodeProto]) -> ModelProto:
+    """Give a graph another list of nodes, in place."""
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return model
 
 
 def is_half(model: ModelProto) -> bool:
@@ -179,7 +191,7 @@ class Graph:
     def __init__(self, model: ModelProto) -> None:
         self.nodes, self.values = list(model.graph.node), constants(model)
         self.producer, self.readers = producers(model), readers(model)
-        self.inputs = [i.name for i in model.graph.input if i.name not in self.values]
+        self.inputs = [i.name for i in required_inputs(model)]
         self.outputs = {o.name for o in model.graph.output}
         self.kept_float = kept_float(model)
         self.producer.pop('', None)  # '' stands for an input or output left out

@@ -5,7 +5,6 @@ Re-encodings are layers that do nothing but write the values of an INT8 layer in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,20 @@ if TYPE_CHECKING:
     import openvino
 
 INTEGERS = {'i8', 'u8'}
-CONVS = {'Convolution', 'GroupConvolution', 'ConvolutionBackpropData', 'GroupConvolutionBackpropData'}  # of a model
-CONV_KINDS = {'Convolution', 'Deconvolution'}  # of layers, as all kinds below
-MOVES = {'Concatenation', 'Interpolate', 'Pooling', 'Reshape', 'Split', 'StridedSlice', 'Transpose'}
-CASTS = {'Convert', 'FakeQuantize', 'Reorder', 'Subgraph'}  # these compute as well, where one has more than Q inside
+CONV_OPERATORS = {
+    'Convolution',
+    'GroupConvolution',
+    'ConvolutionBackpropData',
+    'GroupConvolutionBackpropData',
+}  # of a model
+CONV_LAYERS = {'Convolution', 'Deconvolution'}  # of layers, as all kinds below
+MOVE_LAYERS = {'Concatenation', 'Interpolate', 'Pooling', 'Reshape', 'Split', 'StridedSlice', 'Transpose'}
+REENCODINGS = {
+    'Convert',
+    'FakeQuantize',
+    'Reorder',
+    'Subgraph',
+}  # these compute as well, where one has more than Q inside
 NOT_RUN = {'Input', 'Output'}
 QUANTIZES = 'QuantizeLinear'  # in the name that the export gives to a Q
 
@@ -89,7 +98,7 @@ def quantized_convs(model: openvino.Model) -> dict[str, bool]:
     return {
         op.get_friendly_name(): quantized(op.input_value(1).get_node())
         for op in model.get_ordered_ops()
-        if op.get_type_name() in CONVS
+        if op.get_type_name() in CONV_OPERATORS
     }
 
 
@@ -102,7 +111,7 @@ class Int8Layers:
     by_design: list[Layer]  # of these, in float because their weights are float in the file
     lost: list[Layer]  # of these, in float although their weights are quantized
     moves: list[Layer]  # operators that only move values, in float before a layer that quantizes them
-    casts: list[Layer]  # re-encodings of what an INT8 layer returned
+    reencoded: list[Layer]  # re-encodings of what an INT8 layer returned
 
     def __str__(self) -> str:
         if len(self.by_design) == len(self.convs):
@@ -117,7 +126,7 @@ class Int8Layers:
 
 def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
     """Sort the layers of a compiled model, given which convolutions were quantized before, see `quantized_convs`."""
-    convs = [layer for layer in layers if layer.kind in CONV_KINDS]
+    convs = [layer for layer in layers if layer.kind in CONV_LAYERS]
     floats = [layer for layer in convs if not layer.integer]
     lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
     return Int8Layers(
@@ -125,22 +134,24 @@ def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
         convs,
         [layer for layer in floats if layer not in lost],
         lost,
-        [layer for layer in layers if layer.kind in MOVES and not layer.integer and _is_quantized(layer)],
-        [layer for layer in layers if _only_casts(layer) and any(_integers(source) for source in layer.takes)],
+        [layer for layer in layers if layer.kind in MOVE_LAYERS and not layer.integer and _is_quantized(layer)],
+        [layer for layer in layers if _reencodes(layer) and any(_integers(source) for source in layer.takes)],
     )
 
 
 def _is_quantized(layer: Layer) -> bool:
     """Whether a layer, seen through those that only move values, is read by one that turns float into integers."""
     return any(
-        _is_quantized(reader) if reader.kind in MOVES and not reader.integer else reader.returns in INTEGERS
+        _is_quantized(reader) if reader.kind in MOVE_LAYERS and not reader.integer else reader.returns in INTEGERS
         for reader in layer.readers
     )
 
 
-def _only_casts(layer: Layer) -> bool:
+def _reencodes(layer: Layer) -> bool:
     """Whether a layer does nothing but write values in another type or order."""
-    return layer.kind in CASTS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
+    return (
+        layer.kind in REENCODINGS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
+    )
 
 
 def _integers(layer: Layer) -> bool:
@@ -164,7 +175,7 @@ def plain_layers(found: Int8Layers, reasons: dict[str, str]) -> dict:
         'convolutions': {'int8': len(found.convs) - len(found.by_design) - len(found.lost), 'all': len(found.convs)},
         'float by design': {layer.name: _why(layer, reasons) for layer in found.by_design},
         'float, should be INT8': [described(layer) for layer in (*found.lost, *found.moves)],
-        're-encoded': [described(layer) for layer in found.casts],
+        're-encoded': [described(layer) for layer in found.reencoded],
         'layers': [described(layer) for layer in run_layers(found.layers)],
     }
 
@@ -176,7 +187,7 @@ def _why(layer: Layer, reasons: dict[str, str]) -> str:
 
 def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = None) -> str:
     """Lay out an Int8Layers to read: a table of the time, then each list with its first `limit` places (None = all)."""
-    ran = list(run_layers(found.layers))
+    ran = run_layers(found.layers)
     whole = sum(layer.ms or 0 for layer in ran) or 1
     groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in ran:
@@ -196,7 +207,7 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
             f'{layer.name}: {layer.kind} in {layer.precision} by {layer.kernel}, {layer.ms or 0:.3f} ms'
             for layer in (*found.lost, *found.moves)
         ],
-        'Re-encoded between INT8 layers': [changed(layer) for layer in found.casts],
+        'Re-encoded between INT8 layers': [changed(layer) for layer in found.reencoded],
     }
     lines = [str(found), '', markdown_table(('layer', 'computes in', 'number', 'ms', 'share'), rows)]
     for title, places in lists.items():
@@ -206,6 +217,6 @@ def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = 
     return '\n'.join(lines)
 
 
-def run_layers(layers: list[Layer]) -> Iterator[Layer]:
-    """Yield the layers that take time."""
-    return (layer for layer in layers if layer.kind not in NOT_RUN)
+def run_layers(layers: list[Layer]) -> list[Layer]:
+    """Return the layers that take time."""
+    return [layer for layer in layers if layer.kind not in NOT_RUN]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 METADATA = 'framework'  # where OpenVINO keeps the metadata of an .onnx file, and an .xml file made of it
 ROOT = re.compile(rb'\s*(<\?xml[^>]*\?>)?\s*<net\s')  # an .xml file begins so
-HEAD = 4096  # bytes in which it does
+HEADER_BYTES = 4096  # in which it does
 
 
 def load_openvino(who: str = 'OpenVINO') -> ModuleType:
@@ -92,7 +92,7 @@ def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
 def _whole(file: Path) -> Path:
     """Return `file`, an .xml; raise QatError unless it is OpenVINO's and the file of its weights is beside it."""
     with file.open('rb') as content:
-        if not ROOT.match(content.read(HEAD)):
+        if not ROOT.match(content.read(HEADER_BYTES)):
             raise QatError(
                 f"{file}: no model of OpenVINO's (it does not begin with <net>); write one with export_qat.py --include openvino"
             )

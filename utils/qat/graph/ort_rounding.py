@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from utils.qat.core.threads import onnx_options
-from utils.qat.graph.onnx_graph import constants, is_half
+from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
 
 
 @cache
@@ -58,6 +58,4 @@ def quantize_in_fp32(model: onnx.ModelProto) -> onnx.ModelProto:
             made |= {value, wide}
             node.input[0], node.input[1] = value, wide
         nodes.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    return model
+    return replace_nodes(model, nodes)

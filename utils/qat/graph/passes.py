@@ -19,6 +19,7 @@ from utils.qat.graph.onnx_graph import (
     opset,
     producers,
     readers,
+    replace_nodes,
 )
 
 OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
@@ -35,9 +36,7 @@ def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping
             node.input[i] = renamed.get(name, name)
         if keep(node):
             kept.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
-    return model
+    return replace_nodes(model, kept)
 
 
 def remove_identities(model: ModelProto) -> ModelProto:
@@ -160,10 +159,7 @@ def quantize_moves(model: ModelProto) -> ModelProto:
             move.input[i] = f'{name}_dq'
             # The moves further up must see that this Q reads `given` now, and no longer the move.
             read_by[given] = [r for r in read_by[given] if not (r[0] is move and r[1] == i)] + [(q, 0)]
-    graph = [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)]
-    del model.graph.node[:]
-    model.graph.node.extend(graph)
-    return model
+    return replace_nodes(model, [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)])
 
 
 def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
@@ -249,8 +245,7 @@ def fake_quantize(model: ModelProto) -> ModelProto:
         if half:
             kind = attribute(dq, 'output_dtype') or onnx.helper.np_dtype_to_tensor_dtype(values[dq.input[1]].dtype)
             nodes.append(onnx.helper.make_node('Cast', [result], [dq.output[0]], f'{q.name} out', to=kind))
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model, nodes)
     model.opset_import.append(onnx.helper.make_opsetid(OPENVINO, 1))
     read = readers(model)
     return _keep(model, lambda node: node.op_type != 'QuantizeLinear' or node.output[0] in read, {})

@@ -9,7 +9,7 @@ import json
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from utils.qat.core.errors import QatError
-from utils.qat.graph.onnx_graph import given
+from utils.qat.graph.onnx_graph import required_inputs
 
 TYPES: dict[int, str] = {
     TensorProto.FLOAT: 'TYPE_FP32',
@@ -29,7 +29,7 @@ def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: st
     Where the batch axis is open, requests of several clients run together, up to max_batch, for which the engine must
     be built. A graph with a fixed batch takes only this batch.
     """
-    inputs = given(model)
+    inputs = required_inputs(model)
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}
     open_batch = next(iter(shapes.values()))[0] == -1
     if any((shape[0] == -1) != open_batch for shape in shapes.values()):

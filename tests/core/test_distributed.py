@@ -187,7 +187,7 @@ from utils.qat.core import distributed
 from utils.qat.core.device import select_device
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
-from utils.qat.data.dataset import load_data
+from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.data.loaders import training_images, val_loader
 

@@ -36,9 +36,7 @@ def package_metadata(file: Path) -> dict[str, str]:
         QatError: the file is no such package, or is damaged.
     """
     try:
-        parts = plain_archive(
-            file, MEMBERS, 'archive_format'
-        )  # members are not compressed, so their stated sizes are true
+        parts = plain_archive(file, MEMBERS, 'archive_format')  # not compressed, so its stated sizes are true
         found = [part for name, part in parts.items() if PART.fullmatch(name)]
         if not found:
             raise zipfile.BadZipFile('no metadata inside')

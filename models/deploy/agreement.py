@@ -1,4 +1,4 @@
-"""How far a written file is from PyTorch: the model as it is traced, images, and the differences of the outputs that are allowed."""
+"""Agreement of a written file with PyTorch: the model to trace, test images, and the allowed differences of the outputs."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -32,7 +32,7 @@ MIN_SCORE = 1e-4  # a lower score counts as this: its logit magnifies float roun
 
 @dataclass(kw_only=True)
 class Agreement:
-    """How far the engine that checked a written file is from PyTorch on the made images."""
+    """Differences between PyTorch and the engine that checked a written file, on the made images."""
 
     noise: float  # largest relative error of PyTorch against itself; 0 for a float model
     limit: float  # the relative error allowed
@@ -43,7 +43,7 @@ class Agreement:
     coefficients: float | None = None  # relative error of the mask coefficients; None for a detector
     prototypes: float | None = None  # relative error of the prototypes; None for a detector
     logits: float | None = None  # relative error of a classifier's logits; None for other models
-    logits_max: float | None = None  # largest absolute difference of them
+    logits_max: float | None = None  # largest absolute difference of the logits
 
     def __str__(self) -> str:
         if self.logits is not None:
@@ -59,11 +59,11 @@ class Agreement:
 
 
 def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """Copy `model` in the form for the trace: eval mode, and a head that returns only predictions and prototypes.
+    """Copy `model` for tracing: eval mode, and a head that returns only predictions and prototypes.
 
     Args:
         model: fused; float or quantized.
-        inplace: the head's own flag: it decodes boxes in place.
+        inplace: whether the head decodes boxes in place.
     """
     model = deepcopy(model).float().eval().requires_grad_(False)
     head = head_of(model)  # a classifier's last layer reads none of these
@@ -115,7 +115,7 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
 
 
 def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
-    """Measure how far random last bits behind each convolution move the outputs of a model: the largest error of RELATIVE.
+    """Randomize the last bits of each convolution's output, and return the largest error of RELATIVE in the model's outputs.
 
     Args:
         model: in the form of `traceable_copy`.
@@ -150,8 +150,8 @@ def require_agreement(
         ours: outputs of the file.
         theirs: outputs of `traced`.
         engine: that computed `ours`.
-        typing: 'FP32' or 'FP16', of what is not INT8.
-        quantized: whether the model is.
+        typing: 'FP32' or 'FP16', the type of everything that is not INT8.
+        quantized: whether the model is quantized.
 
     Raises:
         QatError: they differ by more than LIMITS, and by more than MARGIN times the rounding noise of the model.
@@ -177,7 +177,7 @@ def require_agreement(
 
 
 def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:
-    """Return the metadata of an exported file: stride, names of the classes, task, and what is not by default.
+    """Return the metadata of an exported file: stride, class names, task, and settings that differ from their defaults.
 
     Args:
         model: fused; float or quantized.

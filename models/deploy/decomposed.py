@@ -1,7 +1,7 @@
 """Quantized model → the same model on integers: PyTorch's quantize and dequantize operators, and weights stored as INT8.
 
-The operators (`torch.ops.quantized_decomposed`) are those that compilers behind torch.export look for. The values are the values of
-the fake-quantizers, bit for bit: rounding and limits are the same, and an INT8 weight times its scale is the rounded weight.
+Compilers behind torch.export recognize these operators (`torch.ops.quantized_decomposed`). The results equal those of the
+fake-quantizers bit for bit: rounding and limits are the same, and an INT8 weight times its scale is the rounded weight.
 """
 
 from copy import deepcopy
@@ -43,14 +43,14 @@ class StoredWeight(nn.Module):
         self.register_buffer('zero_point', torch.zeros_like(scale, dtype=torch.int64))
 
     def forward(self, _: None) -> torch.Tensor:
-        """Return the weight as the convolution takes it, FP32; the float weight is gone."""
+        """Dequantize the stored weight: FP32."""
         return torch.ops.quantized_decomposed.dequantize_per_channel(
             self.int8, self.scale, self.zero_point, 0, QMIN, QMAX, torch.int8
         )
 
 
 class Passed(nn.Module):
-    """A quantizer that is off."""
+    """Identity in place of a quantizer that is off."""
 
     rounds = False
 
@@ -64,8 +64,7 @@ def on_integers(model: nn.Module, unsigned: bool = False) -> nn.Module:
 
     Args:
         model: in eval mode, calibrated.
-        unsigned: activations as unsigned integers, with zero points 128 higher, which the INT8 kernels for x86 take; the values are
-            the same.
+        unsigned: store activations as UINT8, with zero points 128 higher, as the INT8 kernels for x86 require; the values are the same.
     """
     model = deepcopy(model)
     made: dict[Quantizer, nn.Module] = {}

@@ -1,4 +1,4 @@
-"""Loading of a file of any kind: its model is ready to predict."""
+"""Load a model from a file of any kind, ready to predict."""
 
 from pathlib import Path
 

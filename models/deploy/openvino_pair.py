@@ -1,7 +1,7 @@
-"""MODEL.xml and MODEL.bin replaced together: whenever the process is killed, an old pair or a new one lies there, and can be loaded.
+"""Replace MODEL.xml and MODEL.bin together: a process that is killed at any time leaves a pair that loads, old or new.
 
-Two files cannot be renamed at once, and OpenVINO looks for the weights under the name of the .xml only. But it reads of a .bin no more than
-what its .xml points to, so one .bin can serve two .xml files. The pair goes through these states, one rename each:
+Two files cannot be renamed at once, and OpenVINO looks for the weights under the name of the .xml only. But it reads only those
+parts of a .bin to which the .xml points, so one .bin can serve two .xml files. The pair goes through these states, one rename each:
 
     .xml                    .bin
     old                     old weights
@@ -26,13 +26,13 @@ ALIGNED = 4096  # bytes; weights begin at a multiple of it
 
 @contextlib.contextmanager
 def atomic_pair(path: Path) -> Iterator[Path]:
-    """Yield a temporary path of an .xml; if the block succeeds, the .xml and the .bin that it wrote there get their names.
+    """Yield a temporary .xml path; if the block succeeds, rename its .xml and .bin to their final names.
 
     Args:
         path: the .xml to write; the .bin lies beside it.
 
     Raises:
-        OSError: of the block, or of a file that cannot be written. A pair that can be loaded stays.
+        OSError: from the block, or a file cannot be written. A pair that loads stays.
     """
     weights = path.with_suffix('.bin')
     with atomic(weights) as new_weights, atomic(path) as new:  # the .xml is renamed first
@@ -52,7 +52,7 @@ def atomic_pair(path: Path) -> Iterator[Path]:
 
 
 def _write_weights(parts: Sequence[tuple[int, Path]], step: Path, weights: Path) -> None:
-    """Write the content of files, each from a place on, to `weights`, by way of the file `step`."""
+    """Concatenate files, each from its offset on, into `weights`, through the temporary file `step`."""
     with step.open('wb') as content:
         for place, part in parts:
             content.seek(place)
@@ -62,7 +62,7 @@ def _write_weights(parts: Sequence[tuple[int, Path]], step: Path, weights: Path)
 
 
 def _write_pointing_behind(new: Path, behind: int, step: Path, path: Path) -> None:
-    """Write the .xml `new` to `path`, by way of the file `step`, with all its weights so many bytes behind."""
+    """Write the .xml `new` to `path`, with all weight offsets raised by `behind` bytes, through the temporary file `step`."""
     tree = ElementTree.parse(new)
     for data in tree.iterfind(".//layer[@type='Const']/data"):
         data.set('offset', str(int(data.attrib['offset']) + behind))

@@ -1,12 +1,12 @@
 """Model → exported program in the form that Torch-TensorRT takes: `torch.ops.tensorrt.quantize_op` in place of Q and DQ.
 
-ModelOpt defines the operator, and Torch-TensorRT makes Q and DQ of it, with scale = amax / 127 in FP32. This was read in the sources
-of torch-tensorrt 2.14.0 (dynamo/conversion/impl/quantize.py) and nvidia-modelopt 0.47.0 (torch/quantization/tensor_quant.py):
+ModelOpt defines the operator, and Torch-TensorRT converts it to Q/DQ with scale = amax / 127 in FP32. Sources: torch-tensorrt 2.14.0
+(dynamo/conversion/impl/quantize.py) and nvidia-modelopt 0.47.0 (torch/quantization/tensor_quant.py):
 
 - amax of an activation is one number; amax of a weight has the shape of its axis 0, [K, 1, 1, 1]. Other axes are refused.
 - An amax must be a constant. Ours is a buffer, and the view of it is folded by the compiler.
 - DQ has the type of the operator's input. So the types of the program are the types of the engine.
-- ModelOpt's `export_torch_mode` is read by its own quantizers alone. Ours are switched by `QuantizeOps`.
+- ModelOpt's `export_torch_mode` affects only its own quantizers. `QuantizeOps` switches ours.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Detector(nn.Module):
 def quantize_op_program(
     model: nn.Module, imgsz: Sequence[int], batch: int = 1, dynamic: bool = False, half: bool = False
 ) -> ExportedProgram:
-    """Export a model with `quantize_op`, and with the Q/DQ of the ONNX file.
+    """Export a model with `quantize_op` where the ONNX file has Q/DQ.
 
     model: fused; float or quantized. batch: with `dynamic`, which leaves the axis open, the largest. half: see `Detector`.
 
@@ -121,7 +121,7 @@ def amax_of(program: ExportedProgram, node: Node) -> torch.Tensor:
 
 
 def merge_concats(program: ExportedProgram) -> None:
-    """Let a Concat read the inputs of a Concat that it alone reads, as the ONNX exporter does: no Q/DQ goes between the two."""
+    """Merge a Concat into the Concat that alone reads it, as the ONNX exporter does: no Q/DQ goes between the two."""
     concat = aten.cat.default
     for node in list(program.graph.nodes):
         if node.target is not concat:

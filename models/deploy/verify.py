@@ -1,4 +1,4 @@
-"""A written file against PyTorch on a user's images, for --verify."""
+"""Compare a written file with PyTorch on the user's images, for --verify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from utils.qat.evaluation.compare import compare_models
 def verify(export: Export, file_format: Format, backend: str, data: Any, loader: Any) -> bool:
     """Compare a written file with PyTorch: log the tables, write a .verify.json beside it, and tell whether the limits are kept.
 
-    backend: that runs the file. loader: images of `data`, which is that of --verify.
+    backend: runs the file. data: of --verify. loader: its images.
     """
     config, path, task = export.config, export.written[file_format.name].path, export.predict.task
     device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title

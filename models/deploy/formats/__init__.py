@@ -1,1 +1,1 @@
-"""A file for each kind of file that a checkpoint is exported to. It has FORMAT, a format.Format."""
+"""Export formats, one module each. Every module defines FORMAT, a format.Format."""

@@ -2,8 +2,8 @@
 
 On a CPU a quantized model computes in INT8. Three things are needed for that: unsigned activations, weights stored as integers
 (decomposed.py), and `freezing`, which folds them into oneDNN's convolutions and linear layers; torchao has the patterns for that. If one of them is
-missing, everything runs in FP32 and nobody is told. So these layers are counted in the compiled code. Inductor has no INT8
-convolution for GPUs.
+missing, everything runs in FP32 without a warning, so this module counts the INT8 layers in the compiled code. Inductor has no
+INT8 convolution for GPUs.
 
 The compiler writes to a temporary folder, which is removed when the process ends.
 """
@@ -45,19 +45,19 @@ PATTERNS = 'torchao.quantization.pt2e.quantizer.x86_inductor_quantizer'  # its i
 
 @cache
 def _scratch() -> TemporaryDirectory:
-    """Make the folder of the compiler. One for the process: the compiler keeps paths in it."""
+    """Make the compiler's temporary folder, one per process, because the compiler keeps paths in it."""
     return TemporaryDirectory(prefix='yolov9-qat-inductor-')
 
 
 def _silence() -> None:
-    """Keep from the user what torchao and the compiler say about themselves at each start."""
+    """Silence the start-up messages of torchao and the compiler."""
     for name in ('torch.utils._pytree', 'torch.utils.cpp_extension'):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def _own_cache() -> Iterator[None]:
-    """Let the compiler write to a temporary folder, unless the user named another by its variable."""
+    """Let the compiler write to a temporary folder, unless the user's environment names another."""
     before = os.environ.get(CACHE)
     os.environ[CACHE] = before or _scratch().name
     try:
@@ -68,13 +68,7 @@ def _own_cache() -> Iterator[None]:
 
 
 def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
-    """Raise QatError if a package of such a model cannot be compiled here.
-
-    Args:
-        device: that it is for.
-        quantized: whether the model is.
-        half: FP16 between images and outputs.
-    """
+    """Raise QatError if a package of such a model cannot be compiled here. half: FP16 between images and outputs."""
     require_pt2('--include aoti')
     _silence()
     if device.type not in ('cpu', 'cuda'):
@@ -98,10 +92,7 @@ def require_compiler(device: torch.device, quantized: bool, half: bool) -> None:
 
 
 def _require_loading(package: Path, device: torch.device) -> None:
-    """Load a new package in a process of its own, and raise QatError if that process is killed by its code.
-
-    A compiler that brings a C++ library of its own into the code can make it crash.
-    """
+    """Load a new package in a subprocess; raise QatError if it crashes, as code of a compiler with its own C++ library may."""
     load = 'import torch; torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))'
     index = (device.index or 0) if device.type == 'cuda' else -1
     ended = run_apart(load, package, index)
@@ -128,7 +119,7 @@ def export_aoti(
     half: FP16 between images and outputs; of a float model on a GPU only. The other arguments are those of onnx.export_onnx.
 
     Returns:
-        How far the package is from PyTorch, and how many layers are in INT8, in words ('' for a float model).
+        The agreement with PyTorch, and a text with the number of INT8 layers ('' for a float model).
 
     Raises:
         QatError: it cannot be compiled here, a quantized layer is not in INT8, or the package cannot be loaded or does not agree

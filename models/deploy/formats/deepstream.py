@@ -1,7 +1,6 @@
 """A detector for DeepStream-Yolo (https://github.com/marcoslucianops/DeepStream-Yolo, from November 2024 on).
 
-Its parser NvDsInferParseYolo reads one output [B, N, 6]. DeepStream chooses the boxes behind the graph, where it
-clusters them (NMS, cluster-mode=2).
+Its parser NvDsInferParseYolo reads one output [B, N, 6]. DeepStream itself runs NMS on these boxes (cluster-mode=2).
 """
 
 import shlex
@@ -21,18 +20,18 @@ from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import axes_of
 from utils.qat.graph.passes import set_output_shapes
 
-INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library asks for
+INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library expects
 LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'
 
 
 def deepstream_layout(model: ModelProto) -> ModelProto:
-    """Let a detector return boxes as DeepStream-Yolo reads them, in place.
+    """Change a detector's output to the layout that DeepStream-Yolo reads, in place.
 
     In: images [B, 3, H, W] → output0 [B, 4 + nc, N], xywh in pixels, then the scores of all classes. Out: input →
     output FP32 [B, N, 6], x1, y1, x2, y2 in pixels of the input, the best class's score and its index.
 
-    Nodes are added behind output0, none before it is changed. They compute in FP32 also where the features are FP16,
-    because boxes do not fit FP16. They are the same in opsets 13 to 23.
+    The new nodes follow output0, and all others stay. They compute in FP32 even if the features are FP16, because FP16 is
+    too coarse for boxes. They are the same in opsets 13 to 23.
     """
     graph = model.graph
     [given], [predictions] = graph.input, graph.output
@@ -65,7 +64,7 @@ def deepstream_layout(model: ModelProto) -> ModelProto:
 def deepstream_config(onnx: str, classes: int, batch: int = 1, int8: bool = False) -> str:
     """Write the configuration of nvinfer, the element that runs an ONNX file, for DeepStream-Yolo's folder.
 
-    A batch of more than 1 only if the file takes it. With int8 (Q/DQ) there is no calibration and no calibration table;
+    A batch above 1 needs a file that takes it. With int8 (Q/DQ) there is no calibration and no calibration table;
     else nvinfer builds an FP16 engine.
     """
     return f"""\

@@ -1,4 +1,4 @@
-"""What a format says of its files. config/formats.py has a line for each."""
+"""The interface of an export format. config/formats.py lists the formats."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from utils.qat.targets.target import Target, target_of_recipe
 
 @dataclass
 class Written:
-    """What was written as one format.
+    """The written files of one format, and what to report about them.
 
     Attributes:
         files: kind → file, as the end of the command lists them; the first is the format's own.
-        lines: what was written, and how far it is from PyTorch.
-        warnings: what to know before it is used.
-        about: the graph inside, said once for all files that are made of it.
+        lines: report of the files, and of their agreement with PyTorch.
+        warnings: for the user of the files.
+        about: description of the graph, logged once for all files that are made from it.
     """
 
     files: dict[str, Path]
@@ -45,12 +45,12 @@ class Written:
 
 @dataclass
 class Export:
-    """A loaded checkpoint, and what is written of it.
+    """A loaded checkpoint and its exported files.
 
     Attributes:
         config: with the image size of the model.
         predict: the model.
-        written: format → its files. A format that was not asked for is there too, if others are made of it.
+        written: format → its files, including formats that are only sources of others.
     """
 
     config: ExportConfig
@@ -83,13 +83,13 @@ class Export:
         return (self.predict.recipe or {}).get('kept_float', ())
 
     def write(self) -> list[Written]:
-        """Write the files of --include. What only others are made of goes to a scratch folder."""
+        """Write the files of --include. Formats that are only sources of others go to a scratch folder."""
         with TemporaryDirectory() as scratch:
             self.scratch = Path(scratch)
             return [self.made(name) for name in self.config.files]
 
     def made(self, name: str) -> Written:
-        """Write the files of a format, unless they are."""
+        """Return the files of a format; write them at the first call."""
         if name not in self.written:
             path = self.config.files.get(name) or self.scratch / f'model{FORMATS[name].suffix}'
             self.written[name] = load_format(name).write(self, path)
@@ -101,7 +101,7 @@ class Format(ABC):
 
     Attributes:
         name: a key of FORMATS.
-        source: the format that its files are made of; None = the model itself.
+        source: the format that its files are made from; None = the model itself.
         takes_plugin: whether NMS inside can be a plugin of TensorRT.
     """
 
@@ -110,10 +110,10 @@ class Format(ABC):
     takes_plugin = True
 
     def require(self, config: ExportConfig, device: torch.device) -> None:
-        """Raise QatError if it cannot be written with these options, on this device, with the libraries that are here."""
+        """Raise QatError if the options, the device or the installed libraries do not allow this format."""
 
     def require_model(self, export: Export) -> None:
-        """Raise QatError if it cannot be written of this checkpoint."""
+        """Raise QatError if this checkpoint cannot be exported to this format."""
 
     @abstractmethod
     def write(self, export: Export, path: Path) -> Written:
@@ -124,34 +124,34 @@ class Format(ABC):
         """
 
     def backend(self, export: Export) -> str | None:
-        """Name the backend that runs the file for --verify; None = none here does."""
+        """Return the backend that runs the file for --verify; None if no backend can."""
         return None
 
     def reference(self, export: Export) -> Callable[[torch.Tensor], Any]:
-        """Return what finds with PyTorch what the file finds: images → predictions."""
+        """Return the PyTorch function that the file reproduces: images → predictions."""
         return load_format(self.source).reference(export) if self.source else export.predict
 
     def keeps_low_scores(self, export: Export) -> bool:
-        """Tell whether low scores are among the detections; an AP without them compares with no other."""
+        """Tell whether the file returns low-scored detections; without them its AP is not comparable with others."""
         return load_format(self.source).keeps_low_scores(export) if self.source else True
 
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
-        """Make the commands that follow a good score. data: the user's, or a placeholder."""
+        """Return the commands to type after a good score. data: the user's data, or a placeholder."""
         return [after_scoring(written.path, export.config.imgsz, self.typed_backend(export))]
 
     def typed_backend(self, export: Export) -> str | None:
-        """Name the backend that has to be typed because it runs native code; None of any other."""
+        """Return the backend that a command must name because it runs native code; None for any other."""
         backend = self.backend(export)
         return backend if backend and BACKENDS[backend].native else None
 
 
 def load_format(name: str) -> Format:
-    """Load the file of a format and return its FORMAT. name: a key of FORMATS."""
+    """Import the module of a format and return its FORMAT. name: a key of FORMATS."""
     return import_module(f'{__package__}.{FORMATS[name].file}').FORMAT
 
 
 def with_sources(names: Mapping[str, object] | Sequence[str]) -> list[Format]:
-    """List formats and those that they are made of, each behind the one that it is made of."""
+    """List formats and their sources, each after its source."""
     found: dict[str, Format] = {}
     for name in names:
         made = load_format(name)
@@ -161,5 +161,5 @@ def with_sources(names: Mapping[str, object] | Sequence[str]) -> list[Format]:
 
 
 def size_of(*files: Path) -> str:
-    """Write the size of files in MB."""
+    """Format the total size of files in MB."""
     return f'{sum(file.stat().st_size for file in files) / 1e6:.1f} MB'

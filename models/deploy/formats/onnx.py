@@ -48,7 +48,7 @@ class Exported(Agreement):
 
 
 def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynamic: bool) -> None:
-    """Write the traced graph by the TorchScript exporter: it knows fake-quantize operators at every opset we need."""
+    """Write the traced graph with the TorchScript exporter, which supports fake-quantize operators in every opset needed here."""
     options = {'dynamo': False} if 'dynamo' in inspect.signature(torch.onnx.export).parameters else {}
     outputs = OUTPUTS[: 1 + hasattr(head_of(model), 'nm')]
     with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def export_onnx(
     device = next(traced.parameters()).device
     quantizers = [q for _, q in named_quantizers(traced)]
     last = onnx_passes.LAST.get(target.name)
-    # onnxslim would drop Q/DQ of equal nodes, so these are merged first; other nodes that it drops shall get no Q/DQ
+    # onnxslim would drop the Q/DQ of duplicate nodes, so merge duplicates first; other nodes that it drops must get no Q/DQ
     passes = [
         onnx_passes.remove_identities,
         onnx_passes.constants_to_initializers,
@@ -188,7 +188,7 @@ def build_command(path: Path, export: Export) -> str:
 
 
 def lines_of(path: Path, export: Export, more: str = '') -> list[str]:
-    """Report an ONNX file: its outputs, then `more`, and the engine to build of it."""
+    """Describe an ONNX file: its outputs, then `more`, and the engine to build from it."""
     outputs = ', '.join(o.name for o in onnx.load(path).graph.output)
     return [f'-> {path}, {size_of(path)}: {outputs}{more}', f'engine: {build_command(path, export)}']
 

@@ -37,9 +37,9 @@ MASK_TOLERANCE = 1e-3  # of values in 0..1: a sum of nm products has another ord
 def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> list[torch.Tensor]:
     """Compute the detections that a file with NMS inside must return.
 
-    NMS runs class by class on the boxes as they are. Upstream's NMS moves each class to a place of its own (by 7680 px)
-    to do all classes at once; with many classes this costs the last bits of the boxes. Of equal scores the earlier box
-    comes first, and of one box the earlier class.
+    NMS runs class by class on the boxes as they are. Upstream's NMS shifts each class by 7680 px to treat all classes at
+    once; with many classes the shift costs the last bits of the boxes. Of equal scores the earlier box comes first, and
+    of one box the earlier class.
 
     Args:
         predictions: [B, 4 + nc + nm, N].
@@ -144,12 +144,12 @@ def export_end2end(source: Path, path: Path, nms: Nms, pooling: Pooling = Poolin
 
 
 def nms_part(model: onnx.ModelProto, predictions: Sequence[str]) -> onnx.ModelProto:
-    """Cut out the part of a graph with NMS inside that begins with the tensors `predictions`."""
+    """Cut the NMS out of a graph: everything that follows the tensors `predictions`."""
     return onnx.utils.Extractor(model).extract_model(list(predictions), [o.name for o in model.graph.output])
 
 
 def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Sequence[int]) -> list[torch.Tensor]:
-    """Make predictions, and prototypes, the same every time.
+    """Make predictions, and prototypes, deterministically.
 
     Every second image has more boxes than nms.topk_all, some of several classes; the other images are empty.
 
@@ -190,10 +190,10 @@ def check_detections(
 
     Args:
         outputs: END2END, and MASKS of a segmentation model.
-        made: outputs of the plain file, which `outputs` follow from.
+        made: outputs of the file without NMS, from which `outputs` follow.
         nms: settings.
         pooling: settings.
-        engine: name of the one that computed `outputs`, for the message.
+        engine: name of the engine that computed `outputs`, for the message.
 
     Raises:
         QatError: detections or masks differ from `torch_nms` and `torch_masks`.
@@ -216,10 +216,10 @@ def check_detections(
 
 
 def choose_nms(config: ExportConfig, masks: bool) -> tuple[Nms, Pooling]:
-    """Choose what is inside the files with NMS of a model. masks: whether it returns masks.
+    """Choose the NMS and mask settings of a model's files. masks: whether the model returns masks.
 
     Raises:
-        QatError: the options are not for such a model.
+        QatError: an option does not apply to such a model.
     """
     plugin = all(load_format(name).takes_plugin for name in config.include)
     kind = config.nms or ('standard' if masks or config.trt == 11 or not plugin else 'plugin')
@@ -253,7 +253,7 @@ def choose_nms(config: ExportConfig, masks: bool) -> tuple[Nms, Pooling]:
 
 
 def nms_of(export: Export) -> tuple[Nms, Pooling]:
-    """Choose what is inside the files with NMS of an export; see `choose_nms`."""
+    """Choose the NMS and mask settings of an export; see `choose_nms`."""
     return choose_nms(export.config, export.predict.task.masks)
 
 

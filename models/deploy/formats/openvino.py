@@ -1,4 +1,4 @@
-"""ONNX file → OpenVINO's own files, MODEL.xml and MODEL.bin, checked in OpenVINO before they get their names."""
+"""ONNX file → OpenVINO's own files, MODEL.xml and MODEL.bin, renamed into place after a check in OpenVINO."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device('cpu')
 
 
 def export_openvino(source: Path, path: Path, model: nn.Module, typing: str = 'FP32') -> list[str]:
-    """Write the model in an .onnx file as OpenVINO's files, and return lines about what OpenVINO made of it.
+    """Convert an .onnx file to OpenVINO's files, and return notes on how OpenVINO runs it.
 
     Args:
         source: a file of export_onnx.
@@ -42,7 +42,7 @@ def export_openvino(source: Path, path: Path, model: nn.Module, typing: str = 'F
 
 
 def write_checked(source: Path, path: Path, check: Callable[[OpenVINO], None]) -> list[str]:
-    """Write the graph in `source` to `path`, if `check` of a session of what was written finds nothing. Returns the session's notes."""
+    """Convert `source` to `path` if `check` accepts a session of the new files. Returns the session's notes."""
     with atomic_pair(path) as tmp:
         write_ir(onnx.load(source), tmp)
         session = OpenVINO(tmp, CPU)
@@ -82,7 +82,7 @@ class OpenVINOFormat(Format):
         )
 
     def report(self, export: Export, path: Path, made: list[str]) -> Written:
-        """Report the files. made: what OpenVINO made of them."""
+        """Report the files. made: notes on how OpenVINO runs them."""
         config, task, target, weights = export.config, export.predict.task, export.target, path.with_suffix('.bin')
         takes = 'any batch' if config.dynamic else f'batch {config.batch_size} only; any with --dynamic'
         lines = [f'-> {path} and {weights.name}, {size_of(path, weights)}, {takes}', *made]

@@ -21,14 +21,14 @@ from utils.qat.graph.openvino_model import one_core
 
 
 def export_openvino_end2end(source: Path, plain: Path, path: Path, nms: Nms, pooling: Pooling = Pooling()) -> list[str]:
-    """Write the model with NMS in an .onnx file as OpenVINO's files, and return lines about what OpenVINO made of it.
+    """Convert an .onnx file with NMS to OpenVINO's files, and return notes on how OpenVINO runs it.
 
     Args:
         source: a file of export_end2end, of the kind `standard`.
-        plain: the file of export_onnx that it was made of.
+        plain: the file of export_onnx that `source` was made from.
         path: the .xml; the .bin is written beside it.
-        nms: that is inside.
-        pooling: of the masks that are inside.
+        nms: settings inside `source`.
+        pooling: of the masks inside `source`.
 
     Raises:
         QatError: as export_openvino.

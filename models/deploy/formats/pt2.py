@@ -1,4 +1,4 @@
-"""Model → exported program of torch.export (.pt2): traced, saved, loaded again and compared with PyTorch before it gets its name.
+"""Model → exported program of torch.export (.pt2): traced, saved, loaded, compared with PyTorch, and renamed into place.
 
 A quantized model becomes a graph with PyTorch's quantize and dequantize operators and INT8 weights (decomposed.py), a float model a
 float graph. Inputs, outputs and metadata are those of the ONNX file.
@@ -30,7 +30,7 @@ from utils.qat.core.files import atomic
 
 
 class AnyBatch:
-    """Shape of a head whose anchors are right for every batch: the model has run on images of the size that is traced."""
+    """Value of `head.shape` that equals every shape: anchors from images of the traced size fit every batch."""
 
     def __ne__(self, other: object) -> bool:
         return False
@@ -41,7 +41,7 @@ class Deployed(nn.Module):
 
     def __init__(self, model: nn.Module, half: bool) -> None:
         super().__init__()
-        # or the head compares the batch with the last one, and the trace is for that alone
+        # otherwise the head compares the batch with the last one, and the trace holds for this batch alone
         head_of(model).shape = AnyBatch()
         self.model, self.dtype = model.half() if half else model, torch.float16 if half else torch.float32
 
@@ -69,7 +69,7 @@ def trace(
         dynamic_shapes={'images': {0: batch}} if dynamic else None,
         strict=False,
     )
-    for node in program.graph.nodes:  # they name source files of this machine
+    for node in program.graph.nodes:  # their metadata names source files of this machine
         for key in ('stack_trace', 'nn_module_stack', 'source_fn_stack', 'torch_fn', 'custom'):
             node.meta.pop(key, None)
     return program
@@ -125,7 +125,7 @@ def export_pt2(
     kept_float: Sequence[str] = (),
     target: str = DEFAULT_TARGET,
 ) -> Agreement:
-    """Write a model as an exported program, and return how far it is from PyTorch.
+    """Write a model as an exported program, and return its agreement with PyTorch.
 
     half: FP16 between images and outputs; of a float model only. The other arguments are those of onnx.export_onnx.
 

@@ -1,7 +1,7 @@
 """Model → MODEL.ep, MODEL.ts and MODEL-torch_tensorrt.engine, by Torch-TensorRT; see docs/tensorrt.md.
 
 The interfaces are those of torch-tensorrt 2.10 to 2.14 (sources read: dynamo/_compiler.py, _compile.py). From 2.10 on its networks are
-strongly typed by default, from 2.13 on always (TensorRT 11): so no precision is asked for, the program has its types.
+strongly typed by default, from 2.13 on always (TensorRT 11). So the types of the program are the precisions of the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 def load_torch_tensorrt(device: torch.device) -> ModuleType:
-    """Import Torch-TensorRT, and ModelOpt before it: its converter of quantize_op is registered only then.
+    """Import ModelOpt, then Torch-TensorRT, which registers its converter of quantize_op only in this order.
 
     Raises:
         QatError: a package, the GPU or the CUDA compiler is missing, or Torch-TensorRT is older than OLDEST.
@@ -87,7 +87,7 @@ def export_torch_tensorrt(
     onnx.export_onnx, for a model on a GPU.
 
     Returns:
-        Name of each file → how far it is from PyTorch, in words.
+        File name → a text on its agreement with PyTorch.
 
     Raises:
         QatError: a package is missing, TensorRT cannot build an engine, or an output differs from PyTorch's. No file of that step is left.
@@ -161,7 +161,7 @@ def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path
 def compile_settings(
     tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], options: TorchTensorRT, path: Path
 ) -> dict[str, Any]:
-    """Return the arguments that both ways into TensorRT take.
+    """Return the arguments that both compilers of Torch-TensorRT take.
 
     Args:
         tt: module torch_tensorrt.

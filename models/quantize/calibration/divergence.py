@@ -1,9 +1,9 @@
 """Divergence of a model's detections from the float model's.
 
-It chooses calibrations and ranks units. It is a Kullback-Leibler divergence, summed over every place of the head. Three parts count at a place: the scores of the classes, the distances to the four sides of the box (the
-mean of the four), and the points of the mask (the mean inside the float model's box). The last two have a weight, the
-float model's best score at that place. The sum is divided by the sum of these weights, which is near the number of
-places with an object.
+It chooses calibrations and ranks units. It is a Kullback-Leibler divergence, summed over every place of the head. Three
+parts count at a place: the scores of the classes, the distances to the four sides of the box (the mean of the four), and
+the points of the mask (the mean inside the float model's box). The last two have a weight, the float model's best score
+at that place. The sum is divided by the sum of these weights, which is near the number of places with an object.
 
 A few images with doubtful detections, which every rounding moves, can make up most of the sum. So calibrations are
 compared by `typical_divergence`, in which every image counts the same. Units are ranked by the sum over all images.

@@ -57,9 +57,7 @@ class Nms:
     topk_all: int = 100  # detections per image, at most
     iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
     conf_thres: float = 0.25  # scores up to this do not count
-    class_agnostic: bool = (
-        False  # boxes of different classes suppress each other too, and a box has only its best class
-    )
+    class_agnostic: bool = False  # boxes of all classes suppress each other, and a box has only its best class
 
 
 @dataclass(frozen=True)

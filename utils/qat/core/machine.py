@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
 ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
-SCALING = Path(
-    '/sys/devices/system/cpu/cpufreq'
-)  # without it Linux does not tell the current clock, as in most virtual machines
+SCALING = Path('/sys/devices/system/cpu/cpufreq')  # missing in most virtual machines: no current clock
 ROWS = {
     'device': 'device',
     'compute_capability': 'compute capability',

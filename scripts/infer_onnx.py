@@ -79,7 +79,7 @@ def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, f
         )
     top, left = (height - image.shape[0]) / 2, (width - image.shape[1]) / 2
     gain = image.shape[0] / h  # after the rounding
-    # if a border is odd, right and bottom get one pixel more
+    # an odd border has one pixel more at the right or bottom
     image = cv2.copyMakeBorder(
         image,
         round(top - 0.1),

@@ -131,7 +131,7 @@ class FileModel:
         for part in images.split(largest):
             padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
             found = self.session.run({self.input_name: torch.cat((part, padding))})
-            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session may reuse its own
+            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session reuses buffers
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])

@@ -1,7 +1,7 @@
 """Describe a model file before it runs: inputs, types, size.
 
-in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
-out: a ModelFile, and the shapes that its inputs have for a batch
+in:  any .onnx, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
+out: a ModelFile, and the shapes of its inputs for a batch
 """
 
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ REENCODINGS = {
     'FakeQuantize',
     'Reorder',
     'Subgraph',
-}  # these compute as well, where one has more than Q inside
+}  # these compute as well, if one has more than Q inside
 NOT_RUN = {'Input', 'Output'}
 QUANTIZES = 'QuantizeLinear'  # in the name of a Q in our exports
 

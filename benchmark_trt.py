@@ -33,7 +33,7 @@ EPILOG = (
 
 
 def parse_args(argv: Sequence[str] | None) -> BenchmarkConfig:
-    """Turn the command line into settings."""
+    """Parse the command line into settings."""
     return read(BenchmarkConfig, argv, __doc__.splitlines()[0], EPILOG)
 
 
@@ -60,7 +60,7 @@ def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path,
 
 
 def require_labels(data: Path, tasks: Collection[Task]) -> None:
-    """Check --data before anything is measured. Raises QatError if it is for none of the tasks of the models."""
+    """Check --data before anything is measured. Raises QatError if it fits no task of the models."""
     if not data.exists():
         raise QatError(f'--data {data}: no such file or folder')
     suitable = [task for task in tasks if task.has_data(data)]
@@ -101,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     give_sizes(models, open_checkpoint)
     if config.data:
         known = {load_task(model.task) for model in models if model.task in TASKS}
-        if known or not config.data.is_dir():  # the folders of a classifier of others are read when it is scored
+        if known or not config.data.is_dir():  # the folders of a third-party classifier are read when it is scored
             require_labels(config.data, known or {load_task('detect')})
     tasks = {model.file: task_named(model.task) for model in models}
     measurements, left_out = measurements_of(models, config, device)
-    torch.backends.cudnn.benchmark = True  # the fastest convolution for the shape, as a builder of engines chooses it
+    torch.backends.cudnn.benchmark = True  # choose the fastest convolution for the shape, as a builder of engines does
     report: dict[str, Any] = {
         'settings': asdict(config),
         'machine': machine(device),
@@ -137,8 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                         report['results'].append(result)
                         done.append((measurement, result))
                         LOGGER.info(summary(result))
-            # afterwards: scoring leaves memory behind, which would count as that of the next measurement
-            scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # each model once, whatever the batches
+            # afterwards: memory that scoring leaves allocated would count in the next measurement
+            scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # each model once for all batches
             for measurement, result in done if config.data else ():
                 scored = measurement.file, measurement.backend, measurement.precision, result['imgsz']
                 if scored not in scores:
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         scores[scored] = None
                         leave_out(f'accuracy of {measurement.file}: {e}')
                 result['accuracy'] = scores[scored]
-        finally:  # what was measured stays, whatever ended it
+        finally:  # finished measurements stay, whatever ended the run
             if report['results']:
                 tables = write_benchmark(folder, report, config.formats)
                 LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: Sequence[str] | None) -> CompareConfig:
-    """Turn the command line into settings."""
+    """Parse the command line into settings."""
     return read(CompareConfig, argv, __doc__.splitlines()[0])
 
 
 def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) -> Sides:
-    """Find the height and width, in pixels, of the images that all models take. Raises QatError if they differ."""
+    """Find the image height and width, in pixels, that all models take. Raises QatError if they differ."""
     fixed = {model.imgsz for model in models if model.imgsz}
     if len(fixed) > 1:
         raise QatError(
@@ -63,7 +63,7 @@ def image_size(config: CompareConfig, models: Sequence[FileModel | TorchModel]) 
 
 
 def listed(config: CompareConfig) -> str:
-    """Write the models in a message."""
+    """List the models for a message."""
     return ', '.join(map(str, config.models))
 
 
@@ -78,7 +78,7 @@ def require_alike(config: CompareConfig, models: Sequence[FileModel | TorchModel
 def compare_images(
     config: CompareConfig, models: Sequence[FileModel | TorchModel], task: Task, device: torch.device, size: Sides
 ) -> tuple[list[dict[str, Any]], list[Example]]:
-    """Compare models with the first. Returns the plain comparison of each other one, and examples."""
+    """Compare models with the first. Returns a plain comparison for each of the others, and examples."""
     from utils.qat.data.loaders import random_images
     from utils.qat.evaluation.compare import compare_models
     from utils.qat.evaluation.side_by_side import Examples

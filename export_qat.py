@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: Sequence[str] | None) -> list[ExportConfig]:
-    """Turn the command line into settings, for each checkpoint."""
+    """Parse the command line into settings, one per checkpoint."""
     return read_each(ExportConfig, argv, __doc__.splitlines()[0])
 
 
 def open_export(config: ExportConfig) -> Export:
-    """Load the checkpoint, and raise QatError for whatever a format refuses: a mistake shall show before the work."""
+    """Load the checkpoint, and raise QatError for anything a format refuses, so that errors surface early."""
     import torch
 
     from models.deploy.formats.format import Export, with_sources
@@ -59,7 +59,7 @@ def open_export(config: ExportConfig) -> Export:
 
 
 def images_of(export: Export) -> tuple[Any, Any] | None:
-    """Open the data of --verify and its images; None without it."""
+    """Open the data and images of --verify; None without it."""
     from utils.qat.data.loaders import val_loader
 
     config, predict = export.config, export.predict
@@ -71,7 +71,7 @@ def images_of(export: Export) -> tuple[Any, Any] | None:
 
 
 def report(export: Export) -> None:
-    """Log what was written, and how far it is from PyTorch."""
+    """Log the written files and their agreement with PyTorch."""
     for about in filter(None, (each.about for each in export.written.values())):
         LOGGER.info(about)
     for written in (export.written[name] for name in export.config.files):
@@ -81,7 +81,7 @@ def report(export: Export) -> None:
 
 
 def verify_all(export: Export, images: tuple[Any, Any]) -> bool:
-    """Compare each file that runs here with PyTorch. Returns whether all of them keep the limits."""
+    """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""
     from models.deploy.verify import verify
 
     backends = {each: each.backend(export) for each in export.formats}
@@ -90,7 +90,7 @@ def verify_all(export: Export, images: tuple[Any, Any]) -> bool:
 
 
 def next_commands(export: Export) -> list[str]:
-    """Return the commands to type next: a fair evaluation, or if that was done or cannot be, the next step to an engine."""
+    """Return the commands to type next: a fair evaluation, or if it is done or impossible, the next step to an engine."""
     data = export.predict.task.data_of((export.predict.recipe or {}).get('data'))
     fair = [each for each in export.formats if each.backend(export) and each.keeps_low_scores(export)]
     if export.config.verify or not fair:

@@ -20,7 +20,7 @@ from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 
 def parse_args(argv: Sequence[str] | None) -> DeepStreamConfig:
-    """Turn the command line into settings."""
+    """Parse the command line into settings."""
     return read(
         DeepStreamConfig,
         argv,

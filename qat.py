@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | SensitiveConfig | EvalConfig]:
-    """Turn the command line into the settings of its verb; with --resume, into the settings of the interrupted run.
+    """Parse the command line into the settings of its verb; with --resume, into the settings of the interrupted run.
 
-    `eval` has settings for each file of --weights, the other verbs have one.
+    `eval` has one for each file of --weights, the other verbs have one.
     """
     parser = Parser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest='verb', required=True, parser_class=Parser)
@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
     args, unknown = parser.parse_known_args(argv)
     typed = vars(args)
     verb = typed.pop('verb')
-    if unknown:  # said by the parser that has the options
+    if unknown:  # reported by the parser that has the options
         verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
     if 'resume' in typed:
         from utils.qat.run.resume import resumed
@@ -91,14 +91,9 @@ def dry_run(config: QuantizeConfig) -> None:
 
 
 def open_folder(inputs: Inputs, folder: Path | None) -> Path:
-    """Start the log in `folder`, and fix seeds and rounding: the last step before the work.
+    """Start the log in `folder`, set seeds and rounding, and return the folder in every process.
 
-    Args:
-        inputs: the settings and the device.
-        folder: see run_folder.run_folder; None in all processes of a torchrun but the first.
-
-    Returns:
-        The folder, in every process.
+    folder: see run_folder.run_folder; None in all processes of a torchrun but the first.
     """
     import torch
     from utils.general import init_seeds
@@ -116,9 +111,9 @@ def open_folder(inputs: Inputs, folder: Path | None) -> Path:
 
 
 def quantize(config: QuantizeConfig, folder: Path | None) -> None:
-    """Calibrate and fine-tune a float checkpoint, and score each stage. Everything finished stays on disk.
+    """Calibrate and fine-tune a float checkpoint, and score each stage. Results of finished stages stay on disk.
 
-    folder: see run_folder.run_folder. With config.resume it has an interrupted run, and only the rest is done.
+    folder: see run_folder.run_folder. With config.resume it has an interrupted run, which continues.
     """
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
@@ -135,7 +130,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
-    """Measure the cost of INT8 in each unit: the unit alone in INT8, and all units but this one, from one calibration."""
+    """Measure the cost of INT8 in each unit, from one calibration: only this unit in INT8, and all units but this one."""
     import time
 
     start = time.perf_counter()

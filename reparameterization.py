@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def parse_args(argv: Sequence[str] | None) -> Namespace:
-    """Read the command line, and check its files."""
+    """Parse the command line, and check its files."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument('--weights', type=Path, required=True, help='dual-branch checkpoint (train_dual.py)')
     parser.add_argument('--save', type=Path, help='file to write; default: WEIGHTS-converted.pt beside the checkpoint')
-    # of earlier tools: not needed; all but --device are checked against the checkpoint
+    # options of earlier tools, not needed; all but --device are checked against the checkpoint
     parser.add_argument('--device', help=SUPPRESS)
     parser.add_argument('--cfg', type=Path, help=SUPPRESS)
     parser.add_argument('--model', choices=list('tsmce'), help=SUPPRESS)
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'classes     {single.model[-1].nc}\n'
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
-    options = ckpt.get('opt')  # of the training, where they are kept
+    options = ckpt.get('opt')  # of the training, if stored
     trained_on = load_task('detect').data_of(options.get('data') if isinstance(options, dict) else None)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 

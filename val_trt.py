@@ -3,7 +3,7 @@
     python val_trt.py --engine-file yolov9-c-qat.engine --data data/coco.yaml --imgsz 640
     python val_trt.py --weights yolov9-c-qat.onnx --data data/coco.yaml --imgsz 640 --device cpu --backend openvino
 
-The evaluation is that of `qat.py eval`. scripts/val_trt.sh exports, builds and evaluates with one command.
+The evaluation is the same as in `qat.py eval`. scripts/val_trt.sh exports, builds and evaluates with one command.
 """
 
 import sys
@@ -18,7 +18,7 @@ from utils.qat.core.command import run_command
 
 
 def parse_args(argv: Sequence[str] | None) -> list[FileEvalConfig]:
-    """Turn the command line into settings, for each file of --weights."""
+    """Parse the command line into settings, one per file of --weights."""
     return read_each(FileEvalConfig, argv, __doc__.splitlines()[0])
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 
 # isort: split
 import torch
@@ -68,14 +68,14 @@ def load_model(path: Path, device: torch.device) -> torch.nn.Module:
 
 
 def exported(model: torch.nn.Module, file: Path, images: torch.Tensor) -> Path:
-    """Export a model to `file`, unless it is there."""
+    """Export a model to `file` unless it exists."""
     if not file.exists():
         export_onnx(model, file, tuple(images.shape[2:]), len(images), simplify=True)
     return file
 
 
 def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: bool = False) -> Run:
-    """Return one run of the model in a package, which is written to `file` unless it is there."""
+    """Return a function that runs the model in a package, which is written to `file` unless it exists."""
     if not file.exists():
         export_aoti(model, file, tuple(images.shape[2:]), len(images), half=half)
     package = AotPackage(file, images.device)
@@ -83,7 +83,7 @@ def compiled(model: torch.nn.Module, file: Path, images: torch.Tensor, half: boo
 
 
 def in_engine(backend: str, onnx: Callable[[], Path], images: torch.Tensor) -> Run:
-    """Return one run of an .onnx file in a backend, with its own optimizations; its inputs and outputs are in place."""
+    """Return a function that runs an .onnx file in a backend, with the backend's optimizations and preallocated inputs and outputs."""
     file = onnx()
     (model,) = read_model_files([file], lambda checkpoint: CheckpointFile(checkpoint).kind)
     inputs = shapes_of(model.inputs, len(images), None, file)
@@ -99,7 +99,7 @@ def in_engine(backend: str, onnx: Callable[[], Path], images: torch.Tensor) -> R
 def on_cpu(
     float_model: torch.nn.Module, int8: torch.nn.Module | None, images: torch.Tensor, folder: Path
 ) -> dict[str, Callable[[], Run]]:
-    """Return what is timed on the CPU: name → a function that makes its run."""
+    """Return the candidates on the CPU: name → a function that makes the run to time."""
     ways: dict[str, Callable[[], Run]] = {'eager FP32': partial(eager, float_model, images, False)}
     for kind, model in (('FP32', float_model), ('INT8', int8)):
         if model is not None:
@@ -111,7 +111,7 @@ def on_cpu(
 
 
 def on_gpu(model: torch.nn.Module, images: torch.Tensor, folder: Path) -> dict[str, Callable[[], Run]]:
-    """Return what is timed on a GPU: name → a function that makes its run."""
+    """Return the candidates on a GPU: name → a function that makes the run to time."""
     ways: dict[str, Callable[[], Run]] = {}
     for kind, half in (('FP32', False), ('FP16', True)):
         plain = partial(eager, model, images, half)
@@ -124,7 +124,7 @@ def on_gpu(model: torch.nn.Module, images: torch.Tensor, folder: Path) -> dict[s
 
 
 def eager(model: torch.nn.Module, images: torch.Tensor, half: bool) -> Run:
-    """Return one run of a model in PyTorch."""
+    """Return a function that runs a model in PyTorch."""
     copy = traceable_copy(model)
     copy, own = (copy.half(), images.half()) if half else (copy, images)
     return lambda: copy(own)
@@ -145,7 +145,7 @@ def graphed(make: Callable[[], Run]) -> Run:
 
     def replay() -> object:
         graph.replay()
-        return run  # the graph reads the weights that it holds
+        return run  # keeps the weights alive, which the graph reads
 
     return replay
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 
 # isort: split
 import torch

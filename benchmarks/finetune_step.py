@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 
 # isort: split
 import torch
@@ -58,7 +58,7 @@ def float_step(student: torch.nn.Module, teacher: torch.nn.Module, amp: str) -> 
 def measure(
     step: Callable[[torch.Tensor], Any], images: torch.Tensor, steps: int, repeats: int
 ) -> tuple[float, float, float]:
-    """Return the ms per step, median of the repeats, and the peak MiB allocated and reserved, 0 without a GPU.
+    """Return the ms per step (median of the repeats), and the peak MiB allocated and reserved (0 without a GPU).
 
     The step must not wait for the device. images: FP32 [B, 3, H, W] in 0..1.
     """
@@ -128,7 +128,7 @@ def main() -> None:
             )
         for kind, make in kinds.items():
             if cuda:
-                gc.collect()  # the step before is in cycles
+                gc.collect()  # reference cycles keep the previous step alive
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = make()

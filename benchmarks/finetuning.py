@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 
 # isort: split
 import torch
@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def teachers_labels(teacher: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """Turn detections of the float model in uint8 images into labels [n, 5]: class; centre, width, height in 0..1."""
+    """Convert detections of the float model in uint8 images to labels [n, 5]: class; centre, width, height in 0..1."""
     found: list[torch.Tensor] = []
     height, width = images.shape[2:]
     predict = TorchModel(teacher)
@@ -98,7 +98,7 @@ def follow(
     head_only: bool = False,
     weight: float = 0.0,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Fine-tune a calibrated student, in place, so that it follows the float teacher on uint8 images [N, 3, H, W].
+    """Fine-tune a calibrated student, in place, to reproduce the float teacher on uint8 images [N, 3, H, W].
 
     `labels` (see `teachers_labels`) count only with a `weight` other than 0. head_only: compare only the outputs of the
     head.

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.getcwd())
-import utils.qat  # noqa: F401  before torch: it chooses that waiting threads sleep
+import utils.qat  # noqa: F401  before torch: it makes waiting threads sleep
 
 # isort: split
 import torch
@@ -74,14 +74,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def stopwatch(times: dict[str, float]) -> Iterator[None]:
-    """Put the seconds and the CPU seconds of the block into `times`."""
+    """Store the seconds and the CPU seconds of the block in `times`."""
     start, cpu = time.perf_counter(), time.process_time()
     yield
     times.update(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu)
 
 
 def recipes(nncf: Any, head: str | None) -> dict[str, dict[str, Any]]:
-    """Return NNCF's two ways as arguments of nncf.quantize. head: path of the head in the model, such as model.22; None of a classifier."""
+    """Return NNCF's two recipes as arguments of nncf.quantize. head: path of the head in the model, such as model.22; None for a classifier."""
     if head is None:
         return {f'NNCF, {preset.name}': {'preset': preset} for preset in nncf.QuantizationPreset}
     arithmetic = nncf.IgnoredScope(
@@ -98,9 +98,9 @@ def recipes(nncf: Any, head: str | None) -> dict[str, dict[str, Any]]:
 def quantized_by_nncf(
     model: torch.nn.Module, images: Sequence[torch.Tensor], folder: Path, times: dict[str, dict[str, float]]
 ) -> dict[str, Path]:
-    """Quantize by NNCF, both ways, calibrated on FP32 images [1, 3, H, W]: name → .xml with our metadata.
+    """Quantize with both recipes of NNCF, calibrated on FP32 images [1, 3, H, W]: name → .xml with our metadata.
 
-    `times` gets the time of each way, see `stopwatch`.
+    `times` gets the time of each recipe, see `stopwatch`.
     """
     try:
         import nncf
@@ -132,7 +132,7 @@ def quantized_by_nncf(
 def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
     """Run all files in turns on one image; returns name → median ms and CPU ms of a run.
 
-    The turns are in random order: no file shall always run after the same one.
+    The turns are in random order, so that no file always runs after the same one.
     """
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
     turns, order = list(sessions.items()), random.Random(0)
@@ -153,7 +153,7 @@ def time_in_turns(sessions: dict[str, OpenVINO], image: torch.Tensor, rounds: in
 def ours(
     teacher: torch.nn.Module, config: QuantizeConfig, data: Data | ImageFolders, times: dict[str, dict[str, float]]
 ) -> torch.nn.Module:
-    """Calibrate by this toolkit's default. times: see `quantized_by_nncf`."""
+    """Calibrate with this toolkit's defaults. times: see `quantized_by_nncf`."""
     times['ours, PTQ'] = {}
     images = calibration_images(data, config, int(max(teacher.stride)), CPU)
     with stopwatch(times['ours, PTQ']):
@@ -194,7 +194,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     files |= quantized_by_nncf(teacher.model, images, folder, times)
     sessions = {name: OpenVINO(file, CPU) for name, file in files.items()}
     if 'bf16' in float_precisions():
-        with suppress(QatError):  # ONEDNN_MAX_CPU_ISA takes BF16 away, which OpenVINO does not know
+        with suppress(QatError):  # ONEDNN_MAX_CPU_ISA disables BF16, which OpenVINO does not know
             bf16 = OpenVINO(files['float'], CPU, 'bf16')
             bf16.run({'images': images[0]})
             sessions['float, BF16'] = bf16

@@ -41,11 +41,11 @@ VERSION = {
     'detect': 1,
     'segment': 'segment 1',
     'classify': 'classify 1',
-}  # raise it when the same arguments give other pictures
+}  # increase the version when the same arguments give other pictures
 STAMP = 'made-with.json'  # the arguments of a folder
 SPLITS = 'train', 'val'
 VAL_SHARE = 0.2  # of the source digits
-ASPECTS = (1.0, 1.0), (0.8, 1.0), (1.0, 0.8)  # height, width in units of --size: letterboxing has work to do
+ASPECTS = (1.0, 1.0), (0.8, 1.0), (1.0, 0.8)  # height, width in units of --size, so that letterboxing matters
 JPEG_QUALITY = 90
 
 
@@ -76,8 +76,8 @@ def texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
 def glyph(rng: np.random.Generator, digit: np.ndarray, side: float) -> np.ndarray:
     """Draw a digit [8, 8] as a soft mask, FP32 [height, width] in 0..1, scaled, and slightly rotated and stretched.
 
-    It is about `side` pixels high, and cropped to the visible part. One cubic warp does all three. The warp alone
-    leaves edges of side/8 pixels, too soft for the sides of a box. So a steep ramp sharpens them to one or two pixels.
+    It is about `side` pixels high, and cropped to the visible part. One cubic warp scales, rotates and stretches. It leaves
+    edges of side/8 pixels, too soft for the sides of a box, so a steep ramp sharpens them to one or two pixels.
     """
     angle = np.deg2rad(rng.uniform(-12, 12))
     stretch = rng.uniform(0.85, 1.2)
@@ -105,7 +105,7 @@ def visible(mask: np.ndarray) -> tuple[slice, slice]:
 
 
 def sticker(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut a sticker around a digit: soft masks of the sticker and of the digit, of one shape, cropped to the sticker.
+    """Cut a sticker around a digit: return soft masks of the sticker and of the digit, of one shape, cropped to the sticker.
 
     The outline follows the digit at some distance. Holes are filled, and the border is wide enough to hold a broken
     digit together, so a sticker is one piece with one outline.
@@ -141,10 +141,10 @@ def free_place(
     overlap: float,
     tries: int = 30,
 ) -> tuple[int, int] | None:
-    """Find the top-left corner (y, x) of a place for a box on a canvas, at random; None if no place was found.
+    """Find a random free place for a box on a canvas: its top-left corner (y, x), or None.
 
-    `taken` are boxes x1, y1, x2, y2 in pixels. `overlap` is the largest share of the smaller of two boxes that they may
-    have in common.
+    `taken` are boxes x1, y1, x2, y2 in pixels. `overlap` is the largest allowed overlap of two boxes, as a share of the
+    smaller one.
     """
     (h, w), (height, width) = box_hw, canvas_hw
     if h > height or w > width:
@@ -167,13 +167,13 @@ def make_image(
 
     Returns:
         The picture, BGR uint8 [height, width, 3]; and (class, x, y, mask) of each digit on it. The mask is bool [h, w],
-        cropped to the visible part. x and y are the place of its top-left corner in the picture, in pixels.
+        cropped to the visible part. x and y are its top-left corner in the picture, in pixels.
     """
     height, width = (round(size * side) for side in ASPECTS[rng.integers(len(ASPECTS))])
     canvas = texture(rng, height, width)
     things: list[tuple[int, int, int, np.ndarray]] = []
     for _ in range(rng.integers(task.per_image[0], task.per_image[1] + 1)):
-        # uniform in the logarithm: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 are all used
+        # log-uniform: as many digits from 24 to 48 pixels as from 48 to 96, so P3, P4 and P5 are all used
         side = np.exp(rng.uniform(*np.log(task.digit_size))) * size / 320
         which = rng.integers(len(digits))
         layers = task.layers(rng, glyph(rng, digits[which], side))
@@ -203,8 +203,8 @@ def box_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
 def polygon_line(x: int, y: int, mask: np.ndarray, height: int, width: int) -> str:
     """Write the outline of a mask for a label file: x1 y1 x2 y2 ..., relative to the picture of `height` x `width`.
 
-    The points are the centres of the mask's outermost pixels. Upstream rounds points down to whole pixels and fills up
-    to and including these pixels, which gives exactly the same mask.
+    The points are the centres of the mask's outermost pixels. Upstream rounds points down to whole pixels and fills the
+    polygon including these pixels, which gives exactly the same mask.
     """
     [outline], _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(x, y))
     return ' '.join(f'{(px + 0.5) / width:.6f} {(py + 0.5) / height:.6f}' for px, py in outline[:, 0])
@@ -216,7 +216,7 @@ class Task(NamedTuple):
     per_image: tuple[int, int]
     digit_size: tuple[int, int]  # pixels of the longer side at --size 320; scales with --size
     overlap: float  # largest share of a box that another may cover
-    # soft mask of a digit -> soft masks to paint one over the other; the first has the visible shape
+    # soft mask of a digit -> soft masks to paint in this order; the first has the visible shape
     layers: Callable[[np.random.Generator, np.ndarray], Sequence[np.ndarray]]
     line: (
         Callable[..., str] | None
@@ -299,7 +299,7 @@ def make_data(
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """Make an argparse type: a whole number from `low` to `high`."""
+    """Make an argparse type for whole numbers from `low` to `high`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -310,7 +310,7 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that answers a mistake with one line and exit code 2, without the usage."""
+    """An argparse parser that reports an error in one line with exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """End the program."""

@@ -51,7 +51,7 @@ def rows(folder: Path) -> Iterator[list[Any]]:
 
 
 def speeds(report: dict[str, Any]) -> str:
-    """Lay out benchmark.json, of the float file and the INT8 file in OpenVINO: a table, and what it says about INT8."""
+    """Format benchmark.json, of the float file and the INT8 file in OpenVINO: a table, and a conclusion about INT8."""
     results, machine = report['results'], report['machine']
     ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(
@@ -78,7 +78,7 @@ def speeds(report: dict[str, Any]) -> str:
 
 
 def cause(instructions: str) -> str:
-    """Say why INT8 gains nothing for a small model on a CPU with these instructions."""
+    """Explain why INT8 gains nothing for a small model on a CPU with these instructions."""
     if AMX in instructions:
         return 'small models gain little from AMX; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI'
     if set(instructions.split(', ')) & {*FAST}:
@@ -87,7 +87,7 @@ def cause(instructions: str) -> str:
 
 
 def megabytes(file: Path) -> str:
-    """Write the size of a file in MB; of OpenVINO's .xml with its .bin."""
+    """Format the size of a file in MB; an OpenVINO .xml counts with its .bin."""
     files = [file, *[file.with_suffix('.bin')] * (file.suffix == '.xml')]
     return f'{sum(f.stat().st_size for f in files) / 1e6:.1f}'
 

@@ -28,7 +28,7 @@ MAX_BYTES = 6_000_000  # a packed file is meant to be committed
 
 
 class Mistake(Exception):
-    """A mistake of the user, which gets one line and exit code 2."""
+    """A user's mistake, reported in one line with exit code 2."""
 
 
 def import_upstream(tree: str) -> ModuleType:
@@ -42,8 +42,8 @@ def import_upstream(tree: str) -> ModuleType:
 
 
 def save(content: dict[str, Any], path: str | Path) -> None:
-    """Write a file by torch.save under a temporary name and rename it: an incomplete file never has the final name."""
-    import torch  # in the function: `-h` must neither need it nor wait for it
+    """Write a file by torch.save under a temporary name, then rename it: an incomplete file never has the final name."""
+    import torch  # here, because `-h` must neither need it nor wait for it
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def save(content: dict[str, Any], path: str | Path) -> None:
 
 
 def half(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a floating tensor to FP16; others stay as they are."""
+    """Convert a floating tensor to FP16; return others unchanged."""
     if not tensor.is_floating_point():
         return tensor
     if not tensor.half().isfinite().all():
@@ -92,9 +92,9 @@ def classifier_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
 
 
 def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
-    """Build upstream's model in FP16 from the content of a packed file, see `state_of`, which must fit exactly.
+    """Build upstream's model in FP16 from the content of a packed file, see `state_of`, which must match exactly.
 
-    It has the attributes that upstream's training adds. The head, the last layer of the config, decides its class.
+    It has the attributes that upstream's training adds. The head, the last layer of the config, determines its class.
     """
     from models.quantize.weightless import parameter_shapes, require_small_maps
 
@@ -117,7 +117,7 @@ def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
 
 
 def pack(checkpoint: str, out: str) -> None:
-    """Convert an upstream checkpoint to a packed file; the averaged weights (`ema`) come first, as in upstream."""
+    """Convert an upstream checkpoint to a packed file; as in upstream, the averaged weights (`ema`) take precedence."""
     from models.quantize.checkpoint import CheckpointFile  # of the patched tree
 
     _, model = CheckpointFile(checkpoint).load_dual_or_float()
@@ -133,7 +133,7 @@ def pack(checkpoint: str, out: str) -> None:
 
 
 def build(packed: str, out: str, upstream: ModuleType) -> None:
-    """Convert a packed file to an upstream checkpoint, as of a finished training (epoch -1, no optimizer)."""
+    """Convert a packed file to an upstream checkpoint, like one of a finished training (epoch -1, no optimizer)."""
     from utils.qat.untrusted.plain_values import read_values  # of the patched tree
 
     state = read_values(packed, 'STATE.pt')
@@ -163,7 +163,7 @@ def build(packed: str, out: str, upstream: ModuleType) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that answers a mistake with one line and exit code 2, without the usage."""
+    """An argparse parser that reports an error in one line with exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """End the program."""

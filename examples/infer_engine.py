@@ -30,7 +30,7 @@ TYPES = {'FLOAT': 'float32', 'INT32': 'int32', 'INT64': 'int64'}
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return the value, if there is one, of a call of the CUDA runtime; raise RuntimeError if the call failed."""
+    """Return the value, if any, of a call of the CUDA runtime; raise RuntimeError if the call failed."""
     error, *values = result
     if error != cudart.cudaError_t.cudaSuccess:
         raise RuntimeError(f'CUDA: {cudart.cudaGetErrorString(error)[1].decode()}')
@@ -38,7 +38,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 class EngineModel:
-    """An engine with one input, and its memory until the process ends.
+    """An engine with one input; it keeps its memory until the process ends.
 
     Attributes:
         shape: [B, 3, H, W] of its input.
@@ -62,7 +62,7 @@ class EngineModel:
         tensors = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         (self.input,) = (name for name in tensors if self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
         self.shape = list(self.engine.get_tensor_shape(self.input))
-        if -1 in self.shape:  # open axes: the smallest that the engine was built for
+        if -1 in self.shape:  # open axes: the smallest sizes of the engine
             self.shape = list(self.engine.get_tensor_profile_shape(self.input, 0)[0])
         self.context.set_input_shape(self.input, self.shape)
         self.host: dict[str, np.ndarray] = {}

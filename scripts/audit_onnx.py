@@ -1,6 +1,6 @@
 """Audit an ONNX graph: the parts that TensorRT can run in INT8, and the Q/DQ that cost too much; nothing is built.
 
---openvino compiles the graph and says what OpenVINO runs in INT8 on this CPU.
+--openvino compiles the graph and reports what OpenVINO runs in INT8 on this CPU.
 
 python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
 """
@@ -35,9 +35,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple[str, dict[str, Any]]:
-    """Compile and time a file in OpenVINO; return an account as text and as values. An open batch takes one image.
+    """Compile and time a file in OpenVINO; return a report as text and as values. An open batch takes one image.
 
-    `reasons` says why convolutions are in float in the file; of each list `shown` lines are written, None = all.
+    `reasons` has why convolutions are in float in the file. The text has `shown` lines of each list, None = all.
     """
     import torch
 

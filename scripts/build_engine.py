@@ -24,7 +24,7 @@ from utils.qat.core.next_command import command
 
 
 class Which(Action):
-    """An option that prints TensorRT's major version and ends, as --version does; the shell scripts read it."""
+    """An option that prints TensorRT's major version and exits, like --version; for the shell scripts."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         shape = next(iter(built['inputs'].values()))['opt']
         backend = [] if config.backend == BuildConfig.backend else ['--backend', config.backend]
-        if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # a YOLOv9, which val_trt.py can score
+        if 'names' in built['metadata'] and shape[-1] == shape[-2]:  # a YOLOv9 model, which val_trt.py can score
             data = task_named(built['metadata'].get('task')).placeholder
             following = command(
                 'val_trt.py', '--engine-file', config.engine, '--data', data, '--imgsz', shape[-1], *backend

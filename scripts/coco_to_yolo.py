@@ -61,7 +61,7 @@ def _is_path(value: Any) -> bool:
 
 
 def labels(coco: dict[str, Any], folder: Path, annotations: Path) -> dict[Path, str]:
-    """Make the labels of all images of a COCO file that lie in `folder`: file → text."""
+    """Make the labels of all images of a COCO file that exist in `folder`: file → text."""
     numbers = {number: i for i, number in enumerate(sorted(category['id'] for category in coco['categories']))}
     root, made = folder.resolve(), {}
     boxes: dict[int | str, list[dict[str, Any]]] = {image['id']: [] for image in coco['images']}
@@ -70,7 +70,7 @@ def labels(coco: dict[str, Any], folder: Path, annotations: Path) -> dict[Path, 
             boxes[box['image_id']].append(box)
     for image in bar(coco['images'], 'converting', unit='images'):
         file = Path(os.path.realpath(root / image['file_name']))
-        if not (file.is_relative_to(root) and os.path.isfile(file)):  # a file is data: nothing is written elsewhere
+        if not (file.is_relative_to(root) and os.path.isfile(file)):  # the file is untrusted: write nothing elsewhere
             continue
         rows = [
             line(box['bbox'], image['width'], image['height'], numbers[box['category_id']])

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pictures: dict[str, Path] = {'picture': svg, 'as PNG': png}
     try:
         layer_graph.draw(dot, pictures.values())
-    except QatError as e:  # the tables are the purpose of the command, they stay
+    except QatError as e:  # the tables, which are the purpose of the command, stay
         LOGGER.warning(e)
         pictures = {}
     finish(next_command(args), layers=csv, graph=dot, **pictures)

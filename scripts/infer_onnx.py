@@ -79,7 +79,7 @@ def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, f
         )
     top, left = (height - image.shape[0]) / 2, (width - image.shape[1]) / 2
     gain = image.shape[0] / h  # after the rounding
-    # if a border is odd, right and bottom get one pixel more
+    # an odd border has one pixel more at the right or bottom
     image = cv2.copyMakeBorder(
         image,
         round(top - 0.1),
@@ -93,9 +93,9 @@ def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, f
 
 
 def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: float) -> list[int]:
-    """Drop each box (x1, y1, x2, y2) that overlaps a better one of its class; return the others' indices, best first.
+    """Drop each box (x1, y1, x2, y2) that overlaps a better one of its class; return the indices of the others, best first.
 
-    iou_thres: largest overlap of two boxes: area of the intersection / area of the union.
+    iou_thres: largest allowed overlap of two boxes: area of the intersection / area of the union.
     """
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     kept: list[int] = []
@@ -111,7 +111,7 @@ def nms(boxes: np.ndarray, scores: np.ndarray, classes: np.ndarray, iou_thres: f
 
 
 def above_threshold(found: np.ndarray, conf_thres: float) -> tuple[np.ndarray, int]:
-    """Choose the detections [n, 6] with a score above conf_thres: bool [n].
+    """Select the detections [n, 6] with a score above conf_thres: bool [n].
 
     The second value is the number of detections that are left out because a value is NaN or infinite.
     """
@@ -164,12 +164,12 @@ def read_outputs(
 
 
 def unscaled(boxes: np.ndarray, gain: float, border: tuple[float, float]) -> np.ndarray:
-    """Convert boxes [n, 4] from pixels of the letterboxed image to pixels of the image itself; see `letterbox`."""
+    """Convert boxes [n, 4] from pixels of the letterboxed image to pixels of the original; see `letterbox`."""
     return (boxes - np.float32([*border, *border])) / np.float32(gain)
 
 
 def to_image(found: np.ndarray, gain: float, border: tuple[float, float], shape: Sequence[int]) -> np.ndarray:
-    """Convert detections [n, 6] of a letterboxed image to pixels of the image itself, and clip their boxes to it."""
+    """Convert detections [n, 6] of a letterboxed image to pixels of the original, and clip their boxes to it."""
     found = found.copy()
     found[:, :4] = unscaled(found[:, :4], gain, border).clip(0, [shape[1], shape[0], shape[1], shape[0]])
     return found
@@ -216,9 +216,9 @@ def draw(
 def place(
     box: Sequence[float], width: int, height: int, shape: Sequence[int], labels: list[tuple[int, int, int, int]]
 ) -> tuple[int, int, int, int]:
-    """Find a place for a label: above its box, in it, below it or beside it, where no other label is; else above it.
+    """Find a free place for a label: above, in, below or beside its box, in this order; else above it.
 
-    `labels` are left, top, right and bottom of the labels so far, and gets this one. All lie inside the image.
+    `labels` has left, top, right and bottom of the labels so far; this one is appended. All are inside the image.
     """
     x1, y1, x2, y2 = map(round, box)
     places = []
@@ -239,7 +239,7 @@ def place(
 
 
 def save(image: np.ndarray, path: Path) -> None:
-    """Write an image under a hidden name and rename it, so that no picture is incomplete."""
+    """Write an image under a hidden name, then rename it, so that no picture is incomplete."""
     try:
         written, content = cv2.imencode(path.suffix, image)
     except cv2.error:
@@ -261,8 +261,8 @@ FUNCTIONS = 25  # field of a model in an ONNX file
 def has_functions(path: Path) -> bool:
     """Tell whether an ONNX file defines functions: 3 kB of them can be 2^40 nodes for whoever loads it.
 
-    The outermost fields are walked, as protobuf has them: a number for field and kind, then a number, 8 or 4 bytes, or
-    a length and that many bytes.
+    It walks the outermost fields of the protobuf: a number for field and kind, then a number, 8 or 4 bytes, or a length and
+    that many bytes.
     """
     with open(path, 'rb') as file:
 
@@ -304,14 +304,14 @@ class OnnxModel:
 
     def __init__(self, path: Path, device: str) -> None:
         """Load the file; end the program if this is not possible."""
-        os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # else it reports to its maker over the network
+        os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')  # turns its telemetry off
         try:
             import onnxruntime
         except ImportError as e:
             missing(e, 'ONNX Runtime: pip install onnxruntime')
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        # by default waiting threads spin, and slow down other work
+        # by default waiting threads spin, which slows down other work
         spin = str(int(os.environ.get('OMP_WAIT_POLICY', '').lower() == 'active'))
         for pool in 'intra_op', 'inter_op':
             options.add_session_config_entry(f'session.{pool}.allow_spinning', spin)
@@ -345,7 +345,7 @@ class OpenVINOModel:
         """Load a file. device: 'cpu'."""
         if device != 'cpu':
             fail(f'--device {device}: OpenVINO runs on the CPU here; leave it out')
-        sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # it would report to its maker over the network
+        sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # turns its telemetry off
         try:
             import openvino
         except ImportError as e:
@@ -380,7 +380,7 @@ BACKENDS: dict[str, Callable[[Path, str], Any]] = {'onnxruntime': OnnxModel, 'op
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that answers a mistake with one line, without the usage."""
+    """An argparse parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """End the program."""
@@ -388,7 +388,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and end the program if it is wrong; `files` of the result has the images."""
+    """Parse the command line, and end the program if it is wrong; `files` of the result has the images."""
     parser = Parser(description=description)
     parser.add_argument('model', type=Path, metavar=f'MODEL{suffix}')
     parser.add_argument(
@@ -449,7 +449,7 @@ def main(
 ) -> int:
     """Detect objects in all images, and print or draw them; return 1 if an image could not be read, else 0.
 
-    open_model: file and device → the model, with the attributes and the call of OnnxModel; None = what --backend says.
+    open_model: file and device → the model, with the attributes and the call of OnnxModel; None = the choice of --backend.
     """
     args = parse_args(description, suffix, argv)
     if args.model.suffix == '.onnx' and has_functions(args.model):
@@ -461,8 +461,8 @@ def main(
     for file in args.files:
         name = file.relative_to(args.images) if args.images.is_dir() else Path(file.name)
         try:
-            image = cv2.imread(str(file)) if file.is_file() else None  # to read a pipe takes for ever
-        except (cv2.error, UnicodeEncodeError):  # too many pixels for OpenCV; a name that is no text
+            image = cv2.imread(str(file)) if file.is_file() else None  # reading a pipe blocks for ever
+        except (cv2.error, UnicodeEncodeError):  # too many pixels for OpenCV; a name that is not valid text
             image = None
         if image is None:
             print(f'{visible(file)}: OpenCV cannot read it', file=sys.stderr)
@@ -520,7 +520,7 @@ def main(
 
 
 def run(*arguments: Any) -> int:
-    """Run `main` as a program: it ends quietly where nobody reads its output any more (`| head`), and in one line on a full disk."""
+    """Run `main` as a program: end quietly if nobody reads its output any more (`| head`), and with one line on a full disk."""
     if hasattr(signal, 'SIGPIPE'):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -528,7 +528,7 @@ def run(*arguments: Any) -> int:
         sys.stdout.flush()
         return code
     except OSError as e:
-        sys.stdout = open(os.devnull, 'w')  # Python writes what is left when it ends
+        sys.stdout = open(os.devnull, 'w')  # Python flushes the rest at its end
         fail(f'{e.filename or "output"}: {e.strerror}')
 
 

@@ -3,7 +3,7 @@
     python scripts/verify_tensorrt.py --weights INT8.pt --float FLOAT.pt --data DATA.yaml --imgsz 640
 
 The rows are tests (tests/verify/test_tensorrt.py), so it runs in the toolkit's own folder, on the tree of $YOLOV9_DIR or .work/yolov9.
-scripts/verify_tensorrt.sh does the same with the embedded demo, set-up included.
+scripts/verify_tensorrt.sh does the same with the included demo and its set-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USAGE_ERROR = 4  # of pytest
 
 
 def parse_args(argv: Sequence[str] | None) -> VerifyConfig:
-    """Turn the command line into settings."""
+    """Parse the command line into settings."""
     return read(VerifyConfig, argv, __doc__.splitlines()[0])
 
 

@@ -45,7 +45,7 @@ def atomic_pair(path: Path) -> Iterator[Path]:
                 _write_pointing_behind(new, behind, step, path)
                 _write_weights([(0, new_weights), (behind, new_weights)], step, weights)
             else:
-                path.unlink(missing_ok=True)  # without its .bin; the new .bin is of another
+                path.unlink(missing_ok=True)  # it lacks its .bin, and the new .bin does not fit it
                 _write_weights([(0, new_weights)], step, weights)
         finally:
             step.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""From a float YOLOv9 model to a quantized checkpoint: one file, or one folder, for each step of the way."""
+"""Quantize a float YOLOv9 model to a checkpoint: one file or folder per step."""

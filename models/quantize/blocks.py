@@ -22,7 +22,7 @@ from models.quantize.quantizers import Quantizer, SiLUQuantizer, rounded_unit
 def _without_copy(cls: Any, module: Any) -> Any:
     """Make an instance of `cls` with the state of `module`: new containers, the same parameters and submodules.
 
-    The `forward` that upstream's `fuse()` sets on an instance is left out: it would hide the forward of the class.
+    Leave out the `forward` that upstream's `fuse()` sets on an instance: it would hide the forward of the class.
     """
     new = cls.__new__(cls)
     new.__dict__ = {
@@ -74,7 +74,7 @@ class WeightedTwin(Twin):
         return twin
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer of the rounded input with the rounded weight."""
+        """Compute the layer with rounded input and weight."""
         return self.weighted(self.input_quantizer(x), self.weight_quantizer(self.weight))
 
 
@@ -92,16 +92,16 @@ class QuantResidual(Twin):
     """Bottleneck with its residual Add in INT8.
 
     `add_policy`, set by `set_add_policy`, names the addends that are quantized. 'both': with one scale, so the Add is
-    an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler can let the last convolution add it
-    before rounding (NVIDIA's advice for Conv+Add; here an activation is between the two). 'each': both, each with its
-    own scale.
+    an INT8 kernel by itself. 'residual': only the shortcut, so that a compiler can fuse the Add into the last
+    convolution and round the sum (NVIDIA's advice for Conv+Add; here an activation is between the two). 'each': both,
+    each with its own scale.
     """
 
     add_policy = 'both'
 
     @property
     def quantizer_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Attributes of the quantizers: the branch has its own only by the policy 'each'."""
+        """Attributes of the quantizers; the branch has its own only with the policy 'each'."""
         return ('add_quantizer', 'branch_quantizer') if self.add_policy == 'each' else ('add_quantizer',)
 
     def set_add_policy(self: Any, policy: str) -> None:
@@ -126,7 +126,7 @@ class QuantResidual(Twin):
         return self.added(x, self.cv2(self.cv1(x)))
 
     def added(self: Any, shortcut: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """Add by `add_policy`."""
+        """Add, with the addends quantized by `add_policy`."""
         shortcut = self.add_quantizer(shortcut)
         if self.add_policy != 'residual':
             branch = (self.add_quantizer if self.add_policy == 'both' else self.branch_quantizer)(branch)
@@ -222,7 +222,7 @@ class _QuantActivation(Twin):
     def from_float(cls, block: nn.Module) -> Any:
         twin = super().from_float(block)
         if hasattr(twin, 'inplace'):
-            twin.inplace = False  # others look at the input after the call: calibrators, the backward pass
+            twin.inplace = False  # calibrators and the backward pass read the input after the call
         return twin
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

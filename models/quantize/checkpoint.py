@@ -1,7 +1,7 @@
 """Checkpoint files: load a float or a quantized model, and save a quantized model with its provenance.
 
-A file is read once. Its kind follows from the names in its pickle. pickled_modules.py builds its model from records and
-runs nothing of the file. Its SHA-256 is the hash of the bytes that were read.
+A file is read once. The names in its pickle tell its kind. pickled_modules.py builds its model from records and runs no
+code of the file. Its SHA-256 is the hash of the bytes that were read.
 """
 
 import datetime
@@ -40,7 +40,7 @@ LARGEST_STRIDE = 1024  # pixels; YOLOv9 has 64 at most
 
 
 class CheckpointFile:
-    """A checkpoint that was read, and whose model `load_*` builds: FP32, in eval mode, on `device`.
+    """A checkpoint file in memory; its `load_*` build the model: FP32, in eval mode, on `device`.
 
     Attributes:
         kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model, or weights of a
@@ -73,7 +73,7 @@ class CheckpointFile:
         return self._load(device)
 
     def load_float(self, device: torch.device | str = 'cpu') -> nn.Module:
-        """Build the model of a float checkpoint, fused: of a dual-branch model what reparameterization.py makes of it."""
+        """Build the model of a float checkpoint, fused; convert a dual-branch model as reparameterization.py does."""
         _, model = self.load_dual_or_float()
         head = type(head_of(model)).__name__
         if head.startswith(('Dual', 'Triple')):
@@ -132,7 +132,7 @@ class CheckpointFile:
     def _built(self) -> Any:
         """Build the content of the archive."""
         archive = self.archive
-        del self.archive  # its bytes are freed when the model needs them no more
+        del self.archive  # free its bytes as soon as the model does not need them
         try:
             ckpt = build(archive)
         except Refused as e:
@@ -141,12 +141,12 @@ class CheckpointFile:
             raise QatError(
                 f'--weights {self.path}: damaged: {type(e).__name__}: {" ".join(str(e).split())[:200]}'
             ) from e
-        self.digest.result()  # FP32 weights share the bytes that are hashed: no change before the hash is done
+        self.digest.result()  # FP32 weights share the bytes that are hashed: wait before anything changes them
         return ckpt
 
     @torch.no_grad()
     def _require_running(self, model: nn.Module) -> None:
-        """Run the model once: only a run tells whether its layers, built without a call, are whole and of this tree."""
+        """Run the model once: only a run shows whether its layers, built without their constructors, are complete and fit this tree."""
         try:
             task_of(model).prepare(model)
             stride = int(max(model.stride))
@@ -190,7 +190,7 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a file has it: contiguous, on the CPU, without a gradient. It may share memory."""
+    """Return a tensor as it is saved: contiguous, on the CPU, without a gradient. It may share memory."""
     plain = tensor.detach().to('cpu', memory_format=torch.contiguous_format)
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
@@ -198,8 +198,8 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
     """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
 
-    The whole model is stored, in FP32: half precision would round the weights, and the file would not be the model that
-    was measured.
+    The file has the whole model in FP32: half precision would round the weights, so the file would differ from the
+    measured model.
 
     Args:
         path: of the new file.

@@ -1,6 +1,6 @@
 """Quantized twins of the layers and blocks that only classifiers have: torchvision's residual blocks, pooling, Linear.
 
-They are twins as in blocks.py. Batch norms are folded before, so a block's own are Identity here.
+They are twins as in blocks.py. Batch norms are folded before quantization and are Identity here.
 
 Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
@@ -42,7 +42,7 @@ class QuantAdaptiveAvgPool2d(Twin, nn.AdaptiveAvgPool2d):
 class _QuantBlock(QuantResidual):
     """Residual block of torchvision, whose branch ends with a convolution, without an activation function.
 
-    So only the shortcut is quantized by default: the convolution takes the Add along, and the sum is rounded once.
+    So only the shortcut is quantized by default: the Add is fused into the convolution, and the sum is rounded once.
     """
 
     add_policy = 'residual'
@@ -55,8 +55,8 @@ class _QuantBlock(QuantResidual):
 class _QuantResNetBlock(_QuantBlock):
     """ResNet's block with an INT8 Add.
 
-    torchvision calls one ReLU several times. Those before the Add are functions here: where a ReLU has a quantizer, the
-    results inside the block would share its scale with the result of the block.
+    torchvision calls one ReLU module several times. Here the calls before the Add are functions: otherwise, where a ReLU
+    has a quantizer, results inside the block would share its scale with the block's result.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Conversion of a float model to a quantized model and back, in place, with a record of the blocks and the reasons."""
+"""Convert a float model to a quantized model and back, in place, and record which blocks stay in float and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,9 +65,9 @@ def float_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
 def float_inside_blocks(model: nn.Module, target: Target = TENSORRT) -> dict[str, str]:
     """Find the parts of torchvision's blocks that stay in float: path → reason.
 
-    A squeeze-and-excitation computes a factor for every channel from maps of one place: INT8 gains nothing there, and
-    the factor changes a whole map. In ConvNeXt the sum that the depthwise convolutions read is float, because LayerNorm
-    reads it.
+    Squeeze-and-excitation computes one factor per channel on 1x1 maps: INT8 gains nothing there, and an error in the
+    factor changes a whole map. In ConvNeXt the sum that the depthwise convolutions read is float, because LayerNorm
+    reads it too.
     """
     reasons = {
         SqueezeExcitation: 'squeeze-and-excitation',

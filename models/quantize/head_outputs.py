@@ -56,7 +56,7 @@ class HeadOutputs:
 
     @classmethod
     def of(cls, output: Any) -> Any:
-        """Take the parts of the output of a model in eval mode with one of HEADS; of a classifier its ClassScores."""
+        """Split the output of a model in eval mode with one of HEADS; for a classifier return its ClassScores."""
         if isinstance(output, torch.Tensor):
             return ClassScores(output)
         predictions, rest = output

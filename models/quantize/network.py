@@ -1,4 +1,4 @@
-"""The layers of a network, whatever its task, its hooks, and the folding of its batch norms."""
+"""Layers, hooks and batch-norm folding of a network of any task."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ BLANK = 64  # pixels: height and width of the image of a dry run
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """List the layers that a network computes one after the other, by path.
 
-    Of an upstream model these are its numbered layers; of a network of torchvision its parts, and those of a
+    An upstream model has numbered layers. The layers of a torchvision network are its children, and the members of a
     Sequential.
     """
     if hasattr(model, 'model'):
@@ -34,7 +34,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def removed_after(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove registered hooks at the end of this context."""
+    """Context that removes registered hooks at its end."""
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook)
@@ -42,7 +42,7 @@ def removed_after(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def run_on_blank_image(model: nn.Module) -> None:
-    """Run a model in eval mode on one blank image, for what hooks and modes see meanwhile."""
+    """Run a model in eval mode on one blank image, for hooks and modes that watch it."""
     parameter = next(model.parameters())
     model.eval()(torch.zeros(1, 3, BLANK, BLANK, device=parameter.device, dtype=parameter.dtype))
 
@@ -51,7 +51,7 @@ def run_on_blank_image(model: nn.Module) -> None:
 def fold_batch_norms(model: nn.Module) -> nn.Module:
     """Fold each batch norm that follows a convolution into it, in place, and return the model.
 
-    Which one follows which is seen on one blank image; names do not matter. Upstream's models have a `fuse` of their own.
+    A run on one blank image shows which one follows which; names do not matter. Upstream's models have their own `fuse`.
     """
     made: dict[int, tuple[torch.Tensor, nn.Conv2d]] = {}  # identity of an output → the output, and its convolution
     pairs: dict[nn.Module, nn.Conv2d] = {}

@@ -1,8 +1,8 @@
-"""The modules of a checkpoint are built from the records of its pickle, and nothing that the file brings is run.
+"""Build the modules of a checkpoint from the records of its pickle, without running code of the file.
 
-A module is made without its constructor, and its attributes are data: tensors, plain values, and modules below it. No
-attribute can be called, and no name hides a method of the class. So all later computation of the model is code of
-PyTorch, of this tree and of this toolkit.
+A module is made without its constructor, and its attributes are data: tensors, plain values, and submodules. No attribute
+can be called, and no name hides a method of the class. So the model runs only code of PyTorch, of this tree and of this
+toolkit.
 """
 
 import ast
@@ -55,7 +55,7 @@ TORCHVISION = {  # module → its classifiers, and the layers that only they hav
     'torchvision.ops.misc': {'Conv2dNormActivation', 'Permute', 'SqueezeExcitation'},
     'torchvision.ops.stochastic_depth': {'StochasticDepth'},
 }
-# Attributes of classifiers that only training needs, left out: a class, and the preparation of images, which are code
+# Attributes of classifiers that only training needs. They are code (a class, the image transforms) and are left out
 UNUSED = '_norm_layer', 'transforms'
 GETATTR = 'builtins.getattr', '__builtin__.getattr'  # how a method is pickled
 
@@ -135,7 +135,7 @@ def _require_parts(parts: Any, name: str, kind: type) -> None:
 
 
 def _require_data(value: Any, where: str) -> None:
-    """Refuse modules outside of `_modules`: code that expects a value would call the module."""
+    """Refuse modules outside of `_modules`: code that expects plain data could call them."""
     if isinstance(value, torch.nn.Module):
         raise Refused(f'{where} is a module, where only data belong; {TRUST}')
     if isinstance(value, (list, tuple, dict)):

@@ -6,7 +6,7 @@ these into QuantizeLinear/DequantizeLinear:
 
     scale = amax / 127,  q = clamp(round_half_even(x / scale) + zero_point, -128, 127),  y = (q - zero_point) * scale
 
-The zero point is 0. For a target whose kernels take any zero point, an activation has the one that fits its values.
+The zero point is 0, except for targets whose kernels take any: there it fits the values of the activation.
 
 Class paths in this file are a file format, because checkpoints pickle them. Do not rename or move the classes.
 """
@@ -26,14 +26,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from utils.qat.compat import imported_when_called
 from utils.qat.core.log import LOGGER
 
-# At import the library scripts a function that nothing here calls, and imports SciPy's for a calibrator that nothing here uses
+# At import the library scripts a function, and imports one of SciPy for a calibrator; nothing here uses either
 with warnings.catch_warnings(), imported_when_called('scipy.stats', 'entropy'):
     warnings.filterwarnings('ignore', message='.torch.jit.script. is deprecated', category=FutureWarning)
     from pytorch_quantization.nn.modules.tensor_quantizer import TensorQuantizer
     from pytorch_quantization.tensor_quant import QuantDescriptor
 
 QMIN, QMAX = -128, 127  # the full INT8 range, as ONNX and TensorRT compute it
-# Scales are FP16 numbers, because a strongly typed engine stores them in FP16: so the simulation is exact for every
+# Scales are FP16 numbers, because a strongly typed engine stores them in FP16. So the simulation is exact for every
 # engine. The smallest scale is FP16's smallest normal number (6.1e-5), the largest is its largest number. Rounding
 # moves a range by 0.05 %.
 MIN_AMAX, MAX_AMAX = QMAX * 2.0**-14, QMAX * 65504.0
@@ -49,10 +49,10 @@ def usable_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def shifted_range(amax: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay the INT8 steps over the part of -amax..amax that has values, `lowest` to `highest`, FP32 [].
+    """Compute scale and zero point for the part of -amax..amax that has values, `lowest` to `highest`, FP32 [].
 
-    Returns scales (FP32) and zero points (INT32), in the shape of `amax`. The range contains 0, because convolutions
-    pad with it.
+    Returns scales (FP32) and zero points (INT32), in the shape of `amax`. The range contains 0, because convolutions pad
+    with 0.
     """
     low, high = torch.maximum(-amax, lowest.clamp(max=0)), torch.minimum(amax, highest.clamp(min=0))
     scale = usable_scale((high - low) * QMAX / (QMAX - QMIN))
@@ -62,8 +62,8 @@ def shifted_range(amax: torch.Tensor, lowest: torch.Tensor, highest: torch.Tenso
 class Quantizer(TensorQuantizer):
     """Fake quantization to INT8: per tensor (`axis` None, activations) or per slice of an axis (weights).
 
-    It has two buffers. `_amax` is 127 steps, with zero point 0 the largest magnitude that INT8 represents: FP32 at any
-    precision of the model, shape [] or [C]. `_zero_point` is INT32 of the same shape. Before `set_amax` the quantizer
+    It has two buffers. `_amax` is 127 times the scale (with zero point 0 the largest magnitude): FP32 at any precision of
+    the model, shape [] or [C]. `_zero_point` is INT32 of the same shape. Before `set_amax` the quantizer
     can only collect statistics.
     """
 
@@ -76,20 +76,20 @@ class Quantizer(TensorQuantizer):
 
     @property
     def rounds(self) -> bool:
-        """Whether inputs are rounded: not while statistics are collected, nor when the quantizer is off."""
+        """Whether inputs are rounded: neither while statistics are collected nor when the quantizer is off."""
         return self._if_quant and not self._disabled
 
     def steps(self, amax: torch.Tensor, *ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute scales (FP32) and zero points (INT32) for values up to `amax`, of its shape.
+        """Compute scales (FP32) and zero points (INT32) for values up to `amax`, in its shape.
 
-        `ends` are the smallest and the largest value, FP32 []; read if the zero point follows from them.
+        `ends` are the smallest and the largest value, FP32 []; they are used only if the zero point depends on them.
         """
         if self.shifts and ends:
             return shifted_range(amax, *ends)
         return usable_scale(amax), torch.zeros_like(amax, dtype=torch.int32)
 
     def set_amax(self, amax: torch.Tensor, *ends: torch.Tensor) -> None:
-        """Set the range [] or [C], with an FP16 number as scale, raised to MIN_AMAX if it is smaller; `ends`: see `steps`."""
+        """Set the range, [] or [C], to at least MIN_AMAX, so that the scale is an FP16 number; `ends`: see `steps`."""
         scale, zero_point = self.steps(amax.detach(), *ends)
         self.register_buffer('_amax', scale * QMAX)  # 11 bits times 7: exact in FP32
         self.register_buffer('_zero_point', zero_point)
@@ -104,7 +104,7 @@ class Quantizer(TensorQuantizer):
         return fixed(self, inputs) if fixed else self._fake_quantize(inputs, self.scale, self._zero_point)
 
     def _fake_quantize(self, inputs: torch.Tensor, scale: Any, zero_point: Any) -> torch.Tensor:
-        """Quantize and dequantize; scale and zero point as the operators take them: tensors, or numbers per tensor."""
+        """Quantize and dequantize. Scale and zero point are tensors, or per tensor also numbers."""
         if _without_gradient(inputs):
             if self._axis is None:
                 return rounded(inputs, torch.as_tensor(scale), int(zero_point))
@@ -114,7 +114,7 @@ class Quantizer(TensorQuantizer):
         return torch.fake_quantize_per_channel_affine(inputs, scale, zero_point, self._axis, QMIN, QMAX)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> 'Quantizer':
-        """Move with the model but stay FP32: a scale that `model.half()` rounds is another scale."""
+        """Move with the model but stay FP32, so that `model.half()` does not change the scale."""
         amax = self._buffers.get('_amax')
         super()._apply(fn, *args, **kwargs)
         if amax is not None and self._amax.dtype != torch.float32:
@@ -150,10 +150,9 @@ def rounded_unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gradient(inputs: torch.Tensor) -> bool:
-    """Tell whether nothing needs PyTorch's operators: FP32 on a CPU, without a backward pass and without an exporter.
+    """Tell whether PyTorch's operators can be replaced: FP32 on a CPU, without a backward pass and without an exporter.
 
-    On a CPU their rounding takes ten times as long. On a GPU they are one kernel, and the number of kernels counts
-    there.
+    On a CPU their rounding takes ten times as long. On a GPU they are one kernel, and the number of kernels counts.
     """
     return not (torch.is_grad_enabled() or torch.jit.is_tracing()) and _rounds_slowly(inputs)
 
@@ -244,15 +243,13 @@ def gpu_kernels(device: torch.device) -> Any:
 
 
 class FixedScales:
-    """Context in which a calibrated model keeps its present scales and does not compute them again at every call.
+    """Context in which a calibrated model caches its scales instead of computing them at every call.
 
     The results are the same, with fewer kernels, and the host never waits for the device. Per tensor the operator also
-    takes a plain number as scale. Per channel it reads back only integer zero points, to check them, so here they are
-    not integers.
+    takes a plain number as scale. Per channel it checks integer zero points on the host, so here they are floats.
 
-    With `share` a tensor is rounded once per context, and kept once for the backward pass, although it passes one
-    quantizer on several ways (residual Add and convolution). The gradients of these ways are then added in another
-    order.
+    With `share` a tensor that reaches one quantizer on several paths (residual Add and convolution) is rounded once per
+    context, and kept once for the backward pass. The gradients of these paths are then added in another order.
     """
 
     def __init__(self, model: nn.Module, share: bool = False) -> None:
@@ -298,9 +295,9 @@ class FixedScales:
 
 
 class RoundedOnce(FixedScales):
-    """Context of passes without gradients: a weight is rounded once, and a tensor once per pass. The results are the same.
+    """Context for passes without gradients: each weight is rounded once, each tensor once per pass. The results are the same.
 
-    The model's weights and scales must not change after this is made.
+    The model's weights and scales must not change after construction.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Reparameterization: a model with two branches becomes a model with one branch and the same main outputs.
+"""Reparameterization: convert a dual-branch model to a single-branch model with the same main outputs.
 
-YOLOv9 trains with an auxiliary branch that inference does not need. The graph defines this branch: the main inputs of
-the head do not depend on its layers. They are dropped, the other layers are renumbered, and the parts of the Dual head's
-main branch become its single twin. Nothing depends on the model's size, so custom widths and numbers of classes work too.
+YOLOv9 trains with an auxiliary branch that inference does not need: layers on which the main inputs of the head do not
+depend. These layers are dropped, the others are renumbered, and the main branch of the Dual head becomes a single head.
+Nothing depends on the model's size, so custom widths and numbers of classes work too.
 """
 
 from collections.abc import Sequence

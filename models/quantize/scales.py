@@ -1,13 +1,13 @@
-"""The groups of tensors that share one scale are found by a dry run of the model.
+"""Find the groups of tensors that share one scale, by a dry run of the model.
 
 TensorRT moves a Q backward and a DQ forward across operations that only move or select values (Concat, MaxPool, split,
 nearest resize, reshape). If the scales on the two sides differ, it must requantize, which costs a kernel and precision.
-So all tensors joined by such operations form one group with one scale. Tensors that meet at one quantizer (the addends
-of a residual Add) are in one group too. Sources: NVIDIA-AI-IOT/yolo_deepstream,
+So all tensors joined by such operations form one group with one scale, and so do tensors that share a quantizer (the
+addends of a residual Add). Sources: NVIDIA-AI-IOT/yolo_deepstream,
 yolov7_qat/doc/Guidance_of_QAT_performance_optimization.md, and NVIDIA/Model-Optimizer, `get_concat_eliminated_tensors`.
 
-Nothing is guessed from names: the run records every operation on every tensor. Another such run tells which tensors are
-never negative, for an engine that takes these as unsigned integers.
+The run records every operation on every tensor, so names do not matter. Another such run finds the tensors that are never
+negative, for engines that take these as unsigned integers.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,7 @@ COMMUTING = {
     torch.Tensor.contiguous,
     torch.Tensor.__getitem__,
 }
-# Functions whose results are never negative, and functions that keep values so besides COMMUTING
+# Functions whose results are never negative, and functions that keep them so, besides COMMUTING
 CUT_AT_ZERO = {F.relu, F.relu6, F.hardsigmoid, F.sigmoid, torch.relu, torch.sigmoid}
 KEEP_THE_SIGN = COMMUTING | {F.adaptive_avg_pool2d, F.avg_pool2d, F.dropout}
 
@@ -102,7 +102,7 @@ class _Watch(TorchFunctionMode):
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         elif func is F.avg_pool2d:
             x, *settings = args
-            self.groups.find(x)  # keeps it alive, so that its identity is not used twice
+            self.groups.find(x)  # keeps it alive, so that no other tensor gets its identity
             first = self.pooled.setdefault((id(x), str((settings, sorted(kwargs.items())))), result)
             self.groups.join([first, result])
         return result

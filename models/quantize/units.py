@@ -1,6 +1,6 @@
-"""A unit of a network is a layer, a block or a convolution: it is judged, and kept in float, as a whole.
+"""Units of a network: layers, blocks or convolutions that are measured, and kept in float, as a whole.
 
-The name of a unit is its path. It has the quantized twins at that path and below it (see blocks.py).
+The name of a unit is its path. It contains the quantized twins at that path and below (see blocks.py).
 """
 
 import re
@@ -20,15 +20,15 @@ def within(path: str, unit: str) -> bool:
 
 
 def layer_of(model: nn.Module, path: str) -> tuple[str, nn.Module]:
-    """Find the layer (see network.layers) that `path` is, or lies in: its path, and itself."""
+    """Find the path and module of the layer (see network.layers) that is or contains `path`."""
     return next((at, layer) for at, layer in layers(model).items() if within(path, at))
 
 
 def _block(model: nn.Module, path: str) -> str:
     """Find the path of the block that the twin at `path` belongs to.
 
-    A layer that is built of blocks (ELAN, the head) keeps them in containers: its blocks are the parts that are none.
-    Any other layer is one block, and so is each layer of a classifier of torchvision.
+    A layer that is built of blocks (ELAN, the head) keeps them in containers: its blocks are the parts that are no
+    containers. Any other layer is one block, and so is each layer of a torchvision classifier.
     """
     unit, module = layer_of(model, path)
     names = path[len(unit) + 1 :].split('.') if path != unit else []
@@ -56,7 +56,7 @@ def find_units(model: nn.Module, twins: Collection[str], granularity: str) -> di
 
 
 def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
-    """Select the paths that `regex`, given with `flag`, matches from the start to the end or to a dot."""
+    """Select the paths that `regex`, given with `flag`, matches from their start up to their end or a dot."""
     try:
         pattern = re.compile(f'(?:{regex})(?:\\.|$)')
     except re.error as e:

@@ -1,7 +1,7 @@
-"""Networks of a YAML, built without memory for their weights, on the device `meta`.
+"""Build the network of a YAML on the device `meta`, without memory for its weights.
 
-A YAML of a few lines can ask for layers of terabytes. So a network is built this way first, and its parameters must be
-those of a checkpoint before anything is built for real.
+A YAML of a few lines can ask for layers of terabytes. So a network is built this way first, and its parameters must match
+a checkpoint's before it is built with memory.
 """
 
 import math
@@ -27,7 +27,7 @@ VALUES = 2**26  # in all maps of this image, at most
 
 
 class Weightless(TorchFunctionMode):
-    """Context in which tensors that will be filled take no memory; the few numbers that layers compute still do."""
+    """Context in which tensors for weights take no memory; the few numbers that layers compute still do."""
 
     made = torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn
 

@@ -1,11 +1,11 @@
-"""Shims that let upstream YOLOv9 run on current libraries, without a change of its files.
+"""Shims that let upstream YOLOv9 run on current libraries without changes to its files.
 
 patch_yolov9.sh puts a block at the top of upstream's `utils/__init__.py` and `models/__init__.py`, which calls
 `apply_before_upstream()`. The shims need torch, NumPy and Pillow, so they wait until the first module of upstream runs:
 our own commands import `utils.qat` long before, and `-h`, or a command that only reads an ONNX file, never needs them.
 
 One function per shim. Each returns True if it had something to do, and its docstring says when it can be deleted. Where
-possible it asks for the feature that it replaces, not for a version. Line numbers are of WongKinYiu/yolov9 at 5b1ea9a.
+possible it checks for the feature that it replaces, not for a version. Line numbers are of WongKinYiu/yolov9 at 5b1ea9a.
 Nothing here replaces a `forward` or assigns inside `torch.nn`.
 """
 
@@ -39,7 +39,7 @@ LOGGER = logging.getLogger('yolov9_qat.compat')
 
 
 def _folder(file: str) -> Path:
-    """Return the real folder of a file, which itself is not resolved: `patch_yolov9.sh --link` makes ours symlinks."""
+    """Return the real folder of a file without resolving the file itself: `patch_yolov9.sh --link` makes ours symlinks."""
     return Path(os.path.realpath(os.path.dirname(os.path.abspath(file))))
 
 
@@ -51,7 +51,7 @@ _fired: list[str] | None = None  # names of the shims that fired; None until app
 
 
 class BeforeUpstream:
-    """A finder, first on sys.meta_path, that finds nothing: it notices that a module of upstream is about to run."""
+    """A finder, first on sys.meta_path, that finds no module but notices when one of upstream is about to run."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
@@ -62,7 +62,7 @@ class BeforeUpstream:
 
 
 def apply_before_upstream() -> None:
-    """Have `apply` called when the first module inside upstream's `utils` or `models` is imported."""
+    """Arrange a call of `apply` at the import of the first module inside upstream's `utils` or `models`."""
     if _fired is None and BeforeUpstream not in sys.meta_path:
         sys.meta_path.insert(0, BeforeUpstream)
 
@@ -95,9 +95,9 @@ def stand_in(name: str, doc: str, **members: Any) -> types.ModuleType:
 
 
 def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
-    """Put a stand-in for an installed module into sys.modules, which imports the real one as soon as it is used.
+    """Put a stand-in for an installed module into sys.modules, which imports the real one at its first use.
 
-    `functions` may be asked for without an import; it comes with a call of one.
+    Access to `functions` does not import it, only a call does.
     """
 
     def real() -> types.ModuleType:
@@ -120,7 +120,7 @@ def stand_in_until_used(name: str, *functions: str) -> types.ModuleType:
 
 @contextmanager
 def imported_when_called(name: str, *functions: str) -> Iterator[None]:
-    """Context for an import of a library that needs no more than `functions` of the module `name`, which is slow to import."""
+    """Context for an import of a library that needs only `functions` of the module `name`, which is slow to import."""
     module = None if name in sys.modules else stand_in_until_used(name, *functions)
     try:
         yield
@@ -300,7 +300,7 @@ def numpy_float() -> bool:
     """
     import numpy as np
 
-    if 'float' in vars(np):  # not hasattr, for which NumPy 1.20 to 1.23 warn
+    if 'float' in vars(np):  # not hasattr, at which NumPy 1.20 to 1.23 warn
         return False
     np.float = float
     return True
@@ -341,7 +341,7 @@ def font_from_matplotlib() -> bool:
             return real(url, dst, *args, **kwargs)
         import matplotlib
 
-        # Renamed when whole: the processes of a training, and threads that plot, come here at once.
+        # Renamed when complete: the processes of a training, and plotting threads, run this at once.
         part = f'{dst}.{os.getpid()}.{threading.get_ident()}'
         shutil.copyfile(Path(matplotlib.get_data_path(), 'fonts', 'ttf', 'DejaVuSans.ttf'), part)
         os.replace(part, dst)
@@ -351,16 +351,16 @@ def font_from_matplotlib() -> bool:
 
 
 def settings_of_ones_own() -> bool:
-    """Keep upstream's settings, which are a font, in a folder of this process where there is no place for them at home.
+    """Keep upstream's settings (a font) in a folder of this process if the home folder has no place for them.
 
-    utils/general.py:150 (user_config_dir) takes /tmp/Ultralytics then, which every user of the machine shares: who comes
-    second may not write to it, and reads what another user put there. Delete when upstream takes a folder of the user's.
+    utils/general.py:150 (user_config_dir) otherwise takes /tmp/Ultralytics, which all users of the machine share: the second
+    user may not write to it, and reads the files of the first. Delete when upstream takes a folder of the user's.
     """
     if os.environ.get('YOLOV5_CONFIG_DIR') or os.access(os.path.expanduser('~/.config'), os.W_OK):
         return False
     folder = tempfile.mkdtemp(prefix='yolov9-qat-settings-')  # mode 700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ['YOLOV5_CONFIG_DIR'] = folder  # the processes that this one starts share it
+    os.environ['YOLOV5_CONFIG_DIR'] = folder  # child processes share it
     return True
 
 
@@ -461,7 +461,7 @@ def seaborn_when_used() -> bool:
 
 
 def torchvision_without_dynamo() -> bool:
-    """Import torchvision without torch._dynamo, of which it needs one function, and that only to pool regions.
+    """Import torchvision without torch._dynamo, of which it needs one function, only for roi_align.
 
     utils/general.py:31 imports torchvision. Since 0.16 torchvision/ops/roi_align.py imports torch._dynamo.utils: 2 s of each start.
     Delete when torchvision imports it inside the function.
@@ -478,8 +478,8 @@ def openmp_sleeps() -> bool:
 
     train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY,
     see threads.py. But GCC's OpenMP spins 100 times instead of 300000 while it has more threads than CPUs (its
-    manual, GOMP_SPINCOUNT), and each thread that computes gets threads of its own. So one more thread computes once,
-    and sleeps for ever with the threads that it got. Delete when upstream imports torch after utils.
+    manual, GOMP_SPINCOUNT), and each computing thread gets its own team of threads. So an extra thread computes once,
+    then sleeps for ever with its team. Delete when upstream imports torch after utils.
     """
     import torch
 

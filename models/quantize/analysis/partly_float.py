@@ -1,4 +1,4 @@
-"""A quantized model with parts in float: each part can change its form, and the layers before it are computed once."""
+"""Switch parts of a quantized model between float and INT8, and compute the layers before a part only once."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -25,7 +25,7 @@ FLOAT, INT8, ALONE = 'float', 'int8', 'alone'  # forms of a twin
 
 
 def untied(model: nn.Module) -> nn.Module:
-    """Copy the quantized `model` so that every place has its own quantizer, with the range that it shared."""
+    """Copy the quantized `model` so that no two modules share a quantizer; ranges stay."""
     model = deepcopy(model)
     for module in model.modules():
         for name, child in module._modules.items():
@@ -35,9 +35,9 @@ def untied(model: nn.Module) -> nn.Module:
 
 
 class TwinForms:
-    """The twins of a calibrated model (copied as `model`), by path, each in one of three forms. All begin in FLOAT.
+    """The twins of a copy of a calibrated model, by path, each in one of three forms. All start as FLOAT.
 
-    FLOAT: the float block, of `reference`. INT8: with the bias of the calibration, where the other blocks are INT8 too.
+    FLOAT: the block of `reference`. INT8: with the bias of the calibration, for a model whose other blocks are INT8 too.
     ALONE: INT8, with the bias for a model whose other blocks are float.
     """
 
@@ -52,15 +52,15 @@ class TwinForms:
         self.set_form(FLOAT)
 
     def learn_alone(self, shifts: Mapping[str, torch.Tensor]) -> None:
-        """Set the biases of the form ALONE, which take `shifts` back.
+        """Set the biases of the form ALONE, which cancel `shifts`.
 
-        A shift, [C] by path, is that of the mean of a convolution's outputs by its own roundings alone.
+        A shift, [C] by path, is how far a convolution's own rounding moves the mean of its outputs.
         """
         for path, biases in self.biases.items():
             biases[ALONE] = biases[FLOAT] - shifts[path].to(biases[FLOAT]) if path in shifts else biases[FLOAT]
 
     def set_form(self, form: str, paths: Iterable[str] | None = None) -> None:
-        """Bring the twins at `paths` into `form`; without paths all twins, and the biases of all convolutions."""
+        """Switch the twins at `paths` to `form`; without paths all twins, and the biases of all convolutions."""
         for path in paths or {**self.twins, **self.biases}:
             for name in self.twins[path].quantizer_names if path in self.twins else ():
                 getattr(self.twins[path], name)._disabled = form == FLOAT
@@ -74,7 +74,7 @@ def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Itera
     `x` is the output of the layer before `first`, or the images; `saved` has the outputs of all layers before, None for
     one that no later layer reads. A model of torchvision is run as a whole.
     """
-    if not hasattr(model, 'model'):  # of torchvision: its forward is its own
+    if not hasattr(model, 'model'):  # torchvision: each network has a forward of its own
         yield x, saved
         yield model(x), saved
         return

@@ -32,8 +32,8 @@ MEASURED = 10  # units with the highest estimate, which are measured
 class DivergenceEstimate:
     """An estimate of the divergence with one unit quantized, and with all but one: `add` batches, then take `result`.
 
-    All `forms` are FLOAT. `correcting`: the bias of a quantized convolution takes back the shift of the mean of its
-    outputs. `seed` is of the probes.
+    All `forms` are FLOAT. `correcting`: the bias of a quantized convolution cancels the shift of the mean of its
+    outputs. `seed`: of the probes.
     """
 
     def __init__(self, forms: TwinForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int) -> None:
@@ -55,9 +55,9 @@ class DivergenceEstimate:
         self.images = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, images: torch.Tensor, number: int) -> None:
-        """Add images, FP32 [B, 3, H, W] in 0..1, by one forward and one backward pass of the float model.
+        """Add images, FP32 [B, 3, H, W] in 0..1, with one forward and one backward pass of the float model.
 
-        The probes follow from `number`, of the batch over all processes.
+        `number`, of the batch over all processes, seeds the probes.
         """
         generator = torch.Generator().manual_seed(hash((self.seed, number)) % 2**63)
         for part in images.split(AT_ONCE):
@@ -70,7 +70,7 @@ class DivergenceEstimate:
 
     @contextlib.contextmanager
     def _places(self, found: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Let the backward pass add v · J δ of each twin's roundings to `found` ([B] by path), inside this context."""
+        """Context in which the backward pass adds v · J δ of each twin's rounding to `found` ([B] by path)."""
 
         def note(path: str, tensor: torch.Tensor, error: torch.Tensor) -> None:
             def add(gradient: torch.Tensor) -> None:
@@ -117,8 +117,8 @@ class DivergenceEstimate:
     def result(self) -> tuple[dict[str, Sequence[float]], dict[str, torch.Tensor]]:
         """Compute the estimates over all processes of a torchrun.
 
-        Returns unit → divergence if only it is quantized, and if all but it are; and path of a convolution → shift of
-        the mean of its outputs, FP64 [C].
+        Returns unit → divergence with only this unit quantized, and with all units but this one; and path of a convolution →
+        shift of the mean of its outputs, FP64 [C].
         """
         sums, weight, images = (all_reduce(x.clone()) for x in (self.sums, self.weight, self.images))
         values = (sums / 2 / weight).t().tolist()
@@ -130,7 +130,7 @@ def unit_costs(
 ) -> dict[str, tuple[int, int]]:
     """Count the FLOPs (2 per multiply-add) and parameters of the convolutions and linear layers of each unit.
 
-    Under '' are those of the whole model. `imgsz` is height and width in pixels.
+    The key '' has the whole model's. `imgsz` is height and width in pixels.
     """
     flops: dict[str, int] = {}
 
@@ -172,8 +172,8 @@ def analyse(
 ) -> dict[str, Any]:
     """Estimate the cost of INT8 in each unit of `model`, and measure it for the worst units; for all with --metric ap.
 
-    `loader` (loaders.val_loader) has the share of this process of a torchrun. `corrected`: so are the biases of
-    `model`. `times` gets the seconds of 'estimate' and 'measure'. Returns plain values for
+    `loader` (loaders.val_loader) has this process's share of a torchrun. `corrected`: the biases of `model` are corrected.
+    `times` gets the seconds of 'estimate' and 'measure'. Returns plain values for
     summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
     """
     start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""SQNR, in dB, is the ratio of signal to quantization noise in the outputs of the head.
+"""SQNR in dB: the ratio of signal to quantization noise in the outputs of the head.
 
     SQNR = 10 log10( sum of t² / sum of (s - t)² )
 
 The sums are over images, positions and channels of the head's outputs (see head_outputs.py); t comes from the float
 model, and s from the quantized model on the same images. Each part (boxes, classes, coefficients and prototypes of
 masks) has its own SQNR. Otherwise the large negative logits of the background would hide the rest. 6 dB more is half
-the noise. Chance moves SQNR far less than AP: the first COMPARED images suffice.
+the noise amplitude. Chance moves SQNR far less than AP: the first COMPARED images suffice.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def decibels(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 class ComparedModel(TorchModel):
     """A quantized model that compares the outputs of its head with the float model's while it predicts.
 
-    Of a detector it compares the first COMPARED images: on all of them, the float model would take a large part of
-    every evaluation. A classifier's agreement is a figure of all images.
+    With a detector it compares only the first COMPARED images, because the float model would otherwise take a large part of
+    every evaluation. With a classifier it compares all images.
     """
 
     def __init__(self, model: nn.Module, reference: nn.Module) -> None:
@@ -76,12 +76,12 @@ class ComparedModel(TorchModel):
         return self.task.predictions(output)
 
     def distance(self) -> dict[str, float]:
-        """Compute classes.distance of a classifier from the float model over all images so far; nothing of a detector."""
+        """Compute classes.distance of a classifier from the float model over all images so far; {} for a detector."""
         if self.task.boxes:
             return {}
         same, apart, images = all_reduce(self.apart.clone()).tolist()
         return {'agreement': same / images, 'divergence': apart / images}
 
     def sqnr(self) -> dict[str, float]:
-        """Compute the SQNR of each part in dB, over all images compared so far (under torchrun of all processes)."""
+        """Compute the SQNR of each part in dB, over all images compared so far, by all processes of a torchrun."""
         return decibels(all_reduce(self.sums.clone()), self.task.parts)

@@ -1,1 +1,1 @@
-"""Calibration: a float model becomes a quantized one whose quantizers have ranges."""
+"""Calibration: quantize a float model, and choose the ranges of its quantizers."""

@@ -1,9 +1,9 @@
-"""The search for the amax with the least loss, for the histograms of all quantizers at once.
+"""Search the amax with the least loss, for the histograms of all quantizers at once.
 
 Each search takes `counts`, FP64 [Q, N]: a row is the histogram of |x| of a quantizer, and bin j has the values in [j, j
-+ 1). It returns the amax of each row, FP64 [Q], in bins. The width of a bin differs from row to row, but the search
-does not need it: every candidate is a whole number of bins. So one table of INT8 cells serves all rows, and the sum
-over the bins of a cell is a difference of running sums.
++ 1). It returns the amax of each row, FP64 [Q], in bins. Every candidate is a whole number of bins, so the search needs no
+bin widths, although they differ from row to row. One table of INT8 cells serves all rows, and the sum over the bins of
+a cell is a difference of running sums.
 
 Source of the criteria: Wu et al., "Integer Quantization for Deep Learning Inference" (arXiv:2004.09602), section 5.
 """

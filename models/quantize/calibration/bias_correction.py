@@ -1,8 +1,8 @@
-"""Bias correction: rounding moves the mean of a convolution's outputs, and its bias takes this shift back at no cost.
+"""Bias correction: rounding moves the mean of a convolution's outputs, and a new bias cancels this shift at no cost.
 
-Only the error of a convolution's own rounding (of input and weights) is taken back. It is measured on the inputs in the
-quantized model, and taken back as far as it is the same on all images. Errors of earlier layers stay: they differ from
-image to image, and their mean over a few images is chance (docs/calibration.md). Sources: Nagel et al., "Data-Free
+Only the error of a convolution's own rounding (of input and weights) is corrected. It is measured on the inputs in the
+quantized model, and corrected as far as it is the same on all images. Errors of earlier layers stay: they differ from
+image to image, and their mean over a few images is chance. Sources: Nagel et al., "Data-Free
 Quantization Through Weight Equalization and Bias Correction" (arXiv:1906.04721), section 4.2, on the correction; James
 and Stein, "Estimation with Quadratic Loss" (1961), on shrinking an estimate by its variance.
 """
@@ -19,33 +19,33 @@ from models.quantize.quantizers import RoundedOnce
 
 
 def quantized_convs(model: nn.Module) -> list[tuple[str, QuantConv2d]]:
-    """List the quantized convolutions that have a bias, each with its path."""
+    """List the quantized convolutions that have a bias, with their paths."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, QuantConv2d) and m.bias is not None]
 
 
 def read_by(kernel: int, stride: int, dilation: int, size: int) -> torch.Tensor:
-    """Tell which pixels a row of a kernel reads: FP32 [kernel, size], 1 / number of places where it reads one, else 0."""
+    """Tell which pixels each row of a kernel reads: FP32 [kernel, size], 1 / number of output places if read, else 0."""
     steps = torch.arange(size) - dilation * torch.arange(kernel)[:, None]
     places = (size - dilation * (kernel - 1) - 1) // stride + 1
     return ((steps >= 0) & (steps < places * stride) & (steps % stride == 0)) / places
 
 
 def mean_window(conv: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """Average the windows that a convolution reads at the places of an image: FP32 [B, C, H, W] → [B, C, k, k].
+    """Average the windows that a convolution reads over all places of an image: FP32 [B, C, H, W] → [B, C, k, k].
 
-    A convolution is linear: of this one window it gives the mean of its outputs, at the cost of a single place.
+    A convolution is linear: this one window yields the mean of its outputs, at the cost of a single place.
     """
     x = F.pad(
         x, conv._reversed_padding_repeated_twice, 'constant' if conv.padding_mode == 'zeros' else conv.padding_mode
     )
     rows, columns = (read_by(*of).to(x) for of in zip(conv.kernel_size, conv.stride, conv.dilation, x.shape[2:]))
-    of_rows = rows @ x.permute(0, 2, 3, 1).flatten(2)  # no copy on a CPU, where maps lie channels last
+    of_rows = rows @ x.permute(0, 2, 3, 1).flatten(2)  # no copy on a CPU, where maps are channels-last
     return (columns @ of_rows.unflatten(2, (x.shape[3], -1))).permute(0, 3, 1, 2)
 
 
 @torch.no_grad()
 def own_errors(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Measure how far the roundings of each quantized convolution move the mean of its own outputs.
+    """Measure how far each quantized convolution's rounding moves the mean of its own outputs.
 
     `batches` are images, FP32 [B, 3, H, W] in 0..1 on the model's device. Returns path of a convolution → shift of the
     mean over the places of an image, FP32 [images, C].
@@ -77,11 +77,11 @@ def shrunk_mean(errors: torch.Tensor) -> torch.Tensor:
 
 
 def own_shifts(model: nn.Module, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Measure the shifts [C] that `correct_biases` takes back, by path; arguments as in `own_errors`."""
+    """Measure the shifts [C] that `correct_biases` cancels, by path; arguments as in `own_errors`."""
     return {path: shrunk_mean(errors) for path, errors in own_errors(model, batches).items()}
 
 
 def correct_biases(model: nn.Module, biases: Mapping[str, torch.Tensor], shifts: Mapping[str, torch.Tensor]) -> None:
-    """Set the bias of each convolution to its original one minus its shift, if it has one: both [C] by path."""
+    """Set each convolution's bias to `biases` minus its shift, if it has one; both are [C] by path."""
     for path, bias in biases.items():
         model.get_submodule(path).bias.data.copy_(bias - shifts[path] if path in shifts else bias)

@@ -1,8 +1,7 @@
-"""Calibration gives every quantizer its amax: un-augmented images go in, ranges come out.
+"""Set the amax of every quantizer from un-augmented images.
 
-Activations: each quantizer has one histogram of |x|. It is collected on the model's device, and the host does not wait
-for the device. Then one search finds the amax of every histogram at once. Weights: the amax of an output channel is its
-largest magnitude.
+Activations: each quantizer collects a histogram of |x| on the model's device, and the host does not wait. Then one search
+finds the amax of all histograms at once. Weights: the amax of an output channel is its largest magnitude.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +25,9 @@ HISTC_CHUNK = 1 << 24  # values: torch.histc counts in FP32, which is exact up t
 class Histogram:
     """Histogram of |x| with BINS bins over [0, limit); the limit is a power of two and grows with the data.
 
-    So a histogram grows without error, because neighbouring bins are added, and histograms of different data have an
-    exact sum. The limit stays on the device with the counts: to read it, the host would have to wait. A value that is
-    not finite is not counted, but `largest` shows it. The class follows the calibrator protocol of pytorch_quantization
-    (`collect`).
+    So growth only adds neighbouring bins, which is exact, and histograms of different data have an exact sum. The limit
+    stays on the device with the counts: to read it, the host would have to wait. Values that are not finite are not
+    counted, but `largest` shows them. The class follows the calibrator protocol of pytorch_quantization (`collect`).
 
     Attributes:
         least: a smaller value counts as this one.
@@ -65,7 +63,7 @@ class Histogram:
         return -self.ends[0], self.ends[1]
 
     def grow(self, exponent: torch.Tensor) -> None:
-        """Raise the limit to 2 ** `exponent`, INT32 [], which is not below the present exponent."""
+        """Raise the limit to 2 ** `exponent`, INT32 [], which must not be below the present exponent."""
         index = self.bins >> (exponent - self.exponent).clamp(max=BITS)
         self.counts = torch.zeros_like(self.counts).index_add_(0, index, self.counts)
         self.exponent = exponent
@@ -99,17 +97,14 @@ def bin_width(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def in_memory_order(x: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the values of `x` as a vector, in the order in which `like` (default: `x`) lies in the memory.
-
-    A tensor that is dense in this order is not copied.
-    """
+    """Flatten `x` in the memory order of `like` (default: `x`), without a copy if it is dense in this order."""
     return x.permute(sorted(range(x.dim()), key=(x if like is None else like).stride, reverse=True)).flatten()
 
 
 def count_per_bin(x: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Count |x| (FP32 [n]) in each bin, by their width, a power of two (FP32 []): FP64 [BINS].
+    """Count |x| (FP32 [n]) in bins whose `width` is a power of two (FP32 []): FP64 [BINS].
 
-    A value that is not finite is counted in the first bin or in none.
+    A value that is not finite counts in the first bin or in none.
     """
     x = x * width.reciprocal()  # exact, because it is a power of two; a division takes longer
     if x.is_cuda:  # torch.bincount would wait for the device to learn the size of its result
@@ -128,7 +123,7 @@ def calibrate_weights(model: nn.Module) -> None:
 
 
 def require_values(histograms: Mapping[str, Histogram]) -> None:
-    """Raise QatError for histograms, by path, that saw a value that is not finite, no value at all, or only zeros."""
+    """Raise QatError if a histogram, by path, saw a value that is not finite, no value, or only zeros."""
     largest = dict(zip(histograms, torch.stack([h.largest for h in histograms.values()]).tolist()))
     broken = [name for name, value in largest.items() if not value < float('inf')]
     if broken:
@@ -181,7 +176,7 @@ def collect_histograms(model: nn.Module, batches: Iterable[torch.Tensor]) -> dic
 
 
 def set_ranges(model: nn.Module, ranges: Mapping[str, torch.Tensor], histograms: Mapping[str, Histogram]) -> None:
-    """Set the range of quantizers, by path, to an amax, FP32 []; their histograms know the ends of the values."""
+    """Set the ranges of quantizers, by path, to an amax, FP32 []. Their histograms have the smallest and largest values."""
     quantizers = dict(named_quantizers(model))
     for path, amax in ranges.items():
         quantizers[path].set_amax(amax, *histograms[path].limits)

@@ -1,9 +1,9 @@
-"""The choice of a calibration: each one is tried, and the one with the least divergence from the float model is kept.
+"""Try each calibration, and keep the one with the least divergence from the float model.
 
 No criterion for the range of a single tensor is best for all models: clipping of large values helps one model and harms
 the next. The same is true of bias correction. Only the effect on the detections counts, and it can be measured on a few
-images without labels. Nothing is fitted to the images of this measurement. docs/calibration.md has the measurements
-behind the numbers below.
+images without labels. Nothing is fitted to the images of this measurement. docs/measured/calibration_ways.csv has
+measurements of all calibrations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,14 +36,14 @@ Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of co
 
 
 def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Split batches of one shape into two sets: every third image, and the other images. A single image is in both."""
+    """Split batches of one shape into two sets: every third image, and all others. A single image is in both."""
     images, size = torch.cat(batches), len(batches[0])
     others = torch.tensor([i for i in range(len(images)) if i % 3 or len(images) == 1])
     return images[::3].split(size), images[others].split(size)
 
 
 def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
-    """Tell whether a divergence is larger beyond chance; by the logarithms of the same images, FP64 [images]."""
+    """Tell whether a divergence is larger than the best beyond chance. Both are logarithms for the same images, FP64 [images]."""
     behind = logs - best
     if len(behind) == 1:
         return False
@@ -56,11 +56,10 @@ def race(
     measure: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]],
     progress: Callable[..., Iterable[str]],
 ) -> dict[str, float]:
-    """Measure calibrations on the first of two parts, and on the second those that are not clearly behind.
+    """Measure calibrations on the first of two parts; drop those clearly behind, and measure the others on the second too.
 
-    `measure` takes a name and a part, see divergence.log_divergences. Returns name → typical divergence. For a dropped
-    calibration it is the leader's, times the ratio of both on the first part. So the least one was measured on both
-    parts.
+    `measure` takes a name and a part, see divergence.log_divergences. Returns name → typical divergence. A dropped
+    calibration gets the leader's divergence times their ratio on the first part, so it never becomes the least.
     """
     first = {name: measure(name, parts[0]) for name in progress(names, 'comparing', unit='calibrations')}
     leader = min(first, key=lambda name: first[name][0].mean())
@@ -83,9 +82,9 @@ def ranges_by(
     fitting: Sequence[torch.Tensor],
     config: CalibrationConfig,
 ) -> Tensors:
-    """Find the amax (FP32 []) of each activation quantizer, by path, by one method; not 'auto'.
+    """Find the amax (FP32 []) of each activation quantizer, by path, with one method other than 'auto'.
 
-    The biases of `model` are those of the float model. `fitting` are images for 'fisher', FP32 [B, 3, H, W] in 0..1.
+    `model` still has the float model's biases. `fitting` are images for 'fisher', FP32 [B, 3, H, W] in 0..1.
     """
     if method == 'fisher':
         return fisher_amax(model, histograms, fitting, config)
@@ -100,17 +99,17 @@ def choose_calibration(
     config: CalibrationConfig,
     progress: Callable[..., Iterable[str]] = unshown,
 ) -> tuple[dict[str, float], str, bool, dict[str, int]]:
-    """Calibrate `model` in place, in each way that `config` allows, and keep the way with the least divergence.
+    """Calibrate `model` in place, in every way that `config` allows, and keep the way with the least divergence.
 
     The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
-    with corrected biases too. Without a known head (see head_outputs.py) nothing can be compared: then 'auto' is the
-    first of CANDIDATES, and config.bias_correction alone decides about the biases.
+    with corrected biases too. Models without a known head (see head_outputs.py) cannot be compared: for them 'auto' is
+    the first of CANDIDATES, and config.bias_correction alone decides about the biases.
 
     `images` are batches of one shape, FP32 [B, 3, H, W] in 0..1, the same in every process of a torchrun. 'fisher' and
     the corrections are fitted to every third image, and the others compare. `progress` is called as log.bar is.
 
-    Returns the divergences that were compared (method, or method + CORRECTED → divergence), the method that is kept,
-    whether its biases are corrected, and `raised_ranges`. Raises QatError if a histogram gives no amax (see
+    Returns the compared divergences (method, or method + CORRECTED → divergence), the chosen method, whether its biases
+    are corrected, and `raised_ranges`. Raises QatError if a histogram gives no amax (see
     `require_values`), or if 'fisher' meets an unknown head.
     """
     require_values(histograms)

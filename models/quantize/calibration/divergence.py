@@ -1,13 +1,12 @@
-"""The divergence tells how far the detections of a model are from the detections of the float model.
+"""Divergence of a model's detections from the float model's.
 
-Calibrations are chosen by it, and units are judged by it. It is a Kullback-Leibler divergence, summed over every place
-of the head. Three parts count at a place: the scores of the classes, the distances to the four sides of the box (the
-mean of the four), and the points of the mask (the mean inside the float model's box). The last two have a weight, the
-float model's best score at that place. The sum is divided by the sum of these weights, which is near the number of
-places with an object.
+It chooses calibrations and ranks units. It is a Kullback-Leibler divergence, summed over every place of the head. Three
+parts count at a place: the scores of the classes, the distances to the four sides of the box (the mean of the four), and
+the points of the mask (the mean inside the float model's box). The last two have a weight, the float model's best score
+at that place. The sum is divided by the sum of these weights, which is near the number of places with an object.
 
-A few images can have most of the sum: their detections are doubtful, and every rounding moves them. So calibrations are
-compared by `typical_divergence`, in which every image counts the same. Units are judged by the sum over all images.
+A few images with doubtful detections, which every rounding moves, can make up most of the sum. So calibrations are
+compared by `typical_divergence`, in which every image counts the same. Units are ranked by the sum over all images.
 """
 
 from collections.abc import Sequence
@@ -36,10 +35,10 @@ def split_map(raw: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def strongest_places(raw: HeadOutputs, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the places with the highest scores, where masks count, and the weights of the points of these masks.
+    """Find the places with the highest scores, whose masks count, and the weights of the points of these masks.
 
-    Places are INT64 [B, K], and weights [B, K, H / 4, W / 4]: inside the box the score divided by the number of points
-    in the box, outside 0.
+    Places are INT64 [B, K]. Weights are [B, K, H / 4, W / 4]: inside the box the score divided by the number of points in
+    the box, outside 0.
     """
     scores, places = (
         torch.cat([split_map(m, bins)[1].flatten(2) for m in raw.maps], 2)

@@ -1,8 +1,8 @@
-"""The Fisher information of the head's outputs says how much a rounding error matters to the detections.
+"""Fisher information of the head's outputs: it says how much a rounding error matters to the detections.
 
-To second order, the divergence of the outputs (see divergence.py) is half the square of their change, and the metric is
-their Fisher information. Let v be a random vector whose covariance is that information: the mean of (v · change)² is
-the square. So one backward pass from v shows, at every place that is rounded, how much its values matter. Sources:
+To second order, the divergence of the outputs (see divergence.py) is half their squared change, measured with the Fisher
+information F as metric. If a random vector v has the covariance F, the mean of (v · change)² is this square. So one
+backward pass from v shows, at every place that is rounded, how much its values matter. Sources:
 Martens, "New Insights and Perspectives on the Natural Gradient Method" (arXiv:1412.1193), section 5, on the metric;
 Yuan et al., "PTQ4ViT" (arXiv:2111.12293), section 3.3, on ranges by squared gradients.
 """
@@ -35,9 +35,9 @@ def probe_bernoulli(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 def probe(maps: Sequence[torch.Tensor], bins: int, draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Draw a random v for each raw map of a head; its covariance is the Fisher information of the map.
 
-    The variables have the weights of divergence.py: a class is a Bernoulli variable, and the distance to a side is a
-    categorical variable with a weight. Maps are FP32 [B, 4 bins + classes, H, W] per level. Returns the vectors, of
-    their shapes, and the weight, FP32 []: the divergence is relative to it.
+    As in divergence.py, a class is a Bernoulli variable, and the distance to a side is a categorical variable with a
+    weight. Maps are FP32 [B, 4 bins + classes, H, W] per level. Returns the vectors, in the shapes of the maps, and the
+    weight, FP32 [], to which the divergence is relative.
     """
     vectors, weights = [], 0.0
     for raw in maps:
@@ -67,8 +67,8 @@ def probe_masks(raw: HeadOutputs, bins: int, draw: Draw) -> tuple[torch.Tensor, 
 def backward_from_probe(model: nn.Module, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Run a forward pass, and a backward pass from a probe of the outputs; hooks of the caller see the gradients.
 
-    The model is in eval mode, with a known head (see head_outputs.py); the images are FP32 [B, 3, H, W] in 0..1; the
-    generator, from which the probe follows, is of the CPU. Returns the weight, see `probe`.
+    The model is in eval mode, with a known head (see head_outputs.py). Images are FP32 [B, 3, H, W] in 0..1. A generator
+    of the CPU draws the probe. Returns the weight, see `probe`.
     """
 
     def draw(shape: Sequence[int]) -> torch.Tensor:
@@ -97,12 +97,11 @@ def fisher_amax(
     images: Sequence[torch.Tensor],
     config: CalibrationConfig,
 ) -> dict[str, torch.Tensor]:
-    """Find the amax of each activation quantizer with the least sum of (gradient · error)²: detections change least.
+    """Find the amax of each activation quantizer with the least sum of (gradient · error)², which changes detections least.
 
-    The sum treats each rounding error as if it were alone. The candidates lie between 0.8 times the smaller amax of
-    'mse' and 'l3' and the largest value. The biases of `model` are still those of the float model; `images` are
-    batches, FP32 [B, 3, H, W] in 0..1; of `config` seed and percentile are read. Returns path of a quantizer → amax,
-    FP32 [].
+    The sum treats rounding errors as independent. The candidates lie between 0.8 times the smaller amax of 'mse' and
+    'l3' and the largest value. `model` still has the float model's biases. `images` are batches, FP32 [B, 3, H, W] in
+    0..1. `config` gives seed and percentile. Returns path of a quantizer → amax, FP32 [].
     """
     least = torch.minimum(*(histogram_amax(histograms, method, config) for method in ('mse', 'l3'))) * 0.8
     ratio = histogram_amax(histograms, 'max', config) / least

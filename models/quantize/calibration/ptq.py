@@ -1,4 +1,4 @@
-"""Post-training quantization (PTQ): a float model becomes a calibrated quantized model; blocks may stay in float."""
+"""Post-training quantization (PTQ): make a calibrated quantized model of a float model; blocks may stay in float."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
@@ -20,7 +20,7 @@ from utils.qat.data.loaders import Images, spread_images
 from utils.qat.run.sensitivity_summary import by_distortion_per_flop, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
-COMPARED = 36  # calibration images by which a calibration is chosen: a third is fitted to, the others compare
+COMPARED = 36  # calibration images that choose a calibration: a third to fit, the others to compare
 
 T = TypeVar('T')
 
@@ -61,7 +61,7 @@ def calibrated(
     """Make a calibrated quantized copy of a fused float model; `keep_float` has paths, see convert.find_twins.
 
     Returns plain values for the report too: 'method', 'biases' ('all' or 'none' were corrected), and 'divergence', the
-    divergences that were compared. `progress` is called as log.bar is. Raises QatError, see `prepare` and
+    compared divergences. `progress` is called as log.bar is. Raises QatError, see `prepare` and
     `choose_calibration`.
     """
     model = deepcopy(reference)
@@ -104,8 +104,8 @@ class FloatBlocks:
     def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'FloatBlocks':
         """Choose the blocks of the fused float model `reference` by --exclude, --only and --keep-float.
 
-        `source` is the SHA-256 of its file, in hex digits. Raises QatError if a setting names blocks or units that the
-        model or the summary does not have, or nothing is left to quantize.
+        `source` is the SHA-256 of the model's file, in hex digits. Raises QatError if a setting names blocks or units that
+        the model or the summary lacks, or if nothing is left to quantize.
         """
         target = load_target(config.target)
         twins = list(find_twins(reference, target))
@@ -131,12 +131,12 @@ class FloatBlocks:
 def within_budget(
     blocks: FloatBlocks, budget: float, attempt: Callable[[FloatBlocks], tuple[float, T]]
 ) -> tuple[FloatBlocks, T]:
-    """Find the fewest float blocks that keep a budget of lost AP, in points (0.01).
+    """Find the fewest float blocks that keep the loss of AP within `budget`, in points (0.01).
 
-    Units of blocks.summary are added to `blocks` in the order of their cost per FLOP. Their number doubles until the
-    budget is kept; then the search goes on between the last two numbers. `attempt` quantizes all but these blocks, and
-    returns the points lost (0 for a loss within chance) and any result, which is returned with the blocks. Raises
-    QatError if no number of units keeps the budget.
+    Add units of blocks.summary to `blocks` in the order of their cost per FLOP. Double their number until the budget is
+    kept, then bisect between the last two numbers. `attempt` quantizes all but these blocks, and returns the points lost (0
+    for a loss within chance) and any result, which is returned with the blocks. Raises QatError if no number of units
+    keeps the budget.
     """
     order = by_distortion_per_flop(blocks.summary)
     lost: dict[int, float] = {}  # number of units → points lost

@@ -1,8 +1,8 @@
-"""Quantization-aware fine-tuning (QAT): the quantized student learns to repeat the float teacher, layer by layer.
+"""Quantization-aware fine-tuning (QAT): the quantized student learns to reproduce the float teacher, layer by layer.
 
 The student starts as the teacher plus rounding noise, and the target of every layer is the output of the teacher's
-layer. So labels are needed only for --task-loss. Inside their range the fake-quantizers pass gradients straight
-through. Scales stay as calibrated.
+layer. So only --task-loss needs labels. Fake-quantizers pass gradients straight through inside their range. Scales stay
+as calibrated.
 """
 
 import math
@@ -22,7 +22,7 @@ from utils.qat.config.qat import QuantizeConfig
 from utils.qat.core.distributed import take_from_first
 from utils.qat.core.errors import QatError
 
-LOOK_EVERY = 50  # steps between two checks of the device; a check waits for it
+LOOK_EVERY = 50  # steps between two checks of the device; the host waits for each check
 
 
 class UnfitState(QatError):
@@ -49,9 +49,9 @@ def supervised_layers(model: nn.Module, stride: int) -> list[int]:
 
 
 def learning_rate_share(step: int, total: int) -> float:
-    """Compute the share, 0..1, of the highest learning rate at a step from 0.
+    """Compute the learning rate at a step (from 0) as a share, 0..1, of the highest.
 
-    It rises over the first 5 % and falls along a cosine.
+    It rises over the first 5 % of the steps, then falls along a cosine.
     """
     return min((step + 1) / max(1, 0.05 * total), 0.5 + 0.5 * math.cos(math.pi * step / total))
 
@@ -64,18 +64,18 @@ def finetune(
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,
 ) -> Iterator[Epoch]:
-    """Fine-tune `student` in place, and yield each epoch when it ends: the caller can score and save the student.
+    """Fine-tune `student` in place, and yield after each epoch, so that the caller can score and save the student.
 
     Under torchrun each process has its own loader. All loaders have the same length, and a step follows the mean of the
     gradients of all processes. Raises UnfitState if `after` does not fit, and QatError if the loss or a gradient is not finite:
-    that step is not taken, and the message names the first layer or parameter.
+    the step is skipped, and the message names the first layer or parameter.
 
     Args:
         student: calibrated, fused.
         teacher: the float model.
         loader: sized and re-iterable over images, FP32 [B, 3, H, W] in 0..1 on the model's device. With
             config.task_loss it gives (images, labels) or (images, labels, masks).
-        config: how to learn.
+        config: settings of the fine-tuning.
         progress: wraps the iterator of batches, such as tqdm; it also takes the number of the epoch and the number of
             batches.
         after: the last epoch of an interrupted fine-tuning. It is yielded again, with its weights in `student`, and the

@@ -1,4 +1,4 @@
-"""The loss of the fine-tuning: a layer of the student against the same layer of the float model."""
+"""The loss of the fine-tuning: a layer's outputs of the student against those of the float model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def _energy(x: torch.Tensor) -> torch.Tensor:
 
 
 class _SquaredError(torch.autograd.Function):
-    """Sum of (student - teacher)² of each image, FP32 [B]; the difference is kept in the student's precision."""
+    """Sum of (student - teacher)² of each image, FP32 [B]; the difference stays in the student's precision."""
 
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -46,9 +46,9 @@ def _error_and_energy(student: torch.Tensor, teacher: torch.Tensor) -> torch.Ten
 def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Compute |outputs - targets| / |targets| of one layer, the mean over the images: [B, ...] of each tensor → FP32 [].
 
-    The error is relative, so that no layer drowns the others. It has a root and is computed image by image, because
-    some images have values far beyond the calibrated ranges. The clipped part of these values cannot be learnt, and it
-    would otherwise be most of the loss.
+    The error is relative, so that no layer dominates the loss. It is a root, computed image by image, because some images
+    have values far beyond the calibrated ranges. The clipped part of these values cannot be learnt, and would otherwise
+    make up most of the loss.
     """
     error, energy = torch.stack([_error_and_energy(s, t) for s, t in zip(outputs, targets)]).sum(0).unbind(1)
     return (error / energy.clamp(min=1e-12) + TINY).sqrt().mean()

@@ -1,9 +1,9 @@
-"""One step of fine-tuning: images → loss, gradients, clipped update. The host orders the work and does not wait for it.
+"""One step of fine-tuning: images → loss, gradients, clipped update. The host queues the work and does not wait for it.
 
-A value that is not finite must not reach the weights. To ask the device after every step would stall it. So the device
-itself tells the optimizer to skip the step (`found_inf` of fused Adam) and all later steps, and the host looks from
-time to time. With FP16 the loss is multiplied by a power of two that follows the gradients, as in GradScaler, but on
-the device.
+A value that is not finite must not reach the weights, but a query after every step would stall the device. So the device
+itself tells the optimizer to skip this step and all later ones (`found_inf` of fused Adam), and the host checks from
+time to time. With FP16 the loss scale is a power of two that adapts to the gradients, as in GradScaler, but on the
+device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ MAX_NORM = 10.0  # of the gradient
 LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good steps after which it doubles
 LABELS = 'labels'  # a term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
-WARM_UP = 3  # steps before a CUDA graph is recorded: in them libraries choose kernels and allocate memory
+WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
 
 
 class NotFinite(Exception):
@@ -55,7 +55,7 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _watched(
     model: nn.Module, layers: Sequence[int], see: Callable[[int, list[list[torch.Tensor]]], None]
 ) -> Iterator[None]:
-    """Call `see(layer, its outputs)` after each of these top-level layers, in this context; see `output_parts`."""
+    """Context that calls `see(layer, its outputs)` after each of these top-level layers; see `output_parts`."""
 
     def hook(index: int) -> Callable[..., None]:
         return lambda module, inputs, output: see(index, output_parts(output))
@@ -71,7 +71,7 @@ def head_emits_raw_maps(model: nn.Module) -> None:
     Batch norms are fused away, so the training mode changes nothing else. A classifier returns raw scores anyway.
     """
     model.eval()
-    head_of(model).training = True  # a classifier's last layer does not ask
+    head_of(model).training = True  # changes nothing in a classifier's last layer
 
 
 class Adam(torch.optim.Adam):
@@ -121,7 +121,7 @@ class TrainingStep:
         self.device, self.dtype = next(student.parameters()).device, DTYPES[amp]
         self.cuda = self.device.type == 'cuda'
         self.amp = amp != 'off'
-        # Tensor cores read channels last, and would transpose any other tensor twice. A CPU is faster so too, see channels_last
+        # Tensor cores read channels-last, and would transpose any other tensor twice. A CPU is faster too, see channels_last
         self.format = torch.channels_last if self.amp or not self.cuda else torch.contiguous_format
         if self.amp:
             self.teacher = deepcopy(teacher).to(self.dtype)  # so its weights are not cast at each step
@@ -136,7 +136,7 @@ class TrainingStep:
         self.optimizer = Adam(self.parameters.values(), lr=rate, **options)
         self.loss_scale = torch.tensor(LOSS_SCALE, device=self.device) if amp == 'fp16' else None
         self.good_steps = torch.zeros((), device=self.device)  # since the loss scale changed
-        self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, no step is taken any more
+        self.at_fault = torch.zeros((), dtype=torch.bool, device=self.device)  # once set, all later steps are skipped
         self.learning: Any = None  # names of the parameters that the loss reaches, known after the first step
         # Loss, terms of the layers, norms of the gradients: from the last step, or from the first step at fault
         self.seen: Any = None
@@ -159,7 +159,7 @@ class TrainingStep:
     def state_dict(self) -> dict[str, Any]:
         """Copy the state that later steps depend on to the CPU, without the learning rate, which the caller sets.
 
-        'tensors' has name → tensor; 'optimizer' has number of a parameter → Adam's state of it, by the names MOMENTS.
+        'tensors': name → tensor. 'optimizer': number of a parameter → its state in Adam, by the names MOMENTS.
         """
         state = self.optimizer.state_dict()['state']
         return {'tensors': _copies(self._tensors()), 'optimizer': {i: _copies(moments) for i, moments in state.items()}}
@@ -220,7 +220,7 @@ class TrainingStep:
 
         def see(layer: int, outputs: list[list[torch.Tensor]]) -> None:
             pairs[layer] = outputs, targets.pop(layer)
-            # With AMP at once, so that no outputs are kept. Not in FP32: there gradients keep their order of summation
+            # With AMP compare at once, so that no outputs are kept. In FP32 wait, so that gradients keep their order of summation
             if self.amp:
                 terms[layer] = self._term(*pairs.pop(layer))
 
@@ -250,7 +250,7 @@ class TrainingStep:
         skip = self._clip_and_judge(loss, terms)
         if self.cuda:
             self.optimizer.found_inf = skip.float()
-        else:  # a CPU: to wait costs nothing, and its Adam cannot skip a step
+        else:  # CPU: a check costs nothing, and its Adam cannot skip a step
             self.check()
         self.optimizer.step()
         return loss
@@ -259,8 +259,8 @@ class TrainingStep:
     def _average(self, loss: torch.Tensor, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Average gradients (in place), loss and terms (returned) over the processes of a torchrun.
 
-        One exchange carries all of them, so every process judges and learns the same: a value that is not finite on one
-        makes the mean not finite.
+        One exchange carries all of them, so every process decides and learns the same: if a value is not finite on one
+        process, the mean is not finite.
         """
         if world_size() == 1:
             return loss, terms
@@ -272,7 +272,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def _clip_and_judge(self, loss: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-        """Unscale and clip the gradients and note a fault; return a flag on the device: skip this step."""
+        """Unscale and clip the gradients and note a fault; return a flag on the device that skips this step."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients))
         scale = norms.new_ones(()) if self.loss_scale is None else self.loss_scale
@@ -311,10 +311,10 @@ class TrainingStep:
 
 
 class GraphedStep:
-    """A TrainingStep, on a GPU and capturable, that is recorded as one CUDA graph and replayed.
+    """A capturable TrainingStep on a GPU, recorded as one CUDA graph and replayed: one launch instead of thousands.
 
-    It is one launch instead of thousands. The recording follows WARM_UP steps, which are steps of the training too. A
-    batch whose shape is not the first one's, such as the last of an epoch, is computed without the graph.
+    The recording follows WARM_UP steps, which count as training too. A batch of another shape than the first, such as the
+    last of an epoch, is computed without the graph.
     """
 
     def __init__(self, step: TrainingStep) -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels for the parts of fine-tuning that move most bytes on a GPU."""
+"""Triton kernels for the most memory-bound parts of fine-tuning."""

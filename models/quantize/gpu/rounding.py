@@ -1,8 +1,8 @@
 """Fake quantization on a GPU by Triton kernels, which move fewer bytes than PyTorch's operator.
 
-PyTorch's operator keeps one byte per value for the backward pass, whether the value was inside the range. Here it is
-one bit. Behind SiLU nothing is kept: autograd has the input of SiLU anyway, and the backward pass computes the SiLU and
-the range again from it, in the kernel of the gradient of SiLU. The outputs are equal to PyTorch's.
+For the backward pass, PyTorch's operator keeps one byte per value: whether it was inside the range. These kernels keep
+one bit. After SiLU they keep nothing: autograd has the input of SiLU anyway, and the gradient kernel of SiLU recomputes
+the SiLU and the range from it. The outputs are equal to PyTorch's.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,14 +21,14 @@ Rows = tuple[int, int, tuple[int, ...]]  # see `_rows`
 
 @triton.jit
 def _steps(values, inverse):
-    """Round values / scale half to even, cut to ±600: outside of INT8 with any zero point. NaN becomes -600."""
+    """Round values / scale half to even, clamped to ±600, which is outside of INT8 with any zero point. NaN becomes -600."""
     shift = 12582912.0  # 1.5 * 2^23: FP32 numbers of this size are integers
     return (tl.minimum(tl.maximum(values * inverse, -600.0), 600.0) + shift) - shift
 
 
 @triton.jit
 def _indices(number, columns, step, BLOCK: tl.constexpr):
-    """Index the values of a program: bytes of their mask, values, places in rows `step` apart, and which exist."""
+    """Index the values of a program: mask bytes, values, offsets in rows `step` apart, and which values exist."""
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     first = byte * 8
     eight = tl.arange(0, 8)[None, :]
@@ -70,10 +70,10 @@ def _silu_kernel(x, gradient, result, number, inverse, low, high, BLOCK: tl.cons
 
 @lru_cache(maxsize=4096)
 def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> Rows | None:
-    """See a tensor as rows of dense values, in the order of the memory.
+    """Describe a tensor as rows of dense values, in memory order.
 
-    Returns values in a row, distance of two rows, and the strides of a dense tensor with the same order; None if the
-    tensor is no such rows, or its rows are no whole bytes of a mask.
+    Returns the number of values in a row, the distance of two rows, and the strides of a dense tensor with the same order; None if
+    the tensor has no such rows, or if a row does not fill whole bytes of a mask.
     """
     order = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: strides[d])
     columns, rows, step, dense = 1, 1, 0, [1] * len(shape)
@@ -118,7 +118,7 @@ def _round(x: torch.Tensor, scale: float, zero_point: int, rows: Rows, keep: boo
 
 
 def _laid_out(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return `gradient` with these strides."""
+    """Return `gradient` with the given strides."""
     if gradient.stride() == strides:
         return gradient
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
@@ -166,8 +166,8 @@ class _RoundedSiLU(torch.autograd.Function):
 def rounded(x: torch.Tensor, scale: float, zero_point: int) -> torch.Tensor | None:
     """Quantize and dequantize FP32, FP16 or BF16 on a GPU to INT8, as torch.fake_quantize_per_tensor_affine does.
 
-    `scale` is an FP32 number. The result is dense, in the precision of `x`; None if the kernels do not read a tensor
-    that lies in memory as `x` does.
+    `scale` is an FP32 number. The result is dense, in the precision of `x`; None if the kernels do not support the memory
+    layout of `x`.
     """
     rows = _rows(x.shape, x.stride())
     if not rows:

@@ -62,15 +62,14 @@ class _SquaredError(torch.autograd.Function):
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Tell whether the images of `x` lie one after the other in memory, each without gaps."""
+    """Tell whether the images of `x` are dense and consecutive in memory."""
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor | None:
     """Sum (student - teacher)² and teacher² of each image: FP32, FP16 or BF16 [B, ...] on a GPU → FP32 [B, 2].
 
-    Only the first column has a gradient, to the student. None if the kernels do not read tensors that lie in memory as
-    these do.
+    Only the first column has a gradient, to the student. None if the kernels do not support the memory layout.
     """
     if student.stride() != teacher.stride() or not _dense(student):
         return None

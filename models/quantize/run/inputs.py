@@ -1,4 +1,4 @@
-"""The inputs of `quantize` and `sensitive`: checked and opened once, before any work."""
+"""Check and open the inputs of `quantize` and `sensitive`, before any work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from utils.qat.evaluation.coco import require_annotations
 
 @dataclass(frozen=True)
 class Inputs:
-    """A float model and its data, and the settings with what depends on them or on the device."""
+    """A float model, its data, and the resolved settings."""
 
     config: Any  # CalibrationConfig
     device: torch.device
@@ -53,7 +53,7 @@ class Inputs:
 
 @dataclass
 class RunInputs:
-    """What a run of `quantize` needs beside Inputs."""
+    """What a run of `quantize` needs besides Inputs."""
 
     float_blocks: FloatBlocks | None  # None for a resumed run, which was calibrated before
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out

@@ -1,6 +1,6 @@
-"""The files of a `quantize` run: what the stages give is written here, and given back to a resumed run.
+"""The files of a `quantize` run: write the results of the stages, and read them for a resumed run.
 
-Each file but the log is whole at any moment. All processes of a torchrun call the same methods, and the first one writes.
+Every file but the log is complete at any moment. All processes of a torchrun call the same methods; only the first writes.
 """
 
 import os
@@ -41,14 +41,14 @@ class Keeper:
         self.folder, self.weights, self.sha256, self.device = folder, weights, sha256, device
 
     def start(self, state: State) -> None:
-        """Clear the folder of an earlier run's unfinished files, and write the first report."""
+        """Delete an earlier run's unfinished files from the folder, and write the first report."""
         on_first((self.folder / 'weights').mkdir)(exist_ok=True)
         self.clear_up()
         self._forget()
         self.report(state)
 
     def resume(self, images: Mapping[str, int], data: Path, device: str) -> State:
-        """Read the state of the interrupted run. It must have had as many images; other versions change figures a little.
+        """Read the state of the interrupted run. The numbers of images must match; other library versions change figures slightly.
 
         Args:
             images: 'val', 'held out' and 'train' → number of images now.
@@ -78,7 +78,7 @@ class Keeper:
     def save(
         self, model: nn.Module, stage: str, state: State, score: Callable[[nn.Module], dict[str, Any]] | None
     ) -> dict[str, Any]:
-        """Save a quantized model, and score what the file holds.
+        """Save a quantized model, and score the model of the file.
 
         The name of the file has the score, so the file is hidden until the score is known.
 
@@ -119,15 +119,15 @@ class Keeper:
         return model
 
     def _load(self, file: Path) -> tuple[nn.Module, dict[str, Any]]:
-        from_first()  # the others wait until it is there
+        from_first()  # the others wait for the file
         return CheckpointFile(file).load_quantized(self.device)
 
     def keep(self, state: State) -> None:
-        """Write the state, from which a resumed run goes on."""
+        """Write the state, from which a resumed run continues."""
         on_first(write_state)(self.folder, state)
 
     def report(self, state: State, pictures: bool = False) -> None:
-        """Write the report. `pictures`: draw them, too; they take a while."""
+        """Write the report; `pictures`: draw the pictures too, which takes a while."""
         on_first(write_report)(self.folder, state.report(), pictures)
 
     def copy(self, file: str, copy: str) -> None:
@@ -137,7 +137,7 @@ class Keeper:
                 shutil.copyfile(self.folder / file, tmp)
 
     def finish(self, state: State) -> None:
-        """Write the last report. Then there is nothing to go on from."""
+        """Write the last report, and delete the state."""
         self.report(state, pictures=True)
         self._forget()
 

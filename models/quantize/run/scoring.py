@@ -1,4 +1,4 @@
-"""Scores of the models of a run, all on the same images, beside those of the float model."""
+"""Score the models of a run on the same images, and compare them with the float model."""
 
 import time
 from collections.abc import Callable, Iterable

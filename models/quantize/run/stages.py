@@ -27,11 +27,11 @@ from utils.qat.run.state import BEST, EPOCH, PTQ, State
 
 
 def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
-    """Calibrate and fine-tune a float model, and score each stage. Everything finished stays on disk.
+    """Calibrate and fine-tune a float model, and score each stage. Results of finished stages stay on disk.
 
     Args:
-        inputs: the float model and its data. With config.resume only the rest of the interrupted run is done.
-        of_run: its images.
+        inputs: the float model and its data. With config.resume only the rest of the interrupted run is computed.
+        of_run: images of the run, and blocks that stay in float.
         folder: PROJECT/NAME, which no other process writes to.
 
     Returns:
@@ -78,9 +78,9 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
 def calibrate(
     inputs: Inputs, images: Images, float_blocks: FloatBlocks, state: State, scorer: Scorer, keeper: Keeper
 ) -> None:
-    """Do the PTQ of a run: score the float model, calibrate a quantized copy, save the copy and score it.
+    """Run PTQ: score the float model, calibrate a quantized copy, save the copy and score it.
 
-    float_blocks: more blocks stay in float if config.max_drop asks for a budget.
+    float_blocks: stay in float; more blocks do if config.max_drop sets a budget.
     """
     config, budget = inputs.config, inputs.config.max_drop
     if config.eval_origin or budget is not None:
@@ -115,7 +115,7 @@ def calibrate(
 
 
 def fine_tune(inputs: Inputs, images: TrainingImages, state: State, scorer: Scorer, keeper: Keeper) -> None:
-    """Do the QAT of a run: fine-tune the calibrated model from the last epoch that is over, and save and score it after each."""
+    """Run QAT: fine-tune the calibrated model from the last finished epoch on, and save and score it after each epoch."""
     config = inputs.config
     student, teacher = keeper.load(state.ptq), deepcopy(inputs.model)
     after = Epoch(**state.training) if state.training else None
@@ -126,7 +126,7 @@ def fine_tune(inputs: Inputs, images: TrainingImages, state: State, scorer: Scor
 
     try:
         for epoch in finetune(student, teacher, images, config, shown, after):
-            keeper.clear_up()  # not earlier: only now the resumed state has proved right
+            keeper.clear_up()  # not earlier: only now the resumed state has proved valid
             if epoch is not after:
                 state.training = vars(epoch)
                 keeper.keep(state)  # before the score, so that an interrupted score loses no epoch
@@ -148,7 +148,7 @@ def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: Scorer,
 
 
 def scored_on_val(state: State, scorer: Scorer, keeper: Keeper) -> dict[str, Any]:
-    """Score float, PTQ and best on val, which chose nothing. A model without a score on the held-out images gets none."""
+    """Score float, PTQ and best on val, after held-out images have chosen the best. Skip models without a score there."""
     scored = {'origin': scorer.of_float()} if state.origin else {}
     report = state.report()
     for key, name in (('ptq', PTQ), ('best', BEST)):

@@ -1,1 +1,1 @@
-"""Whatever runs a model, and what it finds in images."""
+"""Backends that run models, and the detections that models return."""

@@ -1,8 +1,8 @@
 """AOTInductor: .pt2 packages with compiled code for one device, one version of PyTorch and one kind of CPU or GPU.
 
-A package is a program: to load it is to run it. Its metadata are read first, without running it, and only a package that names this
-device, this PyTorch and instructions that are here is loaded. This finds mistakes, not malice: so no command loads a package unless
---backend names aoti (session.require_named).
+A package is a program: loading it runs it. Its metadata are read first, without running it, and only a package for this device, this
+PyTorch and this CPU's instructions is loaded. This finds mistakes, not malice, so no command loads a package unless --backend names
+aoti (session.require_named).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def package_metadata(file: Path) -> dict[str, str]:
         QatError: the file is no such package, or is damaged.
     """
     try:
-        parts = plain_archive(file, MEMBERS, 'archive_format')  # nothing is compressed, so it has the size that it says
+        parts = plain_archive(file, MEMBERS, 'archive_format')  # not compressed, so its stated sizes are true
         found = [part for name, part in parts.items() if PART.fullmatch(name)]
         if not found:
             raise zipfile.BadZipFile('no metadata inside')
@@ -56,7 +56,7 @@ def package_metadata(file: Path) -> dict[str, str]:
 
 
 def compiled_layers(file: Path) -> tuple[int, int]:
-    """Count the convolutions and linear layers that the code in a package calls: in integers, and all. file: a package."""
+    """Count the convolutions and linear layers that the code in a package calls: those in integers, and all."""
     with zipfile.ZipFile(file) as archive:
         code = b''.join(archive.read(name) for name in archive.namelist() if WRAPPER.fullmatch(name))
     calls = WEIGHTED.findall(code)
@@ -64,7 +64,7 @@ def compiled_layers(file: Path) -> tuple[int, int]:
 
 
 def require_match(file: Path, metadata: dict[str, str], device: torch.device) -> None:
-    """Raise QatError if a package was compiled for another device, PyTorch or processor. metadata: of the package."""
+    """Raise QatError if a package was compiled for another device, PyTorch or processor."""
 
     def release(version: str) -> str:
         return version.split('+')[0][:40]
@@ -101,7 +101,7 @@ class AotPackage(Pt2):
         require_match(file, self.metadata, device)
         self.shape = image_shape(self.metadata, file)
         try:
-            # Not torch._inductor.aoti_load_package, which compiles a test program. One thread runs it, and a CUDA graph may hold it.
+            # Not torch._inductor.aoti_load_package, which compiles a test program. Single-threaded, so that a CUDA graph can capture it.
             self.loader = torch._C._aoti.AOTIModelPackageLoader(
                 str(file), 'model', True, 1, device.index or 0 if device.type == 'cuda' else -1
             )

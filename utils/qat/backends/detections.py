@@ -1,4 +1,4 @@
-"""A batch on its way to its score: the objects in its images, and the detections of a model."""
+"""The true objects in the images of a batch, and a model's detections in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from utils.general import non_max_suppression
 from utils.qat.data.images import ClassTruth, unit_images
 from utils.qat.data.masks import Masks, PrototypeMasks, true_masks
 
-# Upstream tells where an image lies in the input: (height, width) of the original, ((scale of height, of width), padding (x, y))
+# Upstream's letterboxing of an image: (height, width) of the original, ((scale of height, of width), padding (x, y))
 Placement = tuple[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]]
 
 
@@ -47,14 +47,14 @@ class Detections:
 
 
 def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Any]:
-    """Prepare a batch for a model and for its score.
+    """Prepare a batch for a model and its scorer.
 
     Args:
         batch: of a loader, see loaders.val_loader.
         device: where the model takes images.
 
     Returns:
-        Images, FP32 [B, 3, H, W] in 0..1, and the Truth about them; of a classifier normalized images and a ClassTruth.
+        Images, FP32 [B, 3, H, W] in 0..1, and their Truth; for a classifier normalized images and a ClassTruth.
     """
     images, targets, paths, *rest = batch
     images = unit_images(images, device)
@@ -73,7 +73,7 @@ def detect(
     iou_thres: float = 0.7,
     max_det: int = 300,
 ) -> list[Detections]:
-    """Turn the outputs of a model into the detections of each image, by upstream's NMS.
+    """Convert the outputs of a model to the detections of each image, by upstream's NMS.
 
     Args:
         outputs: see file_model.py; detections of NMS inside the model are returned as they are.

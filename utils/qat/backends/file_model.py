@@ -25,7 +25,7 @@ LARGEST_NAMES = 1_000_000  # characters of all names of classes in the metadata 
 
 
 def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int, str] | None]:
-    """Read the stride and the names of the classes, by index, from the metadata of an export, which anybody may have edited."""
+    """Read the stride and the class names (by index) from the metadata of an export, which is untrusted."""
     text = metadata.get('names', 'None')
     try:
         stride, names = (
@@ -43,7 +43,7 @@ def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[int, dict[int,
 
 
 def _threshold(text: str | None) -> float | None:
-    """Read a score in 0..1 from the metadata of an export, which anybody may have edited; None if there is none."""
+    """Read a score in 0..1 from the metadata of an export, which is untrusted; None if there is none."""
     try:
         value = float(text or 'nan')
     except ValueError:
@@ -52,7 +52,7 @@ def _threshold(text: str | None) -> float | None:
 
 
 class FileModel:
-    """An exported file that predicts, whatever engine computes it.
+    """An exported file that predicts, in any backend.
 
     Predictions are one output, [B, 4 + nc, N], or two, [B, 4 + nc + nm, N] and prototypes [B, nm, H / 4, W / 4]. With NMS inside
     (end2end) they are `num_dets` [B, 1], `det_boxes` [B, K, 4] (xyxy in pixels), `det_scores` and `det_classes` [B, K], of which the
@@ -63,20 +63,20 @@ class FileModel:
         imgsz: height and width in pixels; None = any.
         batch: smallest and largest batch; None = any.
         stride: of the model that was exported, in pixels.
-        nc: number of classes; None if only the names would tell, and there are none.
+        nc: number of classes; None if it follows from the names only, and there are none.
         names: class index → name.
         end2end: whether NMS is inside.
         task: see config.tasks.
-        conf_thres: score up to which its own NMS drops boxes; None without NMS inside, or if the file does not tell.
-        kind: what tells the task, in words.
-        ours: whether the metadata of the export name a task: then images are prepared as `qat.py eval` does.
+        conf_thres: score up to which the NMS inside drops boxes; None without NMS inside, or if unknown.
+        kind: how the task was recognized, in words.
+        ours: whether the metadata of the export name a task: then images are prepared as in `qat.py eval`.
         quantized_for: None; see pytorch.TorchModel.
     """
 
     quantized_for = None
 
     def __init__(self, session: Session) -> None:
-        """Take a session of the file.
+        """Wrap a session of the file.
 
         Raises:
             QatError: the file has none of the layouts above, or its metadata cannot be read.
@@ -109,7 +109,7 @@ class FileModel:
         self.task = load_task('classify' if dimensions == [2] else 'segment' if masks else 'detect')
         self.ours, self.kind = signature.metadata.get('task') == self.task.name, f'its outputs are {", ".join(outputs)}'
         self.conf_thres = _threshold(signature.metadata.get('conf_thres')) if self.end2end else None
-        if self.end2end:  # how many classes there are is not in the shapes
+        if self.end2end:  # the shapes do not show the number of classes
             self.nc, self.names = len(names) if names else None, names
         else:
             if not all(isinstance(shape[1], int) for shape in shapes):
@@ -121,7 +121,7 @@ class FileModel:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return lines about what the engine made of the file, known after the first images."""
+        """Return notes on how the engine runs the file, known after the first images."""
         return self.session.notes
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...] | list[Detections]:
@@ -131,7 +131,7 @@ class FileModel:
         for part in images.split(largest):
             padding = part.new_zeros(max(0, smallest - len(part)), *part.shape[1:])
             found = self.session.run({self.input_name: torch.cat((part, padding))})
-            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session may reuse its own
+            parts.append({name: out[: len(part)].clone() for name, out in found.items()})  # a session reuses buffers
         outputs = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
         if self.end2end:
             return self._detections(outputs, images.shape[2:])
@@ -139,7 +139,7 @@ class FileModel:
         return floats if len(floats) > 1 else floats[0]
 
     def _detections(self, outputs: dict[str, torch.Tensor], shape: Sequence[int]) -> list[Detections]:
-        """Take the detections of each image from the outputs of NMS."""
+        """Read the detections of each image from the outputs of NMS."""
         number, boxes, scores, classes = (outputs[name] for name in END2END)
         rows = torch.cat((boxes.float(), scores.float()[..., None], classes.float()[..., None]), 2)
         found = []

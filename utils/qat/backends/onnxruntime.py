@@ -20,13 +20,13 @@ from utils.qat.graph.ort_rounding import rounding
 if TYPE_CHECKING:
     import onnxruntime
 
-# The graph as it is, Q and DQ as written: what ONNX Runtime would fuse them into rounds otherwise, and its fused Concat does not
-# load with FP16 scales (1.31).
+# Compute Q and DQ as written: ONNX Runtime's fused kernels round differently, and its fused Concat does not load with FP16
+# scales (1.31).
 AS_WRITTEN = {'session.disable_quant_qdq': '1'}
 
 
 def cuda_missing() -> bool:
-    """Tell whether the ONNX Runtime that is installed is the one without CUDA."""
+    """Tell whether the installed ONNX Runtime lacks CUDA."""
     import onnxruntime as ort
 
     return 'CUDAExecutionProvider' not in ort.get_available_providers()
@@ -44,7 +44,7 @@ def onnx_session(
     Args:
         source: name of the file, or the model's bytes.
         device: where it runs; the CPU if ONNX Runtime has no CUDA.
-        entries: of the session's configuration. Unless told otherwise, Q and DQ are computed as they are written.
+        entries: of the session's configuration. By default Q and DQ are computed as written.
         threads: on a CPU; None = ONNX Runtime's choice.
         settings: of its CUDA provider.
 
@@ -75,14 +75,14 @@ class OnnxRuntime(Session):
             raise self.refused(e, 'load') from e
 
     def refused(self, error: Exception, verb: str) -> QatError:
-        """Make the QatError for a file that ONNX Runtime did not load, or not run. verb: 'load' or 'run'."""
+        """Make the QatError for a file that ONNX Runtime failed to load or run. verb: 'load' or 'run'."""
         if PLUGIN in str(error):
             return QatError(
                 f'{self.file}: its NMS is {PLUGIN}, which TensorRT alone has; build an engine of it, or export with '
                 '--include onnx_end2end --nms standard'
             )
         said = ' '.join(str(error).split())[:300]
-        if verb == 'run' or 'MLFloat16' in said:  # some versions find this out while they load a file
+        if verb == 'run' or 'MLFloat16' in said:  # some versions notice it when they load a file
             return QatError(f'{self.file}: ONNX Runtime cannot run it: {said}')
         return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')
 

@@ -1,4 +1,4 @@
-"""OpenVINO: .onnx files and its own .xml files, on the CPU. Precision and threads are stated, never left to its choice."""
+"""OpenVINO: .onnx files and its own .xml files, on the CPU, with explicit precision and number of threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def float_precisions() -> tuple[str, ...]:
 
 
 class OpenVINO(Session):
-    """An .onnx or .xml file in OpenVINO, compiled for each shape of the inputs that comes.
+    """An .onnx or .xml file in OpenVINO, compiled for every new shape of the inputs.
 
     Attributes:
         types: what it computes in, in words.
@@ -55,7 +55,7 @@ class OpenVINO(Session):
 
         Args:
             file: an .onnx file, or an .xml with its .bin beside it.
-            device: where outputs go; what computes is the CPU.
+            device: of the outputs; the CPU computes.
             precision: a key of HINTS.
             settings: of OpenVINO, besides those for precision and threads.
 

@@ -20,7 +20,7 @@ IMAGES = 'images'
 
 
 def require_pt2(who: str) -> None:
-    """Raise QatError if this PyTorch has no .pt2 archives of today's form. who: the file or the flag that needs them."""
+    """Raise QatError if this PyTorch lacks the present form of .pt2 archives. who: the file or the flag that needs them."""
     try:
         from torch.export.pt2_archive._package import PT2ArchiveWriter  # noqa: F401
     except ImportError as e:
@@ -28,13 +28,13 @@ def require_pt2(who: str) -> None:
 
 
 def image_shape(metadata: Mapping[str, str], file: Path) -> tuple[int | None, int, int, int]:
-    """Read the shape of the images that a .pt2 file takes from its metadata.
+    """Read the image shape of a .pt2 file from its metadata.
 
     Returns:
         Batch (None = any), 3, height and width in pixels.
 
     Raises:
-        QatError: the metadata do not tell.
+        QatError: the metadata have no valid shape.
     """
     try:
         height, width = (int(side) for side in metadata['imgsz'].split(','))
@@ -65,7 +65,7 @@ class Pt2(Session):
 
     @abstractmethod
     def call(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """Compute the outputs for images of a right shape on the session's device."""
+        """Compute the outputs for images of a valid shape on the session's device."""
 
     @override
     def signature(self) -> Signature:
@@ -103,7 +103,7 @@ class ExportedProgram(Pt2):
         self.shape = image_shape(self.metadata, file)
         import torch.ao.quantization.fx._decomposed  # registers the operators
 
-        reader = logging.getLogger('torch.export')  # it would show the traceback of what it raises
+        reader = logging.getLogger('torch.export')  # it would log the tracebacks of its errors
         level = reader.level
         reader.setLevel(logging.ERROR)
         try:

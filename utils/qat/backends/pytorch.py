@@ -12,11 +12,11 @@ from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Task, load_task
 from utils.qat.data.images import channels_last
 
-LARGEST = 8192  # pixels that are believed of a file
+LARGEST = 8192  # pixels; a larger size in a file is ignored
 
 
 def task_of(model: nn.Module) -> Task:
-    """Return the task of a network: torchvision's classify, upstream's by their last layer."""
+    """Return the task of a network: classification for torchvision's; upstream's last layer tells it."""
     layers = getattr(model, 'model', None)
     if layers is None or type(layers[-1]).__name__ == 'Classify':
         return load_task('classify')
@@ -24,9 +24,9 @@ def task_of(model: nn.Module) -> Task:
 
 
 def sides_in(recipe: dict[str, Any] | None) -> Sides | None:
-    """Read the image size in the recipe of a checkpoint, which anybody may have edited; None if there is none.
+    """Read the image size from the recipe of a checkpoint, which is untrusted; None if there is none.
 
-    It has two numbers, or one in the files of earlier versions.
+    It has two numbers, or one in files of earlier versions.
     """
     found = (recipe or {}).get('imgsz')
     sides = found if isinstance(found, (list, tuple)) else (found, found)
@@ -43,11 +43,11 @@ class TorchModel:
         stride: the largest of the head, in pixels.
         nc: number of classes.
         task: see config.tasks.
-        kind: what tells the task, in words.
-        ours: whether images are prepared as `qat.py eval` does, as file_model.FileModel.
+        kind: how the task was recognized, in words.
+        ours: whether images are prepared as in `qat.py eval`; see file_model.FileModel.
         recipe: settings of the quantization; None for a float model.
         quantized_for: height and width of the images that it was quantized for, in pixels; None for a float model.
-        imgsz, end2end, conf_thres: as of a file that takes any size and has no NMS inside, see file_model.FileModel.
+        imgsz, end2end, conf_thres: as for a file that takes any size and has no NMS inside, see file_model.FileModel.
     """
 
     ours = True
@@ -60,7 +60,7 @@ class TorchModel:
         quant: dict[str, Any] | None = None,
         context: AbstractContextManager[None] | None = None,
     ) -> None:
-        """Take a model.
+        """Wrap a model.
 
         Args:
             model: the model.
@@ -80,6 +80,6 @@ class TorchModel:
         return self.task.predictions(self.outputs(images))
 
     def outputs(self, images: torch.Tensor) -> tuple:
-        """Run the model: its predictions, and what its training needs."""
+        """Run the model: return its predictions, and the outputs for training."""
         with self.context:
             return self.model(channels_last(images))

@@ -1,6 +1,6 @@
-"""An engine's hold on one file: opened, described, run. What the benchmark needs beside that is in benchmark/measured.py.
+"""A file that a backend has opened: its description and its run. benchmark/measured.py adds what the benchmark needs.
 
-config/backends.py has a line for each backend. The file that the line names has SESSION, a class of Session.
+config/backends.py has a line for each backend. The file that the line names defines SESSION, a subclass of Session.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Signature:
     """Inputs, outputs and metadata of an exported file.
 
     Attributes:
-        inputs: name → shape; an axis that is no number is open, and has what the engine gives for it: a name or None.
+        inputs: name → shape; an open axis is a name or None, as the engine gives it.
         outputs: name → shape, likewise.
-        metadata: text that the export wrote, by key; anybody may have edited it.
-        batch: smallest and largest; None = what the shape of the input says.
+        metadata: text of the export, by key; untrusted.
+        batch: smallest and largest; None = as in the shape of the input.
     """
 
     inputs: Mapping[str, Sequence[Any]]
@@ -43,7 +43,7 @@ class Session(ABC):
 
     @classmethod
     def open(cls, file: Path, device: torch.device, backend: str) -> Session:
-        """Load a file, to compute what it says, whatever the time.
+        """Load a file for exact results rather than speed.
 
         Raises:
             QatError: it cannot be loaded here.
@@ -52,12 +52,12 @@ class Session(ABC):
 
     @staticmethod
     def takes(file: Path) -> bool:
-        """Tell whether `file` is for this engine, where two engines have files of one suffix."""
+        """Tell whether `file` is for this engine, if two engines share a suffix."""
         return True
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return lines about what the engine made of the file, known after the first run."""
+        """Return notes on how the engine runs the file, known after the first run."""
         return ()
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Session(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back what is on the device."""
+        """Free the memory on the device."""
 
 
 def session_of(backend: str) -> type[Session]:
@@ -89,13 +89,13 @@ def session_of(backend: str) -> type[Session]:
 
 
 def backends_of(path: Path) -> list[str]:
-    """Return the backends that take an exported file in an evaluation, the first choice first."""
+    """Return the backends that take an exported file in an evaluation, in order of preference."""
     able = [name for name, line in BACKENDS.items() if path.suffix.lower() in line.predicts]
     return [name for name in able if len(able) == 1 or session_of(name).takes(path)]
 
 
 def require_named(path: Path, backend: str) -> None:
-    """Raise QatError if `backend`, which the content of a file asks for and the user did not name, runs native code of the file."""
+    """Raise QatError if `backend`, which the file needs and the user did not name, runs native code of the file."""
     if BACKENDS[backend].native:
         raise QatError(
             f'{path}: a package of {BACKENDS[backend].title}, which is native code and runs when it is loaded; that takes its name, '
@@ -112,7 +112,7 @@ def open_session(path: Path, device: torch.device, backend: str | None = None) -
         backend: what computes it; None = the first that takes such files.
 
     Raises:
-        QatError: the file is none, or cannot run here, or the backend does not take such files, or has to be named.
+        QatError: the file is invalid or cannot run here; or the backend does not take such files, or must be named.
     """
     able = backends_of(path)
     if backend is not None and backend not in able:

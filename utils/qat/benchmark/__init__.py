@@ -1,1 +1,1 @@
-"""How fast a file is."""
+"""The benchmark: speed, memory and size of model files."""

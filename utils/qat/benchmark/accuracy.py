@@ -1,4 +1,4 @@
-"""Accuracy of what a benchmark measures: AP of a detector, top-1 and top-5 of a classifier, by the session that is timed."""
+"""Accuracy of a benchmarked model, by the timed session: AP of a detector, top-1 and top-5 of a classifier."""
 
 from typing import Any
 
@@ -30,11 +30,11 @@ class HalfModel(TorchModel):
 
 
 def accuracy_of(measurement: Measurement, imgsz: tuple[int, ...] | None, conditions: Conditions) -> dict[str, Any]:
-    """Score a model as it was measured, at height and width `imgsz`; the engine that ran is there.
+    """Score a model as it was measured, at height and width `imgsz`; its engine must exist.
 
     Returns:
-        'images', the number of them, and 'ap', 'ap50', 'precision', 'recall' (of a model with masks also 'mask': the same of
-        masks), or 'top1' and 'top5' of a classifier, in 0..1.
+        'images', their number, and 'ap', 'ap50', 'precision', 'recall' (with masks also 'mask': the same of masks), or 'top1'
+        and 'top5' of a classifier, in 0..1.
 
     Raises:
         QatError: the model cannot be scored.

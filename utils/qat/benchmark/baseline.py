@@ -1,4 +1,4 @@
-"""Each row of a benchmark is compared with another row, its baseline: the choice of that row, and the change against it."""
+"""Choose the baseline of each row of a benchmark, another row, and compute the change against it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.qat.config.backends import BACKENDS
 
-FLOATS = ('fp32', 'fp16', 'bf16')  # the first that is there is the baseline
+FLOATS = ('fp32', 'fp16', 'bf16')  # the first that was measured is the baseline
 ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
 
 
@@ -16,8 +16,8 @@ def baseline_of(
     """Find the baseline of a plain Result: another at the same batch and image size.
 
     `wanted` is the value of --baseline. None: the same file in FP32 (or FP16, BF16), else the float file, in the same
-    backend. A file: in the same backend, or where it ran in one only, in that. A backend: the same file in FP32 there,
-    else the float file. None where there is none, or where several would do.
+    backend. A file: this file in the same backend, or in the only backend that ran it. A backend: the same file in FP32
+    there, else the float file. If no row or several rows qualify, no baseline is chosen.
     """
     there = [r for r in results if (r['batch'], r['imgsz']) == (result['batch'], result['imgsz'])]
     if wanted is None or wanted in BACKENDS:
@@ -32,7 +32,7 @@ def baseline_of(
 
 
 def _first_precision(there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the result of the first of FLOATS that is there, or the only one; None where several have it."""
+    """Return the result in the first measured precision of FLOATS, or the only result; None if several qualify."""
     for precision in (*FLOATS, 'int8', ''):
         found = [r for r in there if r['precision'] == precision]
         if found:
@@ -46,7 +46,7 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
     Returns:
         'model', 'backend' and 'types' of the baseline; 'latency_percent' and 'images_per_s_percent', the change of the median
         latency and of the throughput; 'latency_speed_up' and 'images_per_s_speed_up', how many times as fast; 'points', the
-        difference of each figure of accuracy in points (0.01), None where one of the two has none.
+        difference of each accuracy metric in points (0.01), None if one of the two lacks it.
     """
     latency = [r['latency']['median'] for r in (baseline, result)]
     rate = [r['images_per_s'] for r in (baseline, result)]
@@ -64,7 +64,7 @@ def change(result: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -> list[dict[str, Any]]:
-    """Return plain Results with 'against': `change` to the baseline, see `baseline_of`; None without one."""
+    """Return plain Results with 'against': the `change` against the baseline, see `baseline_of`; None without one."""
     found = []
     for result in results:
         baseline = baseline_of(result, results, wanted)

@@ -1,7 +1,7 @@
-"""An ONNX file → an engine for one batch and precision, built once and found again.
+"""Build an engine from an ONNX file for one batch and precision once, and reuse it.
 
-One engine per batch, as sweeps with trtexec have it: the builder chooses kernels for one shape, and an engine for 1 to 12 images
-would be measured at 11 shapes that it was not made for.
+Each batch has its own engine, as in sweeps with trtexec: the builder chooses kernels for one shape, and an engine for 1 to 12
+images would be measured at 11 shapes for which it was not optimized.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ from utils.qat.engine.sidecar import read_sidecar, require_fit, this_gpu
 
 
 def file_to_run(measurement: Measurement, conditions: Conditions) -> Path:
-    """Return the file that runs: the measurement's own, or of an .onnx file for TensorRT its engine in PROJECT/engines.
+    """Return the file that runs: the measurement's own, or for an .onnx file in TensorRT its engine in PROJECT/engines.
 
-    The engine is built unless one that fits the device is there.
+    Build the engine unless one that fits the device exists.
 
     Raises:
         QatError: the engine cannot be built.
@@ -54,7 +54,7 @@ def file_to_run(measurement: Measurement, conditions: Conditions) -> Path:
 
 
 def _fits(file: Path, backend: str, workspace: int, device: torch.device) -> bool:
-    """Tell whether `file` is there, and made by this TensorRT for this GPU, with that workspace (MiB)."""
+    """Tell whether `file` exists, and this TensorRT built it for this GPU with this workspace (MiB)."""
     try:
         sidecar = read_sidecar(file)
         if not file.exists() or sidecar is None:

@@ -1,8 +1,8 @@
-"""A file that is measured: prepared once, and then run as often as the clock asks, with all that makes its engine fast.
+"""A file under measurement, run with every optimization of its engine.
 
-`prepare` is called once, and then `upload`, `compute` and `download`, in this order. On a GPU these three order work on `stream`, which
-must be the current one, and the caller waits for it (ONNX Runtime waits by itself). On a CPU nothing is transferred: the inputs are where
-the engine reads them.
+Call `prepare` once, then repeat `upload`, `compute` and `download`, in this order. On a GPU these three queue work on `stream`, which must
+be the current one, and the caller waits for it (ONNX Runtime waits by itself). On a CPU nothing is transferred: the inputs are where the
+engine reads them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
 
 
 def example(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Make data to compute on, the same every time: floats in 0..1; ones of any other type, which are valid as token, mask and flag."""
+    """Make deterministic input data: floats in 0..1; ones of any other type, which are valid as token, mask and flag."""
     if dtype.is_floating_point:
         return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return torch.ones(shape, dtype=dtype)
 
 
 class Measured(ABC):
-    """What is measured.
+    """A file under measurement.
 
     Attributes:
-        types: what it computes in, in words, such as 'INT8 and FP16'.
+        types: its computation types, in words, such as 'INT8 and FP16'.
         size: bytes of the file.
         inputs: name → tensor that the engine reads, known after `prepare`.
         outputs: tensors on the device, known after `compute`.
         stream: CUDA stream of the work; None on a CPU.
-        parameters: number of them; None if the engine does not tell.
-        layers: number of them, likewise.
+        parameters: their number; None if the engine does not tell.
+        layers: their number, likewise.
         several: whether it can answer several queries at once, see `serve`.
-        streams: how many at once, known after `serve`.
+        streams: number of queries at once, known after `serve`.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -50,7 +50,7 @@ class Measured(ABC):
     streams: int | None = None
 
     def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
-        """Load `file`, which for an engine is built of the measurement's file.
+        """Load `file`: the measurement's file, or the engine that was built from it.
 
         Raises:
             QatError: the file cannot be loaded here.
@@ -61,35 +61,35 @@ class Measured(ABC):
 
     @staticmethod
     def missing(backend: str, device: torch.device) -> str:
-        """Say why `backend` cannot run on `device`; '' if it can."""
+        """Return why `backend` cannot run on `device`; '' if it can."""
         return ''
 
     @staticmethod
     def precisions(model: ModelFile, device: torch.device) -> tuple[str, ...]:
-        """Return the precisions, of MEASURED, in which a file can run; '' where nothing tells."""
+        """Return the precisions of MEASURED in which a file can run; '' if unknown."""
         return (model.precision,)
 
     @property
     def accepts(self) -> OpenInputs | None:
-        """Return the inputs of an engine, which knows them better than the file it was built of; None of any other."""
+        """Return the inputs of an engine, which may differ from those of its source file; None for any other file."""
         return None
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return lines about what the engine made of the file, known after the first run."""
+        """Return notes on how the engine runs the file, known after the first run."""
         return ()
 
     def __enter__(self) -> Measured:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back what is on the device."""
+        """Free the memory on the device."""
 
     def prepare(self, inputs: Inputs) -> None:
-        """Make data for the inputs and run once, after which the sizes of all outputs are known."""
+        """Make data for the inputs, and run once to learn the sizes of all outputs."""
         self.host = {name: example(dtype, shape) for name, (dtype, shape) in inputs.items()}
         if self.stream:
-            # or no copy runs beside the host
+            # otherwise copies block the host
             self.host = {name: tensor.pin_memory() for name, tensor in self.host.items()}
         with torch.cuda.stream(self.stream):  # None leaves everything as it is
             self.inputs = self.bind(self.host)
@@ -104,23 +104,23 @@ class Measured(ABC):
         return {name: tensor.to(self.device) for name, tensor in host.items()}
 
     def upload(self) -> None:
-        """Order the copies of the inputs to the GPU."""
+        """Queue the copies of the inputs to the GPU."""
         if self.stream:
             for name, tensor in self.host.items():
                 self.inputs[name].copy_(tensor, non_blocking=True)
 
     @abstractmethod
     def compute(self) -> None:
-        """Order one run on `inputs`; afterwards `outputs` are known."""
+        """Queue one run on `inputs`, and set `outputs`."""
 
     def download(self) -> None:
-        """Order the copies of the outputs from the GPU."""
+        """Queue the copies of the outputs from the GPU."""
         if self.stream:
             for result, output in zip(self.results, self.outputs):
                 result.copy_(output, non_blocking=True)
 
     def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
-        """Answer queries on `inputs` for so many seconds, at least so many of them, several at once.
+        """Answer queries on `inputs`, several at once, for `seconds`, and at least `least` of them.
 
         Returns:
             Number of queries, seconds they took, and seconds in the model, summed over the streams.
@@ -136,7 +136,7 @@ class MeasuredSession(Measured):
         self.session = self.open(measurement, file, conditions)
 
     def open(self, measurement: Measurement, file: Path, conditions: Conditions) -> Session:
-        """Open the session; where that tells more, say what it computes in."""
+        """Open the session, and set `types` if the session knows more."""
         return session_of(measurement.backend).open(file, self.device, measurement.backend)
 
     @property

@@ -1,4 +1,4 @@
-"""The backends that need more than a session to be as fast as they can: pinned buffers, CUDA graphs, fused kernels, streams."""
+"""Backends whose full speed needs more than a session: pinned buffers, CUDA graphs, fused kernels, streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from utils.qat.graph.openvino_model import load_openvino
 
 
 class MeasuredOnnxRuntime(MeasuredSession):
-    """ONNX Runtime with its own optimizations, Q/DQ fused into INT8 kernels, where it can load that."""
+    """ONNX Runtime with its own optimizations, such as Q/DQ fused into INT8 kernels, where it can load them."""
 
     session: OnnxRuntime
 
@@ -131,14 +131,14 @@ class MeasuredOpenVINO(MeasuredSession):
         queue.set_callback(lambda request, _: busy.append(request.latency))
         start, ordered = time.perf_counter(), 0
         while ordered < least or time.perf_counter() - start < seconds:
-            queue.start_async(arrays, share_inputs=True)  # waits for a request that is free
+            queue.start_async(arrays, share_inputs=True)  # waits for a free request
             ordered += 1
         queue.wait_all()
         return ordered, time.perf_counter() - start, sum(busy) / 1000
 
 
 class MeasuredTensorRT(MeasuredSession):
-    """An engine of TensorRT or TensorRT-RTX, in its own buffers, and perhaps as a CUDA graph."""
+    """An engine of TensorRT or TensorRT-RTX, with its own buffers, optionally as a CUDA graph."""
 
     session: TensorRT
 
@@ -189,7 +189,7 @@ class MeasuredTensorRT(MeasuredSession):
 
 
 class MeasuredPyTorch(Measured):
-    """A YOLOv9 checkpoint, eager. A quantized one computes in FP32 and rounds to what INT8 can hold: its time is not INT8's."""
+    """A YOLOv9 checkpoint in eager mode. A quantized one simulates INT8 in FP32, so its time is not INT8's."""
 
     def __init__(self, measurement: Measurement, file: Path, conditions: Conditions) -> None:
         super().__init__(measurement, file, conditions)
@@ -222,7 +222,7 @@ class MeasuredPyTorch(Measured):
         self.outputs = [output if isinstance(output, torch.Tensor) else output[0]]
 
 
-MEASURED: dict[str, type[Measured]] = {  # --backend → what measures it; any other: its session as it is
+MEASURED: dict[str, type[Measured]] = {  # --backend → its class; others are measured as their session
     'tensorrt': MeasuredTensorRT,
     'rtx': MeasuredTensorRT,
     'onnxruntime': MeasuredOnnxRuntime,
@@ -232,5 +232,5 @@ MEASURED: dict[str, type[Measured]] = {  # --backend → what measures it; any o
 
 
 def measured_by(backend: str) -> type[Measured]:
-    """Return what measures the files of a backend. backend: a key of BACKENDS."""
+    """Return the Measured class of a backend. backend: a key of BACKENDS."""
     return MEASURED.get(backend, MeasuredSession)

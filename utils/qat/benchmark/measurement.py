@@ -1,4 +1,4 @@
-"""A measurement to make, and the conditions that all measurements of a benchmark share."""
+"""A planned measurement, and the conditions that all measurements of a benchmark share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from utils.qat.config.settings import Sides
 
 
 def pixels(imgsz: Sequence[int] | None) -> str:
-    """Write height and width in pixels: '640 px', '480 x 640 px'; '' for None."""
+    """Format height and width in pixels: '640 px', '480 x 640 px'; '' for None."""
     return f'{" x ".join(map(str, dict.fromkeys(imgsz)))} px' if imgsz else ''
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is the same in all measurements of a benchmark."""
+    """Conditions that all measurements of a benchmark share."""
 
     config: BenchmarkConfig
     device: torch.device
@@ -29,18 +29,18 @@ class Conditions:
 
 @dataclass
 class Measurement:
-    """A measurement to make."""
+    """A planned measurement."""
 
     model: ModelFile
     backend: str  # one of BACKENDS
-    precision: str  # of MEASURED; '' for an engine that does not tell
+    precision: str  # of MEASURED; '' if the engine does not tell
     imgsz: Sides | None  # height and width in pixels; None = those of the file
     batch: int  # images per query
-    inputs: Inputs  # empty for an engine, which says it when it is loaded
+    inputs: Inputs  # empty for an engine, which tells them when it is loaded
 
     @property
     def file(self) -> Path:
-        """Return the user's file that is run, or that an engine is built of."""
+        """Return the user's file that runs, or from which an engine is built."""
         checkpoint = self.model.checkpoint if self.backend == 'pytorch' else None
         return checkpoint or self.model.file
 

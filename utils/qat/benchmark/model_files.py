@@ -1,7 +1,7 @@
-"""What a file is before it runs: its inputs, its types, its size.
+"""Describe a model file before it runs: inputs, types, size.
 
-in:  an .onnx of anybody's, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
-out: a ModelFile, and the shapes that its inputs have for a batch
+in:  any .onnx, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
+out: a ModelFile, and the shapes of its inputs for a batch
 """
 
 from collections.abc import Callable, Sequence
@@ -48,28 +48,28 @@ class ModelFile:
     """A file to measure."""
 
     file: Path
-    inputs: OpenInputs  # empty for an engine, which says it when it is loaded
-    types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if nothing tells
+    inputs: OpenInputs  # empty for an engine, which tells them when it is loaded
+    types: str  # 'FP32', 'FP16', 'INT8 and FP32', 'INT8 and FP16'; '' if unknown
     batches: tuple[int, ...]  # to measure unless told otherwise
     sizes: tuple[Sides | None, ...] = (None,)  # likewise; None = as `inputs` have it
-    parameters: int | None = None  # number of them; None where only a backend knows it
+    parameters: int | None = None  # their number; None if only a backend knows it
     layers: int | None = None  # likewise
     checkpoint: Path | None = None  # that PyTorch runs
     unpaired: str = ''  # why it has no checkpoint
     backend: str | None = None  # of an engine or a .pt2 file; None = all that take such files
-    task: str = ''  # detect, segment or classify; '' if nothing tells
+    task: str = ''  # detect, segment or classify; '' if unknown
 
     @property
     def precision(self) -> str:
-        """Return fp32, fp16, int8, or '' if nothing tells."""
+        """Return fp32, fp16, int8, or '' if unknown."""
         return self.types.split(' ')[0].lower()
 
 
 def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[ModelFile]:
     """Read the files to measure: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
 
-    PyTorch runs checkpoints: for an .onnx the .pt of its name beside it, where export_qat.py takes it from, unless that
-    is among `files` itself.
+    PyTorch runs the checkpoint of an .onnx file: the .pt of the same name beside it (export_qat.py's source), unless `files`
+    has it already.
 
     Raises:
         QatError: a file cannot be read.
@@ -92,10 +92,10 @@ def sides(shape: Sequence[int | None]) -> Sides | None:
 
 
 def give_sizes(models: Sequence[ModelFile], open_checkpoint: Callable[[Path, torch.device], TorchModel]) -> None:
-    """Give each checkpoint the image size that it was quantized for; other files are left as they are.
+    """Set the image size of each checkpoint to the size for which it was quantized; other files keep theirs.
 
-    A float one takes the size of the other files of its task, so that they can be compared, if they have one size. Else
-    it takes the usual size.
+    A float checkpoint takes the size of the other files of its task, for comparison, if they share one size; otherwise the
+    usual size.
     """
     known: dict[str, set[Sides]] = {}
     checkpoints = []
@@ -115,7 +115,7 @@ def give_sizes(models: Sequence[ModelFile], open_checkpoint: Callable[[Path, tor
 
 
 def _pair(model: ModelFile, checkpoint: Path, files: Sequence[Path], kind_of: Callable[[Path], str]) -> None:
-    """Give an .onnx file the checkpoint that it was exported from, or the reason why it has none."""
+    """Set the checkpoint from which an .onnx file was exported, or the reason why it has none."""
     kind = 'quantized' if model.precision == 'int8' else 'float'
     if not checkpoint.is_file():
         model.unpaired = f'there is no {checkpoint.name} beside it'
@@ -134,7 +134,7 @@ def _checkpoint(file: Path, kind: str) -> ModelFile:
 
 
 def _engine(file: Path) -> ModelFile:
-    """Describe an .engine file, by its sidecar."""
+    """Describe an .engine file from its sidecar."""
     sidecar = read_sidecar(file) or {}
     batches = {shape[0] for shapes in sidecar.get('inputs', {}).values() for shape in shapes.values()}
     return ModelFile(
@@ -185,7 +185,7 @@ def _xml(file: Path) -> ModelFile:
 
 
 def _pt2(file: Path) -> ModelFile:
-    """Describe a .pt2 file, by its metadata."""
+    """Describe a .pt2 file from its metadata."""
     package = is_package(file)
     notes = package_metadata(file) if package else read_program(file, 'MODEL')[1]
     batch, *rest = image_shape(notes, file)
@@ -202,8 +202,8 @@ def _pt2(file: Path) -> ModelFile:
 def parameters_of(graph: Graph) -> int:
     """Count the values in the constants of a graph.
 
-    INT8 weights count, and so do constants that an exporter computed, such as a head's anchors. Scales, zero points,
-    single numbers, and integers such as shapes do not.
+    INT8 weights count, and so do constants of the exporter, such as a head's anchors. Scales, zero points, scalars, and
+    integers such as shapes do not.
     """
 
     def counts(name: str, value: np.ndarray) -> bool:
@@ -216,7 +216,7 @@ def parameters_of(graph: Graph) -> int:
 
 
 def fixed_batch(inputs: OpenInputs) -> int | None:
-    """Return the batch that inputs are bound to; None if the first axis of one is open."""
+    """Return the fixed batch of inputs; None if the first axis of one is open."""
     batched = [shape for _, shape in inputs.values() if shape]
     return batched[0][0] if batched and all(shape[0] for shape in batched) else None
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from utils.qat.benchmark.tables import series
 from utils.qat.core.picture import literal, save
 
-WIDE_RANGE = 20  # largest by smallest value from which an axis is logarithmic
+WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 
 
 def label(result: dict[str, Any]) -> str:
@@ -24,14 +24,14 @@ def label(result: dict[str, Any]) -> str:
 
 
 def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
-    """Give each series a colour: label → RGB in 0..1, in the order of the results."""
+    """Assign a colour to each series: label → RGB in 0..1, in the order of the results."""
     labels = list(dict.fromkeys(map(label, results)))
     names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
     return {text: names[i % len(names)] for i, text in enumerate(labels)}
 
 
 def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) -> None:
-    """Name the horizontal bars of `axes`, one for each result from the top; `longest` is the end of the axis."""
+    """Label the horizontal bars of `axes`, one per result from the top; `longest` is the end of the axis."""
     axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
     axes.set(xlim=(0, longest), ylim=(len(results) - 0.4, -0.6))
     axes.grid(axis='x', alpha=0.3)
@@ -41,8 +41,8 @@ def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) ->
 def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Draw the latency: a panel for each batch, a bar for each series.
 
-    A bar is the median of the model, with the transfers behind it in a lighter tone. A line goes from the least to the
-    99th percentile, end to end.
+    A bar is the median compute time, followed by the transfers in a lighter tone. A line spans the end-to-end latency from
+    the minimum to the 99th percentile.
     """
     colour, batches = colours(results), sorted({r['batch'] for r in results})
     panels = [[r for r in results if r['batch'] == batch] for batch in batches]
@@ -73,7 +73,7 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Draw the images per second against the batch, a line for each series; of a single batch a bar for each."""
+    """Draw the images per second against the batch, a line for each series; for a single batch a bar for each."""
     colour = colours(results)
     speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
     wide = max(speeds) > WIDE_RANGE * min(speeds)
@@ -103,7 +103,7 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
 def plot_usage(path: Path, report: dict[str, Any]) -> None:
     """Draw the samples of benchmark.json, memory and utilisation over time.
 
-    The colour behind them tells the series that was measured, the number above its batch.
+    The background colour shows the measured series, the number above it the batch.
     """
     results, samples, device = report['results'], report['usage'], report['machine']['device']
     gpu, colour = report['machine']['gpu'], colours(results)

@@ -1,4 +1,4 @@
-"""Results of a benchmark → the summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures of all."""
+"""Results of a benchmark → a summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures for all."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.markdown import Markdown, code, escaped
 
-DISTURBED = 25  # per cent of the CPU that other processes take, from which times are not to be trusted
+DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
 PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Lay out a plain Result as trtexec prints it."""
+    """Format a plain Result as trtexec does."""
 
     def line(name: str, times: dict[str, float]) -> str:
         parts = [f'{key} = {times[key]:.5g} ms' for key in ('min', 'max', 'mean', 'median')]
@@ -46,12 +46,12 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def notes(results: Sequence[dict[str, Any]]) -> list[Markdown]:
-    """Return lines about what engines made of their files, each once."""
+    """Return the distinct notes on how engines ran their files."""
     return list(dict.fromkeys(escaped(f'{r["model"]}: {"; ".join(r["notes"])}') for r in results if r['notes']))
 
 
 def disturbance(results: Sequence[dict[str, Any]]) -> str:
-    """Say how much of the CPU other processes took while measuring; '' if it was less than DISTURBED, or nothing tells."""
+    """Report how much of the CPU other processes used during the measurements; '' if less than DISTURBED or unknown."""
     found = [r['usage']['others_percent'] for r in results if 'others_percent' in (r['usage'] or {})]
     if max(found, default=0) < DISTURBED:
         return ''
@@ -63,7 +63,7 @@ def disturbance(results: Sequence[dict[str, Any]]) -> str:
 
 
 def with_clock(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the machine of a report, with the clock while measuring where it was sampled: 'least to highest mean'."""
+    """Return the machine of a report, with the sampled clock during the measurements, if any: 'least to highest mean'."""
     clocks = [r['usage']['clock_mhz'] for r in report['results'] if 'clock_mhz' in (r['usage'] or {})]
     return {
         **report['machine'],
@@ -72,7 +72,7 @@ def with_clock(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
-    """Make benchmark.md of the content of benchmark.json, with short names, and the names of the pictures beside it."""
+    """Make benchmark.md from the content of benchmark.json, with short names. pictures: names of the files beside it."""
     settings = report['settings']
     left_out = [f'- {escaped(line)}' for line in report['left_out']]
     results, disturbed = report['results'], disturbance(report['results'])
@@ -101,7 +101,7 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
 
 
 def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[str] = REPORTS) -> list[str]:
-    """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, where something was sampled, usage.png.
+    """Write benchmark.json, benchmark.md, benchmark.csv, latency.png, throughput.png and, if usage was sampled, usage.png.
 
     Args:
         folder: where to write.

@@ -1,4 +1,4 @@
-"""A Measurement → its Result: the file is opened, timed, and given back."""
+"""A Measurement → its Result: open the file, time it, close it."""
 
 import gc
 
@@ -15,10 +15,10 @@ from utils.qat.core.errors import QatError
 
 
 def run(measurement: Measurement, conditions: Conditions, usage: Usage) -> Result:
-    """Measure from nothing: load the file, measure it, and give back what it had on the device.
+    """Load the file, measure it, and free its memory on the device.
 
     Raises:
-        QatError: the file does not run so.
+        QatError: the file does not run under these conditions.
     """
     model, config, batch = measurement.model, conditions.config, measurement.batch
     file = file_to_run(measurement, conditions)
@@ -51,5 +51,5 @@ def run(measurement: Measurement, conditions: Conditions, usage: Usage) -> Resul
     except torch.cuda.OutOfMemoryError as e:
         raise QatError(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz') from e
     finally:
-        gc.collect()  # before the next one's memory is looked at
+        gc.collect()  # before the memory of the next one is measured
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""What a sweep measures: files, backends, precisions and batches in, measurements out, and a line for each that is left out.
+"""Plan a sweep: files, backends, precisions and batches in; measurements out, and a line for each that is left out.
 
-A combination that cannot be is left out with the reason; it is the user's mistake only if nothing is left to measure.
+An impossible combination is left out with its reason. It is an error only if nothing is left to measure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from utils.qat.core.errors import QatError
 def measurements_of(
     models: Sequence[ModelFile], config: BenchmarkConfig, device: torch.device
 ) -> tuple[list[Measurement], list[str]]:
-    """List the measurements of a sweep as `config` says, and the reasons why others are left out.
+    """List the measurements of a sweep, and the reasons why others are left out.
 
     Raises:
         QatError: no measurement is left, or a file is native code whose backend was not named.
     """
     measurements: list[Measurement] = []
-    absent: dict[str, bool] = {}  # dicts keep the order, and a reason once
+    absent: dict[str, bool] = {}  # a dict keeps the order, and each reason once
     refused: dict[str, bool] = {}
     for model in models:
         suffix = model.file.suffix.lower()
@@ -81,14 +81,14 @@ def inputs_of(model: ModelFile, backend: str, batch: int, imgsz: Sides | None) -
 
 
 def _without_checkpoint(model: ModelFile, backend: str) -> str:
-    """Say why PyTorch has nothing to run for `model`; '' if it has, and for other backends."""
+    """Return why PyTorch cannot run `model`; '' if it can, and for other backends."""
     if backend != 'pytorch' or model.checkpoint:
         return ''
     return f'{model.file}: PyTorch runs the checkpoint that a file was exported from, and {model.unpaired}'
 
 
 def _not_possible(model: ModelFile, backend: str, impossible: Sequence[str], device: torch.device) -> str:
-    """Say why the backend cannot run a file in the precisions `impossible`."""
+    """Return why the backend cannot run a file in the precisions `impossible`."""
     if not model.precision:
         return f'{model.file} does not tell its own, for lack of {model.file.name}.json; leave the flag out'
     if model.file.suffix.lower() == '.engine':

@@ -1,7 +1,7 @@
 """Tables of a benchmark, as Markdown and as CSV: times, the change against the baseline, and the models.
 
-A table is a list of columns, and a column says which figure of a plain Result it shows. What a Result does not have as it is shown,
-such as MB or the words 'open' and 'fixed', `with_shown` adds to it.
+A table is a list of columns, and a column names the figure of a plain Result that it shows. `with_shown` adds derived figures, such as
+MB or the words 'open' and 'fixed'.
 """
 
 import csv
@@ -23,7 +23,7 @@ class Column(NamedTuple):
     """A column of a table."""
 
     title: str
-    path: str  # keys that lead to the figure in a row, such as 'latency.median'
+    path: str  # keys of the figure in a row, such as 'latency.median'
     form: str = '{}'  # of the figure in Markdown; CSV has all its digits
 
     def figure(self, row: Row) -> Any:
@@ -45,7 +45,7 @@ BATCH = Column('batch', 'batch')
 BATCH_AXIS = Column('batch axis', 'batch_axis')
 LATENCY = Column('latency (ms)', 'latency.median', '{:.4g}')
 IMAGES_PER_S = Column('images/s', 'images_per_s', '{:.1f}')
-SPEED_TABLE = [  # the parts of the latency are there on a GPU only: on a CPU the latency is the model alone
+SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model alone
     *SERIES,
     BATCH,
     BATCH_AXIS,
@@ -116,7 +116,7 @@ CSV = [
 
 
 def with_short_names(results: Sequence[Row]) -> list[Row]:
-    """Return rows whose models have the names of their files, see files.distinct_names."""
+    """Return rows whose models are short, distinct names, see files.distinct_names."""
     files = list(dict.fromkeys(r['model'] for r in results))
     short = dict(zip(files, distinct_names(list(map(Path, files)))))
     return [
@@ -130,12 +130,12 @@ def with_short_names(results: Sequence[Row]) -> list[Row]:
 
 
 def series(result: Row) -> tuple[str, str, str, str]:
-    """Return the series of a plain Result, which is measured at several batches: (model, backend, types, image size)."""
+    """Return the series of a plain Result, its key over all batches: (model, backend, types, image size)."""
     return result['model'], result['backend'], result['types'], pixels(result['imgsz'])
 
 
 def with_shown(row: Row) -> Row:
-    """Return a row with what the tables show in another form than the Result has it; 'change' is None against itself."""
+    """Return a row with the derived figures of the tables; 'change' is None for a row against itself."""
     against, (height, width), parameters = row['against'], row['imgsz'] or (None, None), row['parameters']
     names = [against[key] for key in ('model', 'backend', 'types')] if against else []
     itself = names == [row[key] for key in ('model', 'backend', 'types')]
@@ -154,7 +154,7 @@ def with_shown(row: Row) -> Row:
 
 
 def models_of(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each file that ran: a series, or an engine where each batch has one; with the best of its batches."""
+    """Return a row for each file that ran (a series, or the engine of one batch), with the best of its batches."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((*series(row), row['size_bytes'], row['parameters'], row['layers']), []).append(row)
@@ -170,7 +170,7 @@ def models_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """Make a Markdown table of the columns that have a figure in any row."""
+    """Make a Markdown table of the columns that are not empty."""
     shown = [column for column in columns if any(column.figure(row) is not None for row in rows)]
     cells = [[(column.form, column.figure(row)) for column in shown] for row in rows]
     return markdown_table(
@@ -180,14 +180,14 @@ def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def markdown_tables(results: Sequence[Row]) -> list[str]:
-    """Make the tables of times, of changes unless each row is compared with itself or nothing, and of models, of rows with short names."""
+    """Make the tables of times, changes (if any row has another row as baseline) and models, of rows with short names."""
     rows = [with_shown(r) for r in results]
     changes = [_markdown(BASELINE_TABLE, rows)] if any(row['change'] for row in rows) else []
     return [_markdown(SPEED_TABLE, rows), *changes, _markdown(MODEL_TABLE, models_of(rows))]
 
 
 def csv_text(results: Sequence[Row]) -> str:
-    """Write rows with short names as CSV: a row for each measurement, times in ms, as many digits as there are."""
+    """Write rows with short names as CSV: a row for each measurement, times in ms, all digits."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator='\n')
     writer.writerow([column.title for column in CSV])

@@ -1,11 +1,11 @@
-"""How long a network takes: a Measured in, a Result out.
+"""Time a network: a Measured in, a Result out.
 
-Two questions are asked one after the other, each for its share of the time (trtexec asks both at once):
-- How long does one query take? Queries go one at a time: inputs to the device, compute, outputs back, wait. CUDA events
-  between the parts on a GPU, the clock of the host on a CPU.
-- How many can be served? On a GPU queries wait in line, so that it never waits for the host; inputs and outputs stay on it, as
-  trtexec 11 has it by default. On a CPU there is nothing to put in line: OpenVINO answers several in streams, and of the others the
-  queries of the first question count.
+Latency and throughput are measured one after the other, each for its share of the time (trtexec measures both at once):
+- Latency: queries run one at a time: inputs to the device, compute, outputs back, wait. A GPU uses CUDA events between the parts,
+  a CPU the clock of the host.
+- Throughput: on a GPU queries are queued, so that it never waits for the host; inputs and outputs stay on the device, as trtexec 11
+  does by default. A CPU has no queue: OpenVINO answers several queries in streams, and for other backends the queries of the latency
+  count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from utils.qat.benchmark.measured import Measured
 
 LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
-QUERIES_AHEAD = 2  # ordered before the first of them is done
+QUERIES_AHEAD = 2  # queued before the first of them is done
 
 
 def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -46,32 +46,32 @@ def statistics(samples: Sequence[float] | np.ndarray) -> dict[str, float]:
 class Result:
     """One measurement. Times are in ms, see `statistics`, unless said otherwise."""
 
-    model: str  # file that ran, or that an engine was built of
-    given: str  # file that the command line names: of a checkpoint beside it the .onnx file
+    model: str  # file that ran, or from which the engine was built
+    given: str  # file that the command line names: the .onnx file, if its checkpoint ran
     backend: str
-    types: str  # that it computed in, in words
-    precision: str  # that was asked for, of MEASURED; '' if nothing tells
+    types: str  # of the computation, in words
+    precision: str  # requested, of MEASURED; '' if unknown
     imgsz: tuple[int, ...] | None  # height and width in pixels; None for a network without images
     batch: int  # images per query
     open_batch: bool  # whether the file that ran takes other batches too
     queries: int  # one at a time
-    qps: float  # queries per second: on a GPU those in line, in OpenVINO those in streams
+    qps: float  # queries per second: on a GPU queued, in OpenVINO in streams
     images_per_s: float
     latency: dict[str, float]  # end to end: h2d + compute + d2h of each query
     compute: dict[str, float]  # of the model alone
     h2d: dict[str, float] | None  # inputs to the GPU; None on a CPU
     d2h: dict[str, float] | None  # outputs from the GPU, likewise
-    enqueue: dict[str, float] | None  # until the host is done with ordering a query; None on a CPU
-    host_seconds: float  # that the throughput was measured for
-    compute_seconds: float  # of that, in the model; of several streams their sum
+    enqueue: dict[str, float] | None  # until the host has queued a query; None on a CPU
+    host_seconds: float  # duration of the throughput measurement
+    compute_seconds: float  # of these, in the model; with several streams their sum
     size_bytes: int  # of the file that ran
-    parameters: int | None  # number of them; None if nothing tells
+    parameters: int | None  # their number; None if unknown
     layers: int | None  # likewise
-    # that answered several queries at once, for the throughput; None where one was answered after the other
+    # number of streams that answered queries at once, for the throughput; None if queries ran one after the other
     streams: int | None = None
-    notes: list[str] = field(default_factory=list)  # lines about what the engine made of the file
+    notes: list[str] = field(default_factory=list)  # on how the engine ran the file
     usage: dict[str, float] | None = None  # see Usage.since
-    accuracy: dict[str, Any] | None = None  # see accuracy.accuracy_of; filled in when all is measured
+    accuracy: dict[str, Any] | None = None  # see accuracy.accuracy_of; set after all measurements
 
 
 class HostEvent:
@@ -90,7 +90,7 @@ class HostEvent:
 
 
 def mark(measured: Measured) -> Any:
-    """Record an event behind the work that is ordered so far: on the GPU, which comes to it later, or on the host."""
+    """Record an event after the work queued so far, on the GPU or on the host."""
     event = torch.cuda.Event(enable_timing=True) if measured.stream else HostEvent()
     event.record()
     return event
@@ -123,7 +123,7 @@ def one_at_a_time(
 
 
 def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
-    """Send queries that wait in line, without transfers, for some seconds, and at least LEAST_QUERIES.
+    """Send queued queries, without transfers, for some seconds, and at least LEAST_QUERIES.
 
     Returns:
         Number of queries, seconds they took, and seconds of these in the model.
@@ -146,7 +146,7 @@ def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
 
 
 def measure(measured: Measured, warmup: float, duration: float) -> dict[str, Any]:
-    """Make the measurement of what is prepared: the timed figures of Result but images_per_s. warmup: ms; duration: seconds."""
+    """Time a prepared Measured: return the timed figures of Result but images_per_s. warmup: ms; duration: seconds."""
     gpu = measured.stream is not None
     with torch.cuda.stream(measured.stream):
         one_at_a_time(measured, warmup / 1000, least=1)

@@ -1,7 +1,4 @@
-"""Memory, utilisation and clock while something runs: NVML for a GPU, psutil for this process on a CPU.
-
-in:  a device
-out: Samples, taken by a thread beside the work
+"""Sample memory, utilisation and clock in a thread beside the work: NVML for a GPU, psutil for this process on a CPU.
 
 A GPU's figures are of the whole device, other processes included, and NVML's utilisation is the share of its last sample
 period (up to a second) in which any kernel ran. A CPU's are the resident memory of this process, its share of all cores, and
@@ -34,9 +31,9 @@ class Probes:
     """Functions that read a device."""
 
     memory: Probe  # MiB in use
-    percent: Probe  # utilisation since the last call, or as NVML has it
+    percent: Probe  # utilisation since the last call, or NVML's
     clock: Probe | None = None  # MHz; None where the system does not tell
-    everybody: Probe | None = None  # as `percent`, of all processes together; None where they may use other cores too
+    everybody: Probe | None = None  # as `percent`, of all processes together; None if they may use other cores too
 
 
 def gpu_probes(device: torch.device) -> Probes:
@@ -88,7 +85,7 @@ def cpu_probes() -> Probes:
 
 
 class Sample(NamedTuple):
-    """What the probes read at one time; None where the system does not tell."""
+    """The values of all probes at one time; None where the system does not tell."""
 
     seconds: float  # since the start
     memory: float  # MiB
@@ -98,7 +95,7 @@ class Sample(NamedTuple):
 
 
 class Usage:
-    """A context in which a thread takes `samples`; there are none where nothing can be sampled."""
+    """Context in which a thread takes `samples`; they stay empty if nothing can be sampled."""
 
     def __init__(self, device: torch.device) -> None:
         self.samples: list[Sample] = []
@@ -133,15 +130,15 @@ class Usage:
         return time.perf_counter() - self.start
 
     def begin(self) -> tuple[float, float | None]:
-        """Return the point from which `since` counts: (seconds, MiB); MiB is None where nothing can be sampled."""
+        """Return the start for `since`: (seconds, MiB); MiB is None if nothing can be sampled."""
         return self.now(), self.probes.memory() if self.probes else None
 
     def since(self, begun: tuple[float, float | None], busy: float) -> dict[str, float] | None:
-        """Summarize the samples from a point on, see `begin`; the device works from `busy` seconds on. None without any.
+        """Summarize the samples since `begun`, see `begin`; the device works from `busy` seconds on. None without samples.
 
         Returns:
-            'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (how much of the peak was not there
-            before), 'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
+            'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (peak less the memory at the start),
+            'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
             'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on).
         """
         start, before = begun

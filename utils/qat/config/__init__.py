@@ -1,1 +1,1 @@
-"""Settings of the commands: dataclasses that check themselves, and the options that they are typed as."""
+"""Settings of the commands: dataclasses that validate themselves, and their command-line options."""

@@ -18,21 +18,21 @@ class Backend:
     predicts: tuple[str, ...]  # suffixes of the exported files that it runs in an evaluation
     measures: tuple[str, ...]  # suffixes of the files that it runs in the benchmark
     builders: tuple[str, ...] = ()  # Python modules that build its engines; the first that is installed is taken
-    native: bool = False  # its files are programs, and loading one runs it: only if --backend names it
+    native: bool = False  # its files are programs, and loading one runs it: --backend must name it
 
 
 BACKENDS = {  # --backend → Backend
     'tensorrt': Backend('TensorRT', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt',)),
     'rtx': Backend(
         'TensorRT-RTX', 'tensorrt', ('.engine',), ('.onnx', '.engine'), ('tensorrt_rtx', 'tensorrt_rtx_bindings')
-    ),  # its wheels alone bring the second
+    ),  # its wheels have only the second
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
     'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
     'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
     'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',), native=True),
     'pytorch': Backend(
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
-    ),  # of an .onnx the checkpoint that it was exported from
+    ),  # for an .onnx file the checkpoint from which it was exported
 }
 CHECKPOINTS = ('.pt', '.pth')
 EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))
@@ -43,7 +43,7 @@ ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)
 def backends_for(files: Sequence[Path], given: Sequence[str] | None) -> list[str | None]:
     """Assign the backends of --backend to files; None = the first that takes the file.
 
-    One backend is for each file that it takes; several are one for each file.
+    One backend applies to each file that it takes; several are one per file.
     """
     if given is None:
         return [None] * len(files)

@@ -1,4 +1,4 @@
-"""Settings that differ from their defaults: a report names them, and a command line must give them."""
+"""Settings that differ from their defaults, for reports and for command lines."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -12,14 +12,14 @@ UNNAMED = 'resume', 'exist_ok', 'dry_run'  # they change no result
 
 
 def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[Any, Any]]:
-    """Find the settings that can be typed and differ from their defaults in `kind`: name → (value, default or None), plain."""
+    """Find the typed settings that differ from their defaults in `kind`: name → (value, default or None), plain."""
     defaults = {f.name: None if f.default is MISSING else f.default for f in fields(kind) if option_of(kind, f.name)}
     pairs = {name: (plain(settings[name]), plain(default)) for name, default in defaults.items() if name in settings}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in UNNAMED}
 
 
 def options(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
-    """Return the words of a command line that give these settings; see `unlike_defaults`."""
+    """Return the command-line words for these settings; see `unlike_defaults`."""
     words = []
     for name, (value, _) in unlike_defaults(settings, kind).items():
         flag = flag_of(name, value)
@@ -32,7 +32,7 @@ def options(settings: Mapping[str, Any], kind: type[Settings]) -> list[str]:
 
 
 def typed(value: Any, kind: type[Settings], name: str) -> list[str]:
-    """Return a plain setting as the words of a command line."""
+    """Return a plain setting as command-line words."""
     if not isinstance(value, list):
         return [str(value)]
     sides = next(is_sides(f) for f in fields(kind) if f.name == name)

@@ -13,7 +13,7 @@ from utils.qat.core.errors import QatError
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
 MEASURED = ('fp32', 'bf16', 'fp16', 'int8')  # of a benchmark
-WORKSPACE = 4096  # MiB. A fixed number, so that a build does not depend on what is free
+WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memory
 REPORTS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
 measurement = partial(option, group='measurement')
@@ -36,7 +36,7 @@ def in_order(text: str) -> tuple[str, ...]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Read a list without its repetitions: 'a, b,a' → ('a', 'b')."""
+    """Read a list without repetitions: 'a, b,a' → ('a', 'b')."""
     return tuple(dict.fromkeys(in_order(text)))
 
 

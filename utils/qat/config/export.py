@@ -1,4 +1,4 @@
-"""Settings of `export_qat.py` and `export_yoloV9.py`, and of what can be inside their files."""
+"""Settings of `export_qat.py` and `export_yoloV9.py`, and of the NMS and masks inside their files."""
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
@@ -11,7 +11,7 @@ from utils.qat.config.engine import MEMORY, WORKSPACE
 from utils.qat.config.formats import FORMATS, NMS, TORCH_TENSORRT, formats_with
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 
-PLUGIN = 'EfficientNMS_TRT'  # TensorRT's own NMS, which nothing else has
+PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
 END2END = (
     'num_dets',
     'det_boxes',
@@ -22,17 +22,17 @@ MASKS = 'det_masks'  # the fifth output, of a segmentation model
 TORCH_TENSORRT_FILES = {'ep': '.ep', 'ts': '.ts', 'engine': '-torch_tensorrt.engine'}
 # --nms → most detections. The plugin looks at the 4096 highest scores of an image; TensorRT's TopK returns up to 3840.
 NMS_LIMITS = {'plugin': 4096, 'standard': 3840}
-MASK_OPSET = 16  # the first with a RoiAlign that takes coordinates as they are: the centre of a pixel is at a half
+MASK_OPSET = 16  # the first whose RoiAlign puts the centre of a pixel at a half
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a file may be from its model, see compare_detections.Differences. All limits are in 0..1."""
+    """Allowed differences between a file and its model, in 0..1; see compare_detections.Differences."""
 
     ap: float  # largest absolute difference of AP
     matched: float  # smallest share of the top detections that have a match in the other model
-    score: float  # largest mean difference of the scores of the two
-    mask: float  # smallest mean IoU of their masks
+    score: float  # largest mean difference of the scores of matches
+    mask: float  # smallest mean IoU of the masks of matches
 
 
 # Float: the order of a sum moves scores by 1e-6, and AP not at all. INT8: a value between two steps rounds either way, so two
@@ -57,12 +57,12 @@ class Nms:
     topk_all: int = 100  # detections per image, at most
     iou_thres: float = 0.45  # a box that overlaps a better one of its class by more is dropped
     conf_thres: float = 0.25  # scores up to this do not count
-    class_agnostic: bool = False  # boxes of different classes drop each other too, and a box has its best class only
+    class_agnostic: bool = False  # boxes of all classes suppress each other, and a box has only its best class
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How an exported file cuts out the masks of its detections, see nms.py."""
+    """RoiAlign settings for the masks inside an exported file, see nms.py."""
 
     mask_resolution: int = 160  # R: a mask is R x R values over the box of its detection
     pooler_scale: float = 0.25  # side of the prototypes / side of the image, the same in every model of upstream
@@ -71,14 +71,14 @@ class Pooling:
 
 @dataclass(frozen=True)
 class TorchTensorRT:
-    """How Torch-TensorRT compiles a model, see models/deploy/formats/torch_tensorrt.py."""
+    """Settings of Torch-TensorRT, see models/deploy/formats/torch_tensorrt.py."""
 
     formats: tuple[str, ...] = ('ep', 'engine')  # of TORCH_TENSORRT_FILES
     dtype: str = 'fp16'  # outside of Q/DQ
     workspace: int = WORKSPACE  # MiB
 
     def files(self, path: Path) -> dict[str, Path]:
-        """Name the files. path: MODEL.ep."""
+        """Return the files: format → path. path: MODEL.ep."""
         return {name: path.with_name(path.stem + TORCH_TENSORRT_FILES[name]) for name in self.formats}
 
 
@@ -100,7 +100,7 @@ class OnnxConfig(Settings):
 
     @property
     def onnx_opset(self) -> int:
-        """The opset that is exported: --opset, or the default of --trt."""
+        """The opset of the export: --opset, or the default of --trt."""
         return OPSETS[self.trt][2] if self.opset is None else self.opset
 
     def problems(self) -> Iterable[tuple[Any, str]]:
@@ -198,11 +198,11 @@ class ExportConfig(OnnxConfig):
 
     @property
     def files(self) -> dict[str, Path]:
-        """Name the files to write: name in FORMATS → file."""
+        """Return the files to write: key of FORMATS → path."""
         return {name: self.weights.with_name(self.weights.stem + FORMATS[name].suffix) for name in self.include}
 
     def problems(self) -> Iterable[tuple[Any, str]]:
-        """Check the options that need or exclude each other; see Settings.problems. What a format refuses is in its own file."""
+        """Check the options that need or exclude each other; see Settings.problems. Each format checks its own options."""
         for options in {kind.options: None for kind in FORMATS.values() if kind.options}:
             idle = self.given(options)
             read = any(FORMATS[name].options == options for name in self.include if name in FORMATS)
@@ -214,7 +214,7 @@ class ExportConfig(OnnxConfig):
         )
 
     def given(self, names: Iterable[str]) -> str:
-        """List the flags of the settings that are not at their defaults."""
+        """List the flags of those settings `names` that differ from their defaults."""
         return ', '.join(flag_of(name) for name in names if getattr(self, name) != getattr(ExportConfig, name))
 
     def limits(self, quantized: bool) -> Limits:
@@ -241,7 +241,7 @@ class DeepStreamConfig(OnnxConfig):
         )
 
     def export(self) -> ExportConfig:
-        """Return the settings as `export_qat.py` has them."""
+        """Convert to the settings of `export_qat.py`."""
         return ExportConfig(
             self.weights,
             imgsz=self.size,

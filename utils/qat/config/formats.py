@@ -1,4 +1,4 @@
-"""The table of formats: the kinds of file that export_qat.py writes. DeepStream's is export_yoloV9.py's."""
+"""The table of formats: the kinds of file that export_qat.py writes. export_yoloV9.py writes DeepStream's."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ TORCH_TENSORRT = 'formats', 'dtype', 'workspace'
 class FileKind:
     """A kind of file."""
 
-    suffix: str  # end of the file's name, behind the stem of the weights
+    suffix: str  # of the file's name, after the stem of the weights
     file: str  # in models/deploy/formats/, loaded when the format is asked for
-    options: tuple[str, ...] = ()  # settings of ExportConfig that are for some kinds alone
+    options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
 
 
 FORMATS = {  # --include → FileKind

@@ -1,4 +1,4 @@
-"""The command line of a command, made of its settings: fields of a dataclass → options, typed words → the dataclass."""
+"""The command line of a command, from its settings: fields of a dataclass → options, typed words → the dataclass."""
 
 from argparse import SUPPRESS, BooleanOptionalAction
 from collections.abc import Collection, Sequence
@@ -14,20 +14,20 @@ METAVARS = {int: 'N', float: 'X'}  # of values without a name of their own
 
 
 def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> T:
-    """Turn a command line into settings of the class `kind`. argv: None = the words of this process."""
+    """Parse a command line into settings of the class `kind`. argv: None = the words of this process."""
     (settings,) = read_each(kind, argv, description, epilog)
     return settings
 
 
 def read_each(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> list[T]:
-    """Turn a command line into settings, see `settings_of`. argv: None = the words of this process."""
+    """Parse a command line into settings, see `settings_of`. argv: None = the words of this process."""
     parser = Parser(description=description, epilog=epilog, add_help=False)
     add_options(parser, kind)
     return settings_of(kind, vars(parser.parse_args(argv)))
 
 
 def settings_of(kind: type[T], typed: dict[str, Any]) -> list[T]:
-    """Make settings of typed values: one, or one for each value of the option that takes several so (`each` of Option)."""
+    """Make settings from typed values: one, or one per value of an option with `each` (see Option)."""
     for f in fields(kind):
         option = option_of(kind, f.name)
         if option and option.each and f.name in typed:
@@ -55,8 +55,8 @@ def flags_of(field: Field, option: Option) -> list[str]:
 def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] = ()) -> Any:
     """Give a parser without -h the options of a dataclass, then -h; return the last group, for further options.
 
-    Only what is typed shall be in the parsed arguments: the defaults stand in the dataclass. may_lack: fields without a
-    default that need not be typed.
+    The parsed arguments contain only typed options; the dataclass has the defaults. may_lack: fields without a default that
+    may be omitted.
     """
     needed = []
     for title, found in grouped(kind).items():
@@ -78,7 +78,7 @@ def add_options(parser: Parser, kind: type[Settings], may_lack: Collection[str] 
 
 
 def _how(field: Field, option: Option) -> dict[str, Any]:
-    """Say how argparse reads the words of a field."""
+    """Return the argparse settings of a field."""
     one, several = kind_of(field.type)
     if one is bool:
         return {
@@ -93,7 +93,7 @@ def _how(field: Field, option: Option) -> dict[str, Any]:
 
 
 def help_of(field: Field, option: Option) -> str:
-    """Return the help text, with the default if it does not tell it."""
+    """Return the help text, and append the default unless the text has it."""
     default = field.default
     if 'default' in option.help.lower() or isinstance(default, bool) or default in (MISSING, None, '', ()):
         return option.help

@@ -44,11 +44,11 @@ class ModelConfig(FolderConfig, LoaderConfig):
         COCO, 'data YAML: train, val, names; of a classifier a folder with train/ and val/, in each a folder per class'
     )
     _: KW_ONLY
-    only_task: str | None = None  # a model of another task is refused; a key of TASKS
+    only_task: str | None = None  # refuse models of other tasks; a key of TASKS
 
     @property
     def data_file(self) -> Path:
-        """The data YAML; COCO's is looked for here and, because a command can be called from elsewhere, in its tree."""
+        """The data YAML. COCO's is searched in the current folder, then in the patched tree."""
         elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
         return TREE / COCO if elsewhere else self.data
 
@@ -59,7 +59,7 @@ class ModelConfig(FolderConfig, LoaderConfig):
         return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
 
     def require_files(self) -> None:
-        """Raise QatError unless the named files are there. A command calls it before it loads anything."""
+        """Raise QatError unless the named files exist. A command calls this before it loads anything."""
         require_file(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
 
@@ -107,7 +107,7 @@ class EvalConfig(ModelConfig):
     )
 
     def require_files(self) -> None:
-        """Look for the baseline too; see ModelConfig.require_files."""
+        """Check the baseline too; see ModelConfig.require_files."""
         super().require_files()
         if self.baseline:
             require_file(self.baseline, '--baseline', CHECKPOINTS + EXPORTED)
@@ -133,7 +133,7 @@ class FileEvalConfig(EvalConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig(ModelConfig):
-    """Settings that `quantize` and `sensitive` have in common: a float checkpoint, and how it is calibrated."""
+    """Settings that `quantize` and `sensitive` share: a float checkpoint and its calibration."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ('hyp', 'overlap', 'mask_ratio')
     imgsz: Sides = option(  # None until the model is known
@@ -174,7 +174,7 @@ class CalibrationConfig(ModelConfig):
     )
 
     def require_files(self) -> None:
-        """Check that files can be named after the weights, too; see ModelConfig.require_files."""
+        """Check also that files can be named after the weights; see ModelConfig.require_files."""
         require_source(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
 

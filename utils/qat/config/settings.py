@@ -1,4 +1,4 @@
-"""A setting of a command, written once: a dataclass field with its option, its help text and the values that it takes.
+"""Settings of a command: dataclass fields with their options, help texts and allowed values.
 
 Annotations are read as types, so a file with settings has no `from __future__ import annotations`.
 """
@@ -25,8 +25,8 @@ class Range:
 
     low: float
     high: float = math.inf
-    without: float | None = None  # an end that does not belong to the range
-    words: str = ''  # the range in an error message, behind 'must'; needed only if the bounds do not tell it
+    without: float | None = None  # an excluded end
+    words: str = ''  # the range in an error message, after 'must'; '' = from the bounds
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high and value not in (self.without, math.inf)
@@ -41,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Option:
-    """How a setting is typed on a command line, and which values it takes; see `option`."""
+    """The command-line option of a setting, and its allowed values; see `option`."""
 
     help: str
     flags: tuple[str, ...]
@@ -59,12 +59,12 @@ def option(default: Any, help: str, *flags: str, **how: Any) -> Any:
 
     Args:
         default: MISSING = it must be typed.
-        help: text of -h. The default is appended unless the text tells it. Empty = it cannot be typed.
+        help: text of -h, to which the default is appended unless it is there. Empty = it cannot be typed.
         flags: other flags, such as '-w'.
         how: other fields of Option. `allowed`: Range of a number, or tuple of choices; of several values, each one is checked.
             `group`: its title in -h. `parse`: word → value, where the type of the field does not do it.
-            `positional`: typed without a flag. `negatable`: a switch with a --no- form too. `each`: several values can be typed, and
-            each makes settings of its own.
+            `positional`: typed without a flag. `negatable`: a switch with a --no- form too. `each`: several values can be typed;
+            each makes its own settings.
     """
     return field(default=default, metadata={'option': Option(help, flags, **how)})
 
@@ -73,13 +73,13 @@ run = partial(option, group=RUN)
 
 
 def option_of(kind: type, name: str) -> Option | None:
-    """Find the Option of a field. A subclass that gives only another default keeps the option of its base."""
+    """Find the Option of a field. A subclass that only changes the default keeps the option of its base."""
     found = (base.__dict__.get('__dataclass_fields__', {}).get(name) for base in kind.__mro__)
     return next((f.metadata['option'] for f in found if f and f.metadata), None)
 
 
 def flag_of(name: str, value: Any = None) -> str:
-    """Spell the flag of a setting: --NAME, or --no-NAME for the value False."""
+    """Return the flag of a setting: --NAME, or --no-NAME for the value False."""
     return f'--{"no-" * (value is False)}{name.replace("_", "-")}'
 
 
@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
 
 
 def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
-    """Raise QatError unless the sides are multiples of the model's largest stride: its feature maps would not fit each other."""
+    """Raise QatError unless the sides are multiples of the model's largest stride; other feature maps do not fit together."""
     below = [max(1, side // stride) * stride for side in imgsz]
     above = [max(1, -(-side // stride)) * stride for side in imgsz]
     if below == above == list(imgsz):
@@ -114,7 +114,7 @@ def require_multiples(imgsz: Sides, stride: int, flag: str = '--imgsz') -> None:
 
 
 def json_kinds(kind: type['Settings']) -> dict[str, Any]:
-    """Give the kind of each setting in JSON, see json_schema.misfit; ranges are checked where the settings are made."""
+    """Return the kind of each setting in JSON, see json_schema.misfit. The settings themselves check ranges."""
     one = {Path: str, float: between(-1e9, 1e9), int: between(-(2**32), 2**32, (int,))}
     kinds = {}
     for f in fields(kind):
@@ -127,9 +127,9 @@ def json_kinds(kind: type['Settings']) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a command. Making them raises one QatError that names every wrong one by its flag."""
+    """Settings of a command. The constructor raises one QatError that names every wrong setting by its flag."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ()  # accepted, for command lines of earlier tools, and not shown by -h
+    HIDDEN: ClassVar[tuple[str, ...]] = ()  # accepted for command lines of earlier tools, but not shown by -h
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -144,7 +144,7 @@ class Settings:
         check([*(p for f in fields(self) for p in _not_allowed(self, f)), *self.problems()])
 
     def problems(self) -> Iterable[tuple[Any, str]]:
-        """Yield (is it wrong, the message) for settings that do not go together."""
+        """Yield (whether it is wrong, message) for combinations of settings."""
         return ()
 
     def plain(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Settings:
 
 
 def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield (is it wrong, the message) for one setting alone."""
+    """Yield (whether it is wrong, message) for a single setting."""
     option, value, flag = option_of(type(settings), field.name), getattr(settings, field.name), flag_of(field.name)
     if option is None or value is None:
         return

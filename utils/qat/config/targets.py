@@ -1,10 +1,10 @@
-"""The table of targets: the engines that a placement of Q/DQ can be made for."""
+"""The table of targets: the engines for which Q/DQ can be placed."""
 
 from typing import NamedTuple
 
 
 class Engine(NamedTuple):
-    """An engine, as texts have it. placement: what differs from the placement of the default target, for `-h`."""
+    """Texts about an engine. placement: difference from the Q/DQ placement of the default target, for `-h`."""
 
     title: str
     placement: str = ''
@@ -21,4 +21,4 @@ TARGETS = {  # --target → Engine. utils/qat/targets/ has a file for each
         'ONNX Runtime', 'also around activation functions, which it does not fuse, and with zero points'
     ),
 }
-DEFAULT_TARGET = 'tensorrt'  # of checkpoints and files that name no target, too
+DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target

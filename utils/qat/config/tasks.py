@@ -1,6 +1,6 @@
-"""The table of tasks, and what a task knows.
+"""The table of tasks, and the interface of a task.
 
-Everything that differs between the networks of two tasks is in a file of utils/qat/tasks/, and nothing else branches on it.
+All code that depends on the task of a network is in utils/qat/tasks/.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ TASKS = {
 
 
 class Task(ABC):
-    """The knowledge about the networks of one task.
+    """A task: everything that depends on it.
 
     Attributes:
         name: a key of TASKS; exported files have it in their metadata.
         title: of its networks, with an article.
-        found: what its networks return, in words: 'detections' or 'scores'.
-        boxes: whether their last layer is a YOLOv9 head, which finds boxes.
+        found: the results of its networks, in words: 'detections' or 'scores'.
+        boxes: whether the last layer is a YOLOv9 head, which returns boxes.
         steps: of an evaluation, whose times are reported.
         augments: whether images for the fine-tuning can be augmented.
         imgsz: usual height and width of images, in pixels.
         settings: fields of LoaderConfig that only its data has.
-        takes: what its data is, in words.
+        takes: the form of its data, in words.
         placeholder: stands for the user's data in a next command.
-        parts: of the outputs that SQNR is measured of.
-        keys: figures in plain metrics. The first one chooses among models.
-        columns: titles of these figures.
+        parts: of the outputs, each with its own SQNR.
+        keys: metrics in plain metrics. The first is the selection metric.
+        columns: titles of these metrics.
     """
 
     name: str
@@ -68,16 +68,16 @@ class Task(ABC):
         """Tell whether data of this task can be at `path`."""
 
     def data_of(self, path: object) -> str:
-        """Return the data that a checkpoint notes, if they are on this machine, else the placeholder."""
+        """Return the data path from a checkpoint if it exists on this machine, else the placeholder."""
         return path if isinstance(path, str) and self.has_data(path) else self.placeholder
 
     @abstractmethod
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Check the data for a `model` with nc, names and kind: dataset.Data or image_folders.ImageFolders."""
+        """Read and check the data for a `model` with nc, names and kind: a dataset.Data or image_folders.ImageFolders."""
 
     @abstractmethod
     def require_labels(self, file: Path) -> None:
-        """Raise QatError unless the images for an evaluation in `file` have labels."""
+        """Raise QatError unless the evaluation images of `file` have labels."""
 
     @abstractmethod
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
@@ -85,28 +85,28 @@ class Task(ABC):
 
     @abstractmethod
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Say in words how loaders.val_loader shows images to a model."""
+        """Describe in words how loaders.val_loader prepares images."""
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        """Bring images in 0..1 to the range that the networks take."""
+        """Normalize images in 0..1 to the input range of the networks."""
         return images
 
     # ---- networks
 
     @abstractmethod
     def prepare(self, model: nn.Module) -> None:
-        """Give a network, as its training saves it, the attributes of the other models, in place.
+        """Add the attributes that all models share to a network as its training saved it, in place.
 
-        Any exception says that the network lacks what a training sets.
+        Any exception means that the network lacks an attribute that training sets.
         """
 
     @abstractmethod
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the number of classes of an exported file, by the shapes of its outputs."""
+        """Return the number of classes of an exported file from the shapes of its outputs."""
 
     @abstractmethod
     def predictions(self, output: Any) -> Any:
-        """Take the predictions out of what a network returns in eval mode."""
+        """Extract the predictions from the output of a network in eval mode."""
 
     @abstractmethod
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
@@ -116,18 +116,18 @@ class Task(ABC):
 
     @abstractmethod
     def scorer(self, names: Mapping[int, str], categories: Sequence[int] | None = None) -> Any:
-        """Make the collector of matches that computes the metrics; with COCO's `categories` it collects rows too."""
+        """Make the scorer, which collects matches and computes the metrics; with COCO's `categories` it collects rows too."""
 
     @abstractmethod
     def found_in(self, outputs: Any, shape: tuple[int, ...], *settings: Any) -> Any:
-        """Turn outputs of a model, see file_model.py, into what the scorer takes.
+        """Convert outputs of a model, see file_model.py, to the input of the scorer.
 
         `shape` is height and width of the images, in pixels; `settings` are conf_thres, iou_thres and max_det of
         detections.detect.
         """
 
     def merit(self, metrics: Mapping[str, Any]) -> float:
-        """Compute the number by which models are chosen, of plain metrics; with masks the mean of boxes and masks."""
+        """Return the selection metric from plain metrics; with masks the mean of boxes and masks."""
         first = metrics[self.keys[0]]
         return (first + metrics['mask'][self.keys[0]]) / 2 if 'mask' in metrics else first
 
@@ -139,12 +139,12 @@ class Task(ABC):
 
     @abstractmethod
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
-        """Line up the best detections or classes of several models, see side_by_side.Line."""
+        """Match the best detections or classes of several models, see side_by_side.Line."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Labelled images for a model: batches, names of the classes, and mean and deviation that the images were normalized by."""
+    """Labelled images for a model: batches, class names, and the mean and deviation of the normalization."""
 
     loader: Any
     names: Mapping[int, str]
@@ -154,10 +154,10 @@ class Labelled:
 
 @cache
 def load_task(name: str) -> Task:
-    """Load the file of a task and return its TASK. name: a key of TASKS."""
+    """Import the module of a task and return its TASK. name: a key of TASKS."""
     return import_module(f'utils.qat.tasks.{TASKS[name]}').TASK
 
 
 def task_named(name: str | None) -> Task:
-    """Return the task that the metadata of a file name; files of others name none, or one that is not ours: detection."""
+    """Return the task that the metadata of a file name; detection if they name none, or an unknown one."""
     return load_task(name if name in TASKS else 'detect')

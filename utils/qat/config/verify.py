@@ -35,7 +35,7 @@ class VerifyConfig(FolderConfig):
     project: Path = Path('runs/verify')
 
     def problems(self) -> Iterable[tuple[Any, str]]:
-        """Check the options that belong together; see Settings.problems."""
+        """Check the options that need each other; see Settings.problems."""
         for task in ('segment', 'classify'):
             given = getattr(self, task), getattr(self, f'{task}_data')
             yield given.count(None) == 1, f'--{task}, --{task}-data: give both or none'

@@ -1,1 +1,1 @@
-"""Parts that every command needs and that know nothing of networks."""
+"""Parts of every command that do not depend on networks."""

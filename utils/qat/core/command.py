@@ -22,13 +22,13 @@ from utils.qat.core.printable import is_printable, visible
 from utils.qat.core.system_errors import KINDS, OUTPUT, explain
 
 LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
-# Bytes of addresses. Libraries that PyTorch loads crash where few are left, or end the process, and say nothing that could be caught.
+# Bytes of address space. With less, libraries that PyTorch loads crash or end the process, without an exception to catch.
 TORCH_TAKES = 5 * 2**30
 FIRST_SPEAKS = 5  # seconds that a failed process waits: the first process may print the same error meanwhile
 
 
 class _Speak(argparse.Action):
-    """Set the level of the terminal by an option, and leave nothing in the parsed arguments."""
+    """An option that sets the log level of the terminal, and adds nothing to the parsed arguments."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, level: int, help: str) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, verbose: str = "details and upstream's messages as well", add_help: bool = True, **options: Any
     ) -> None:
-        """Make a parser. verbose: help of --verbose; add_help=False: `add_common` adds -h, --quiet and --verbose later."""
+        """Make a parser. verbose: help of --verbose. add_help=False: call `add_common` later for -h, --quiet and --verbose."""
         super().__init__(add_help=False, **options)
         self.verbose = verbose
         if add_help:
@@ -67,13 +67,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = None, torch: bool = True) -> int:
-    """Run `main(argv)` and turn its result or its exception into an exit status; a bug keeps its traceback.
+    """Run `main(argv)` and return the exit status for its result or exception; a bug keeps its traceback.
 
-    The status is that of `main`; 2 for a user's mistake or a limit of the system, 130 interrupted, 141 nobody reads
-    standard output any more.
+    The status is the result of `main`; 2 for a user's mistake or a limit of the system, 130 if interrupted, 141 if standard
+    output has no reader any more.
 
-    Under torchrun all processes meet most mistakes at once. The first process prints the error and ends, and torchrun
-    ends the others. A process that is alone with its mistake waits, is not ended, and prints it.
+    Under torchrun most mistakes occur in all processes at once. The first process prints the error and ends, and torchrun
+    ends the others. If only another process fails, it waits, is not ended, and prints its error.
     """
     TERMINAL.setLevel(logging.INFO)  # --quiet and --verbose change it when they are parsed
     start = time.perf_counter()
@@ -112,7 +112,7 @@ def run_command(main: Callable[..., int | None], argv: Sequence[str] | None = No
 
 
 def _require_environment(torch: bool) -> None:
-    """Raise QatError for settings of the process under which Python, PyTorch or upstream does not do what it says."""
+    """Raise QatError for process settings under which Python, PyTorch or upstream misbehaves."""
     require_numbers()
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if torch and limit != resource.RLIM_INFINITY and limit < TORCH_TAKES:
@@ -132,18 +132,18 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
     sys.stdout, sys.stderr = sys.stdout or open(1, 'w'), sys.stderr or open(2, 'w')
 
 
 def _note() -> None:
-    """Log the traceback of the current exception, unless the log is on the disk that is full."""
+    """Log the traceback of the current exception, unless the log's disk is full."""
     with contextlib.suppress(OSError):
         LOGGER.debug('where it was found:', exc_info=True)
 
 
 def _silence(stream: IO[str]) -> None:
-    """Send the rest of a stream that cannot be written to /dev/null; Python flushes it once more when it ends."""
+    """Redirect a stream that cannot be written to /dev/null, because Python flushes it once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -157,7 +157,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def resumable(command: str) -> Iterator[None]:
-    """If the block is interrupted or the system stops it, raise KeyboardInterrupt or QatError that names `command`."""
+    """If an interrupt or the system stops the block, raise a KeyboardInterrupt or QatError that names `command`."""
     try:
         yield
     except KeyboardInterrupt as e:
@@ -197,7 +197,7 @@ def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) ->
 
 
 def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
-    """Check that a path is a file which others can be named after, such as qat_best_MODEL.pt; see `require_file`."""
+    """Check that a path is a file after which others can be named, such as qat_best_MODEL.pt; see `require_file`."""
     require_file(path, flag, suffixes)
     if len(os.fsencode(path.name)) > LONGEST_NAME:
         raise QatError(

@@ -1,4 +1,4 @@
-"""The device of a process: from --device to a torch.device, and from a torch.device to words."""
+"""The device of a process: --device → torch.device → its description."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def select_device(text: str) -> torch.device:
-    """Select the device that --device names; a GPU becomes the current device, which streams and kernels take.
+    """Select the device of --device; a GPU becomes the current device of streams and kernels.
 
-    `text` is as upstream takes it: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none. Each
-    process of a torchrun has a GPU of its own, with the number of the process.
+    `text` has upstream's form: 'cpu', '0', 'cuda:0', 'mps'; '' is the first GPU, or the CPU if there is none. Under
+    torchrun each process takes the GPU with its own number.
     """
     import torch  # here, because `-h` must not load it
 
@@ -44,7 +44,7 @@ def select_device(text: str) -> torch.device:
 
 
 def _device_of(text: str) -> torch.device:
-    """Find the device that --device names for this process; see select_device."""
+    """Find the device of --device for this process; see select_device."""
     import torch
 
     world, found = world_size(), torch.cuda.device_count()
@@ -66,7 +66,7 @@ def _device_of(text: str) -> torch.device:
 
 
 def _one_device(text: str) -> torch.device:
-    """Select the device of a process that is alone."""
+    """Select the device of a process without torchrun."""
     import torch
 
     text = str(text).strip().lower().replace('cuda:', '')
@@ -91,10 +91,10 @@ def _one_device(text: str) -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory of a freed tensor for the next one; other C libraries stay as they are.
+    """Let glibc keep the memory of a freed tensor for the next one; other C libraries are not changed.
 
-    Otherwise it gives every large tensor back to the system, and the system clears each page of the next one: a fifth
-    of the time of a forward pass of 10 images at 640 px.
+    By default it returns every large tensor to the system, which clears each page of the next one: a fifth of the time of a
+    forward pass of 10 images at 640 px.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if sys.platform == 'linux' else None
     if mallopt:
@@ -111,7 +111,7 @@ def describe(device: torch.device) -> str:
 
 
 def instruction_flags() -> list[str]:
-    """Return the flags, of INSTRUCTIONS, that Linux has for this CPU; empty where the system does not tell."""
+    """Return the flags of INSTRUCTIONS that Linux lists for this CPU; empty if the system does not tell."""
     try:
         text = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
     except OSError:
@@ -121,6 +121,6 @@ def instruction_flags() -> list[str]:
 
 
 def instruction_sets() -> list[str]:
-    """Name the instructions of this CPU that decide how fast INT8 and BF16 are; empty where the system does not tell."""
+    """Name the instructions of this CPU that speed up INT8 and BF16; empty if the system does not tell."""
     flags = instruction_flags()
     return [name for name, flag in INSTRUCTIONS.items() if flag in flags]

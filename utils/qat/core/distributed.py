@@ -1,8 +1,8 @@
 """The processes of one `torchrun` on one machine: their numbers, and the values that they exchange.
 
-A process that torchrun did not start is the first of one, and each exchange returns its own value. Values of the host
-travel through gloo, tensors of GPUs through NCCL. An exchange raises QatError when another process has failed or does
-not answer within TIMEOUT.
+Without torchrun a process is the first of one, and each exchange returns its own value. Values on the host are exchanged
+through gloo, tensors on GPUs through NCCL. An exchange raises QatError if another process has failed or does not answer
+within TIMEOUT.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WITHOUT = f'without torchrun: unset {" ".join(NUMBERS)} MASTER_ADDR'
 
 
 def launched() -> bool:
-    """Tell whether torchrun started this process: it sets all of these; other programs set some, and the process is alone."""
+    """Tell whether torchrun started this process: it sets all of these variables; other programs set only some."""
     numbers = (os.environ.get(name, '') for name in NUMBERS)
     return 'MASTER_ADDR' in os.environ and all(number.isdecimal() for number in numbers)
 
 
 def require_numbers() -> None:
-    """Raise QatError if a variable of torchrun is no number: upstream reads them too, whoever set them; or there is no such process."""
+    """Raise QatError if a variable of torchrun is no number or out of range; upstream reads them too, whoever set them."""
     for name in (*NUMBERS, 'LOCAL_WORLD_SIZE'):
         value = os.environ.get(name, '0')
         if not value.removeprefix('-').isdecimal():
@@ -88,7 +88,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def _of_all() -> Iterator[None]:
-    """Turn an error of an exchange on the host into one line: another process has died or does not answer."""
+    """Convert an error of an exchange on the host to a QatError: another process has died or does not answer."""
     import torch
 
     try:
@@ -149,7 +149,7 @@ def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def first_goes_ahead() -> Iterator[None]:
-    """Run the block on the first process, then on the others, which find the files that the first has written."""
+    """Run the block on the first process, then on the others, so that they find the files of the first."""
     if not is_first():
         from_first()
     yield

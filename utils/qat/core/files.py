@@ -1,4 +1,4 @@
-"""Files that are whole at any moment: written under a temporary name, then renamed."""
+"""Files that are complete at any moment: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sha256(path: str | Path) -> str:
 
 
 def waits(path: str | Path) -> bool:
-    """Tell whether to read `path` could take for ever: it is a pipe, a socket or a device."""
+    """Tell whether reading `path` could block for ever: it is a pipe, a socket or a device."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # it is not there, or no name of a file
@@ -36,9 +36,9 @@ def waits(path: str | Path) -> bool:
 
 
 def write_torch(path: str | Path, content: Any) -> None:
-    """Write `content` as torch.save does, whole at any moment.
+    """Write `content` as torch.save does, complete at any moment.
 
-    It is pickled in memory first, because the error of torch's own writer does not tell that the disk is full.
+    It is pickled in memory first, because the error of torch's own writer does not reveal a full disk.
     """
     import torch
 
@@ -55,8 +55,8 @@ TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomi
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` if the block succeeds, delete it if not.
 
-    It keeps the suffix, because writers such as matplotlib choose the format by it. An OSError that names no file, or
-    the temporary one, gets `path` as its filename.
+    The temporary path keeps the suffix, because writers such as matplotlib choose the format by it. An OSError that names no
+    file, or the temporary one, gets `path` as its filename.
     """
     path = Path(path)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
@@ -64,7 +64,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        # the error of a failed write does not name its file; a file that cannot be read has a name of its own
+        # the error of a failed write does not name its file; an error of another file keeps its name
         if e.filename is None or Path(str(e.filename)).name.startswith(tmp.stem):
             e.filename = str(path)
         raise
@@ -79,9 +79,9 @@ def distinct_names(files: Sequence[Path]) -> list[str]:
 
 
 def require_own(path: Path, text: str) -> None:
-    """Raise QatError if another file is in the way of `path`, a name of our own choice.
+    """Raise QatError if `path`, a name that the user did not choose, exists and is not our file.
 
-    A file of ours has the same `text`, or the same first line if that is a comment (#), which says what it is made of.
+    A file of ours has the same `text`, or the same first line if this is a comment (#), which names its source.
     """
     if not os.path.lexists(path):
         return
@@ -94,11 +94,11 @@ def require_own(path: Path, text: str) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` in UTF-8, whole at any moment."""
+    """Write `text` in UTF-8, complete at any moment."""
     with atomic(path) as tmp:
         tmp.write_text(text, encoding='utf-8', errors='backslashreplace')
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write `content` as JSON, whole at any moment; a value of another type, such as a Path, as its text."""
+    """Write `content` as JSON, complete at any moment; values of other types, such as Path, become text."""
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')

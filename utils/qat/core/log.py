@@ -1,8 +1,7 @@
 """The output of the commands: lines to the terminal and to the log file of a run, and one bar for each long step.
 
-DEBUG is for --verbose; INFO is for everybody without --quiet; warnings, errors and RESULT are for all. RESULT is the
-answer that the command was called for. The log file has everything. Colours and bars are for terminals: a pipe and a
-file get plain lines.
+The terminal shows DEBUG with --verbose, INFO without --quiet, and always warnings, errors and RESULT, the answer of the
+command. The log file has everything. Only terminals get colours and bars; pipes and files get plain lines.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BAR = '{desc}{percentage:3.0f}% |{bar:20}| {n_fmt}/{total_fmt} [{elapsed}, {rema
 
 
 def painted(text: str, style: int, stream: IO[str]) -> str:
-    """Paint text for a stream that may show colours (see no-color.org); else return it unchanged. style: BOLD, RED, YELLOW."""
+    """Colour text for a stream that may show colours (see no-color.org); else return it unchanged. style: BOLD, RED, YELLOW."""
     plain = not stream.isatty() or os.environ.get('NO_COLOR') or os.environ.get('TERM') == 'dumb'
     return text if plain else f'\033[{style}m{text}\033[0m'
 
@@ -66,7 +65,7 @@ def _named(error: Any, file: str) -> BaseException:
 class Terminal(logging.StreamHandler):
     """A handler that writes to the current stdout, above the progress bar if there is one.
 
-    It raises an error of writing, so that the command ends with one line; logging would print a traceback and go on.
+    It raises write errors, so that the command ends with one line; logging would print a traceback and go on.
     """
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)
@@ -88,7 +87,7 @@ class Terminal(logging.StreamHandler):
 
 
 class LogFile(logging.FileHandler):
-    """A handler that writes to a file, and raises an error of writing."""
+    """A handler that writes to a file, and raises write errors."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Raise the error of writing a record."""
@@ -137,7 +136,7 @@ def unshown(iterable: Iterable, *_: Any, **__: Any) -> Iterable:
 
 
 def log_to(path: str | Path) -> None:
-    """Write each later message, with its time of day, to a file too, and no more to that of an earlier call."""
+    """Write all later messages, with their time of day, to a file too; it replaces the file of an earlier call."""
     for earlier in LOGGER.handlers[1:]:
         LOGGER.removeHandler(earlier)
         earlier.close()
@@ -156,7 +155,7 @@ def finish(*following: str, **files: str | Path) -> None:
 
 
 class _WithoutBars:
-    """A stderr without the lines that upstream's progress bars leave; `live` shows a bar as long as it counts."""
+    """A stderr without the lines that upstream's progress bars leave; `live` shows bars while they count."""
 
     def __init__(self, stream: IO[str], live: bool) -> None:
         self.stream, self.live, self.in_bar = stream, live, False

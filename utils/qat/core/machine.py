@@ -1,4 +1,4 @@
-"""Where figures were made: versions of packages, the GPU and the CPU. What the system does not tell is left out."""
+"""The machine on which figures were measured: package versions, GPU and CPU. Facts that the system does not tell are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
 ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
-SCALING = Path('/sys/devices/system/cpu/cpufreq')  # without it Linux knows no clock of now, as in most virtual machines
+SCALING = Path('/sys/devices/system/cpu/cpufreq')  # missing in most virtual machines: no current clock
 ROWS = {
     'device': 'device',
     'compute_capability': 'compute capability',
@@ -56,7 +56,7 @@ def nvml_of(device: torch.device) -> tuple[Any, Any]:
         raise QatError('no package nvidia-ml-py (pip install nvidia-ml-py)') from e
     try:
         nvml.nvmlInit()
-        # by UUID: NVML counts all GPUs, PyTorch those that CUDA_VISIBLE_DEVICES leaves
+        # by UUID: NVML counts all GPUs, PyTorch only those of CUDA_VISIBLE_DEVICES
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f'GPU-{torch.cuda.get_device_properties(device).uuid}'.encode())
     except nvml.NVMLError as e:
         raise QatError(f'NVML says: {e}') from e
@@ -68,7 +68,7 @@ def usable_cores() -> int:
 
 
 def clock_scales() -> bool:
-    """Tell whether the system knows the clock of the CPU as it is now, and its largest."""
+    """Tell whether the system tells the current and the largest clock of the CPU."""
     return SCALING.is_dir() and any(SCALING.iterdir())
 
 
@@ -114,7 +114,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _cpu_clock_and_memory() -> dict[str, int]:
-    """Return the largest clock of the CPU and the memory of the machine, as far as psutil and the system know them."""
+    """Return the largest clock of the CPU and the memory of the machine, as far as known."""
     try:
         psutil = importlib.import_module('psutil')
     except ImportError:
@@ -127,10 +127,10 @@ def _cpu_clock_and_memory() -> dict[str, int]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, on which the figures depend; what the system does not tell is not in it.
+    """Describe the machine, on which figures depend; unknown facts are left out.
 
-    The keys are those of ROWS, except 'clock_mhz'. Besides, 'gpu' tells whether `device` is one, and 'tf32' whether
-    convolutions of PyTorch compute in TF32 on a GPU.
+    The keys are those of ROWS without 'clock_mhz', and besides 'gpu' (whether `device` is a GPU) and 'tf32' (whether
+    PyTorch's convolutions compute in TF32 on a GPU).
     """
     import torch
 
@@ -155,7 +155,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_table(found: dict[str, Any]) -> str:
-    """Write a `machine` as a Markdown table, a row for each fact; 'clock_mhz' in it counts too."""
+    """Format a `machine`, which may have 'clock_mhz', as a Markdown table with a row for each fact."""
     twice = set() if found.get('gpu') else {'cpu'}  # the device is the CPU
     facts = {title: found[key] for key, title in ROWS.items() if found.get(key) and key not in twice}
     return markdown_table(

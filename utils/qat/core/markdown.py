@@ -1,4 +1,4 @@
-"""The parts that all reports are made of: Markdown tables, links, pictures and documents."""
+"""Building blocks of reports: Markdown tables, links, pictures and documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Markdown(str):
     """Text that is Markdown already: as a cell of a table it is not escaped."""
 
 
-# Signs that GitHub reads: some anywhere, brackets of a link, an underscore at the edge of a word, an address
+# Characters with a meaning on GitHub: some anywhere, brackets of a link, an underscore at the edge of a word, an address
 MEANINGFUL = re.compile(
     r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
     r'(?<=\bwww)\.|(?<=\w)@(?=\w)'
@@ -57,7 +57,7 @@ def width(text: str) -> int:
 
 
 def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: bool = True) -> str:
-    """Make a Markdown table whose columns align as plain text too; cells that are no Markdown are escaped."""
+    """Make a Markdown table whose columns align as plain text too; cells that are not Markdown are escaped."""
     cells = [
         [cell if isinstance(cell, Markdown) else escaped(' '.join(str(cell).split())) for cell in row]
         for row in (header, *rows)

@@ -1,4 +1,4 @@
-"""The command to type next: each command ends with it."""
+"""The next command to type, which each command prints at its end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def command(file: str | Path, *words: object) -> str:
 
 
 def repeated(file: str | Path, *words: object) -> str:
-    """Make a command that computes as this process does: with as many processes of torchrun. Arguments: see `command`."""
+    """Make a command with as many torchrun processes as this run. Arguments: see `command`."""
     typed = command(file, *words)
     return f'torchrun --nproc_per_node {world_size()} {typed.removeprefix("python ")}' if world_size() > 1 else typed
 
 
 def converted(weights: Path) -> Path:
-    """Return the file that reparameterization.py makes of a checkpoint unless --save names another."""
+    """Return the default output of reparameterization.py for a checkpoint."""
     return weights.with_name(f'{weights.stem}-converted.pt')
 
 
@@ -42,8 +42,8 @@ def typed_sides(imgsz: Iterable[int]) -> list[int]:
 def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
     """Make the command that follows a good score.
 
-    .pt → export, .onnx → build the engine, .engine, .xml or .pt2 → benchmark. `backend` is the key of BACKENDS that
-    scored the file. What OpenVINO ran needs no engine.
+    .pt → export; .onnx → build the engine; .engine, .xml or .pt2 → benchmark. `backend` is the key of BACKENDS that
+    scored the file. A file that OpenVINO ran needs no engine.
     """
     by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
     if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':

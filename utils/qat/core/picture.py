@@ -19,7 +19,7 @@ def literal(text: str) -> str:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a picture, whole at any moment; the suffix of `path` chooses the format."""
+    """Write a picture, complete at any moment; the suffix of `path` chooses the format."""
     with atomic(path) as tmp, warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'Glyph .* missing from')  # a class name in a script that the font lacks
         figure.savefig(tmp, dpi=120)

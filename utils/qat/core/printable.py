@@ -1,4 +1,4 @@
-"""Text out of a file, such as a name, made safe to show."""
+"""Make text from a file, such as a name, safe to print."""
 
 import unicodedata
 
@@ -9,7 +9,7 @@ LONGEST = 2000  # characters of a message
 
 
 def is_printable(character: str) -> bool:
-    """Tell whether a character only shows: no line break, control character or bidirectional character."""
+    """Tell whether a character is visible text: no line break, control character or bidirectional character."""
     return character.isprintable() or character in JOINERS or unicodedata.category(character) not in CONTROLS
 
 
@@ -22,5 +22,5 @@ def visible(text: object, keep: str = '') -> str:
 
 
 def cut(text: str) -> str:
-    """Leave out the middle of a text that is too long: the begin tells where the mistake is, the end what to do."""
+    """Cut the middle of a text that is too long: its start tells where the mistake is, its end what to do."""
     return text if len(text) <= LONGEST else f'{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 4 :]}'

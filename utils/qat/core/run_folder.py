@@ -1,4 +1,4 @@
-"""The folder of a run: a new one for each run, and only one process that writes to it."""
+"""The folder of a run: each run gets a new one, and only one process writes to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from utils.qat.core.distributed import is_first
 from utils.qat.core.errors import QatError
 
-# In the folder of a run. It has the number and host of the process that works there, or worked there last, and carries the lock.
+# The lock file in the folder of a run. It has the number and host of the process that works there, or worked there last.
 LOCK = '.lock'
 # Runs of earlier versions left no lock file. A report of a run has these keys.
 REPORTS = ('report.json', 'metrics.json', 'compare.json', 'benchmark.json', 'summary-sensitive-analysis.json')
@@ -41,7 +41,7 @@ def run_folder(config: Any) -> Iterator[Path | None]:
 def own_folder(config: Any) -> Iterator[Path]:
     """Yield the folder of a run: the folder of --resume, or a new one, PROJECT/NAME or that with the next free number.
 
-    With --exist-ok it is empty or of an earlier run, because another folder may have files that a run would overwrite.
+    With --exist-ok the folder must be empty or of an earlier run, because a run would overwrite files of any other folder.
     No other process of ours writes there meanwhile. A new folder that is still empty at the end is removed.
     """
     resume = getattr(config, 'resume', None)
@@ -83,12 +83,12 @@ def _make(path: Path, exist_ok: bool, made: list[Path]) -> Path:
 
 
 def _in(folder: Path) -> list[str]:
-    """Return the names in a folder, without that of the lock file."""
+    """Return the names in a folder, without the lock file."""
     return sorted({path.name for path in folder.iterdir()} - {LOCK})
 
 
 def _require_run(folder: Path) -> None:
-    """Raise QatError for a folder that has files and is not of an earlier run, which leaves its lock file and a report."""
+    """Raise QatError for a folder with files but without the lock file or report of an earlier run."""
     found = _in(folder)
     if found and not os.path.lexists(folder / LOCK) and not any(_is_report(folder / name) for name in REPORTS):
         raise QatError(
@@ -97,7 +97,7 @@ def _require_run(folder: Path) -> None:
 
 
 def _is_report(file: Path) -> bool:
-    """Tell whether a file is a report of a run, by its content."""
+    """Tell from its content whether a file is the report of a run."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -109,8 +109,8 @@ def _is_report(file: Path) -> bool:
 def writing(folder: Path, flag: str) -> Iterator[None]:
     """Make this process, or the first of a torchrun, the only one that writes to `folder` in the block.
 
-    If another process holds the lock, QatError is raised at once. The system takes the lock back when the process ends,
-    however it ends. The lock file stays, unless it is alone: it tells that the folder is of a run.
+    Raises QatError at once if another process holds the lock. The system releases the lock when the process ends, however it
+    ends. The lock file stays unless it is the only file: it marks the folder of a run.
     """
     if not is_first():
         yield
@@ -154,7 +154,7 @@ def _open(file: Path) -> tuple[int, int]:
     """Open the lock file, and make it if it is missing; return (descriptor, kind of lock)."""
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), fcntl.LOCK_EX
-    except PermissionError:  # no file may be made here; or it is another user's, and can be read
+    except PermissionError:  # the folder is read-only; or the file is another user's, and readable
         with contextlib.suppress(OSError):
             return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), fcntl.LOCK_SH
         raise
@@ -163,7 +163,7 @@ def _open(file: Path) -> tuple[int, int]:
 def _lock(descriptor: int, kind: int, file: Path, flag: str) -> None:
     """Lock without waiting.
 
-    This is POSIX's lock. A lock of flock would live on in the workers of a DataLoader, which outlast a killed run.
+    This is a POSIX lock. A flock would survive in the workers of a DataLoader, which outlive a killed run.
     """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise QatError(f'{file}: not a file; remove it')

@@ -1,7 +1,7 @@
-"""Errors of the system in one line: the file or the limit, and the way out.
+"""Explain errors of the system in one line: the file or the limit, and the remedy.
 
-A full disk, missing memory or a killed process is no bug. Python, PyTorch and OpenCV have classes of their own for some
-of these errors; the words of the message tell the others.
+A full disk, missing memory or a killed process is no bug. Python, PyTorch and OpenCV have exception classes for some of
+these errors; the words of the message identify the others.
 """
 
 from __future__ import annotations

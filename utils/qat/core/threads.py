@@ -1,8 +1,8 @@
 """Threads that sleep while they wait for work.
 
-Threads of OpenMP (PyTorch) and of ONNX Runtime otherwise spin, to be there at once. Beside any other busy process they
-hold the cores that the working threads need; docs/troubleshooting.md#it-is-slow has the figures. A user who sets one of
-`CHOSEN` keeps that choice.
+By default the threads of OpenMP (PyTorch) and of ONNX Runtime spin, to start without delay. Beside any other busy process
+they hold the cores that the working threads need; docs/measured.md#threads has the figures. If the user sets one of
+`CHOSEN`, it stays.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-# A thread looks for work for about the time that it takes to wake it, and then sleeps. So it loses little on an idle
-# machine, and delays little on a busy one: docs/measured.md#threads. GCC's library (PyTorch's wheels) counts its looks,
-# of 0.03 to 0.05 us each.
+# A thread spins for about the time that a wake-up takes, then sleeps. So it loses little on an idle machine, and delays
+# little on a busy one. GCC's library (PyTorch's wheels) counts spins, of 0.03 to 0.05 us each.
 ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
 ONNX_RUNTIME_SPINS = '100'  # us
 CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
@@ -39,7 +38,7 @@ def sleep_while_waiting() -> None:
 def onnx_options(entries: Mapping[str, str] | None = None) -> ort.SessionOptions:
     """Make ONNX Runtime's options for any session: it logs errors only, and its threads sleep.
 
-    With OMP_WAIT_POLICY=active the threads spin as ONNX Runtime has it. `entries` go to the session's configuration.
+    With OMP_WAIT_POLICY=active the threads spin by ONNX Runtime's default. `entries` go to the session's configuration.
     """
     import onnxruntime as ort
 

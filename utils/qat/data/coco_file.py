@@ -12,7 +12,7 @@ from utils.qat.untrusted.json_schema import INDEX, POSITIVE, anything, between, 
 ID = int, str
 PIXELS = between(-1e6, 1e6)
 SIZE = {'width': between(1, 1e6), 'height': between(1, 1e6)}
-# Run lengths as pycocotools packs them: six bits in a character, of which one says that the number goes on.
+# Run lengths as pycocotools packs them: six bits per character, one of which says that the number continues.
 PACKED = re.compile('(?:[P-o]{0,6}[0-O])*')
 
 
@@ -48,10 +48,10 @@ def read_coco(
     thing: dict[str, Any] | None = None,
     category: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read a COCO file, in which each object is of an image and of a category that are there.
+    """Read a COCO file, and check that the image and the category of each object exist.
 
-    `who` names the file in messages, with its flag. `image`, `thing` and `category` are the values that each image,
-    object and category needs besides: key → kind, see json_schema.
+    `who` names the file in messages, with its flag. `image`, `thing` and `category` are further required values of each
+    image, object and category: key → kind, see json_schema.
     """
     parts = {
         'images': {'id': ID, **(image or {})},

@@ -1,4 +1,4 @@
-"""Data YAML → upstream's dataset of boxes or of masks, with labels that were checked."""
+"""Data YAML → upstream's dataset of boxes or of masks, with checked labels."""
 
 import glob
 import math
@@ -35,9 +35,9 @@ class Data:
     Attributes:
         train, val: absolute paths of image folders, or of text files that list images.
         annotations: COCO's instances_val2017.json, if the data is COCO.
-        flag: the option that gave the YAML.
+        flag: the option that named the YAML.
         val_split: share of the training images that is held out of training, in [0, 1).
-        masks: the model gives masks, so labels must be polygons.
+        masks: whether the model returns masks, so that labels must be polygons.
     """
 
     file: Path
@@ -89,8 +89,8 @@ def _as_list(value: Any) -> list:
 def _base_folder(file: Path, content: dict) -> Path:
     """Find the folder that the relative paths of a data YAML start from.
 
-    Its path: may start from the upstream tree (as upstream has it), the current folder or the YAML's own: the first of
-    them under which val: exists.
+    Its path: may be relative to the upstream tree (as for upstream), the current folder or the YAML's folder: the first
+    in which val: exists.
     """
     path = Path(content.get('path') or '')
     bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
@@ -121,7 +121,7 @@ def _has_images(path: Path) -> bool:
 
 
 def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
-    """Raise QatError for a label without an outline: upstream would give its image another image's masks, or none."""
+    """Raise QatError for a label without an outline: upstream would assign its image the masks of another, or none."""
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         if len(outlines) != len(rows) or any(len(outline) < 3 for outline in outlines):
             raise QatError(
@@ -131,7 +131,7 @@ def _check_polygons(dataset: LoadImagesAndLabels, data: Data) -> None:
 
 
 class Readable:
-    """A base beside upstream's dataset. It letterboxes to rectangles too, and names images that OpenCV cannot read."""
+    """Mixin for upstream's datasets that letterboxes to rectangles too, and names images that OpenCV cannot read."""
 
     im_files: list[str]
     shapes: np.ndarray
@@ -139,11 +139,11 @@ class Readable:
     sides: Sides | None = None  # of the letterboxed images, if height and width differ
 
     def load_image(self, i: int) -> tuple:
-        """Load image `i` in the size in which it fits, or raise a QatError that names it."""
+        """Load image `i`, resized to fit, or raise a QatError that names it."""
         if self.sides:
             width, height = self.shapes[i]
             gain = min(self.sides[0] / height, self.sides[1] / width)
-            # upstream divides by the longer side, multiplies each side by the result and cuts the fraction off
+            # upstream divides by the longer side, multiplies each side by the result, and truncates
             self.img_size = np.nextafter(gain * max(width, height), np.inf)
         try:
             return super().load_image(i)  # type: ignore[misc]  # upstream's dataset has it
@@ -171,8 +171,8 @@ def open_dataset(
 ) -> Any:
     """Open upstream's dataset over the images of a data YAML, and check its labels.
 
-    `split` is 'train', 'val' or 'held out': the training images that `data.val_split` takes away from 'train'. `masks`
-    are the settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
+    `split` is 'train', 'val' or 'held out' (training images that `data.val_split` removes from 'train'). `masks` are
+    settings of upstream's dataset of masks; None = boxes only. `options` go to upstream's dataset.
     """
     if isinstance(data, ImageFolders):
         return open_images(data, split, config)
@@ -227,14 +227,14 @@ def open_dataset(
 
 
 def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderConfig, pad: float) -> None:
-    """Keep only some images in upstream's dataset, in place: then no mosaic shows another one. `pad` is in strides."""
+    """Keep only the `wanted` images in upstream's dataset, in place, so that mosaics use no others. `pad` is in strides."""
     kept = np.flatnonzero(wanted)
     for name in ('im_files', 'label_files', 'labels', 'segments', 'ims', 'npy_files'):
         setattr(dataset, name, [getattr(dataset, name)[i] for i in kept])
     dataset.shapes, dataset.n, dataset.indices = dataset.shapes[kept], len(kept), range(len(kept))
     dataset.batch = np.arange(len(kept)) // config.batch_size
     if dataset.rect:
-        # The images are sorted by shape. A batch is as high and as wide as its images need; their longer side is 1.
+        # The images are sorted by shape. A batch takes the height and width of its largest images, whose longer side is 1.
         ratio = dataset.shapes[:, 1:] / dataset.shapes[:, :1]  # height / width
         sides = np.concatenate((ratio, 1 / ratio), 1).clip(max=1)
         largest = np.array([sides[dataset.batch == b].max(0) for b in range(dataset.batch[-1] + 1)])
@@ -242,7 +242,7 @@ def _keep(dataset: LoadImagesAndLabels, wanted: Sequence[bool], config: LoaderCo
 
 
 def _image_files(paths: Sequence[str]) -> list[str]:
-    """List the image files that upstream's dataset looks for under `paths`."""
+    """List the image files that upstream's dataset finds under `paths`."""
     files: list[str] = []
     for p in map(Path, paths):
         if p.is_dir():

@@ -1,4 +1,4 @@
-"""The training images that --val-split holds out of training, of any task."""
+"""Choose the training images that --val-split holds out of training, for any task."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from utils.qat.core.errors import QatError
 def held_out_files(names: Sequence[str], share: float) -> set[str]:
     """Choose the files that --val-split holds out: evenly spread over the names, whatever their order and the seed.
 
-    So of the files of a folder, such as that of a class, the share is held out too, to the next whole number.
+    So the share holds for each folder too, such as that of a class, up to rounding.
     """
     files = sorted(names)
     n = round(share * len(files))

@@ -1,4 +1,4 @@
-"""Files of images: their names, what is read of them, and upstream's copies of their pixels."""
+"""Image files: checks of their names, reading, and upstream's copies of their pixels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utils.qat.untrusted.names import is_printable_text
 def check_images(files: Iterable[str], flag: str, data: Path) -> None:
     """Raise QatError for an image whose name is not UTF-8 or has control characters, and for a pipe or a device.
 
-    Upstream hashes the names as UTF-8, and repeats them in messages. To open a pipe takes for ever.
+    Upstream hashes the names as UTF-8, and repeats them in messages. Opening a pipe blocks for ever.
     """
     for file in files:
         try:
@@ -60,10 +60,10 @@ def read_rgb(file: str) -> Image.Image:
 
 
 def check_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[Sequence[int]]) -> None:
-    """Require that upstream's copies of images are of their pixels.
+    """Raise QatError unless upstream's copies of images are uint8 arrays of their sizes.
 
-    Upstream takes such a copy, IMG.npy beside IMG.jpg, in the image's place. It need not be there. `sizes` are the
-    width and height of each image, in pixels.
+    Upstream reads such a copy, IMG.npy beside IMG.jpg, in place of the image, if it exists. `sizes` are the width and height
+    of each image, in pixels.
     """
     for file, copy, (width, height) in zip(files, copies, sizes):
         if not os.path.exists(copy):
@@ -72,7 +72,7 @@ def check_copies(files: Sequence[str], copies: Sequence[Path], sizes: Sequence[S
             if not os.path.isfile(copy):
                 raise ValueError('no file')
             pixels = np.lib.format.open_memmap(copy, 'r')
-        # NumPy parses a header as Python
+        # NumPy parses the header as Python
         except (ValueError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError) as e:
             raise QatError(f'{copy}: no array of NumPy, and it is read in place of {file}; delete it') from e
         if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):

@@ -1,7 +1,7 @@
 """A folder of a classifier's images: train/ and val/ or test/, and in each of them a folder per class.
 
-Images are prepared as classify/val.py does: the square in the middle, resized, RGB, less ImageNet's mean, by its
-deviation. This is the only place with that preparation.
+Images are prepared as in classify/val.py: the centre square, resized, RGB, normalized by ImageNet's mean and deviation.
+No other file has this preparation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ImageFolders:
 
     Attributes:
         train, val: the folders inside it with a folder of images for each class.
-        flag: the option that gave the folder.
+        flag: the option that named the folder.
         val_split: share of the training images that is held out of training, in [0, 1).
     """
 
@@ -53,7 +53,7 @@ class ImageFolders:
 
 
 def class_folders(folder: Path, flag: str) -> list[str]:
-    """List the folders of the classes in a folder, in the order of their indices; each has an image."""
+    """List the class folders in a folder, in the order of their indices; each must have an image."""
     found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not found:
         raise QatError(f'{flag} {folder}: needs a folder of images for each class, such as {folder / "cat" / "1.jpg"}')
@@ -73,7 +73,7 @@ def images_in(folder: Path) -> list[str]:
 
 
 def split_folders(folder: Path, flag: str = '--data') -> tuple[Path, Path, list[str]]:
-    """Check a folder of images for any classifier: return train/, test/ or else val/, and the names of the classes."""
+    """Check a folder of images for any classifier: return train/, then test/ or else val/, and the class names."""
     train, val = folder / 'train', folder / 'test'
     val = val if val.is_dir() else folder / 'val'
     if not train.is_dir() or not val.is_dir():
@@ -109,12 +109,12 @@ def load_image_folders(folder: Path, names: Mapping[int, str], flag: str = '--da
 
 
 def normalized(images: torch.Tensor) -> torch.Tensor:
-    """Normalize images [B, 3, H, W] in 0..1 as a classifier takes them."""
+    """Normalize images [B, 3, H, W] in 0..1 for a classifier."""
     return (images - images.new_tensor(MEAN)[:, None, None]) / images.new_tensor(STD)[:, None, None]
 
 
 class ClassImages:
-    """The images of some class folders, prepared as classify/val.py does."""
+    """The images of class folders, prepared as in classify/val.py."""
 
     albumentations = None  # nothing is augmented, see loaders.Seeded
 
@@ -135,7 +135,7 @@ class ClassImages:
 
 
 def open_images(data: ImageFolders, split: str, config: LoaderConfig) -> ClassImages:
-    """Open the images of a split: 'train', 'val', or 'held out', which data.val_split takes away from 'train'."""
+    """Open the images of a split: 'train', 'val', or 'held out', which data.val_split removes from 'train'."""
     folder = data.val if split == 'val' else data.train
     files = [(file, index) for index, name in data.names.items() for file in images_in(folder / name)]
     if split != 'val' and data.val_split:

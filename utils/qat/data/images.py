@@ -1,4 +1,4 @@
-"""A batch of a classifier on its way to its score: images and their classes."""
+"""Images on the device, and the true classes of a batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ClassTruth:
 
 
 def unit_images(images: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Bring images to `device` as models take them: bytes become FP32 in 0..1, others are normalized already."""
+    """Move images to `device`, and convert uint8 to FP32 in 0..1; other images are normalized already."""
     images = images.to(device, non_blocking=True)
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
 def channels_last(images: torch.Tensor) -> torch.Tensor:
-    """Lay images on a CPU so in memory that the channels of a pixel are side by side; elsewhere they stay as they are.
+    """Convert CPU images to channels-last; on other devices return them unchanged.
 
-    All maps of a PyTorch model then lie so, and its convolutions take a quarter less time.
+    All maps of a PyTorch model are then channels-last too, and its convolutions take a quarter less time.
     """
     return images.contiguous(memory_format=torch.channels_last) if images.device.type == 'cpu' else images

@@ -1,7 +1,7 @@
-"""Images and labels, before and after upstream reads them.
+"""Check images and labels, before and after upstream reads them.
 
-Upstream leaves some files out without a message, fails later on some, and would run others. Here each gets one line
-with its name.
+Upstream skips some bad files without a message, fails later on some, and would run code of others. These checks report each
+in one line with its name.
 """
 
 import math
@@ -27,7 +27,7 @@ class _Arrays(Values):
 
 
 def check_cache(files: Collection[str], paths: Sequence[str]) -> None:
-    """Refuse a cache of labels that upstream did not write: upstream unpickles the cache, which could run any code."""
+    """Refuse a label cache that upstream did not write: upstream unpickles the cache, which could run any code."""
     last = Path(paths[-1])
     # as upstream names it
     cache = (last if last.is_file() else Path(img2label_paths([min(files)])[0]).parent).with_suffix('.cache')
@@ -45,7 +45,7 @@ def check_cache(files: Collection[str], paths: Sequence[str]) -> None:
 
 
 def _require_labels(content: bytes) -> None:
-    """Raise Refused, ValueError or TypeError unless it is NumPy's file of one mapping of plain values and arrays."""
+    """Raise Refused, ValueError or TypeError unless it is a NumPy file of one mapping of plain values and arrays."""
     if not content.startswith(b'\x93NUMPY'):
         raise Refused('it is no file of NumPy')
     length = 2 if content[6:7] == b'\1' else 4  # of the header's size, by the version of the format
@@ -70,7 +70,7 @@ def _require_labels(content: bytes) -> None:
 
 
 def check_dropped(files: Sequence[str], data: Any) -> None:
-    """Raise QatError for the label, or else the image itself, for which upstream leaves an image out."""
+    """Raise QatError if upstream skips an image; name the label at fault, or else the image."""
     for label in map(Path, img2label_paths(files)):
         for number, line in enumerate(label.read_text(errors='replace').splitlines() if label.is_file() else (), 1):
             try:
@@ -88,7 +88,7 @@ def check_dropped(files: Sequence[str], data: Any) -> None:
 
 
 def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
-    """Raise QatError if no image of a set that shall be scored has a label. `key` is the set in the data YAML."""
+    """Raise QatError if no image of the set to score has a label. `key` is the set in the data YAML."""
     if any(map(len, dataset.labels)):
         return
     image = Path(dataset.im_files[0])
@@ -102,11 +102,11 @@ def require_labels(dataset: LoadImagesAndLabels, key: str, data: Any) -> None:
 
 
 def check_labels(dataset: LoadImagesAndLabels, data: Any) -> None:
-    """Raise QatError for a label that upstream takes although its class or its outline is wrong."""
+    """Raise QatError for a label that upstream accepts although its class or its outline is wrong."""
     for label, rows, outlines in zip(dataset.label_files, dataset.labels, dataset.segments):
         for c in rows[:, 0].tolist():
             _check_class(c, label, data)
-        if any(len(outline) < 3 for outline in outlines):  # upstream takes a box beside an outline for two points
+        if any(len(outline) < 3 for outline in outlines):  # upstream reads a box among outlines as two points
             raise QatError(
                 f'label {label}: has boxes and outlines, or an outline of less than three points; use one of the two in a file'
             )

@@ -1,6 +1,6 @@
 """Datasets → batches, for an evaluation, for the calibration, and for the epochs of a fine-tuning.
 
-Under torchrun each process has a share of the batches, (rank, world); each of them is a batch of one process alone.
+Under torchrun each process takes its share (rank, world) of the batches that a single process would make.
 """
 
 import os
@@ -27,7 +27,7 @@ from utils.qat.data.masks import COARSE
 
 
 def _collate(samples: list[tuple]) -> tuple:
-    """Collate samples of upstream's dataset, whose masks stay a tensor per image, or (image, class, path) of a classifier."""
+    """Collate samples of upstream's dataset (masks stay one tensor per image), or (image, class, path) of a classifier."""
     masks: list[torch.Tensor] = []
     if len(samples[0]) == 3:
         images, labels, paths = zip(*samples)
@@ -35,7 +35,7 @@ def _collate(samples: list[tuple]) -> tuple:
     else:
         batch = LoadImagesAndLabels.collate_fn([sample[:4] for sample in samples])
         masks = [sample[4] for sample in samples if len(sample) > 4]
-    # A worker that has no shared memory left when it sends a batch prints a traceback, and everybody waits for it.
+    # If a worker runs out of shared memory when it sends a batch, it prints a traceback, and everybody waits for ever.
     # Here its error reaches the first process.
     if get_worker_info():
         for tensor in (*batch[:2], *masks):
@@ -44,17 +44,17 @@ def _collate(samples: list[tuple]) -> tuple:
 
 
 class Loader(DataLoader):
-    """A DataLoader that notices a killed worker when it next waits for a batch of it, within 5 s, by a RuntimeError.
+    """A DataLoader that raises RuntimeError for a killed worker within 5 s, when it next waits for a batch.
 
-    PyTorch raises an error at once, wherever the process is, by a handler of SIGCHLD. Some libraries take it for an
-    error of their own (matplotlib: "Invalid bounding box") or swallow it, so that handler is taken out.
+    PyTorch's handler of SIGCHLD raises an error at once, at any place in the code. Some libraries take it for an error of
+    their own (matplotlib: "Invalid bounding box") or swallow it, so this class removes the handler.
     """
 
     def __iter__(self) -> Iterator[Any]:
         before = signal.getsignal(signal.SIGCHLD)
         try:
             batches = super().__iter__()
-            if threading.current_thread() is threading.main_thread():  # no other may set handlers, PyTorch's included
+            if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
                 signal.signal(signal.SIGCHLD, before)
             yield from batches
         except (ConnectionError, EOFError) as e:
@@ -83,7 +83,7 @@ def in_order(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)
 
 
 def spread(dataset: Any, limit: int) -> Subset:
-    """Take at most `limit` images, evenly spread over the set."""
+    """Select at most `limit` images, evenly spread over the set."""
     n = min(limit, len(dataset))
     return Subset(dataset, [i * len(dataset) // n for i in range(n)])
 
@@ -98,12 +98,11 @@ def val_loader(
     shard: tuple[int, int] = (0, 1),
     scored: bool = True,
 ) -> DataLoader:
-    """Make the batches of an evaluation as upstream's val.py does, for a model with masks as segment/val.py.
+    """Make the batches of an evaluation as upstream's val.py does, or segment/val.py for a model with masks.
 
-    `square` letterboxes to imgsz, as a deployed model with a fixed input sees the images; otherwise rectangles are
-    padded, unless the height and the width of imgsz differ. `limit` takes that many images, evenly spread, and needs
-    `square`: a rectangle is padded for the batch that it has in the whole set. `scored` refuses images without any
-    label.
+    `square` letterboxes to imgsz, as for a deployed model with a fixed input; otherwise images become padded rectangles,
+    unless height and width of imgsz differ. `limit` selects that many images, evenly spread, and needs `square`, because the
+    padding of a rectangle depends on its batch in the whole set. `scored` refuses images without any label.
 
     Returns:
         Batches (images uint8 [B, 3, H, W], targets [n, 6], paths, shapes), with masks a fifth, see detections.Truth.
@@ -117,15 +116,15 @@ def val_loader(
 
 
 def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> DataLoader:
-    """Make the batches of a command that takes any file: the val images as `qat.py eval --square` shows them."""
+    """Make the batches of a command that takes any file: the val images as in `qat.py eval --square`."""
     settings = LoaderConfig(batch_size=config.batch_size, imgsz=imgsz, workers=config.workers, device=model.device.type)
     return val_loader(data, settings, model.stride, square=True, limit=config.images or None)
 
 
 class Images:
-    """A re-iterable view of a loader that gives images FP32 [B, 3, H, W] in 0..1 on a device; for a classifier normalized.
+    """A re-iterable view of a loader that yields images FP32 [B, 3, H, W] in 0..1 on a device; for a classifier normalized.
 
-    With `labels` it gives tuples: the images; FP32 [n, 6]: image in the batch, class, box as centre, width and height
+    With `labels` it yields tuples: the images; FP32 [n, 6]: image in the batch, class, box as centre, width and height
     in 0..1; and, where the data has them, the masks. For a classifier the labels are its classes, INT64 [B].
     """
 
@@ -154,12 +153,12 @@ def calibration_images(
 
 
 def spread_images(images: Images, limit: int, config: LoaderConfig) -> Images:
-    """Take at most `limit` of the calibration images, evenly spread, and the same ones in every process."""
+    """Select at most `limit` of the calibration images, evenly spread, the same in every process."""
     return Images(in_order(spread(images.loader.dataset, limit), config), images.device)
 
 
 class Seeded:
-    """A dataset over pairs (index, seed): `dataset[index]`, whose random numbers start from the seed in 0..2^32 - 1."""
+    """A dataset over pairs (index, seed): `dataset[index]` with its random numbers seeded in 0..2^32 - 1."""
 
     def __init__(self, dataset: LoadImagesAndLabels) -> None:
         self.dataset = dataset
@@ -179,10 +178,10 @@ class Seeded:
 
 
 class EpochBatches:
-    """A batch sampler: lists of (index, seed of its augmentation), which follow from the seed and the epoch alone.
+    """A batch sampler: lists of (index, seed of its augmentation), which depend only on the seed and the epoch.
 
-    Process `rank` of `ranks` has every `ranks`-th batch of one process alone. With several processes, a batch that is
-    not full, and batches that do not go round, are left out: all processes take the same number of steps.
+    Process `rank` of `ranks` takes every `ranks`-th batch of a single process. With several processes it drops an incomplete
+    batch, and batches left over, so that all processes take the same number of steps.
     """
 
     def __init__(self, n: int, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
@@ -227,10 +226,10 @@ def training_images(
 ) -> TrainingImages:
     """Make the batches of a fine-tuning: training images in random order, with labels if config.task_loss is not 0.
 
-    Labels must exist in any case. The images of an epoch follow from config.seed and its number, whatever the number of
-    workers and the epochs before. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
+    Labels must exist in any case. The images of an epoch depend only on config.seed and its number, not on the number of
+    workers or on earlier epochs. Without `hyp`, see dataset.load_hyp, they are letterboxed as for calibration.
     """
-    # as segment/train.py has them
+    # as in segment/train.py
     masks = {'downsample_ratio': COARSE, 'overlap': True} if data.masks and config.task_loss else None
     dataset = open_dataset(data, 'train', config, stride, masks, augment=hyp is not None, hyp=hyp)
     batches = EpochBatches(len(dataset), config.batch_size, config.seed, shard)

@@ -1,8 +1,8 @@
-"""The masks of the detections in one image, in the two forms in which models give them, and the true masks.
+"""The masks of the detections in one image, in the two forms that models return, and the true masks.
 
-A mask is computed only when it is asked for, at one of two sizes. `coarse` is the size of the prototypes, a quarter of
-the model's input: upstream's segment/val.py scores at it. `fine` is the size of the input, for masks that are written.
-Both are cut at the box.
+A mask is computed only on request, at one of two sizes. `coarse` is the size of the prototypes, a quarter of the model's
+input, at which upstream's segment/val.py scores. `fine` is the size of the input, for masks in files. Both are cut at the
+box.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ class PrototypeMasks(Masks):
 
 @dataclass
 class BoxMasks(Masks):
-    """Masks that a model with NMS inside has cut out.
-
-    The crops are [n, R, R] in 0..1: R x R cells that divide the box evenly.
-    """
+    """Masks as crops, from a model with NMS inside: [n, R, R] in 0..1, R x R cells that divide the box evenly."""
 
     crops: torch.Tensor
     boxes: torch.Tensor
@@ -84,7 +81,7 @@ class BoxMasks(Masks):
         return self._paste(1)
 
     def _paste(self, stride: int) -> torch.Tensor:
-        """Put the crops in their places on a grid of one point every `stride` pixels, interpolated linearly."""
+        """Paste the crops into a grid of one point every `stride` pixels, with linear interpolation."""
         height, width = (side // stride for side in self.shape)
         boxes = self.boxes / stride
         x1, y1, x2, y2 = boxes.t()[..., None]  # [n, 1] each
@@ -96,8 +93,8 @@ class BoxMasks(Masks):
         x, y = places(width, x1, x2), places(height, y1, y2)  # [n, width], [n, height]
         grid = torch.stack((x[:, None].expand(-1, height, -1), y[..., None].expand(-1, -1, width)), 3)
         pasted = F.grid_sample(self.crops[:, None], grid, align_corners=False, padding_mode='border')[:, 0]
-        inside = crop_mask(pasted, boxes - 0.5)  # nothing is known of points beside the box
-        # Upstream's rule is about the corners of pixels, not about their centres.
+        inside = crop_mask(pasted, boxes - 0.5)  # points outside the box are unknown
+        # Upstream's rule uses the corners of pixels, not their centres.
         return crop_mask(inside, boxes).gt(0.5).float()
 
     def __getitem__(self, which: Any) -> BoxMasks:
@@ -105,9 +102,9 @@ class BoxMasks(Masks):
 
 
 def true_masks(masks: torch.Tensor, number: int) -> torch.Tensor:
-    """Separate the masks of an image's objects, as upstream's dataset gives them, to FP32 [number, H, W].
+    """Split the masks of upstream's dataset for an image into one per object: FP32 [number, H, W].
 
-    `masks` is [number, H, W] of 0 and 1, or, overlapping, [1, H, W] of the number of the object, from 1.
+    `masks` is [number, H, W] of 0 and 1, or [1, H, W] of the number of the object, from 1.
     """
     if len(masks) != number:
         masks = masks == torch.arange(1, number + 1, device=masks.device)[:, None, None]
@@ -122,7 +119,7 @@ def resized(masks: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def same_place_iou(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Compute the IoU [n] of masks [n, H, W] of 0 and 1 in pairs; 1 where both are empty, as of small boxes."""
+    """Compute the pairwise IoU [n] of masks [n, H, W] of 0 and 1; 1 if both are empty, as for small boxes."""
     second = second.to(first.device)
     common = (first * second).sum((1, 2))
     union = first.sum((1, 2)) + second.sum((1, 2)) - common

@@ -1,4 +1,4 @@
-"""Images for classifiers of others: a folder for each class, and which output of the classifier is which folder."""
+"""Images for third-party classifiers: a folder for each class, and the assignment of outputs to folders."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ def outputs_of(
 ) -> list[int]:
     """Find the output (0..nc - 1) of a classifier for each folder of images, given the sorted names of the folders.
 
-    The first rule that fits decides: line i of `listed`, the file of --classes, begins with the folder of output i; all
-    folders are named by index; all are in `names`, the model's metadata; there are as many folders as outputs.
+    The first rule that applies decides: line i of `listed`, the file of --classes, starts with the folder of output i; all
+    folder names are indices; all are in `names`, from the model's metadata; there are as many folders as outputs.
     """
     if listed:
         known = _listed(listed, nc)
@@ -35,7 +35,7 @@ def outputs_of(
         return [known[f] for f in folders]
     if all(f.isascii() and f.isdigit() and int(f) < nc for f in folders):
         return [int(f) for f in folders]
-    called = Counter(map(_plain, names.values()))  # ImageNet has two cranes
+    called = Counter(map(_plain, names.values()))  # ImageNet has two classes "crane"
     by_name = {_plain(name): i for i, name in names.items() if i < nc and called[_plain(name)] == 1}
     if all(_plain(f) in by_name for f in folders):
         return [by_name[_plain(f)] for f in folders]
@@ -63,10 +63,10 @@ def _listed(file: Path, nc: int) -> dict[str, int]:
 
 
 def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader:
-    """Make batches for the classifier of others, of a folder that has a folder of images for each class.
+    """Make batches for a third-party classifier from a folder with a folder of images for each class.
 
-    The shorter side of an image becomes the longer of imgsz / 0.875, as classifiers are evaluated, and its centre is
-    cut out.
+    The shorter side of an image is resized to the longer side of imgsz / 0.875, the usual evaluation of classifiers, then
+    the centre is cropped.
 
     Returns:
         Batches (images FP32 [B, 3, height, width], outputs of their classes [B], paths of the images).

@@ -1,1 +1,1 @@
-"""TensorRT engines: how they are built, run and described."""
+"""Build, run and describe TensorRT engines."""

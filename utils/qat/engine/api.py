@@ -1,7 +1,7 @@
 """The installed TensorRT: its module, the capabilities of its version, its log and its progress.
 
-One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Where they differ, the module itself is asked once
-(`capabilities`), never the version number. Neither this file nor `runner` and `build` import TensorRT before it is needed.
+One code path serves TensorRT 8.6, 10 and 11 and TensorRT-RTX. Differences are detected once from the module itself
+(`capabilities`), never from the version number. Neither this file nor `runner` and `build` import TensorRT before it is needed.
 """
 
 import importlib
@@ -23,15 +23,15 @@ class Capability(Enum):
     docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py checks it against recorded lists of attributes.
     """
 
-    EXPLICIT_BATCH = 'NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'  # an explicit batch must be asked for
-    TYPED = 'NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'  # computes in the types of the file, if asked
+    EXPLICIT_BATCH = 'NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'  # an explicit batch needs a flag
+    TYPED = 'NetworkDefinitionCreationFlag', 'STRONGLY_TYPED'  # a flag selects the types of the file
     # the builder chooses FP16 and INT8 by flags; without these flags every network is typed
     PRECISION_FLAGS = 'BuilderFlag', 'FP16'
     PROGRESS = None, 'IProgressMonitor'
     NODE_NAMES = 'ParserError', 'node_name'  # an error of the parser has the node's name, not only its number
 
 
-# Major version → its capabilities, for trtexec: a program cannot be asked for them. TensorRT-RTX 1.7 equals TensorRT 11.
+# Major version → its capabilities, for trtexec, which does not report them. TensorRT-RTX 1.7 equals TensorRT 11.
 VERSIONS = {
     8: {Capability.EXPLICIT_BATCH, Capability.PRECISION_FLAGS},
     10: set(Capability),
@@ -54,7 +54,7 @@ def product(trt: ModuleType) -> str:
 
 
 def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleType:
-    """Import the module of TensorRT, or of TensorRT-RTX, by the key of its backend. `flag` begins the error message."""
+    """Import the module of TensorRT, or of TensorRT-RTX, by the key of its backend. `flag` starts the error message."""
     failed = []
     for name in BACKENDS[backend].builders:
         try:
@@ -79,9 +79,9 @@ def load_tensorrt(backend: str = 'tensorrt', flag: str = 'TensorRT') -> ModuleTy
 
 
 def logger(trt: Any, say: Callable[[str], object]) -> Any:
-    """Make a trt.ILogger; `say` takes each warning as a line, information goes to the log of --verbose.
+    """Make a trt.ILogger that sends warnings to `say`, line by line, and information to the log of --verbose.
 
-    Its list `errors` keeps the messages of errors for the exception that follows them.
+    Its list `errors` keeps error messages for the exception that follows.
     """
 
     class Log(trt.ILogger):

@@ -1,7 +1,7 @@
 """An engine as a picture: its layers in DOT, the language of Graphviz, drawn as SVG and PNG.
 
-The colour of a box is the type in which the layer computes. Its border is as thick as its share of the time, and red if
-there is a finding. A layer that only reformats, quantizes or dequantizes has a double border and the colours of both
+The colour of a box shows the type in which the layer computes. The width of its border shows its share of the time, and red
+marks a finding. A layer that only reformats, quantizes or dequantizes has a double border and the colours of both
 types. Graphviz is inside the wheels of pygraphviz since 2.0, which need only SYSTEM.
 """
 
@@ -30,7 +30,7 @@ TYPES = ('INT8', 'FP16', 'FP32', 'other')
 
 
 def _quoted(text: Any, read: int = 1) -> str:
-    """Quote `text` as a string of DOT, for a Graphviz that replaces escapes in it `read` times; line breaks stay."""
+    """Quote `text` as a string of DOT, for a Graphviz that resolves escapes in it `read` times; line breaks stay."""
     text = visible(text, keep='\n').replace('&', '&amp;')
     return '"' + text.replace('\\', '\\' * 2**read).replace('"', '\\"').replace('\n', '\\n') + '"'
 
@@ -134,7 +134,7 @@ def _legend() -> str:
 # packages of Debian and Ubuntu; slim containers lack some of them
 SYSTEM = 'libglib2.0-0 libexpat1 libx11-6 libxext6 libxrender1'
 
-# The drawing runs in a process of its own: Graphviz and fontconfig write to stderr at any time, and read their settings only once.
+# The drawing runs in a subprocess: Graphviz and fontconfig write to stderr at any time, and read their settings only once.
 # pygraphviz returns bytes here: it writes to a path through fileinput, which opens no binary file in Python 3.11.2 (Debian 12).
 RENDER = """import pathlib, pygraphviz
 graph = pygraphviz.AGraph(sys.argv[1])

@@ -1,7 +1,7 @@
 """Rules that find layers of an engine that cost too much time: an `Engine` in, `Finding`s out, one function per rule.
 
-TensorRT decides about layers during the build, so the rules read the result: types of tensors, kinds of layers, names
-of kernels. If a name does not tell the answer, it is `unknown`, never guessed. Nothing is measured beyond the profile.
+TensorRT chooses layers during the build, so the rules read the result: types of tensors, kinds of layers, names of
+kernels. If a name gives no answer, it is `unknown`, never guessed. The profile is the only measurement.
 
 Sources: NVIDIA's Engine Explorer (before it was removed from the TensorRT repository), and the section on Q/DQ
 placement in the developer guide.

@@ -104,9 +104,8 @@ class Engine:
         Writer and reader are indices of layers. The writer is None for an input of the engine, the reader for an
         output.
 
-        A name can be written more than once: a Concat that the builder removed leaves one writer for each of its parts,
-        and Myelin reuses memory. So a reader gets the last tensor of its own size that was written before it. If there
-        is no such tensor, it gets all the parts.
+        A name can have several writers: a Concat that the builder removed leaves one for each of its parts, and Myelin reuses
+        memory. So a reader gets the last tensor of its own size that was written before it, or without one all the parts.
         """
         writers: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         found: list[tuple[int | None, int | None, Tensor]] = []

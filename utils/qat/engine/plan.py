@@ -1,4 +1,4 @@
-"""ONNX file and settings → the plan of a build, which the Python builder (build.py) and trtexec (trtexec.py) share.
+"""ONNX file and settings → the plan of a build, for the Python builder (build.py) and for trtexec (trtexec.py).
 
 A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is built in its own types. TensorRT 11 and
 TensorRT-RTX build every file in its own types.
@@ -14,14 +14,14 @@ from utils.qat.graph.onnx_graph import count_qdq, is_half, name_of, required_inp
 
 
 class Plan:
-    """The plan of the build of `config.onnx` by a TensorRT that `can` do this and calls itself `product`.
+    """The plan of a build of `config.onnx` by the TensorRT `product` with the capabilities `can`.
 
     Attributes:
         shapes: input name → (smallest, best, largest shape).
         dynamic: an axis of an input is open.
         network: names of NetworkDefinitionCreationFlag.
         builder: names of BuilderFlag.
-        precision: what the engine computes in, in words, such as 'INT8 and FP16'.
+        precision: the engine's computation types, in words, such as 'INT8 and FP16'.
     """
 
     def __init__(self, config: BuildConfig, can: set[Capability], product: str) -> None:
@@ -55,7 +55,7 @@ class Plan:
         return own, own, own
 
     def _size(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Choose the axes behind the batch: the axes of the file, or --imgsz where they are open."""
+        """Choose the axes after the batch: the axes of the file, or --imgsz where they are open."""
         own, wanted = shape[1:], self.config.imgsz
         if len(shape) != 4 and -1 in own:
             raise QatError(

@@ -34,7 +34,7 @@ RUNS = 20  # of a profile
 
 
 def require_within(file: Path, name: str, shape: Shape, profile: Sequence[Shape]) -> None:
-    """Require that an input accepts a shape, given its smallest, best and largest one (`profile`)."""
+    """Raise QatError unless an input accepts a shape, given its smallest, best and largest one (`profile`)."""
     smallest, _, largest = profile
     if len(shape) != len(largest) or not all(a <= n <= b for a, n, b in zip(smallest, shape, largest)):
         bounds = list(largest) if smallest == largest else f'{list(smallest)} to {list(largest)}'
@@ -48,8 +48,8 @@ class EngineRunner:
     """An engine that is loaded on a GPU and ready to run.
 
     A call takes tensors of any float type on any device and copies them into the engine's own buffers, in the engine's
-    types. The outputs are views of its buffers: clone an output that must outlive the next call. With `cuda_graph` it
-    records a run for every new batch size, and replays it from then on.
+    types. The outputs are views of its buffers: clone an output that must survive the next call. With `cuda_graph` it
+    records a run for every new batch size, then replays it.
 
     Attributes:
         inputs: input name → (smallest, best, largest shape).
@@ -147,7 +147,7 @@ class EngineRunner:
         return kept[:count].view(tuple(shape))
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run the engine, in order with the work on the caller's stream; the outputs are valid until the next call."""
+        """Run the engine, ordered with the work on the caller's stream; the outputs are valid until the next call."""
         caller = torch.cuda.current_stream(self.device)
         outputs = self.prepare({name: tensor.shape for name, tensor in tensors.items()})
         self.stream.wait_stream(caller)
@@ -160,10 +160,10 @@ class EngineRunner:
         return outputs
 
     def enqueue(self) -> None:
-        """Start one run on the present content of the buffers, on the runner's stream; the host does not wait."""
+        """Queue one run on the current content of the buffers, on the runner's stream; the host does not wait."""
         key = tuple(tuple(self.context.get_tensor_shape(name)) for name in self.inputs)
         if self.cuda_graph and key not in self.graphs:
-            self._execute()  # the first run of a shape sets things up, which a graph cannot record
+            self._execute()  # the first run of a shape does set-up that a graph cannot record
             self.stream.synchronize()
             self.graphs[key] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[key], stream=self.stream):

@@ -1,7 +1,7 @@
 """The sidecar of an engine, MODEL.engine.json: its source, the TensorRT that built it, and its GPU.
 
 An engine runs only in the version of TensorRT that built it, and on the kind of GPU on which it was built. The engine
-file tells this only after it is loaded, or not at all.
+file shows these only after it is loaded, or not at all.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def read_sidecar(engine: Path) -> dict[str, Any] | None:
 
 
 def _lacking(content: dict[str, Any]) -> str | None:
-    """Return what a sidecar has to have, and this one lacks."""
+    """Return the first required entry that a sidecar lacks; None if it is complete."""
     if 'onnx' not in content and 'weights' not in content:
         return 'onnx'
     return None if content['inputs'] else 'inputs'
 
 
 def require_fit(engine: Path, content: dict[str, Any], product: str, gpu: dict[str, str] | None) -> None:
-    """Require that an engine is whole, and fits this TensorRT and, unless it was built without one, this GPU."""
+    """Raise QatError unless an engine is complete, and fits this TensorRT and, if it was built on a GPU, this GPU."""
     again = 'build it again here: ' + (
         shlex.join(['scripts/generate_trt_engine.sh', content['onnx']])
         if 'onnx' in content

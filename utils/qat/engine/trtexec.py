@@ -1,7 +1,7 @@
 """ONNX → engine by trtexec, NVIDIA's program, with the layers of the engine and their times.
 
 NVIDIA's containers have trtexec, the wheels of pip do not. Its flags depend on its version: 8.6 and 10 choose
-precisions by flags; 11 has no such flags, and by default it measures as needed here.
+precisions by flags; 11 has no such flags, and its defaults for measurements are those needed here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def version_of(trtexec: str) -> tuple[int, int, int]:
 
 
 def arguments(plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None) -> list[str]:
-    """List the arguments of trtexec for a build; with JSON files for the layers and their times it measures too."""
+    """List the arguments of trtexec for a build, and for a measurement if `layer` and `profile` name JSON files for the results."""
     config = plan.config
     args = [
         f'--onnx={config.onnx}',
@@ -83,7 +83,7 @@ def arguments(plan: Plan, major: int, layer: Path | None = None, profile: Path |
             args.append(f'--{which}Shapes={",".join(shapes)}')
     if layer is None:
         return [*args, '--skipInference']
-    # these are the defaults of trtexec 11, which warns if they are given
+    # the defaults of trtexec 11, which warns if they are given
     return [
         *args,
         f'--exportLayerInfo={layer}',

@@ -1,1 +1,1 @@
-"""Scores of a model, and the comparison of two models."""
+"""Score models, and compare them."""

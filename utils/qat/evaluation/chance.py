@@ -1,8 +1,8 @@
-"""The influence of chance on AP: a model is scored on a sample of images, and other images would give another AP.
+"""The influence of chance on AP: other images would give another AP. A paired bootstrap estimates it.
 
 A resample draws as many images as there are, with replacement; it is a count for each image. All models are scored on
-the same resamples, so an image that is easy or hard for all of them does not change their difference (a paired
-bootstrap). The matches of detections with labels are not computed again.
+the same resamples, so images that are easy or hard for all of them do not change their difference. The matches of
+detections with labels are not computed again.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AT_ONCE = 2**20  # most values of a temporary array
 
 
 def draw_resamples(number: int) -> np.ndarray:
-    """Draw the resamples of `number` images: FP64 [number, 1 + RESAMPLES], how often each image is in each resample.
+    """Draw resamples of `number` images: FP64 [number, 1 + RESAMPLES], the count of each image in each resample.
 
     The first column has every image once. For a single image it is the only column.
     """
@@ -32,7 +32,7 @@ def draw_resamples(number: int) -> np.ndarray:
 def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
     """Compute AP (0..1) on the images and on each resample of them: FP64 [1 + RESAMPLES, parts].
 
-    The first row is of the images themselves. The parts are boxes and, if there are any, masks. To compare models, give
+    The first row is for the images themselves. The parts are boxes and, if there are any, masks. To compare models, pass
     the same images in the same order for each.
 
     Args:
@@ -56,13 +56,13 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
             total[:, part] += np.concatenate(
                 [average_precision(hits, image[found], labels[b], counts[:, b]) for b in blocks]
             )
-    return total / np.maximum((there > 0).sum(0), 1)[:, None]  # on a resample without labels every model has AP 0
+    return total / np.maximum((there > 0).sum(0), 1)[:, None]  # on a resample without labels AP is 0
 
 
 def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Compute AP (0..1) of one class on each of R resamples.
 
-    The definition is upstream's, of compute_ap: the mean over 101 recalls and all IoU.
+    The definition is that in upstream's compute_ap: the mean over 101 recalls and all IoU.
 
     Args:
         hits: bool [n, 10], whether a detection is correct at each IoU; highest score first.
@@ -71,11 +71,11 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
         counts: FP64 [images, R], how often each image is in each resample.
     """
     labels, ap = np.maximum(labels, 1), np.zeros(len(labels))
-    useful = hits.any(1)  # precision rises only at these detections; the others between them are only counted
+    useful = hits.any(1)  # precision rises only at these detections; the others are only counted
     drawn = (
         csr_array((np.ones(len(image)), (np.cumsum(useful) - useful, image)), (useful.sum() + 1, len(counts))) @ counts
     )
-    detections = np.maximum(np.cumsum(drawn, 0), 1)  # number up to each useful detection; last, number of all
+    detections = np.maximum(np.cumsum(drawn, 0), 1)  # up to each useful detection; the last row counts all
     weights = counts[image[useful]]
     for hit in hits[useful].T[hits.any(0)]:
         right = np.cumsum(weights[hit], 0)
@@ -89,9 +89,9 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
 
 
 def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Compare two `resampled_ap` of the same images: AP `after` less AP `before`, and the chance on either side of it.
+    """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`, and its 95 % confidence interval.
 
-    For 95 % of such sets of images the difference is no farther than this chance from the true one.
+    'chance' is half the width of the interval.
 
     Returns:
         {'difference', 'chance'} of boxes, in AP (0..1); with masks also {'mask': the same of masks}.
@@ -123,17 +123,17 @@ def points_lost(found: dict[str, Any]) -> float:
 
 
 def in_points(found: dict[str, Any]) -> str:
-    """Write a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
+    """Format a difference of boxes, or of masks, in points: '-0.31 ± 0.12'."""
     return f'{100 * found["difference"]:+.2f} ± {100 * found["chance"]:.2f}'
 
 
 def plus_minus(found: dict[str, Any] | None) -> str:
-    """Write the chance of a difference of boxes in points: ' ± 0.12'; '' for None."""
+    """Format the chance of a difference of boxes in points: ' ± 0.12'; '' for None."""
     return f' ± {100 * found["chance"]:.2f}' if found else ''
 
 
 def in_words(found: dict[str, Any], title: str = 'AP') -> str:
-    """Write a `difference` in points, and say whether chance alone explains it. title: see score_tables.merit_title."""
+    """Format a `difference` in points, and state whether chance alone explains it. title: see score_tables.merit_title."""
     return ', '.join(
         f'{text}{in_points(part)} points of {title}, {"within" if within_chance(part) else "beyond"} chance'
         for text, part in zip(('', 'masks '), boxes_and_masks(found))

@@ -1,4 +1,4 @@
-"""Scores of a classifier → top-1, top-5 and mean class accuracy, as classify/val.py has them, and its distance from another one."""
+"""Scores of a classifier → top-1, top-5 and mean class accuracy, as in classify/val.py, and its distance from another classifier."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -18,11 +18,11 @@ from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.masks import Masks
 
-AT_ONCE = 32  # masks of the size of the image that are in memory
+AT_ONCE = 32  # masks at the size of the image in memory
 
 
 def image_id(path: str | Path) -> int | str:
-    """Give COCO's id of an image: the name of its file without suffix, as a number if it is one."""
+    """Return COCO's id of an image: the stem of its file name, as a number if it is one."""
     stem = Path(path).stem
     return int(stem) if stem.isnumeric() else stem
 
@@ -47,7 +47,7 @@ def result_rows(native: torch.Tensor, path: str | Path, categories: Sequence[int
 
 
 def add_masks(rows: list[dict[str, Any]], masks: Masks, shape: Sequence[Any]) -> None:
-    """Add to each row of an image its mask, in place, as run lengths in the size of the original image.
+    """Add the mask to each row of an image, in place, as run lengths at the size of the original image.
 
     `shape` is the image's element of Truth.shapes.
     """
@@ -67,7 +67,7 @@ def _read(annotations: Path, masks: bool) -> dict[str, Any]:
 
 
 def require_annotations(data: Data | ImageFolders, files: Sequence[str]) -> None:
-    """Require, before any work, that COCO's annotations can score what will be found in the images."""
+    """Raise QatError early unless COCO's annotations can score detections in the images."""
     if isinstance(data, ImageFolders) or not data.annotations:
         return
     content, categories = _read(data.annotations, data.masks), coco80_to_coco91_class()
@@ -96,7 +96,7 @@ def coco_figures(
         truth.createIndex()
     if not detections:  # loadRes rejects an empty list
         return {'ap': 0.0, 'ap50': 0.0, 'ap75': 0.0}
-    # to score masks, without the boxes: else loadRes takes the areas of the boxes
+    # drop the boxes to score masks: otherwise loadRes takes the areas of the boxes
     rows = [{k: v for k, v in row.items() if k != ('bbox' if of == 'segm' else 'segmentation')} for row in detections]
     with contextlib.redirect_stdout(said):
         scorer = COCOeval(truth, truth.loadRes(rows), of)

@@ -1,7 +1,7 @@
-"""Models side by side on the same images: how far their outputs are from those of the first, and their scores.
+"""Compare models on the same images: the differences of their outputs from the first model's, and their scores.
 
-A model is a callable images → predictions (see file_model.py), so any backends can be compared. Each model runs once
-per batch, and its NMS runs once, for both the ranks and the AP.
+A model is a callable images → predictions (see file_model.py), so all backends can be compared. Each model and its NMS run
+once per batch, for both the ranks and the AP.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,10 +27,10 @@ class ElementDifferences:
         self.count += difference.numel()
         self.close += int(torch.isclose(other, reference, self.rtol, self.atol).sum())
         self.total += difference.sum().item()
-        self.largest = torch.maximum(self.largest, difference.max())  # unlike max(), it keeps NaN
+        self.largest = torch.maximum(self.largest, difference.max())  # keeps NaN, unlike max()
 
     def summary(self) -> dict[str, float] | None:
-        """Compute 'max' and 'mean' of the absolute difference, and 'within', of all elements so far; None without any.
+        """Compute 'max' and 'mean' of the absolute difference, and 'within', over all elements so far; None without any.
 
         'within' is the share with |other - reference| <= atol + rtol |reference|, as in numpy.isclose.
         """
@@ -53,7 +53,7 @@ def compare_models(
     look: Callable[[torch.Tensor, str, list[torch.Tensor]], object] | None = None,
     task: Task = load_task('detect'),
 ) -> list[dict[str, Any]]:
-    """Compare models of one task with one of them, and return the comparison of each of `others` as plain values.
+    """Compare models of one task with a reference, and return the comparison of each of `others` as plain values.
 
     Args:
         reference: takes images FP32 [B, 3, H, W] in 0..1 on `device`.
@@ -70,7 +70,7 @@ def compare_models(
         task: of the models.
 
     Returns:
-        See compare_detections.Differences.comparison, and compare_classes of classifiers.
+        See compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
     scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0

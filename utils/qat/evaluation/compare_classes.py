@@ -1,4 +1,4 @@
-"""Classifiers side by side: the differences of their scores, rank by rank, and their accuracy."""
+"""Compare classifiers: the differences of their scores, rank by rank, and their accuracy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from utils.qat.evaluation.compare import ElementDifferences
 
 
 class Differences:
-    """Differences of a classifier from the reference, over batches; at a rank they disagree if they have other classes there."""
+    """Differences of a classifier from the reference, over batches; at a rank they disagree if their classes differ."""
 
     def __init__(self, rtol: float, atol: float, top: int) -> None:
         self.settings = {'rtol': rtol, 'atol': atol, 'top': top}
@@ -43,7 +43,7 @@ class Differences:
         """Compute the comparison over all batches so far.
 
         Args:
-            images: number of them.
+            images: their number.
             reference: metrics of the reference; None if the images have no labels.
             other: metrics of the other classifier.
 
@@ -71,7 +71,7 @@ class Differences:
 
 
 def same_class(comparison: dict[str, Any]) -> float:
-    """Return the share of the images in which both classifiers have the same best class."""
+    """Return the share of the images on which both classifiers have the same best class."""
     return 1 - comparison['ranks'][0]['disagreement']
 
 
@@ -86,7 +86,7 @@ def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
 
 
 def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Write a comparison as Markdown tables; `scores` adds accuracy, if there are labels."""
+    """Format a comparison as Markdown tables; `scores` adds accuracy, if there are labels."""
     e = comparison['scores']
     ranks = [
         (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
@@ -107,7 +107,7 @@ def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True
 
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Write accuracies of classifiers, if there are labels, and how far each is from the first."""
+    """Format the accuracies of classifiers, if there are labels, and the distance of each from the first."""
     first, settings = comparisons[0]['reference'], comparisons[0]
     keys = ('top1', 'top5') if first else ()
     rows: list[tuple[str, ...]] = [(names[0], *(f'{first[key]:.4f}' for key in keys), *['-'] * 4)]
@@ -124,10 +124,10 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
 
 
 def in_a_clause(comparison: dict[str, Any]) -> str:
-    """Say how far a classifier is from the first."""
+    """Describe the distance of a classifier from the first in a clause."""
     return f'the best class is the same in {same_class(comparison):.1%} of the images'
 
 
 def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
-    """Say what --verify allows."""
+    """Describe the limits of --verify."""
     return f'top-1 within {limits.ap:g}, the best class the same in at least {limits.matched:.0%}'

@@ -1,4 +1,4 @@
-"""Detectors side by side: the differences of their predictions and of their best detections, rank by rank, and their AP."""
+"""Compare detectors: the differences of their predictions and of their best detections, rank by rank, and their AP."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from utils.qat.evaluation.compare import ElementDifferences
 from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.score_tables import models_table
 
-SAME_OBJECT = 0.5  # IoU from which two detections of one class are of the same object
-SAME_DETECTION = 0.9  # IoU from which they count as the same detection
+SAME_OBJECT = 0.5  # IoU from which two detections of one class show the same object
+SAME_DETECTION = 0.9  # IoU from which they match
 PREDICTED = {  # part of the predictions, see file_model.split_outputs → its title
     'boxes': 'boxes (px)',
     'scores': 'scores',
@@ -69,8 +69,8 @@ class Ranking:
     """Differences of the `top` detections of each image by score, compared rank by rank, and regardless of rank.
 
     At a rank the models disagree if the classes differ, the IoU is below SAME_OBJECT, or only one model has a detection
-    there. Detections with nearly equal scores change places by rounding alone. Then two ranks disagree, though nothing
-    was lost. So each detection is also looked up among all detections of the other model: one of the same class with
+    there. Rounding alone can swap detections with nearly equal scores: two ranks then disagree, although no detection is
+    lost. So each detection is also searched among all detections of the other model: one of the same class with
     IoU >= SAME_DETECTION is its match. (NMS leaves at most one match: two boxes this close to a third have an IoU above
     0.8 with each other.)
     """
@@ -105,7 +105,7 @@ class Ranking:
         self.differ[both:either] += 1
 
     def _match(self, some: torch.Tensor, others: torch.Tensor, masks: Masks | None, other_masks: Masks | None) -> None:
-        """Look up the top detections `some` [n, 6] of one model among all detections `others` [m, 6] of the other."""
+        """Search the top detections `some` [n, 6] of one model among all detections `others` [m, 6] of the other."""
         self.looked_for[: len(some)] += 1
         if len(others):
             iou, which = (box_iou(some[:, :4], others[:, :4]) * (some[:, None, 5] == others[:, 5])).max(1)
@@ -130,7 +130,7 @@ class Ranking:
                 score_error: mean absolute difference of the scores.
                 box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
                 disagreement: share of `images` in which the models disagree.
-                unmatched: share of the detections of either model at this rank without a match in the other at any.
+                unmatched: share of the detections of either model at this rank without a match at any rank of the other.
         """
         return [
             {
@@ -147,7 +147,7 @@ class Ranking:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Compute what Differences.comparison has of the top detections."""
+        """Compute the part of Differences.comparison about the top detections."""
         matched = self.matched.sum()
         return {
             'ranks': self.ranks(),
@@ -193,13 +193,13 @@ class Differences:
         """Compute the comparison over all batches so far.
 
         Args:
-            images: number of them.
+            images: their number.
             reference: metrics of the reference; None if the images have no labels.
             other: metrics of the other model.
 
         Returns:
-            Plain values: boxes in pixels of the input, scores in 0..1. None for a value that is missing, and for one
-            that is not finite, which JSON cannot write.
+            Plain values: boxes in pixels of the input, scores in 0..1. None for missing values, and for values that are not
+            finite, which JSON lacks.
                 images, rtol, atol, top: of the comparison.
                 boxes, scores, coefficients, prototypes: differences of all predictions, before NMS, see
                     ElementDifferences.summary; None if a model has NMS inside, and the last two without masks.
@@ -210,7 +210,7 @@ class Differences:
                 matched_box: mean absolute difference of their x1, y1, x2, y2.
                 matched_mask: mean IoU of their masks.
                 reference, other: plain metrics.
-                against_reference: AP of `other` less AP of `reference`, with chance, see chance.difference.
+                against_reference: AP of `other` minus AP of `reference`, with chance, see chance.difference.
                 ap_difference, mask_ap_difference: the same as numbers.
         """
         first, second = (metrics.plain() if metrics else None for metrics in (reference, other))
@@ -235,7 +235,7 @@ class Differences:
 
 
 def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Write a comparison as Markdown tables; `scores` adds AP, if there are labels."""
+    """Format a comparison as Markdown tables; `scores` adds AP, if there are labels."""
 
     def number(value: float | None, form: str = '.3g') -> str:
         return '-' if value is None else format(value, form)
@@ -271,7 +271,7 @@ def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True
 
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Write the AP of several detectors, and the differences of each from the first in points; '' without labels."""
+    """Format the AP of several detectors, and the difference of each from the first in points; '' without labels."""
     first = comparisons[0]['reference']
     if not first:
         return ''
@@ -281,7 +281,7 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
 
 
 def in_a_clause(comparison: dict[str, Any]) -> str:
-    """Say how far a detector is from the first."""
+    """Describe the distance of a detector from the first in a clause."""
     clauses = []
     if comparison['against_reference']:
         clauses.append(in_words(comparison['against_reference']))
@@ -293,7 +293,7 @@ def in_a_clause(comparison: dict[str, Any]) -> str:
 
 
 def limits_text(limits: Limits, comparison: dict[str, Any]) -> str:
-    """Say what --verify allows."""
+    """Describe the limits of --verify."""
     masks = f', the IoU of their masks at least {limits.mask:g}' * (comparison['matched_mask'] is not None)
     return (
         f'AP within {limits.ap:g}, at least {limits.matched:.0%} matched, their scores within {limits.score:g}{masks}'

@@ -1,4 +1,4 @@
-"""Comparisons of models with one of them → tables, compare.json, report.md and its pictures."""
+"""Comparisons of models with a reference → tables, compare.json, report.md and its pictures."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +20,7 @@ from utils.qat.evaluation.side_by_side import Example, example_table, plot_examp
 def comparison_tables(
     task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str], examples: Sequence[Example] = ()
 ) -> list[str]:
-    """Write comparisons with the first model as Markdown: a clause of each, scores, each comparison in detail, examples."""
+    """Format comparisons with the first model as Markdown: a clause for each, scores, details of each, examples."""
     how, (first, *others) = task.comparing(), names
     clauses = [f'- {escaped(f"{name} against {first}: {how.in_a_clause(c)}.")}' for name, c in zip(others, comparisons)]
     tables = ['\n'.join(clauses), how.scores_table(comparisons, names)]
@@ -34,7 +34,7 @@ def comparison_tables(
 
 
 def model_names(config: CompareConfig) -> list[str]:
-    """Name the models of a comparison: by their files, and where --backend names a backend for each, by that too."""
+    """Name the models of a comparison by their files, and also by their backends if --backend has one for each."""
     files = list(dict.fromkeys(config.models))
     if len(files) == len(config.models) or len(config.backend or ()) != len(config.models):
         return distinct_names(config.models)

@@ -19,7 +19,7 @@ from utils.qat.evaluation.coco import coco_figures
 class Stopwatch:
     """A sum of wall times in seconds.
 
-    It waits for the GPU at both ends of a block, so that the block which starts work gets the time of this work.
+    It waits for the GPU at both ends of a block, so that a block gets the time of the work that it queues.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ def evaluate(
     predictions_file: Path | None = None,
     resample: bool = False,
 ) -> Any:
-    """Score a model on the images of `loader`; returns Metrics, or ClassMetrics of a classifier.
+    """Score a model on the images of `loader`; return Metrics, or ClassMetrics for a classifier.
 
     Under torchrun every process calls this with its shard of the images, and all get the same metrics.
 
@@ -61,7 +61,7 @@ def evaluate(
     COCO's `annotations` add pycocotools' figures, `resample` adds Metrics.resampled, and `predictions_file` gets the
     detections as COCO JSON.
     """
-    task = getattr(predict, 'task', load_task('detect'))  # a plain function finds boxes
+    task = getattr(predict, 'task', load_task('detect'))  # a plain function is a detector
     clocks = {k: Stopwatch(device) for k in ('pre', 'inference', 'nms')}
     categories = coco80_to_coco91_class() if annotations else list(range(len(names)))
     scorer = task.scorer(names, categories if annotations or predictions_file else None)

@@ -14,13 +14,13 @@ MOST = 80  # classes in a picture
 
 
 def bar_places(places: Iterable[float], model: int, models: int) -> tuple[list[float], float]:
-    """Return the centres of the bars of a model among several at each of `places`, 1 apart, and the width of a bar."""
+    """Return the centres of one model's bars at each of `places`, which are 1 apart, and the width of a bar."""
     width = 0.8 / models
     return [place + (model - (models - 1) / 2) * width for place in places], width
 
 
 def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
-    """Draw the AP (of a classifier the top-1 accuracy) of each class and model, and what the first has more or less."""
+    """Draw the AP (for a classifier the top-1 accuracy) of each class and model, and the first model's difference."""
     key, *_ = score_keys(next(iter(models.values())))
     of = {'boxes': 'AP of boxes (IoU 0.50:0.95)', 'masks': 'AP of masks (IoU 0.50:0.95)', 'classes': 'top-1 accuracy'}
     whole = 'boxes' if key == 'ap' else 'classes'
@@ -73,9 +73,9 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
 
 
 def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
-    """Draw the differences of models from the first at each rank: of scores, and how often they disagree there.
+    """Draw the differences of models from the first at each rank: score errors, and how often the models disagree.
 
-    Of detectors the full colour of a bar is what has no match at any rank either. The rest changed places with a nearly
+    For detectors the full colour of a bar is the share without a match at any rank. The rest swapped ranks with a nearly
     equal score.
     """
     detectors = all('boxes' in c for c in comparisons.values())

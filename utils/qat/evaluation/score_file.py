@@ -1,4 +1,4 @@
-"""The work of `qat.py eval` and `val_trt.py`: each model is scored on the val images of a data YAML, with a report."""
+"""The work of `qat.py eval` and `val_trt.py`: score each model on the val images of a data YAML, and write a report."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from utils.qat.evaluation.coco import require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_report import Score, several_table, tables, write_scores
 
-FAIR_CONF = 0.01  # scores up to this hardly move AP, if detections below are missing
+FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
 
 def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:
-    """Score files one after the other, each in a folder of its own; several are compared with the first in a table.
+    """Score files one after the other, each in its own folder; a table compares several with the first.
 
-    `load_model` makes a model, see file_model.py, of file, device and backend. If one file does not fit settings or data,
-    the files before it are scored.
+    `load_model` makes a model, see file_model.py, from file, device and backend. If a file does not fit the settings or the
+    data, the scores of the files before it stay.
     """
     scores = []
     try:
@@ -47,13 +47,13 @@ def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch
                     baseline = load_model(config.baseline, device, backend)
                 resample = bool(baseline) or len(configs) > 1
                 scores.append(score_file(predict, config, device, folder, baseline, resample))
-    finally:  # also of the files before one that does not fit
+    finally:  # also for the files before one that does not fit
         if len(scores) > 1:
             LOGGER.log(RESULT, f'\n{several_table(scores)}\n')
 
 
 def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
-    """Give each of several files a folder: NAME-FILE."""
+    """Assign a folder to each of several files: NAME-FILE."""
     twice = [name for name, number in Counter(config.weights.name for config in configs).items() if number > 1]
     if twice and configs[0].exist_ok:
         raise QatError(f'--weights: several files are called {twice[0]}, which share a folder; leave --exist-ok out')
@@ -61,7 +61,7 @@ def _apart(configs: Sequence[EvalConfig]) -> Sequence[EvalConfig]:
 
 
 def image_size(predict: Any, config: EvalConfig) -> Sides:
-    """Choose the height and width of the images: the file's, the given ones, those of the quantization, or the usual ones."""
+    """Choose height and width of the images: the file's, the user's, the quantization's, or the usual ones, in this order."""
     if predict.imgsz and config.imgsz not in (None, predict.imgsz):
         given, (height, width) = ' '.join(map(str, typed_sides(config.imgsz))), predict.imgsz
         raise QatError(
@@ -73,10 +73,10 @@ def image_size(predict: Any, config: EvalConfig) -> Sides:
 
 
 def warn_of_threshold(predict: Any, config: EvalConfig) -> None:
-    """Warn if detections of low scores are left out.
+    """Warn if low-scored detections are left out.
 
     The precision-recall curve then ends early. The definition of AP continues it by a straight line to recall 1 and
-    precision 0, and what is missing counts as if it were there.
+    precision 0, as if the missing detections existed.
     """
     conf, whose, fair = config.conf_thres, '--conf-thres', 'leave --conf-thres out'
     if predict.end2end:
@@ -140,7 +140,7 @@ def score_file(
 
 
 def _require_alike(predict: Any, baseline: Any, config: EvalConfig) -> None:
-    """Require that a baseline takes the same images and finds the same kind of objects as the model."""
+    """Raise QatError unless a baseline takes the same images and has the same task and classes as the model."""
     why = ''
     if baseline.task is not predict.task:
         why = f'{baseline.task.title}, unlike {config.weights}'

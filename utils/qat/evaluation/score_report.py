@@ -24,12 +24,12 @@ class Score(NamedTuple):
     """A file and its metrics."""
 
     file: Path
-    seen: str  # how it saw the images, in words
+    seen: str  # preparation of the images, in words
     metrics: Metrics
 
 
 def several_table(scores: Sequence[Score]) -> str:
-    """Write the metrics of several files on the same images as a Markdown table, with differences to the first."""
+    """Format the metrics of several files on the same images as a Markdown table, with differences from the first."""
     first = scores[0].metrics
     titles, masks = score_titles(*(score.metrics.plain() for score in scores))
     rows = []
@@ -44,7 +44,7 @@ def several_table(scores: Sequence[Score]) -> str:
 
 
 def coco_table(metrics: Metrics) -> str:
-    """Write pycocotools' figures of boxes and, if there are any, of masks as a Markdown table."""
+    """Format pycocotools' figures of boxes and, if there are any, of masks as a Markdown table."""
     parts: dict[str, Any] = {'boxes': metrics.coco, **({'masks': metrics.mask['coco']} if metrics.mask else {})}
     return markdown_table(
         ('pycocotools', *(key.upper() for key in parts['boxes'])),
@@ -53,14 +53,14 @@ def coco_table(metrics: Metrics) -> str:
 
 
 def with_distance(metrics: Any, baseline: Any) -> dict[str, Any]:
-    """Return plain metrics; of a classifier with classes.distance from a baseline on the same images, if there is one."""
+    """Return plain metrics; for a classifier with classes.distance from a baseline on the same images, if there is one."""
     if not isinstance(metrics, ClassMetrics) or not isinstance(baseline, ClassMetrics):
         return metrics.plain()
     return {**metrics.plain(), **distance(metrics.scores, baseline.scores)}
 
 
 def tables(config: EvalConfig, metrics: Metrics, baseline: Metrics | None) -> list[str]:
-    """Write all metrics as Markdown tables; with a baseline both have resamples."""
+    """Format all metrics as Markdown tables; with a baseline both need resamples."""
     compared, plain = [], metrics.plain()
     if baseline and config.baseline:
         against, plain = difference(baseline.resampled, metrics.resampled), with_distance(metrics, baseline)
@@ -79,7 +79,7 @@ def write_scores(
     following: str,
     baseline: Metrics | None,
 ) -> None:
-    """Write metrics.json, report.md and classes.png into `folder`; `seen` says how the model saw the images."""
+    """Write metrics.json, report.md and classes.png into `folder`; `seen`: preparation of the images, in words."""
     here, against = machine(device), {}
     if baseline:
         against = {

@@ -1,4 +1,4 @@
-"""Plain metrics as figures of a table, and as the one number by which models are chosen."""
+"""Plain metrics as cells of a table, and the selection metric of models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,28 +8,28 @@ from utils.qat.core.markdown import markdown_table
 
 
 def task_in(*metrics: dict[str, Any] | None) -> Task:
-    """Find the task whose figures some plain metrics have; of a model that was not scored the SQNR of its outputs tells it."""
+    """Find the task of plain metrics from their keys; for a model without a score, from the SQNR of its outputs."""
     keys = {key for found in metrics if found for key in (*found, *found.get('sqnr', ()))}
     return next((task for task in map(load_task, TASKS) if {task.keys[0], task.parts[0]} & keys), load_task('detect'))
 
 
 def score_keys(metrics: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the keys of the figures of a model's task; the first one decides."""
+    """Return the keys of the metrics of a model's task; the first is the selection metric."""
     return task_in(metrics).keys
 
 
 def is_scored(metrics: dict[str, Any] | None) -> bool:
-    """Tell whether plain metrics have figures."""
+    """Tell whether plain metrics have scores."""
     return metrics is not None and score_keys(metrics)[0] in metrics
 
 
 def merit_title(*metrics: dict[str, Any] | None) -> str:
-    """Name the figure by which models of this task are chosen, in words: AP or top-1."""
+    """Return the name of the selection metric: AP or top-1."""
     return task_in(*metrics).columns[0]
 
 
 def score_cells(metrics: dict[str, Any] | None, masks: bool = False) -> list[str]:
-    """Write AP, AP50, P and R of plain metrics (of a classifier its figures) with four digits; '-' for one missing."""
+    """Format AP, AP50, P and R (or a classifier's metrics) with four digits; '-' if missing."""
     of_boxes = [f'{metrics[k]:.4f}' if metrics and k in metrics else '-' for k in score_keys(metrics)]
     return of_boxes + score_cells((metrics or {}).get('mask')) if masks else of_boxes
 
@@ -37,9 +37,9 @@ def score_cells(metrics: dict[str, Any] | None, masks: bool = False) -> list[str
 def difference_cells(
     metrics: dict[str, Any] | None, reference: dict[str, Any] | None, masks: bool = False, chance: str = ''
 ) -> list[str]:
-    """Write the differences of two models in points (0.01), under the columns of `score_cells`; '-' for a missing figure.
+    """Format the differences of two models in points (0.01), for the columns of `score_cells`; '-' if missing.
 
-    `chance` is of the difference of AP, such as ' ± 0.58'; see chance.py.
+    `chance` belongs to the difference of AP, such as ' ± 0.58'; see chance.py.
     """
     after, before = metrics or {}, reference or {}
     points = [f'{100 * (after[k] - before[k]):+.2f}' if k in after and k in before else '-' for k in score_keys(after)]
@@ -51,14 +51,14 @@ def difference_cells(
 
 
 def score_titles(*metrics: dict[str, Any] | None) -> tuple[tuple[str, ...], bool]:
-    """Choose the titles of the columns of a table of `score_cells`, and tell whether any of the plain metrics has masks."""
+    """Choose the column titles for `score_cells`, and tell whether any of the plain metrics has masks."""
     masks = any(m and m.get('mask') for m in metrics)
     titles = task_in(*metrics).columns
     return titles + tuple(f'mask {title}' for title in titles) * masks, masks
 
 
 def models_table(names: Sequence[str], models: Sequence[dict[str, Any] | None], chances: Sequence[str]) -> str:
-    """Write plain metrics of several models as a Markdown table, and the differences from the first in points."""
+    """Format plain metrics of several models as a Markdown table, with the differences from the first in points."""
     titles, masks = score_titles(*models)
     rows = [(name, *score_cells(m, masks)) for name, m in zip(names, models)]
     for name, m, chance in zip(names[1:], models[1:], chances):
@@ -67,12 +67,12 @@ def models_table(names: Sequence[str], models: Sequence[dict[str, Any] | None], 
 
 
 def merit(metrics: dict[str, Any]) -> float:
-    """Compute the number by which models are chosen: AP, the mean of the AP of boxes and of masks, or top-1."""
+    """Return the selection metric: AP, the mean of the AP of boxes and of masks, or top-1."""
     return task_in(metrics).merit(metrics)
 
 
 def class_table(metrics: dict[str, Any]) -> str:
-    """Write plain metrics as a Markdown table: all classes together, then each class."""
+    """Format plain metrics as a Markdown table: all classes together, then each class."""
     titles, masks = score_titles(metrics)
     counted = 'instances' if 'instances' in metrics else 'images'
     rows = [['all', metrics[counted], *score_cells(metrics, masks)]]

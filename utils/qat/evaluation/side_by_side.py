@@ -1,7 +1,7 @@
-"""The best detections or classes of a few images, of several models side by side: lines, a table and a picture.
+"""Show the best detections or classes of several models for a few images side by side: lines, a table and a picture.
 
-A line is of a detection of the first model, the reference, with its counterpart in each other model; or of a detection
-that only another model has. Of a classifier a line is of a class.
+A line has a detection of the first model, the reference, with its counterpart in each other model; or a detection that only
+another model has. For a classifier a line has a class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEANING_OF_CLASSES = {SAME: 'the same rank', MOVED: 'another rank', NEW: 'not am
 
 @dataclass
 class Found:
-    """A detection, or a class of a classifier, as one model has it."""
+    """A detection, or a class of a classifier, by one model."""
 
     rank: int  # from 1
     name: str  # of its class
@@ -52,12 +52,12 @@ class Line:
 
     reference: Found | None
     others: list[Found | None]
-    marks: list[str]  # of each other model: SAME, MOVED, CLASS, LOST or NEW; '' if the line is not about it
+    marks: list[str]  # of each other model: SAME, MOVED, CLASS, LOST or NEW; '' if the line does not concern it
 
 
 @dataclass
 class Example:
-    """An image, and what the models found in it."""
+    """An image, and the detections or classes of the models."""
 
     image: np.ndarray = field(repr=False)  # uint8 RGB [H, W, 3], as the models see it
     path: str
@@ -69,7 +69,7 @@ class Example:
 
 
 def _new_line(found: Found, which: int, others: int) -> Line:
-    """Make the line of what only one of the other models has: number `which` of `others`, from 0."""
+    """Make the line for a detection or class that only one of the other models has: number `which` of `others`, from 0."""
     places: list[Found | None] = [None] * others
     marks = [''] * others
     places[which], marks[which] = found, NEW
@@ -77,11 +77,11 @@ def _new_line(found: Found, which: int, others: int) -> Line:
 
 
 def detection_lines(found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
-    """Line up the `top` detections, of FP32 [n, 6], of each of several models in one image, the reference first.
+    """Match the `top` detections, of FP32 [n, 6], of several models in one image, the reference first.
 
-    Each of those of the reference takes its counterpart among all detections of another model: that of its class with
-    the largest IoU, which no better detection has taken, else of another class. Of the other model's own `top`, those
-    that are no counterpart of any detection of the reference are new.
+    The counterpart of a reference detection is the free detection of the same class with the largest IoU among all of the
+    other model, else one of another class; better detections choose first. Those of the other model's `top` that are no
+    counterpart are new.
     """
 
     def made(rows: torch.Tensor, i: int) -> Found:
@@ -105,7 +105,7 @@ def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tu
     """Pair the detections of two models.
 
     Returns:
-        Index in `first` → (index in `rows`, mark); and the indices in `rows` that are in no pair.
+        Index in `first` → (index in `rows`, mark); and the indices in `rows` without a pair.
     """
     pairs: dict[int, tuple[int, str]] = {}
     taken: set[int] = set()
@@ -122,7 +122,7 @@ def _counterparts(first: torch.Tensor, rows: torch.Tensor) -> tuple[dict[int, tu
 
 
 def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Line]:
-    """Line up the `top` classes, by scores [C], of each of several classifiers for one image, the reference first.
+    """Match the `top` classes, by scores [C], of several classifiers for one image, the reference first.
 
     A class is moved if it has another rank in the other classifier, and new if it is not among the `top` of the
     reference.
@@ -145,7 +145,7 @@ def class_lines(scores: Sequence[torch.Tensor], names: Mapping[int, str], top: i
 
 
 class Examples:
-    """Examples out of a series of images, evenly spread; `found` are those so far."""
+    """Examples from a series of images, evenly spread; `found` has those so far."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Examples:
     ) -> None:
         """Start without examples: take `number` of the `images` that will come, and the `top` detections of each.
 
-        `mean` and `std` are those that values in 0..1 were normalised by.
+        `mean` and `std` are those of the normalization of values in 0..1.
         """
         self.wanted = {i * images // number for i in range(number)} if number else set()
         self.task, self.names, self.top, self.seen = task, names, top, 0
@@ -177,7 +177,7 @@ class Examples:
 
 
 def example_table(example: Example, models: Sequence[str]) -> str:
-    """Write an example as a Markdown table; the reference is the first of the models."""
+    """Format an example as a Markdown table; the reference is the first of the models."""
 
     def score(found: Found | None) -> str:
         return f'{found.score:.4f}' if found else '-'
@@ -198,10 +198,10 @@ def example_table(example: Example, models: Sequence[str]) -> str:
 
 
 def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]) -> None:
-    """Draw examples: a row for each image, the reference left and the other models right of it, lists of scores below.
+    """Draw examples: a row for each image, the reference on the left, the other models on the right, lists of scores below.
 
-    The numbers are ranks. Colours mark the differences from the reference, and in its own picture the first model that
-    differs. Each example has at least one detection or class.
+    The numbers are ranks. Colours mark the differences from the reference; in its own picture they mark the difference of the
+    first model that differs. Each example has at least one detection or class.
     """
     most = max(max(len(_of_model(e, m)) for m in range(len(models))) for e in examples)
     side, text = 4.6, 0.17 * most + 0.3
@@ -252,7 +252,7 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
 
 
 def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:
-    """Draw a box and its rank, which goes to the right of the labels that are at its corner already; it is added to `labels`."""
+    """Draw a box and its rank, to the right of other labels at the same corner, and add its place to `labels`."""
     x1, y1, x2, y2 = found.box or [0.0] * 4
     strong = mark != SAME
     style: dict[str, Any] = {'linewidth': 2.2 if strong else 1.2, 'linestyle': '--' if mark == LOST else '-'}
@@ -268,7 +268,7 @@ def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, flo
 def _of_model(example: Example, model: int) -> list[tuple[Found, str]]:
     """List the detections of a model (0 = the reference) in an example with their marks, by rank.
 
-    Of the reference a mark is the first that is not SAME. Of another model, counterparts beyond its best count as well.
+    A mark of the reference is the first that is not SAME. For another model, counterparts beyond its `top` count as well.
     """
     found = []
     for line in example.lines:

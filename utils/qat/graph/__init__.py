@@ -1,1 +1,1 @@
-"""ONNX graphs: read, changed, audited."""
+"""Read, change and audit ONNX graphs."""

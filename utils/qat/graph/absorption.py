@@ -1,6 +1,6 @@
-"""Q and DQ that disappear into the kernels beside them, and Q and DQ that cost a kernel of their own.
+"""Find out which Q and DQ are fused into neighbouring kernels, and which cost a kernel of their own.
 
-The sources are in audit_rules.py. Reduce operators are taken as float: no source says that TensorRT has them in INT8.
+The sources are in audit_rules.py. Reduce operators count as float: no source says that TensorRT has them in INT8.
 """
 
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from onnx import NodeProto
 
 from utils.qat.graph.onnx_graph import CONVS, ELEMENTWISE, QDQ, WEIGHTED, Graph, moved_inputs, name_of
 
-# No other place for a Q: a linear layer reads what normalizes its input, or the mean of a map, which is one number per channel
+# A Q behind these has no better place: a linear layer reads a normalization, or the mean of a map, one number per channel
 FLOAT_MAKERS = {'LayerNormalization', 'GlobalAveragePool'}
 QUANTIZABLE = {'Add', 'AveragePool', 'GlobalAveragePool'}  # run in INT8 if their inputs and outputs are quantized
 IN_THE_WAY = {'Cast', 'Identity'}  # have a rule of their own, see audit_rules.py
 
 
 def unabsorbed(graph: Graph) -> Iterator[tuple[NodeProto, str]]:
-    """Find every Q and DQ that runs as a kernel of its own, or that runs as none but wastes precision, with the reason.
+    """Find every Q and DQ that needs its own kernel, or that needs none but wastes precision, with the reason.
 
-    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q follows.
-    A DQ moves behind operators that only move values. A Q is absorbed by the kernel that computes its input, if this
-    can write INT8, and by the reformatting of the graph's input.
+    A convolution or matrix product absorbs a DQ of its data or weight. So does a QUANTIZABLE operator that a Q follows. A DQ
+    moves behind operators that only move values. The kernel that computes the input of a Q absorbs it if it can write INT8;
+    so does the reformatting of the graph's input.
     """
     for node in graph.nodes:
         if node.op_type == 'DequantizeLinear':
@@ -35,7 +35,7 @@ def unabsorbed(graph: Graph) -> Iterator[tuple[NodeProto, str]]:
 
 
 def _loose_dq(graph: Graph, dq: NodeProto, reader: NodeProto | None, i: int) -> str:
-    """Say why input `i` of `reader` (None: the graph's caller) does not absorb `dq`; '' if it does."""
+    """Return why input `i` of `reader` (None: the graph's caller) does not absorb `dq`; '' if it does."""
     if reader is None:
         return 'the graph returns it'
     if reader.op_type == 'QuantizeLinear':
@@ -58,7 +58,7 @@ def _loose_dq(graph: Graph, dq: NodeProto, reader: NodeProto | None, i: int) -> 
 
 
 def _loose_q(graph: Graph, q: NodeProto) -> str:
-    """Say why nothing absorbs `q`; '' if a kernel does."""
+    """Return why nothing absorbs `q`; '' if a kernel does."""
     readers = [n for n, _ in graph.readers.get(q.output[0], ())]
     wrong = [name_of(n) for n in readers if n.op_type not in IN_THE_WAY | {'DequantizeLinear'}]
     if wrong or not readers:

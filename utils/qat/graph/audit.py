@@ -1,7 +1,7 @@
-"""The audit of a Q/DQ graph: the parts that TensorRT can run in INT8, and the places that cost more than they must.
+"""Audit a Q/DQ graph: find the parts that TensorRT can run in INT8, and avoidable costs.
 
 Findings (see audit_rules.py) are places that another placement of Q/DQ or other scales would repair. Convolutions in
-float at the end of the head, and convolutions whose channels fill no whole INT8 tile, follow from the network: they are
+float at the end of the head, and convolutions whose channels do not fill whole INT8 tiles, are properties of the network:
 information, no findings.
 """
 
@@ -60,7 +60,7 @@ class Audit:
     Attributes:
         images: input name → shape, an open batch axis as 1; None if unknown.
         layers: operator → number of nodes between image and output, without Q and DQ.
-        typing: FP32, FP16, BF16 or other → number of these nodes that return it.
+        typing: FP32, FP16, BF16 or other → number of these nodes with such an output.
         qdq: number of Q and of DQ nodes.
         parameters: number of values in weights and biases.
         findings: the places that break a rule.
@@ -77,7 +77,7 @@ class Audit:
 
     @property
     def misaligned(self) -> list[Convolution]:
-        """INT8 convolutions whose channels are no multiple of TILE, without the first: an image has 3 channels."""
+        """INT8 convolutions whose channels are not a multiple of TILE, without the first: an image has 3 channels."""
         return [c for c in self.convs if c.int8 and not c.first and c.channels and any(n % TILE for n in c.channels)]
 
 
@@ -142,7 +142,7 @@ def finding_counts(found: Audit) -> dict[str, int]:
 
 
 def plain_audit(found: Audit) -> dict[str, Any]:
-    """Return an audit as dicts and lists, with the sums that the text shows."""
+    """Return an audit as dicts and lists, with the sums of the text."""
     return {
         **asdict(found),
         'misaligned': [c.name for c in found.misaligned],
@@ -152,7 +152,7 @@ def plain_audit(found: Audit) -> dict[str, Any]:
 
 
 def audit_text(found: Audit, limit: int | None = None) -> str:
-    """Write an audit as text: tables, then up to `limit` places of each kind of finding."""
+    """Format an audit as text: tables, then up to `limit` places of each kind of finding."""
 
     def listed(title: str, lines: Sequence[str]) -> list[str]:
         rest = len(lines) - len(lines[:limit])

@@ -1,4 +1,4 @@
-"""The rules of TensorRT's explicit quantization that a Q/DQ graph keeps or breaks, one function each.
+"""The rules of TensorRT's explicit quantization for a Q/DQ graph, one function each.
 
 Another placement of Q and DQ, or other scales, would repair a finding; a consequence of the network itself is none.
 Nothing is measured.
@@ -54,10 +54,10 @@ def is_int8(graph: Graph, node: NodeProto) -> bool:
 
 
 def float_reason(graph: Graph, node: NodeProto) -> str:
-    """Say why a convolution runs in float: HEAD, DFL or CHOICE if it is right, another text if it is a finding.
+    """Return why a convolution runs in float: HEAD, DFL or CHOICE if this is right, another text if it is a finding.
 
-    HEAD: neither a Q nor a convolution comes behind it (see `Graph.ends`). If only one of data and weight is quantized,
-    it is a finding anywhere: that DQ is wasted, unless `_ends_a_kernel`.
+    HEAD: neither a Q nor a convolution follows it (see `Graph.ends`). If only one of data and weight is quantized, it is
+    always a finding, because that DQ is wasted, unless `_ends_a_kernel`.
     """
     lacks = [what for what, name in zip(('input', 'weight'), node.input) if graph.op(name) != 'DequantizeLinear']
     if lacks == ['weight'] and _ends_a_kernel(graph, graph.producer[node.input[0]]):
@@ -70,9 +70,9 @@ def float_reason(graph: Graph, node: NodeProto) -> str:
 
 
 def _ends_a_kernel(graph: Graph, dq: NodeProto) -> bool:
-    """Tell whether an INT8 convolution makes the integers of a DQ, for an engine that needs the Q behind it.
+    """Tell whether an INT8 convolution computes the integers of a DQ, for an engine that needs a Q after it.
 
-    Unsigned integers are for such an engine only.
+    Only such an engine takes unsigned integers.
     """
     q = graph.producer.get(dq.input[0])
     conv = graph.producer.get(q.input[0]) if q is not None else None
@@ -83,7 +83,7 @@ def _ends_a_kernel(graph: Graph, dq: NodeProto) -> bool:
 def float_convs(graph: Graph) -> Iterator[Finding]:
     """Find the convolutions that do not read INT8 data and an INT8 weight.
 
-    The last ones of the head, DFL, and convolutions in float by choice are no findings.
+    The last convolutions of the head, DFL, and convolutions in float by choice are no findings.
     """
     convs = [n for n in graph.nodes if n.op_type in CONVS]
     if not any(all(map(graph.dequantized, n.input[:2])) for n in graph.nodes if n.op_type in WEIGHTED):
@@ -94,10 +94,10 @@ def float_convs(graph: Graph) -> Iterator[Finding]:
 
 
 def demands(graph: Graph) -> Iterator[Finding]:
-    """Find the tensors whose readers want several scales, or a scale and float.
+    """Find the tensors whose readers need several scales, or a scale and float.
 
-    The kernel that computes a tensor writes it once. So all its readers, also behind operators that only move values,
-    should want the same scale, or all of them float.
+    The kernel that computes a tensor writes it once. So all its readers, also those behind operators that only move values,
+    should need the same scale, or all of them float.
     """
     for name in [*graph.inputs, *graph.producer]:
         node = graph.producer.get(name)
@@ -121,11 +121,11 @@ def _all(forms: Iterable[Any]) -> str:
 
 
 def moves(graph: Graph) -> Iterator[Finding]:
-    """Find the operators that only move values and read or make several scales.
+    """Find the operators that only move values, but have several scales at inputs and outputs.
 
-    Such an operator runs in INT8 if all its inputs, and all that is asked of its outputs, have one scale. Without any
-    quantization it is right too. A QUANTIZABLE reader may stand in place of a Q. A move with a reader that is in float
-    by choice is not checked: it cannot serve this reader and a Q at once.
+    Such an operator runs in INT8 if all its inputs, and all readers of its outputs, have one scale. Without any quantization
+    it is right too. A QUANTIZABLE reader may replace a Q. A move with a reader that is in float by choice is not checked: it
+    cannot serve this reader and a Q at once.
     """
     for node in graph.nodes:
         if any(graph.by_choice(use) for name in node.output for use, _ in graph.uses(name)):
@@ -150,7 +150,7 @@ def moves(graph: Graph) -> Iterator[Finding]:
 
 
 def _addends(graph: Graph, node: NodeProto) -> list[str]:
-    """Return the addends of a sum in their order; an Add that only this Add reads is part of the sum."""
+    """Return the addends of a sum in order; an Add that only this Add reads is part of the sum."""
     found: list[str] = []
     waiting = [(name, node) for name in reversed(node.input)]
     while waiting:
@@ -169,7 +169,7 @@ def _only_reader(graph: Graph, name: str) -> NodeProto | None:
 
 
 def _from_int8_conv(graph: Graph, tensor: str) -> bool:
-    """Tell whether an INT8 convolution makes `tensor`, its activation included."""
+    """Tell whether an INT8 convolution, or its activation function, computes `tensor`."""
     node = graph.producer.get(tensor)
     x = graph.activation_of(node) if node else None
     conv = graph.producer.get(x or tensor)
@@ -177,11 +177,11 @@ def _from_int8_conv(graph: Graph, tensor: str) -> bool:
 
 
 def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
-    """Find the sums whose addends are not all quantized in one scale; sums without any quantized addend are right.
+    """Find the sums whose addends are not all quantized with one scale; sums without any quantized addend are right.
 
-    One addend that an INT8 convolution (and its activation) makes may stay float beside quantized ones. The convolution
-    can then take the Add along, as NVIDIA recommends for a shortcut. Without `one_scale` only a sum that is half
-    quantized is found.
+    One addend that an INT8 convolution (and its activation) computes may stay float beside quantized ones: the Add is then
+    fused into the convolution, as NVIDIA recommends for a shortcut. Without `one_scale` only partly quantized sums are
+    findings.
     """
     for node in graph.nodes:
         reader = _only_reader(graph, node.output[0]) if node.op_type == 'Add' else node
@@ -198,16 +198,16 @@ def adds(graph: Graph, one_scale: bool = True) -> Iterator[Finding]:
 
 
 def not_absorbed(graph: Graph) -> Iterator[Finding]:
-    """Find each Q and DQ that no kernel absorbs, see absorption.py."""
+    """Find every Q and DQ that no kernel absorbs, see absorption.py."""
     for node, reason in unabsorbed(graph):
         yield Finding('not absorbed', name_of(node), reason)
 
 
 def open_ends(graph: Graph) -> Iterator[Finding]:
-    """Find the kernels that read only integers, and whose result a reader takes in float.
+    """Find the kernels that read only integers, but whose result a reader takes in float.
 
-    An engine that fuses no float operator behind an integer kernel computes both in float. Results that the last
-    convolutions of the head read, or operators in float by choice, are no findings.
+    An engine that cannot fuse a float operator into an integer kernel computes both in float. Results for the last
+    convolutions of the head, or for operators in float by choice, are no findings.
     """
     for node in graph.nodes:
         inputs = [name for name in node.input[:2] if name and name not in graph.fixed]
@@ -225,7 +225,7 @@ def open_ends(graph: Graph) -> Iterator[Finding]:
 
 
 def duplicates(graph: Graph) -> Iterator[Finding]:
-    """Find the activations that are quantized twice with one scale; weights may be, when the engine is built."""
+    """Find the activations that are quantized twice with one scale. Weights may be: the builder folds them."""
     found: dict[tuple[str, Any], list[str]] = {}
     for node in graph.nodes:
         if node.op_type == 'QuantizeLinear' and node.input[0] not in graph.fixed:
@@ -264,8 +264,8 @@ def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
     """Find wrong zero points, scales and axes. Zero points of activations: see targets.target.Target.
 
     Zero points are INT8 zeros ('unsigned': -128 too; 'any': any UINT8). Scales are positive normal numbers, the same in
-    DQ as in Q. Only weights are per-channel, along the output channel, with the axis written out. A fault that a Q and
-    its DQ have in common is reported for the DQ.
+    DQ as in Q. Only weights are per-channel, along the output channel, with an explicit axis. A fault that a Q and its DQ
+    share is reported for the DQ.
     """
     for node in graph.nodes:
         pairs = [
@@ -323,7 +323,7 @@ def numbers(graph: Graph, zero_points: str = 'none') -> Iterator[Finding]:
 
 
 def _never_negative(graph: Graph, node: NodeProto, zero: np.ndarray, zero_points: str) -> bool:
-    """Tell whether a zero point is of an activation without negative values, for an engine that takes it; see `numbers`."""
+    """Tell whether a zero point fits an activation without negative values, and the engine takes it; see `numbers`."""
     return zero_points == 'unsigned' and node.output[0] not in graph.fixed and zero.ndim == 0 and zero == -128
 
 

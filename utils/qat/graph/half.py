@@ -1,8 +1,8 @@
-"""FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: a tensor computes in its type.
+"""FP32 graph → strongly typed graph for TensorRT 11, which has no precision flags: types of tensors set the precision.
 
     images FP32 → Q (or Cast) → features: FP16, between Q and DQ INT8 → Cast → decoding: FP32 → outputs FP32
 
-Images are quantized as they come: a Cast before the first Q would be one more pass over the largest tensor. Decoding
+Images are quantized in FP32: a Cast before the first Q would be one more pass over the largest tensor. Decoding
 stays FP32, because FP16 has 11 bits of mantissa and box coordinates go up to the size of the image. Scales are FP16 too
 (opset 19 to 22).
 """
@@ -33,10 +33,10 @@ LARGEST, SMALLEST_NORMAL = np.finfo(np.float16).max, np.finfo(np.float16).tiny  
 
 
 def to_half(model: ModelProto) -> ModelProto:
-    """Make an FP32 graph strongly typed, in place: FP16 up to the last feature convolutions, FP32 behind them.
+    """Make an FP32 graph strongly typed, in place: FP16 up to the last feature convolutions, FP32 after them.
 
-    Weights with Q/DQ are stored as INT8. The types and names of graph inputs and outputs stay, and so do every DQ and
-    every Q of an activation. Constants and scales must fit FP16, and Q/DQ needs opset 19 to 22.
+    Weights with Q/DQ are stored as INT8. Types and names of graph inputs and outputs stay, and so does every DQ and every Q
+    of an activation. Constants and scales must fit FP16, and Q/DQ needs opset 19 to 22.
     """
     if any(count_qdq(model)) and not 19 <= opset(model) <= 22:
         raise QatError(
@@ -64,7 +64,7 @@ def _types(model: ModelProto) -> dict[str, int]:
 
 
 def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> set[int]:
-    """Return the positions of the FP32 inputs of a node that may be FP16 and have the type that it computes in.
+    """Return the positions of the FP32 inputs of a node that may be FP16 and have its computation type.
 
     This is the type of its first input or of an output. Resize's roi and scales have types of their own.
     """
@@ -79,16 +79,15 @@ def _float_inputs(node: NodeProto, version: int, types: Mapping[str, int]) -> se
 def _feature_inputs(model: ModelProto, types: Mapping[str, int]) -> dict[str, set[int]]:
     """Find the inputs of nodes that become FP16: first output of a node → positions of its inputs.
 
-    The nodes are every feature convolution, every node that computes an input of one, and those behind them that only
-    move their outputs: the Cast comes where decoding computes. A feature convolution does not stand behind a Softmax:
-    the convolution there is the DFL, which belongs to the decoding. The way back follows values (FP32 or INT8), not
-    shapes.
+    The nodes are every feature convolution, every node that computes an input of one, and nodes that only move their
+    outputs: the Cast comes where decoding starts to compute. A feature convolution does not follow a Softmax: that
+    convolution is the DFL, a part of the decoding. The search backwards follows values (FP32 or INT8), not shapes.
     """
     made_by, values, images = producers(model), constants(model), {i.name for i in model.graph.input}
     decoded: set[str] = set()
 
     def exact(scale: str) -> bool:
-        """Tell whether a scale is an FP16 number: Q may then have it in FP32, its DQ in FP16."""
+        """Tell whether a scale is an FP16 number, so that Q may have it in FP32 and its DQ in FP16."""
         with np.errstate(over='ignore'):  # a scale beyond FP16 becomes inf, which differs
             return np.array_equal(values[scale].astype(np.float16), values[scale])
 
@@ -141,9 +140,9 @@ def _check_scale(node: NodeProto, scale: np.ndarray) -> None:
 
 
 def _retype(model: ModelProto, features: Mapping[str, set[int]], types: Mapping[str, int]) -> None:
-    """Make the inputs `features` FP16, in place, with a Cast on each tensor that comes from the other side.
+    """Convert the inputs `features` to FP16, in place, with a Cast on each tensor from the FP32 part, and back.
 
-    A constant that both sides read is stored twice.
+    A constant that both parts read is stored twice.
     """
     graph = model.graph
     stored, values = {i.name: i for i in graph.initializer}, constants(model)

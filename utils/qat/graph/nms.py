@@ -5,16 +5,15 @@
     output0 [B, 4 + nc + nm, N], output1 [B, nm, h, w]
         → the same, and coefficients [B, N, nm] of the boxes that NMS keeps → det_masks
 
-Two ways lead from the same boxes and scores to the same outputs:
+Two kinds of NMS compute the same outputs from the same boxes and scores:
 
 - plugin: one node, EfficientNMS_TRT. Fast, only in TensorRT, deprecated since 10.12.
 - standard: ONNX's NonMaxSuppression, which TensorRT maps to its INMSLayer; ONNX Runtime has it too. It returns a list
-  of unknown length. The scores in it are scattered into zeros of the size of all scores, and a TopK over these is
-  sorted and of fixed size. It tells which candidates were kept, and the plugin does not: so a segmentation model takes
-  this way.
+  of unknown length, whose scores are scattered into zeros of the size of all scores; a TopK over these is sorted and of
+  fixed size. Unlike the plugin it tells which candidates were kept, so a segmentation model needs this kind.
 
-The nodes compute in the type of output0, FP32; those of the model stay as they are. docs/end2end.md has the differences
-between the two ways, and the sources.
+The new nodes compute in the type of output0, FP32; the model's nodes do not change. docs/end2end.md has the differences
+between the two kinds, and the sources.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ from utils.qat.config.export import END2END, MASKS, PLUGIN, Nms, Pooling
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import axes_of
 
-# Of the plugin. ONNX's checker accepts unknown operators in a foreign domain; TensorRT's parser goes by their names.
+# Of the plugin. ONNX's checker accepts unknown operators in a foreign domain; TensorRT's parser identifies them by name.
 DOMAIN = 'TRT'
 SCOPE = 'end2end'  # in the names of all nodes and constants that are made here
 
@@ -37,7 +36,7 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
     In: predictions FP32 [B, 4 + nc, N] (boxes cxcywh in pixels, scores in 0..1), and perhaps prototypes, see
     export_onnx. Out: num_dets INT32 [B, 1], det_boxes [B, K, 4] (xyxy in pixels), det_scores [B, K], det_classes INT32
     [B, K]; with prototypes also det_masks [B, K, R * R] in 0..1: R x R cells that divide the box, row by row.
-    Detections are sorted by score; the rows behind num_dets are 0.
+    Detections are sorted by score; the rows after num_dets are 0.
     """
     outputs = predictions, *prototypes = list(model.graph.output)
     batch, rows, number = axes_of(predictions)
@@ -75,7 +74,7 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
 
 
 class GraphWriter:
-    """A writer that puts named nodes and constants behind the nodes of a model."""
+    """A writer that appends named nodes and constants to a model."""
 
     def __init__(self, model: ModelProto) -> None:
         self.model, self.count = model, 0
@@ -177,9 +176,9 @@ def add_masks(
 ) -> None:
     """Add the masks: the sigmoid of coefficients [B, N, nm] times prototypes [B, nm, h, w], over each box.
 
-    RoiAlign cuts out a box and brings it to R x R by means of its input. It is linear, and so is the product with the
-    coefficients, so they may change places. With the product first, one channel is cut out for each detection; else it
-    would be nm prototypes for each. For is_detection and box see `add_standard`; top is K.
+    RoiAlign crops a box and averages it to R x R. It is linear, as is the product with the coefficients, so their order does
+    not matter. With the product first, it crops one channel for each detection instead of nm prototypes. For is_detection
+    and box see `add_standard`; top is K.
     """
     imgsz, sides = axes_of(graph.model.graph.input[0])[2:], axes_of(prototypes)[2:]
     scales = {side / whole for side, whole in zip(sides, imgsz)}
@@ -195,7 +194,7 @@ def add_masks(
     )  # [B * K, 1, h, w]
     boxes = graph.node('Reshape', [END2END[1], graph.constant([-1, 4])])
     zero, one = graph.constant(0), graph.constant(1)
-    # A box is cut out of its own map.
+    # Each box is cropped from its own map.
     each = graph.node('Range', [zero, graph.node('Gather', [graph.node('Shape', [boxes]), zero]), one])
     cut = graph.node(
         'RoiAlign',

@@ -1,4 +1,4 @@
-"""Reading an ONNX file, which anybody may have made: the one place that says which of them are computed."""
+"""Read an untrusted ONNX file, and define which files are accepted."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from utils.qat.graph.absorption import IN_THE_WAY, QUANTIZABLE
 from utils.qat.graph.onnx_graph import ELEMENTWISE, MOVES, QDQ, WEIGHTED, required_inputs
 from utils.qat.untrusted.names import is_printable_text
 
-DEEPEST, MOST_NODES = 20, 1_000_000  # functions that call each other; nodes after each call became what it calls
+DEEPEST, MOST_NODES = 20, 1_000_000  # depth of nested function calls; nodes after all calls are inlined
 READS = {  # operator → its least number of inputs
     **dict.fromkeys((*ELEMENTWISE, *MOVES, *QUANTIZABLE, *IN_THE_WAY, 'Resize'), 1),
     **dict.fromkeys((*QDQ, *WEIGHTED), 2),
@@ -49,7 +49,7 @@ def load(path: str | Path) -> onnx.ModelProto:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Put the name of the file before the message of a QatError about its graph."""
+    """Prefix a QatError about the graph with the name of the file."""
     try:
         yield
     except QatError as e:
@@ -57,9 +57,9 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def require_bounded(path: str | Path) -> None:
-    """Check a file that another library reads next: each of them replaces a call of a function by its nodes.
+    """Raise QatError if a file is too large for other libraries, which all inline function calls.
 
-    Functions that call others twice, 40 deep, are 3 kB and 2^40 nodes, and long chains overflow a stack.
+    Functions that call others twice, 40 levels deep, take 3 kB and become 2^40 nodes, and long chains overflow a stack.
     """
     with _reading(path):
         _require_bounded(onnx.load(path, load_external_data=False), path)
@@ -90,10 +90,10 @@ def _require_bounded(model: onnx.ModelProto, path: str | Path) -> None:
 
 @contextlib.contextmanager
 def _reading(path: str | Path) -> Iterator[None]:
-    """Turn what ONNX raises for a file that is none into a QatError."""
+    """Convert ONNX's errors for an invalid file to a QatError."""
     try:
         yield
-    # ValueError and TypeError: the weights are in another file, which is not whole
+    # ValueError and TypeError: the weights are in another file, which is incomplete
     except (DecodeError, onnx.checker.ValidationError, OSError, ValueError, TypeError, OverflowError, MemoryError) as e:
         raise QatError(
             f'{path}: no valid ONNX file ({(str(e).strip().splitlines() or [type(e).__name__])[0][:300]}); write it with export_qat.py'

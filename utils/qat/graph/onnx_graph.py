@@ -1,4 +1,4 @@
-"""Reading an ONNX graph: the maker and the readers of a tensor, the constants, the nodes that only move values."""
+"""Query an ONNX graph: the producer and the readers of a tensor, the constants, the nodes that only move values."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -16,10 +16,10 @@ ELEMENTWISE = ACTIVATIONS | set('Abs Add BatchNormalization Div Exp Max Min Mul 
 QDQ = {'QuantizeLinear', 'DequantizeLinear'}
 CONVS = {'Conv', 'ConvTranspose'}
 WEIGHTED = {*CONVS, 'Gemm', 'MatMul'}  # data and weight are inputs 0 and 1
-FLOAT = 'float'  # the form that a reader wants which is no Q; a Q wants its scale
-# Ways from tensors, through operators that only move values, to their origins and uses. YOLOv9 has some hundred.
+FLOAT = 'float'  # the form that a reader needs, unless it is a Q, which needs its scale
+# Paths from tensors, through operators that only move values, to their origins and uses. YOLOv9 has some hundred.
 MOST_WAYS = 2_000_000
-# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. So does a Resize to the nearest.
+# Operations f with f(Q(x)) = Q(f(x)): they move or select values and compute none. So does a nearest Resize.
 MOVES = {'Concat', 'Flatten', 'Gather', 'MaxPool', 'Reshape', 'Slice', 'Split', 'Squeeze', 'Transpose', 'Unsqueeze'}
 
 T = TypeVar('T')
@@ -59,7 +59,7 @@ def constants(model: ModelProto) -> dict[str, np.ndarray]:
 
 
 def producers(model: ModelProto) -> dict[str, NodeProto]:
-    """Return {tensor name: the node that makes it}, without graph inputs and initializers."""
+    """Return {tensor name: the node that produces it}, without graph inputs and initializers."""
     return {name: node for node in model.graph.node for name in node.output}
 
 
@@ -73,7 +73,7 @@ def readers(model: ModelProto) -> dict[str, list[tuple[NodeProto, int]]]:
 
 
 def moved_inputs(node: NodeProto) -> range:
-    """Return the positions of the inputs whose values a node moves unchanged to its outputs; empty if it computes."""
+    """Return the positions of the inputs whose values a node moves unchanged to its outputs; empty if it computes new ones."""
     if node.op_type == 'Concat':
         return range(len(node.input))
     if node.op_type in MOVES or (node.op_type == 'Resize' and attribute(node, 'mode', b'nearest') == b'nearest'):
@@ -82,7 +82,7 @@ def moved_inputs(node: NodeProto) -> range:
 
 
 def required_inputs(model: ModelProto) -> list[onnx.ValueInfoProto]:
-    """Return the inputs that a caller has to give; old files list their weights among the inputs as well."""
+    """Return the inputs that a caller must pass; old files list their weights among the inputs as well."""
     weights = {i.name for i in model.graph.initializer}
     return [i for i in model.graph.input if i.name not in weights]
 
@@ -98,7 +98,7 @@ def shape_of(value: onnx.ValueInfoProto) -> list[int]:
 
 
 def replace_nodes(model: ModelProto, nodes: Sequence[NodeProto]) -> ModelProto:
-    """Give a graph another list of nodes, in place."""
+    """Replace the nodes of a graph, in place."""
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return model
@@ -121,18 +121,18 @@ def name_of(node: NodeProto) -> str:
 
 
 def module_path(scopes: Sequence[str]) -> str:
-    """Make the path of a module, as PyTorch names it, from the scopes of a name.
+    """Join the scopes of a name to the path of a module in PyTorch.
 
-    'model.2', 'cv2', 'cv2.0', 'cv1' is 'model.2.cv2.0.cv1', because the scope of a container's member repeats the
+    'model.2', 'cv2', 'cv2.0', 'cv1' → 'model.2.cv2.0.cv1', because the scope of a container's member repeats the
     container's name.
     """
     return '.'.join(scope for scope, inner in zip(scopes, [*scopes[1:], '']) if not inner.startswith(f'{scope}.'))
 
 
 def module_of(node: NodeProto) -> str:
-    """Return the path of the module that a node was traced in.
+    """Return the path of the module in which a node was traced.
 
-    '/model.2/cv2/cv2.0/cv1/conv/Conv' is of 'model.2.cv2.0.cv1.conv'.
+    '/model.2/cv2/cv2.0/cv1/conv/Conv' → 'model.2.cv2.0.cv1.conv'.
     """
     return module_path(node.name.strip('/').split('/')[:-1])
 
@@ -150,14 +150,14 @@ def has_zero_points(model: ModelProto) -> bool:
 
 
 def metadata_value(model: ModelProto, key: str, default: str = '') -> str:
-    """Return the text under a key of the model's metadata; `default` if it has none."""
+    """Return the text of a key of the model's metadata; `default` without the key."""
     return next((p.value for p in model.metadata_props if p.key == key), default)
 
 
 def kept_float(model: ModelProto) -> set[str]:
     """Return the paths of modules that were left in float by choice, from the model's metadata."""
     text = metadata_value(model, 'kept_float', '[]')
-    if not re.fullmatch(r"\[('[\w.-]+'(, '[\w.-]+')*)?\]", text):  # as export writes it
+    if not re.fullmatch(r"\[('[\w.-]+'(, '[\w.-]+')*)?\]", text):  # the form of our exports
         raise QatError(
             f'metadata kept_float is {text[:50]!r}, no list of names of layers; export the graph anew, or take it out'
         )
@@ -165,7 +165,7 @@ def kept_float(model: ModelProto) -> set[str]:
 
 
 def remembered(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
-    """Let a method of Graph, which takes the name of a tensor, compute each answer once."""
+    """Cache the answers of a method of Graph that takes the name of a tensor."""
 
     @wraps(method)
     def ask(self: Any, tensor: str) -> T:
@@ -178,13 +178,13 @@ def remembered(method: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
 
 
 class Graph:
-    """A model with its tables made once, and questions that one asks of a Q/DQ graph.
+    """A model with precomputed tables, and queries of a Q/DQ graph.
 
     Attributes:
-        inputs: names of the tensors that a caller gives.
+        inputs: names of the tensors that a caller passes.
         values: see `constants`.
-        fixed: names of tensors that no image changes: weights on their way through Q and DQ, shapes, and all that is
-            computed from these.
+        fixed: names of tensors that do not depend on the image: weights after Q and DQ, shapes, and everything computed from
+            these.
         kept_float: paths of modules that were left in float by choice, from the file's metadata.
     """
 
@@ -213,7 +213,7 @@ class Graph:
                 self.uses(name)
 
     def _count(self, found: C) -> C:
-        """Return `found`; QatError if there are too many ways."""
+        """Return `found`; QatError if there are too many paths."""
         self._ways += len(found)
         if self._ways > MOST_WAYS:
             raise QatError(
@@ -222,12 +222,12 @@ class Graph:
         return found
 
     def op(self, tensor: str) -> str | None:
-        """Return the operator that makes a tensor; None if it is given or constant."""
+        """Return the operator that produces a tensor; None for an input or a constant."""
         return self.producer[tensor].op_type if tensor in self.producer else None
 
     @remembered
     def origins(self, tensor: str) -> frozenset[str]:
-        """Return the names of the tensors that a tensor's values come from, through nodes that only move values.
+        """Return the names of the tensors from which a tensor's values come, through nodes that only move values.
 
         Constants among activations do not count.
         """
@@ -242,7 +242,7 @@ class Graph:
     def uses(self, tensor: str) -> list[Use]:
         """Return the readers that get the values of a tensor, each once, through nodes that only move values.
 
-        (None, 0) is the caller, who gets a graph output. Shape and Size are left out: they read no values.
+        (None, 0) is the caller, for a graph output. Shape and Size are left out: they read no values.
         """
         found: dict[tuple[int, int], Use] = {(0, 0): (None, 0)} if tensor in self.outputs else {}
         walked: set[int] = set()
@@ -261,7 +261,7 @@ class Graph:
 
     @remembered
     def asked(self, tensor: str) -> dict[Any, list[str]]:
-        """Return the forms in which the values of a tensor are wanted: {scale or FLOAT: names of the readers}.
+        """Return the forms in which readers need the values of a tensor: {scale or FLOAT: names of the readers}.
 
         A reader that is in float by choice does not count.
         """
@@ -292,16 +292,16 @@ class Graph:
 
     @remembered
     def unquantized(self, tensor: str) -> str:
-        """Return the tensor in front of the Q and DQ that make `tensor`; without them, `tensor` itself."""
+        """Return the tensor before the Q and DQ that produce `tensor`; without them, `tensor` itself."""
         return self.unquantized(self.producer[tensor].input[0]) if self.op(tensor) in QDQ else tensor
 
     def is_dfl(self, node: NodeProto) -> bool:
-        """Tell whether a convolution sums up probabilities: its input is a Softmax's output, only moved since."""
+        """Tell whether a convolution is the DFL: its input is the output of a Softmax, through nodes that only move values."""
         return all(self.op(o) == 'Softmax' for o in self.origins(node.input[0]))
 
     @cached_property
     def ends(self) -> set[str]:
-        """Names of the tensors behind which there is neither a Q nor a convolution (DFL aside)."""
+        """Names of the tensors that neither a Q nor a convolution (except DFL) follows."""
         found = {''}
         for node in reversed(self.nodes):
             for name in node.output:
@@ -319,7 +319,7 @@ class Graph:
     def quantized_behind(self) -> set[int]:
         """Ids of the nodes whose first output is quantized, or would be if its reader were not in float by choice.
 
-        Adds in between are one sum, an Add has its activation with it.
+        Adds in between count as one sum, together with their activation.
         """
         found: set[int] = set()
         for node in reversed(self.nodes):

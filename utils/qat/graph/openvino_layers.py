@@ -1,6 +1,6 @@
-"""The layers that OpenVINO compiles a model into, and the type that each computes in, read from the compiled model.
+"""Read the layers of a model that OpenVINO compiled, and the type in which each computes.
 
-Re-encodings are layers that do nothing but write the values of an INT8 layer in another type or order.
+Re-encodings are layers that only write the values of an INT8 layer in another type or order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ REENCODINGS = {
     'FakeQuantize',
     'Reorder',
     'Subgraph',
-}  # these compute as well, where one has more than Q inside
+}  # these compute as well, if one has more than Q inside
 NOT_RUN = {'Input', 'Output'}
-QUANTIZES = 'QuantizeLinear'  # in the name that the export gives to a Q
+QUANTIZES = 'QuantizeLinear'  # in the name of a Q in our exports
 
 
 @dataclass(eq=False)
@@ -38,17 +38,17 @@ class Layer:
 
     id: str  # its name in the compiled model
     kind: str  # OpenVINO's word, such as Convolution
-    precision: str  # that it computes in, such as i8
+    precision: str  # of its computation, such as i8
     returns: str  # type of its first output
     kernel: str  # such as brgconv_avx512_I8
-    operators: list[str]  # names in the file of all that it does
+    operators: list[str]  # names in the file of all its operators
     takes: list[Layer] = field(default_factory=list, repr=False)  # layers that it reads
     readers: list[Layer] = field(default_factory=list, repr=False)  # layers that read it
     ms: float | None = None  # of one run, if it was measured
 
     @property
     def name(self) -> str:
-        """Its name in the file, as far as it has one there."""
+        """Its name in the file, or else in the compiled model."""
         return self.id.removesuffix('/WithoutBiases')
 
     @property
@@ -69,7 +69,7 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
         name = op.get_friendly_name()
         sources = dict.fromkeys(value.get_node().get_friendly_name() for value in op.input_values())
         if text['layerType'] != 'Input' and not found.keys() & sources:
-            continue  # a constant, or made of constants
+            continue  # a constant, or computed from constants
         layer = found[name] = Layer(
             name,
             text['layerType'],
@@ -86,7 +86,7 @@ def layers_of(compiled: openvino.CompiledModel, ms: dict[str, float] | None = No
 
 
 def quantized_convs(model: openvino.Model) -> dict[str, bool]:
-    """Tell of each convolution of a model, by name, whether its weight is quantized."""
+    """Tell whether the weight of each convolution of a model, by name, is quantized."""
 
     def quantized(node: openvino.Node) -> bool:
         while node.get_input_size():
@@ -104,7 +104,7 @@ def quantized_convs(model: openvino.Model) -> dict[str, bool]:
 
 @dataclass
 class Int8Layers:
-    """How much of a quantized model a compiled model computes in INT8."""
+    """The layers of a compiled model, sorted by what runs in INT8."""
 
     layers: list[Layer]
     convs: list[Layer]
@@ -125,7 +125,7 @@ class Int8Layers:
 
 
 def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
-    """Sort the layers of a compiled model, given which convolutions were quantized before, see `quantized_convs`."""
+    """Sort the layers of a compiled model, given the convolutions with quantized weights, see `quantized_convs`."""
     convs = [layer for layer in layers if layer.kind in CONV_LAYERS]
     floats = [layer for layer in convs if not layer.integer]
     lost = [layer for layer in floats if any(quantized.get(name) for name in (layer.name, *layer.operators))]
@@ -140,7 +140,7 @@ def int8_layers(layers: list[Layer], quantized: dict[str, bool]) -> Int8Layers:
 
 
 def _is_quantized(layer: Layer) -> bool:
-    """Whether a layer, seen through those that only move values, is read by one that turns float into integers."""
+    """Whether a reader of a layer, through layers that only move values, converts float to integers."""
     return any(
         _is_quantized(reader) if reader.kind in MOVE_LAYERS and not reader.integer else reader.returns in INTEGERS
         for reader in layer.readers
@@ -148,7 +148,7 @@ def _is_quantized(layer: Layer) -> bool:
 
 
 def _reencodes(layer: Layer) -> bool:
-    """Whether a layer does nothing but write values in another type or order."""
+    """Whether a layer only writes values in another type or order."""
     return (
         layer.kind in REENCODINGS and layer.returns in INTEGERS and all(QUANTIZES in name for name in layer.operators)
     )
@@ -186,7 +186,7 @@ def _why(layer: Layer, reasons: dict[str, str]) -> str:
 
 
 def layers_text(found: Int8Layers, reasons: dict[str, str], limit: int | None = None) -> str:
-    """Lay out an Int8Layers to read: a table of the time, then each list with its first `limit` places (None = all)."""
+    """Format an Int8Layers as text: a table of the time, then each list with its first `limit` places (None = all)."""
     ran = run_layers(found.layers)
     whole = sum(layer.ms or 0 for layer in ran) or 1
     groups: dict[tuple[str, str], list[Layer]] = {}

@@ -1,4 +1,4 @@
-"""OpenVINO's model of a file: the library without its telemetry, .onnx and .xml files read, .xml files written.
+"""Load OpenVINO without its telemetry, read .onnx and .xml files, and write .xml files.
 
 The Q/DQ of an .onnx file are rewritten on the way, see `for_openvino`.
 """
@@ -23,14 +23,14 @@ from utils.qat.graph.onnx_graph import count_qdq
 if TYPE_CHECKING:
     import openvino
 
-METADATA = 'framework'  # where OpenVINO keeps the metadata of an .onnx file, and an .xml file made of it
-ROOT = re.compile(rb'\s*(<\?xml[^>]*\?>)?\s*<net\s')  # an .xml file begins so
-HEADER_BYTES = 4096  # in which it does
+METADATA = 'framework'  # where OpenVINO keeps the metadata of an .onnx file, and of an .xml file made from it
+ROOT = re.compile(rb'\s*(<\?xml[^>]*\?>)?\s*<net\s')  # start of an .xml file
+HEADER_BYTES = 4096  # that contain this start
 
 
 def load_openvino(who: str = 'OpenVINO') -> ModuleType:
-    """Import OpenVINO without its telemetry, which would write an id under the home folder and report each import."""
-    sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # OpenVINO takes it as not installed
+    """Import OpenVINO without its telemetry, which would write an id to the home folder and report each import."""
+    sys.modules['openvino_telemetry'] = None  # type: ignore[assignment]  # makes it look uninstalled
     try:
         import openvino
     except ImportError as e:
@@ -40,16 +40,16 @@ def load_openvino(who: str = 'OpenVINO') -> ModuleType:
 
 @cache
 def one_core() -> openvino.Core:
-    """Make OpenVINO's core, the only one of this process.
+    """Return the only OpenVINO `Core` of this process, which lives until its end.
 
-    The last core takes the CPU plugin along. The plugin frees a signal stack then, which stays in use where another
-    thread loaded the plugin: the next signal ends the process (OpenVINO 2026.4.1).
+    Destroying the last `Core` unloads the CPU plugin, which frees a signal stack. If another thread loaded the plugin, this
+    stack is still in use, and the next signal ends the process (OpenVINO 2026.4.1).
     """
     return load_openvino().Core()
 
 
 def reason(error: Exception) -> str:
-    """Return an error of OpenVINO as one line, without the places in its source."""
+    """Return an error of OpenVINO as one line, without source locations."""
     text = re.sub(r"(Exception from|Check '.*' failed at) src/\S+:\d+:?", '', str(error))
     return ' '.join(text.split())[:300] or type(error).__name__
 
@@ -85,12 +85,12 @@ def _from_onnx(model: onnx.ModelProto, file: Path) -> openvino.Model:
     except RuntimeError as e:
         raise QatError(f'{file}: OpenVINO cannot read it: {reason(e)}; export it with export_qat.py') from e
     for port, output in zip(found.outputs, model.graph.output):
-        port.get_tensor().set_names({output.name})  # the only one: a tensor may have others, of nodes
+        port.get_tensor().set_names({output.name})  # drops other names, of nodes
     return found
 
 
 def _whole(file: Path) -> Path:
-    """Return `file`, an .xml; raise QatError unless it is OpenVINO's and the file of its weights is beside it."""
+    """Return `file`, an .xml; raise QatError unless it is OpenVINO's and its weights file is beside it."""
     with file.open('rb') as content:
         if not ROOT.match(content.read(HEADER_BYTES)):
             raise QatError(
@@ -105,7 +105,7 @@ def _whole(file: Path) -> Path:
 
 
 def for_openvino(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite a graph with Q/DQ into the form that OpenVINO computes best, and rightly, in place; changes no value but by rounding."""
+    """Rewrite a Q/DQ graph, in place, into the form that OpenVINO computes correctly and fast; values change only by rounding."""
     if not any(count_qdq(model)):
         return model
     return passes.fake_quantize(passes.absorb_relus(passes.multiply_dfl(passes.drop_repeated_qdq(model))))

@@ -1,6 +1,6 @@
-"""FP16 values quantized as ONNX demands, in every version of ONNX Runtime: x / scale, rounded half to even.
+"""Make every version of ONNX Runtime quantize FP16 values as ONNX specifies: x / scale, rounded half to even.
 
-Where ONNX Runtime truncates, FP16 x → Cast → FP32 → Q (FP32 scale) gives the same INT8 values.
+In versions that truncate, FP16 x → Cast → FP32 → Q (FP32 scale) gives the same INT8 values.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ def rounds_fp16() -> bool:
 
 
 def rounding(source: str | bytes) -> str | bytes:
-    """Return a model with which ONNX Runtime rounds FP16 values: `source`, unless ONNX Runtime would truncate them."""
+    """Return a model whose FP16 values ONNX Runtime rounds: `source`, unless ONNX Runtime would truncate them."""
     if rounds_fp16():
         return source
     model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)

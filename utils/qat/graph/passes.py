@@ -1,4 +1,4 @@
-"""Passes over any exported ONNX graph, one function each, each with its invariant."""
+"""Passes over any exported ONNX graph: one function each, with its invariant."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ OPENVINO = 'org.openvinotoolkit'  # domain of its own operators in an ONNX graph
 def _keep(model: ModelProto, keep: Callable[[NodeProto], bool], renamed: Mapping[str, str]) -> ModelProto:
     """Rewrite the node list in place: rename inputs (old name → new name), and drop nodes that `keep` refuses.
 
-    Nodes come in topological order, so `keep` may add to `renamed` the tensors that later nodes shall read instead.
+    Nodes come in topological order, so `keep` may add tensors to `renamed` that later nodes read instead.
     """
     kept = []
     for node in model.graph.node:
@@ -56,9 +56,9 @@ def remove_identities(model: ModelProto) -> ModelProto:
 def merge_duplicates(model: ModelProto) -> ModelProto:
     """Merge nodes that compute the same, in place; graph outputs keep their names.
 
-    Above all, every reader of a tensor that quantizes it with the same scale then shares one Q and one DQ. Two nodes
-    are the same if operator, attributes and inputs are; constants are compared by value. (The operators of these graphs
-    have no state and no randomness.)
+    Above all, all readers that quantize a tensor with the same scale then share one Q and one DQ. Two nodes are the same if
+    operator, attributes and inputs are; constants are compared by value. (The operators of these graphs have no state and no
+    randomness.)
     """
     values = constants(model)
     outputs = {o.name for o in model.graph.output}
@@ -112,10 +112,10 @@ def write_axis(model: ModelProto) -> ModelProto:
 def quantize_moves(model: ModelProto) -> ModelProto:
     """Put Q/DQ on the inputs of moves whose outputs are quantized with one scale, in place.
 
-    A move is an operation that only moves values: Concat, MaxPool, Split, Slice, nearest Resize ... It then runs in
-    INT8, and a tensor that a convolution reads in INT8 is not read in float by the Concat beside it. No value changes:
-    to quantize with one scale before and after a move is to quantize once. A move stays as it is if its readers ask for
-    several scales, or for a scale and float.
+    A move is an operation that only moves values: Concat, MaxPool, Split, Slice, nearest Resize ... With Q/DQ it runs in
+    INT8, so a Concat does not read a tensor in float that a convolution beside it reads in INT8. No value changes:
+    quantizing with one scale before and after a move equals quantizing once. A move is not changed if its readers need
+    several scales, or a scale and float.
     """
     values, outputs = constants(model), {o.name for o in model.graph.output}
     made_by, read_by, nodes = producers(model), readers(model), list(model.graph.node)
@@ -124,7 +124,7 @@ def quantize_moves(model: ModelProto) -> ModelProto:
         return [values[name].tobytes() for name in node.input[1:3]]
 
     def demand(node: NodeProto) -> NodeProto | None:
-        """Return the Q that all readers of a node's outputs ask for; None if there are several, or float readers."""
+        """Return the Q that all readers of a node's outputs share; None if there are several, or float readers."""
         # A Shape reads no values.
         found = [r for name in node.output for r, _ in read_by.get(name, ()) if r.op_type != 'Shape']
         if (
@@ -157,17 +157,17 @@ def quantize_moves(model: ModelProto) -> ModelProto:
             )
             put_before.setdefault(at, []).extend((q, dq))
             move.input[i] = f'{name}_dq'
-            # The moves further up must see that this Q reads `given` now, and no longer the move.
+            # Moves further up must see that this Q, not the move, reads `given` now.
             read_by[given] = [r for r in read_by[given] if not (r[0] is move and r[1] == i)] + [(q, 0)]
     return replace_nodes(model, [n for at, node in enumerate(nodes) for n in (*put_before.get(at, ()), node)])
 
 
 def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProto:
-    """Drop each Q/DQ that repeats the scale which its values already have, in place; changes no value.
+    """Drop each Q/DQ that repeats the scale of its values, in place; changes no value.
 
-    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT and ONNX Runtime want it
-    there; OpenVINO makes a layer of it that encodes i8 as u8 again. Without `behind_moves` only pairs directly behind a
-    DQ go.
+    Such a pair follows operators that only move values, such as Slice and Concat. TensorRT and ONNX Runtime need it there;
+    OpenVINO makes an extra layer of it, which encodes i8 as u8 again. Without `behind_moves` drop only pairs directly after
+    a DQ.
     """
     graph, outputs = Graph(model), {o.name for o in model.graph.output}
     renamed: dict[str, str] = {}
@@ -198,10 +198,10 @@ def drop_repeated_qdq(model: ModelProto, behind_moves: bool = True) -> ModelProt
 
 
 def fake_quantize(model: ModelProto) -> ModelProto:
-    """Write each Q/DQ of an activation as one FakeQuantize, an operator of OpenVINO's, in place; changes no value.
+    """Replace each Q/DQ of an activation by one FakeQuantize, an operator of OpenVINO, in place; changes no value.
 
     OpenVINO (2025.2 to 2026.4) reads Q and DQ as several operators, and on CPUs without AMX it then rounds some
-    activations with a scale of 1: docs/cpu.md. Its own tools write one operator, which is computed as it says.
+    activations with a scale of 1: docs/cpu.md. Its own tools write this one operator, which it computes correctly.
     """
     values, made, half = constants(model), producers(model), is_half(model)
     stored, nodes = set(values), []
@@ -211,7 +211,7 @@ def fake_quantize(model: ModelProto) -> ModelProto:
         return len(node.input) == 3 and all(name in values and values[name].ndim == 0 for name in node.input[1:])
 
     def limit(node: NodeProto, end: int) -> str:
-        """Name the value that the integer `end` stands for, by the scale and zero point of a Q or DQ."""
+        """Return the name of a constant with the value of the integer `end`, by the scale and zero point of a Q or DQ."""
         value = np.float32(end - int(values[node.input[2]])) * values[node.input[1]].astype(np.float32)
         name = f'limit {value!r}'
         if name not in stored:
@@ -225,9 +225,9 @@ def fake_quantize(model: ModelProto) -> ModelProto:
             nodes.append(dq)
             continue
         kept = np.iinfo(values[q.input[2]].dtype)
-        ends = [limit(node, end) for node in (q, dq) for end in (kept.min, kept.max)]  # of what comes in, and goes out
+        ends = [limit(node, end) for node in (q, dq) for end in (kept.min, kept.max)]  # of inputs and outputs
         source, result = q.input[0], dq.output[0]
-        if half:  # of data in FP16 the limits would be FP16 as well, and inexact
+        if half:  # for FP16 data the limits would be FP16 too, and inexact
             nodes.append(
                 onnx.helper.make_node('Cast', [source], [f'{result} in'], f'{q.name} in', to=onnx.TensorProto.FLOAT)
             )
@@ -252,19 +252,18 @@ def fake_quantize(model: ModelProto) -> ModelProto:
 
 
 def multiply_dfl(model: ModelProto) -> ModelProto:
-    """Write the integral over the box distribution (DFL) as a matrix product, in place; sums may round otherwise.
+    """Rewrite the integral over the box distribution (DFL) as a matrix product, in place; sums may round differently.
 
-    The export has Transpose → Softmax over axis 1 → 1x1 convolution. OpenVINO copies all maps twice for them. The
-    product takes the Softmax over axis 2 of what was transposed, so neither the Transpose nor a copy remains: 1 to 2 %
-    less time.
+    The export has Transpose → Softmax over axis 1 → 1x1 convolution, for which OpenVINO copies all maps twice. The product
+    uses a Softmax over axis 2 of the Transpose's input, which needs neither the Transpose nor a copy: 1 to 2 % less time.
     """
-    if opset(model) < 13:  # there Softmax takes all axes behind the first as one
+    if opset(model) < 13:  # there Softmax flattens all later axes into one
         return model
     graph, values, made = Graph(model), constants(model), producers(model)
     dropped: set[str] = set()
 
     def behind(node: NodeProto, kind: str) -> NodeProto | None:
-        """Return the node of this kind that makes the first input of a node, and that nothing else reads."""
+        """Return the node of this kind that produces the first input of a node, and that has no other reader."""
         source = made.get(node.input[0])
         alone = source is not None and source.op_type == kind and len(graph.uses(source.output[0])) == 1
         return source if alone else None
@@ -321,8 +320,8 @@ def simplify(model: ModelProto) -> ModelProto:
 def store_int8_weights(model: ModelProto) -> ModelProto:
     """Store each weight as the INT8 values that its Q computes, in place: initializer → DQ.
 
-    Exactly one Q per weight is removed, none of an activation and no DQ. The values are the Q's, bit for bit: rounded
-    half to even and saturated.
+    This removes exactly one Q per weight, none of an activation, and no DQ. The values equal those of the Q bit for bit:
+    rounded half to even and saturated.
     """
     values = constants(model)
     stored = {i.name: i for i in model.graph.initializer}
@@ -362,7 +361,7 @@ def set_metadata(model: ModelProto, **props: object) -> ModelProto:
 
 
 def absorb_relus(model: ModelProto) -> ModelProto:
-    """Drop each Relu that only Qs with the smallest zero point read, in place: they saturate at 0 too. Changes no value."""
+    """Drop each Relu that only Qs with the smallest zero point read, in place, because these saturate at 0. Changes no value."""
     values, read, renamed = constants(model), readers(model), dict[str, str]()
     outputs = {o.name for o in model.graph.output}
 
@@ -381,7 +380,7 @@ def absorb_relus(model: ModelProto) -> ModelProto:
 
 
 def unsigned_activations(model: ModelProto) -> ModelProto:
-    """Write the Q/DQ of activations with unsigned integers, in place: a zero point of 128 more; changes no value.
+    """Convert the Q/DQ of activations to unsigned integers, in place: zero points grow by 128; changes no value.
 
     ONNX Runtime's kernels for x86 take unsigned activations and signed weights.
     """
@@ -404,7 +403,7 @@ def unsigned_activations(model: ModelProto) -> ModelProto:
 
 
 def integers_in_onnxruntime(model: ModelProto) -> ModelProto:
-    """Give a graph the form that ONNX Runtime computes in integers, in place; changes no value."""
+    """Rewrite a graph, in place, into the form that ONNX Runtime computes in integers; changes no value."""
     return unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
 
 

@@ -1,4 +1,4 @@
-"""Types and shapes of the tensors of a graph, shape arithmetic included, and the FLOPs that follow from them."""
+"""Infer types and shapes of the tensors of a graph, shape arithmetic included, and count FLOPs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LARGEST, MOST_EVALUATED = 100, 10_000  # limits of shape arithmetic: values of a
 def tensor_types(model: onnx.ModelProto) -> Types:
     """Infer the types and shapes of a graph's tensors; those whose shapes do not follow from the graph are left out.
 
-    An open first axis of an input counts as 1. Shape arithmetic (Shape, Gather, Div ... before a Slice) is carried out,
-    on up to LARGEST values at a time; onnx.shape_inference does it only in part.
+    An open first axis of an input counts as 1. Evaluates shape arithmetic (Shape, Gather, Div ... before a Slice) on up to
+    LARGEST values at a time, which onnx.shape_inference does only in part.
     """
     types = {i.name: helper.make_tensor_type_proto(i.data_type, i.dims) for i in model.graph.initializer}
     constant = {i.name: i for i in model.graph.initializer if _count(types[i.name]) <= LARGEST}

@@ -1,6 +1,6 @@
-"""config.pbtxt, by which NVIDIA Triton Inference Server serves an exported graph: plain, DeepStream, with NMS inside.
+"""Write config.pbtxt, for NVIDIA Triton Inference Server to serve an exported graph: plain, DeepStream, or with NMS inside.
 
-It belongs into MODELS/<name>/, beside 1/model.plan (the graph's engine) or 1/model.onnx. Format:
+It belongs in MODELS/<name>/, beside 1/model.plan (the graph's engine) or 1/model.onnx. Format:
 docs/user_guide/model_configuration.md of https://github.com/triton-inference-server/server.
 """
 
@@ -26,8 +26,8 @@ PLATFORMS = ('tensorrt_plan', 'onnxruntime_onnx')
 def triton_config(model: ModelProto, name: str, max_batch: int = 1, platform: str = 'tensorrt_plan') -> str:
     """Write the configuration of a model, by its name in Triton, for a runtime of PLATFORMS.
 
-    Where the batch axis is open, requests of several clients run together, up to max_batch, for which the engine must
-    be built. A graph with a fixed batch takes only this batch.
+    With an open batch axis, requests of several clients run together, up to max_batch, which the engine must accept. A graph
+    with a fixed batch takes only this batch.
     """
     inputs = required_inputs(model)
     shapes = {v.name: _shape(v) for v in (*inputs, *model.graph.output)}

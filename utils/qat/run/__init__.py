@@ -1,1 +1,1 @@
-"""Files of a run of `qat.py quantize` or `qat.py sensitive`: they are written, checked and read again."""
+"""Write, check and read the files of a run of `qat.py quantize` or `qat.py sensitive`."""

@@ -9,14 +9,14 @@ from matplotlib.ticker import MaxNLocator
 from utils.qat.core.picture import literal, save
 from utils.qat.evaluation.score_tables import merit_title, score_keys, task_in
 
-NARROWEST = 0.02  # of the AP axis: less than two points apart shall not look like a collapse
+NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
 
 
 def plot_ap(path: Path, report: dict[str, Any]) -> None:
     """Draw AP, or top-1, of every fine-tuning epoch, with lines for the float and the PTQ model.
 
-    A band around the float model is as wide as chance: an epoch in it differs from the float model by no more than other images
-    would change.
+    A band around the float model is as wide as chance: inside it an epoch differs from the float model no more than by the choice
+    of images.
 
     Args:
         path: the picture to write.
@@ -71,7 +71,7 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
 
 
 def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
-    """Draw the distortion of each unit as bars in the order of the network, coloured by kind; all in INT8 is a line.
+    """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line.
 
     Args:
         path: the picture to write.

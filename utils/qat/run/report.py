@@ -26,24 +26,24 @@ from utils.qat.run.state import LAST
 
 
 def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
-    """Write the SQNR of each of the `parts` of the head's outputs, in dB; '-' for a part without SQNR."""
+    """Format the SQNR of each of the `parts` of the head's outputs, in dB; '-' for a part without SQNR."""
     sqnr = (metrics or {}).get('sqnr', {})
     return [f'{sqnr[part]:.1f}' if part in sqnr else '-' for part in parts]
 
 
 def against_float_cells(metrics: dict[str, Any] | None, masks: bool) -> list[str]:
-    """Write the points of AP between a model and the float model, with chance; '-' if they are unknown.
+    """Format a model's AP difference from the float model in points, with chance; '-' if unknown.
 
     Args:
         metrics: plain metrics of the model.
-        masks: the table has a column for masks as well.
+        masks: whether the table has a column for masks as well.
     """
     found = (metrics or {}).get('against_float')
     return [in_points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
 
 
 def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compute the mean of each figure in the plain metrics of several models."""
+    """Compute the mean of each metric over several models."""
     return {
         key: mean_of([stage[key] for stage in stages])
         if type(value) is dict
@@ -54,7 +54,7 @@ def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_table(report: dict[str, Any]) -> str:
-    """Write the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
+    """Format the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
     For the columns in dB see models/quantize/analysis/sqnr.py. With --val-split there are two tables, each with its images.
     """
@@ -112,7 +112,7 @@ def run_table(report: dict[str, Any]) -> str:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Say in one sentence what INT8 costs and which file is delivered."""
+    """State in one sentence what INT8 costs and which file is delivered."""
     if not report['ptq']:
         return 'The run is not over: no model is calibrated yet.'
     on_val = (report['val'] or {}).get('best')
@@ -138,7 +138,7 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def conclusions(report: dict[str, Any]) -> list[str]:
-    """Say how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
+    """State how much INT8 and fine-tuning change AP, whether chance explains it, and how the best was chosen."""
     best = report['best']
     on_val = (report['val'] or {}).get('best')
     against, gain = (on_val or best or report['ptq']).get('against_float'), report['gain']
@@ -170,7 +170,7 @@ def export_command(folder: Path, report: dict[str, Any]) -> str:
 
 
 def calibration_text(calibration: dict[str, Any]) -> str:
-    """Say how the ranges were chosen, with a table of the divergences that were compared."""
+    """State how the ranges were chosen, with a table of the compared divergences."""
     found, method = calibration['divergence'], calibration['method']
     chosen = f'Ranges of activations by {method}, {"no bias corrected" if calibration["biases"] == "none" else "biases corrected"}'
     if not found:
@@ -184,7 +184,7 @@ def calibration_text(calibration: dict[str, Any]) -> str:
 
 
 def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
-    """Draw the pictures for which there are figures, and return the Markdown that shows them."""
+    """Draw the pictures for which there is data, and return the Markdown that shows them."""
     shown = []
     if report['epochs']:
         name = f'{score_keys(report["epochs"][0])[0]}.png'  # ap.png or top1.png
@@ -200,7 +200,7 @@ def _pictures(folder: Path, report: dict[str, Any]) -> list[str]:
 
 
 def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) -> None:
-    """Write report.json, report.md and, with `pictures`, its pictures; the run may be unfinished."""
+    """Write report.json, report.md and, with `pictures`, its pictures, also for an unfinished run."""
     write_json(folder / 'report.json', report)
     settings, calibrated = report['settings'], report['ptq']
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
@@ -243,7 +243,7 @@ def dry_run_tables(
         groups: groups of quantizers with one scale, as lists of paths.
 
     Returns:
-        All layers, the float convolutions and the number of shared scales; and for --verbose who shares each of them.
+        All layers, the float convolutions and the number of shared scales; and for --verbose the members of each group.
     """
 
     def inside(layer: str, paths: Iterable[str]) -> list[str]:

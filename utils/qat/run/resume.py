@@ -1,7 +1,7 @@
-"""The file of an interrupted `quantize` run ↔ its state, or one line that says why it cannot be resumed.
+"""The file of an interrupted `quantize` run ↔ its state, or one line that tells why it cannot be resumed.
 
-The file is there from the calibration until the run is complete. It may come from anybody, so it is read as data and checked
-completely before anything in it is used.
+The file exists from the calibration until the run is complete. It is untrusted, so it is read as data and checked completely before
+use.
 """
 
 import os
@@ -41,18 +41,18 @@ from utils.qat.untrusted.json_schema import (
 from utils.qat.untrusted.plain_values import read_values
 
 STATE = 'weights/resume.pt'  # in the run's folder
-FORMAT = 2  # of the file; in format 1 report.json had a part of it
+FORMAT = 2  # of the file; in format 1 a part of it was in report.json
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 
 
 def _file(value: Any) -> bool:
-    """Check a file of the run, a kind of json_schema: the path of a checkpoint in the folder."""
+    """Check the path of a checkpoint in the folder, as a kind of json_schema."""
     return type(value) is str and NAMED.fullmatch(value) is not None and not value.startswith('weights/.')
 
 
 def _shares(value: Any) -> bool:
-    """Check values of chance.resampled_ap, a kind of json_schema."""
+    """Check values of chance.resampled_ap, as a kind of json_schema."""
     return (
         type(value) is np.ndarray
         and value.dtype == np.float64
@@ -61,7 +61,7 @@ def _shares(value: Any) -> bool:
     )
 
 
-# of a stage: with detections, or of a classifier
+# of a stage: of a detector, or of a classifier
 STAGES = METRICS, CLASS_METRICS
 SCORED = tuple({**metrics, 'sqnr': SQNR, 'against_float?': AGAINST, 'file': _file} for metrics in STAGES)
 KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings are checked later
@@ -95,7 +95,7 @@ KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings 
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write the file that `read_state` reads, whole at any moment."""
+    """Write the file that `read_state` reads, complete at any moment."""
     write_torch(folder / STATE, {'format': FORMAT, **vars(state)})
 
 
@@ -104,16 +104,16 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
 
     Args:
         folder: folder of the run, PROJECT/NAME.
-        given: setting → value, of the options that are given with --resume.
+        given: setting → value, for the options beside --resume.
 
     Raises:
-        QatError: an option contradicts the run; or the folder has no run, or a run that is still active, finished, or was
+        QatError: an option contradicts the run; or the folder has no run, or a run that is still active, is finished, or was
             interrupted before its calibrated model was saved.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise _no_run(folder, 'not there')
-    with writing(folder, '--resume'):  # first of all, whether the run is still active
+    with writing(folder, '--resume'):  # first check whether the run is still active
         config = _config(folder, read_state(folder).settings)
     contradictions = [
         f'{flag_of(k, v)} contradicts the run, whose {k} is {getattr(config, k)}'
@@ -165,7 +165,7 @@ def read_state(folder: Path) -> State:
 
 
 def _contradiction(content: dict[str, Any]) -> str | None:
-    """Find a place in a state of the right kind that contradicts another place; None if there is none."""
+    """Find a place in a valid state that contradicts another place; None if there is none."""
     settings, images, epochs, training = (content[key] for key in ('settings', 'images', 'epochs', 'training'))
     stages = [*([content['ptq']] if is_scored(content['ptq']) else []), *epochs]
     return next(
@@ -252,7 +252,7 @@ def _require_no_link(folder: Path, file: str) -> None:
 
 
 def unfit_state(folder: Path, wrong: str) -> QatError:
-    """Make the error for a file that does not fit the run. wrong: the place in it."""
+    """Make the error for a file that does not fit the run. wrong: the place in the file."""
     return QatError(
         f'--resume {folder}: {STATE} does not fit the run ({wrong}), so fine-tuning cannot go on from it; start the run again'
     )

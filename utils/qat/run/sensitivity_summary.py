@@ -1,4 +1,4 @@
-"""The result of `qat.py sensitive`, summary-sensitive-analysis.json, by which `quantize` chooses float layers."""
+"""The result of `qat.py sensitive`, summary-sensitive-analysis.json, from which `quantize` chooses float layers."""
 
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -74,7 +74,7 @@ SUMMARY = {  # see json_schema.misfit
 
 
 def _contradiction(summary: dict[str, Any]) -> str | None:
-    """Find a place in a summary of the right kind that contradicts another place; None if there is none."""
+    """Find a place in a valid summary that contradicts another place; None if there is none."""
     units = summary['units']
     names, twins = [u['unit'] for u in units], [path for u in units for path in u['twins']]
     return next(
@@ -93,7 +93,7 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
 
 
 def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) -> dict[str, Any]:
-    """Read and check the summary that is given with --sensitive.
+    """Read and check the summary of --sensitive.
 
     Args:
         path: file of the summary.
@@ -105,7 +105,7 @@ def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) 
         The content, see SUMMARY.
 
     Raises:
-        QatError: the file is no summary, is of another checkpoint or placement, or has a unit that the model lacks.
+        QatError: the file is no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
     """
     again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
@@ -154,7 +154,7 @@ def share_int8(summary: dict[str, Any], kept: Container[dict[str, Any]]) -> floa
 
 
 def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
-    """Write the units of the largest distortion, at most `limit`, as a Markdown table."""
+    """Format the units of the largest distortion, at most `limit`, as a Markdown table."""
 
     def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')

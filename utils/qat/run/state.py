@@ -1,4 +1,4 @@
-"""The finished work of a `quantize` run: its report tells it, and a resumed run goes on from it.
+"""The finished work of a `quantize` run, for its report and for a resumed run.
 
 The models of all stages are scored on the same images, and these scores choose the best one. The candidates are the epochs and, as
 epoch 0, the calibrated model. They are compared by their AP on the same resamples of the images: see chance.py.
@@ -14,12 +14,12 @@ from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.score_tables import is_scored, merit
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
-LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, it is not the highest of many
+LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 
 
 @dataclass
 class State:
-    """The settings of a run, and what its stages gave so far. All but `resampled` and `training` are plain values."""
+    """The settings of a run, and the results of its stages so far. All but `resampled` and `training` are plain values."""
 
     settings: dict[str, Any]  # see QuantizeConfig.plain
     versions: dict[str, str]
@@ -36,18 +36,18 @@ class State:
     )  # the same of each scored epoch, 'epoch' from 1 and 'loss'
     val: dict[str, Any] | None = None  # plain metrics on val, if held-out images chose
     times: dict[str, float] = field(default_factory=dict)  # work → seconds
-    changed: dict[str, dict[str, str]] = field(default_factory=dict)  # versions that a resumed run met, by when
+    changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
     resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
-    training: dict[str, Any] | None = None  # the last epoch of the fine-tuning that is over, see loop.Epoch
+    training: dict[str, Any] | None = None  # the last finished epoch of the fine-tuning, see loop.Epoch
 
     @property
     def chosen_on(self) -> str:
-        """Name the images that choose the best model: those held out, or else val."""
+        """The images that choose the best model: those held out, or else val."""
         return 'held out' if 'held out' in self.images else 'val'
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Find the best stage, the first of the highest (score_tables.merit); None before the first epoch."""
+        """The best stage by score_tables.merit, the first of equals; None before the first epoch."""
         if not self.epochs:
             return None
         ptq = [{'epoch': 0, **self.ptq}] if is_scored(self.ptq) else []  # fine-tuning may gain nothing

@@ -1,1 +1,1 @@
-"""A file for each engine that a placement of Q/DQ can be made for. It has TARGET, a target.Target."""
+"""Engines with their own placement of Q/DQ, one module each. Every module defines TARGET, a target.Target."""

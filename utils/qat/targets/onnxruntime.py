@@ -1,7 +1,7 @@
-"""ONNX Runtime fuses no SiLU: the convolution, the sigmoid and the product are rounded each, and each is an integer kernel.
+"""ONNX Runtime fuses no SiLU: convolution, sigmoid and product are separate integer kernels, and each result is rounded.
 
-Activations are unsigned, because its kernels for x86 take no signed ones. They take any zero point, so the 256 integers lie
-where the values are: SiLU's results begin at -0.28, and a range that is symmetric around 0 wastes nearly half of them.
+Activations are unsigned, because its kernels for x86 take no signed ones. They take any zero point, so the range covers only
+actual values: SiLU's results start at -0.28, and a range symmetric around 0 would waste nearly half of the 256 integers.
 """
 
 from utils.qat.targets.target import Target

@@ -1,15 +1,15 @@
-"""OpenVINO has the placement of TensorRT but for three things.
+"""OpenVINO has the placement of TensorRT with three exceptions.
 
-The last convolutions of the head for boxes and classes are INT8. In float they would take data in float, four times the bytes:
-docs/cpu.md has the time, and the AP.
+The last convolutions of the head for boxes and classes are INT8. In float they would read float data, four times the bytes:
+docs/cpu.md has time and AP.
 
-Values that are never negative, such as behind a ReLU, are unsigned. Otherwise OpenVINO takes them as unsigned integers with a zero
-point in the middle, which costs its convolutions time, and half of the steps serve no value.
+Values that are never negative, such as those of a ReLU, are unsigned. Otherwise OpenVINO converts them to unsigned integers with a
+zero point in the middle, which slows its convolutions down and wastes half of the steps.
 
-Where TensorRT has Q/DQ only on the shortcut of a residual Add, both addends have them: then a convolution takes the Add along, else
-it is a kernel of its own (docs/classification.md).
+Where TensorRT has Q/DQ only on the shortcut of a residual Add, both addends have them. Then OpenVINO fuses the Add into a
+convolution; otherwise it is a kernel of its own (docs/classification.md).
 
-The Q/DQ that repeat a scale are dropped when a file is read or written for it (graph/openvino_model.py).
+Q/DQ that repeat a scale are dropped when a file is read or written for OpenVINO (graph/openvino_model.py).
 """
 
 from utils.qat.targets.target import Target

@@ -1,6 +1,6 @@
-"""A target is an engine, as far as the placement of Q/DQ depends on it.
+"""A target: the properties of an engine that determine the placement of Q/DQ.
 
-The passes over its graphs are graph.passes.LAST, the rules of its audit are by graph.audit_rules.rules_of.
+graph.passes.LAST has the last pass over its graphs, and graph.audit_rules.rules_of the rules of its audit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Target:
     Attributes:
         name: a key of TARGETS.
         activations: whether activation functions have Q/DQ too, because the engine does not fuse them into a convolution.
-        zero_points: of activations. 'none': 0. 'unsigned': of values that are never negative, such as behind a ReLU, the
-            smallest integer, so that all 256 integers serve them; else 0. 'any': it follows from the values.
-        add_policies: default of a residual Add → the policy of this engine, see models/quantize/blocks.py, QuantResidual.
-        int8_outputs: outputs of the head, of box, class and mask, that INT8 convolutions compute. Their results are float, without Q/DQ.
-        only_here: why TensorRT cannot read a file with zero points, and what other engines lose by it, a clause.
-        in_openvino: what OpenVINO loses by the file of a detector, a clause; '' if it loses nothing.
-        in_openvino_classes: likewise, by the file of a classifier.
+        zero_points: of activations. 'none': 0. 'unsigned': the smallest integer for values that are never negative, such as
+            those of a ReLU, so that they use all 256 integers; else 0. 'any': computed from the values.
+        add_policies: default policy of a residual Add → policy of this engine, see models/quantize/blocks.py, QuantResidual.
+        int8_outputs: outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ.
+        only_here: a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines.
+        in_openvino: a clause: the drawback of a detector's file in OpenVINO; '' for none.
+        in_openvino_classes: likewise for a classifier's file.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Target:
         return TARGETS[self.name].title
 
     def places_as(self, other: Target) -> bool:
-        """Tell whether Q/DQ stand at the same places, with the same ranges, as for `other`."""
+        """Tell whether places and ranges of Q/DQ are the same as for `other`."""
         mine, theirs = ((t.activations, t.zero_points, t.add_policies, t.int8_outputs) for t in (self, other))
         return mine == theirs
 
@@ -66,10 +66,10 @@ class Target:
 
 
 def load_target(name: Any) -> Target:
-    """Load the file of a target and return its TARGET.
+    """Import the module of a target and return its TARGET.
 
     Args:
-        name: a key of TARGETS, if the file or checkpoint that it comes from is sound.
+        name: a key of TARGETS, unless the file or checkpoint from which it comes is invalid.
 
     Raises:
         QatError: there is no such target.

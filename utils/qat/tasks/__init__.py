@@ -1,1 +1,1 @@
-"""A file for each task of a network. It has TASK, a config.tasks.Task."""
+"""Tasks of networks, one module each. Every module defines TASK, a config.tasks.Task."""

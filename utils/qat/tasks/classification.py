@@ -40,7 +40,7 @@ class Classification(Task):
         return os.path.isdir(path)
 
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Check a folder with train/ and val/; see Task.load_data."""
+        """Read and check a folder with train/ and val/; see Task.load_data."""
         from utils.qat.data.image_folders import load_image_folders
 
         if not file.is_dir():
@@ -56,7 +56,7 @@ class Classification(Task):
         split_folders(file)
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
-        """Open a folder with train/ and val/; for the classifier of others see other_classifiers.class_images."""
+        """Open a folder with train/ and val/; for third-party classifiers see other_classifiers.class_images."""
         from utils.qat.data.image_folders import MEAN, STD
         from utils.qat.data.loaders import labelled_images
         from utils.qat.data.other_classifiers import class_images
@@ -67,7 +67,7 @@ class Classification(Task):
         return Labelled(labelled_images(data, config, model, imgsz), model.names, MEAN, STD)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Say in words how loaders.val_loader shows images to a model."""
+        """Describe in words how loaders.val_loader prepares images."""
         return f'as their middle in {imgsz[0]} x {imgsz[1]}'
 
     def normalized(self, images: torch.Tensor) -> torch.Tensor:
@@ -77,9 +77,9 @@ class Classification(Task):
         return normalized(images)
 
     def prepare(self, model: nn.Module) -> None:
-        """Give a classifier a stride and names if it has none, and let no activation function overwrite its input.
+        """Add a stride and names to a classifier if it has none, and make its activation functions not in-place.
 
-        Tensors are told apart by identity. Raises ValueError if it does not return one score for each class.
+        Code elsewhere identifies tensors by identity. Raises ValueError if it does not return one score for each class.
         """
         import torch
 
@@ -98,7 +98,7 @@ class Classification(Task):
             raise ValueError(f'{len(model.names)} names of classes and {scores.shape[1]} scores')
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the classes of scores [B, classes]."""
+        """Return the number of classes of scores [B, classes]."""
         return shapes[0][1]
 
     def predictions(self, output: Any) -> Any:
@@ -128,7 +128,7 @@ class Classification(Task):
         return compare_classes
 
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
-        """Line up the best classes of several classifiers."""
+        """Match the best classes of several classifiers."""
         from utils.qat.evaluation.side_by_side import class_lines
 
         return class_lines(found, names, top)

@@ -34,7 +34,7 @@ class Detection(Task):
         return os.path.isfile(path)
 
     def load_data(self, file: Path, model: Any, flag: str = '--data') -> Any:
-        """Check a data YAML; see Task.load_data."""
+        """Read and check a data YAML; see Task.load_data."""
         from utils.qat.data.dataset import load_data
 
         if file.is_dir():
@@ -51,29 +51,29 @@ class Detection(Task):
         val_loader(load_data(file), LoaderConfig(workers=0), 32, square=True)
 
     def labelled(self, config: LabelledConfig, model: Any, imgsz: Sides) -> Labelled:
-        """Open the val images of a data YAML, letterboxed to `imgsz` as `qat.py eval --square` sees them."""
+        """Open the val images of a data YAML, letterboxed to `imgsz` as in `qat.py eval --square`."""
         from utils.qat.data.loaders import labelled_images
 
         data = self.load_data(Path(config.data or ''), model)
         return Labelled(labelled_images(data, config, model, imgsz), data.names)
 
     def seen_as(self, imgsz: Sequence[int], square: bool) -> str:
-        """Say in words how loaders.val_loader shows images to a model."""
+        """Describe in words how loaders.val_loader prepares images."""
         height, width = imgsz
         if height == width and not square:
             return f'as padded rectangles of up to {height} x {width}'
         return f'as {"squares" if height == width else "rectangles"} of {height} x {width}'
 
     def prepare(self, model: nn.Module) -> None:
-        """Ask for the attributes that upstream's training sets."""
+        """Check that the attributes that upstream's training sets exist."""
         len(model.names), model.model[-1].nc
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the classes of predictions [B, 4 + classes, N]."""
+        """Return the number of classes of predictions [B, 4 + classes, N]."""
         return shapes[0][1] - 4
 
     def predictions(self, output: Any) -> Any:
-        """Take the predictions [B, 4 + classes, N]; the rest is for the training."""
+        """Return the predictions [B, 4 + classes, N]; the rest is for training."""
         return output[0]
 
     def label_loss(self, model: nn.Module, weight: float) -> Callable[..., torch.Tensor]:
@@ -101,7 +101,7 @@ class Detection(Task):
         return compare_detections
 
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:
-        """Line up the best detections of several models."""
+        """Match the best detections of several models."""
         from utils.qat.evaluation.side_by_side import detection_lines
 
         return detection_lines(found, names, top)

@@ -10,14 +10,14 @@ from utils.segment.loss_tal import ComputeLoss as ComputeMaskLoss
 
 
 def _settings(model: nn.Module) -> SimpleNamespace:
-    """Give upstream's losses the attributes that they read: plain cross-entropy, as in upstream's settings."""
+    """Return an object with the attributes that upstream's losses read: plain cross-entropy, as in upstream's settings."""
     return SimpleNamespace(model=model.model, parameters=model.parameters, hyp={'cls_pw': 1.0, 'fl_gamma': 0.0})
 
 
 class LabelLoss(ComputeLoss):
     """Upstream's training loss of a detector with one head, per image: 7.5 box + 0.5 class + 1.5 DFL, times `weight`.
 
-    It waits for the device.
+    It makes the host wait for the device.
     """
 
     def __init__(self, model: nn.Module, weight: float = 1.0) -> None:

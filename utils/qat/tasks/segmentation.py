@@ -22,11 +22,11 @@ class Segmentation(Detection):
     parts = (*Detection.parts, 'coefficients', 'prototypes')
 
     def classes_in(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return the classes of predictions [B, 4 + classes + nm, N] and prototypes [B, nm, H / 4, W / 4]."""
+        """Return the number of classes of predictions [B, 4 + classes + nm, N] and prototypes [B, nm, H / 4, W / 4]."""
         return super().classes_in(shapes) - shapes[1][1]
 
     def predictions(self, output: Any) -> Any:
-        """Take the predictions [B, 4 + classes + nm, N] and the prototypes."""
+        """Return the predictions [B, 4 + classes + nm, N] and the prototypes."""
         predictions, rest = output
         return predictions, rest[-1]
 

@@ -1,1 +1,1 @@
-"""Content of files that anybody may have made, read without running any of it."""
+"""Read untrusted files without running code in them."""

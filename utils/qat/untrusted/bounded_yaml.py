@@ -1,8 +1,7 @@
 """YAML as plain values, with a limit on their number.
 
-YAML can say much in few bytes: an alias repeats a part of the file, a merge copies one, and each may lie within
-another. So the events of the parser are counted first, an alias with all that it repeats, and a file beyond the limits
-is not built.
+A few bytes of YAML can mean many values: an alias repeats a part of the file, a merge copies one, and they can be nested. So
+the events of the parser are counted first, an alias with the part that it repeats, and a file beyond the limits is not built.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ DIGITS = 18  # of an integer: many longer ones can share one hash, and a map of 
 
 
 class TooMuch(yaml.YAMLError):
-    """An error of a YAML file that is beyond the limits of this file."""
+    """The error for a YAML file beyond these limits."""
 
 
 class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ignore[misc]  # one of the two, by the build
@@ -43,8 +42,8 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: no valid YAML, or TooMuch.
-        ValueError, ArithmeticError, LookupError, TypeError, AttributeError: a date or a number that is none; PyYAML
-            does not catch its own errors here.
+        ValueError, ArithmeticError, LookupError, TypeError, AttributeError: an invalid date or number, for which PyYAML does
+            not convert the error.
     """
     _require_bounded(text)
     return yaml.load(text, Loader)

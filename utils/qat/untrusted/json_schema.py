@@ -1,4 +1,4 @@
-"""The exact content of a JSON file that a command resumes from: every key known, every value of its type and range.
+"""Check the exact content of a JSON file: every key is known, every value has its type and range.
 
 A kind says which values fit. It is one of
 
@@ -7,7 +7,7 @@ A kind says which values fit. It is one of
 - a tuple of kinds: one of them fits;
 - [kind]: a list whose values all fit;
 - {'key': kind, 'key?': kind, str: kind}: a dict with these keys. A key with ? may be missing. `str` stands for all
-  other keys; without it there may be none.
+  other keys; without it no other key is allowed.
 """
 
 import json
@@ -20,13 +20,13 @@ NONE = type(None)
 
 
 def between(low: float, high: float, kinds: tuple[type, ...] = (int, float)) -> Callable[[Any], bool]:
-    """Make the kind of a number in low..high, of one of the types `kinds`; NaN does not fit."""
+    """Make the kind of numbers in low..high, of one of the types `kinds`; NaN does not fit."""
     return lambda value: type(value) in kinds and low <= value <= high
 
 
 SHARE, COUNT, NUMBER, SECONDS = between(0, 1), between(1, 2**53, (int,)), between(-1e30, 1e30), between(0, 1e10)
 INDEX, POSITIVE = between(0, 2**53, (int,)), between(0, 1e30)
-DECIBELS = between(-math.inf, math.inf, (float,))  # infinite where two models give the same values
+DECIBELS = between(-math.inf, math.inf, (float,))  # infinite if two models give the same values
 FIGURES = {'ap': SHARE, 'ap50': SHARE, 'precision': SHARE, 'recall': SHARE}
 COCO = {'ap': NUMBER, 'ap50': NUMBER, 'ap75': NUMBER}
 CHANCE = {'difference': between(-1, 1), 'chance': POSITIVE}  # chance.difference, and with masks:
@@ -103,7 +103,7 @@ def _never(value: Any) -> bool:
 
 
 def anything(value: Any) -> bool:
-    """Be the kind of a value that is not checked."""
+    """Accept any value: the kind of a value that is not checked."""
     return True
 
 
@@ -112,7 +112,7 @@ def read_json(file: Path, kind: Any = anything) -> Any:
 
     Args:
         file: the file.
-        kind: what it has to be, see the head of this file.
+        kind: expected content, see the head of this file.
 
     Raises:
         ValueError: it is no JSON, or no file, or of another kind.

@@ -1,7 +1,7 @@
-"""The YAML of a network, checked before upstream's parse_model.
+"""Check the YAML of a network before upstream's parse_model reads it.
 
-parse_model runs `eval` on the strings of the file and calls what they name. A row is [from, repeats, layer,
-[arguments]]. Here it may only name a layer, and have numbers and the few words of YOLOv9's own files.
+parse_model runs `eval` on the strings of the file and calls the results. A row is [from, repeats, layer, [arguments]]. This
+check allows only names of layers, numbers, and the few words of YOLOv9's own files.
 """
 
 import ast
@@ -30,10 +30,10 @@ ACTIVATIONS = frozenset(
 )
 # Words that parse_model turns into a number, None or a list of numbers
 VALUES = frozenset(('None', 'True', 'False', 'nc', 'anchors'))
-# Words of nn.Upsample. parse_model knows no such names, so they stay text.
+# Words of nn.Upsample. parse_model has no such names, so they stay text.
 MODES = frozenset(('nearest', 'bilinear', 'bicubic'))
 LARGEST = 100_000  # absolute value of a number
-# Window of a pooling, factor of an upsampling: the work of such a layer grows with it, and no weights show it
+# Window of a pooling, factor of an upsampling: the cost of such a layer grows with it, although it has no weights
 WINDOW = 64
 WINDOWED = {  # layer → its first argument that WINDOW limits
     **dict.fromkeys(('nn.MaxPool2d', 'nn.AvgPool2d', 'nn.Upsample', 'nn.ZeroPad2d', 'MP', 'SP'), 0),
@@ -54,7 +54,7 @@ NOT_CALLED = frozenset(
 
 
 def require_network(content: Any, source: str) -> None:
-    """Check that upstream builds a network without running or opening anything that the file names.
+    """Raise QatError unless upstream can build the network without running or opening anything that the file names.
 
     Args:
         content: content of a YAML file, or the YAML of its model that a checkpoint holds.
@@ -88,9 +88,9 @@ def require_network(content: Any, source: str) -> None:
 
 
 def _is_plain(content: Any) -> bool:
-    """Tell whether there are only plain values in it.
+    """Tell whether it has only plain values.
 
-    A part that is there twice, or in itself, is checked once.
+    A part that occurs twice, or inside itself, is checked once.
     """
     waiting, seen = [content], set()
     while waiting:
@@ -155,7 +155,7 @@ SETTINGS: dict[
 
 
 def _wrong_row(source: Any, repeats: Any, name: Any, arguments: list) -> str | None:
-    """Say in words what is wrong with a row; None if nothing is."""
+    """Return what is wrong with a row, in words; None if nothing is."""
     if not (_is_int(source, -ROWS, ROWS) or (source and _is_list_of(lambda i: _is_int(i, -ROWS, ROWS), source))):
         return f'{_shown(source)} is no layer to read from, nor a list of such'
     if not _is_int(repeats, 1, REPEATS):
@@ -187,7 +187,7 @@ def _shown(value: Any) -> str:
 
 
 def _wrong_layer(name: str) -> str | None:
-    """Say in words why `name` is no layer of this tree; None if it is one."""
+    """Return why `name` is no layer of this tree, in words; None if it is one."""
     import torch
 
     from models import yolo  # upstream's

@@ -1,4 +1,4 @@
-"""Names of classes and modules out of a file: one line of printable characters, because messages repeat them."""
+"""Check names of classes and modules from a file: one line of printable characters, because messages repeat them."""
 
 from __future__ import annotations
 

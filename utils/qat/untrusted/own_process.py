@@ -1,4 +1,4 @@
-"""Python code in a process of its own, such as code that may crash. It imports nothing of the current folder, which may have anything."""
+"""Run Python code that may crash in a subprocess, without imports from the untrusted current folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
-# `python -c` would import what lies in the current folder: a torch.py there must not run. -I would leave out PYTHONPATH and the
-# packages of the user too, and -P is of Python 3.11.
+# `python -c` would import from the current folder: a torch.py there must not run. -I would drop PYTHONPATH and the packages of the
+# user too, and -P needs Python 3.11.
 ALONE = 'import sys; sys.path[:] = filter(None, sys.path)\n'
 
 
 def run_apart(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, which imports nothing of the current folder.
+    """Run Python code in a subprocess that imports nothing from the current folder.
 
     Args:
         code: the code; `sys` is imported.

@@ -1,8 +1,8 @@
-"""A pickle as a description: its bytes become inert records that nobody can call.
+"""Read a pickle as inert records, without calls.
 
 A pickle is a program for a stack machine that may name any callable and call it. Here Python's own machine runs it, but
 a name stays a `Name`, a call a `Call`, and a tensor's bytes a `Stored`: no class or function is looked up, so none can
-run. plain_values.py and models/quantize/pickled_modules.py decide what a record may become.
+run. plain_values.py and models/quantize/pickled_modules.py decide what to build from a record.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ OPERATIONS = """
     PROTO FRAME POP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT LONG1 LONG4 BINUNICODE SHORT_BINUNICODE
     BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT
     SETITEM SETITEMS EMPTY_SET ADDITEMS BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL BINPERSID REDUCE NEWOBJ
-    BUILD STOP""".split()  # what PyTorch and NumPy write
+    BUILD STOP""".split()  # those that PyTorch and NumPy write
 
 
 class Refused(Exception):
-    """An error of a file that is damaged, or asks for more than our files need. The message continues the file's name."""
+    """The error for a file that is damaged, or needs more than our files do. The message continues the file's name."""
 
 
 class Name:
@@ -43,11 +43,11 @@ class Stored:
 
 
 class Call:
-    """An object that the pickle makes.
+    """An object that the pickle creates.
 
     Attributes:
-        new: it is made without its constructor.
-        items: (key, value) pairs that are put into it.
+        new: whether it is made without its constructor.
+        items: (key, value) pairs to set in it.
         state: its attributes, of any type; None without.
     """
 
@@ -80,7 +80,7 @@ def read_pickle(content: bytes) -> tuple[Any, set[str]]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Turn Python's garbage collector off in the block: it would look through all new records again and again."""
+    """Turn Python's garbage collector off in the block: it would scan all new records again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +91,7 @@ def without_collector() -> Iterator[None]:
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """Code of an operation → the method that does it."""
+    """Code of an operation → its method."""
 
     def __missing__(self, code: int) -> Any:
         raise Refused(
@@ -133,7 +133,7 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
         return Stored(key)
 
     def load_frame(self) -> None:
-        """Pass the size of a frame: the content is in memory already."""
+        """Skip the size of a frame: the content is in memory already."""
         self.read(8)
 
     def load_reduce(self, new: bool = False) -> None:
@@ -183,8 +183,8 @@ class _Machine(pickle._Unpickler):  # the one written in Python: the one in C ha
             raise Refused('its pickle sets items of an object that has none')
 
 
-# Python's method, unless the class above has its own. APPEND and APPENDS are Python's: of all objects here only lists have
-# the methods that they call.
+# The class above overrides some of Python's methods. APPEND and APPENDS are Python's: only lists have the methods that they
+# call.
 _Machine.dispatch = _Operations(
     (code, vars(_Machine).get(f'load_{name.lower()}', pickle._Unpickler.dispatch[code]))
     for name in OPERATIONS

@@ -19,7 +19,7 @@ from utils.qat.untrusted.pickle_records import Call, Name, Refused, Stored
 from utils.qat.untrusted.torch_archive import read_archive
 
 DEEPEST = 100  # levels of nesting
-# Each value counts as often as it is referred to: lists of lists of lists grow without growing the file.
+# Each value counts once per reference: nested lists can grow exponentially without growing the file.
 MOST_VALUES = 4_000_000
 STORAGES = {
     'torch.FloatStorage': torch.float32,
@@ -40,10 +40,10 @@ TRUST = 'take the file from where you trust it'
 
 
 class Values:
-    """The builder of the values of one pickle. It builds each record once, however often the record is referred to.
+    """The builder of the values of one pickle. It builds each record once, also with several references.
 
     Args:
-        members: of the archive that has the pickle, see torch_archive.Archive; None = a pickle by itself.
+        members: of the archive that has the pickle, see torch_archive.Archive; None = a pickle without archive.
 
     Attributes:
         calls: name of a function or class in the pickle → how its value is built from a Call.
@@ -53,7 +53,7 @@ class Values:
 
     def __init__(self, members: Mapping[str, memoryview] | None = None) -> None:
         self.members = members or {}
-        # bytes left for tensors: all together have at most twice the bytes of the file's data
+        # bytes left for tensors: together at most twice the bytes of the file's data
         self.room = 2 * sum(len(data) for name, data in self.members.items() if name.startswith('data/'))
         # by id of a record: its value, and the number of values in it
         self.made: dict[int, Any] = {}
@@ -88,7 +88,7 @@ class Values:
         return self.made[key]
 
     def other(self, record: Call) -> Any:
-        """Build an object that `calls` does not have: here none, but a subclass may know it."""
+        """Build an object that `calls` lacks: refused here, but a subclass may build it."""
         raise Refused(f'its pickle asks for {_shown(record.function)}, which was not done; {TRUST}')
 
     def _values(self, records: list[Any] | tuple[Any, ...]) -> list[Any]:
@@ -125,7 +125,7 @@ class Values:
     # ---- entries of `calls` ----------------------------------------------------------------------------------------
 
     def _ordered(self, record: Call) -> OrderedDict[Any, Any]:
-        self.value(record.state)  # a state dict has PyTorch's notes on versions here: checked, and left out
+        self.value(record.state)  # PyTorch's version notes of a state dict: checked, then dropped
         () = record.arguments
         return OrderedDict((_plain(key), self.value(item)) for key, item in record.items)
 
@@ -169,7 +169,7 @@ class Values:
         return storage.as_strided(size, stride, offset).requires_grad_(gradient is True)
 
     def _storage(self, record: Any) -> torch.Tensor:
-        """Build the storage of tensors, [elements]. It shares the memory of the file if its elements are aligned there."""
+        """Build the storage of tensors, [elements]. It shares the memory of the file if its elements are aligned."""
         if type(record) is not Stored:
             raise Refused('it has a tensor without data')
         kind, name, key, _, length = record.key
@@ -216,7 +216,7 @@ class Values:
 
 
 def read_values(path: str | Path, flag: str) -> Any:
-    """Read a torch.save file of plain values and tensors. flag: the option that gave it.
+    """Read a torch.save file of plain values and tensors. flag: the option that named it.
 
     Raises:
         QatError: the file holds anything else, or is damaged.
@@ -229,10 +229,10 @@ def read_values(path: str | Path, flag: str) -> Any:
 
 
 def array_state(values: Values, call: Call) -> Any:
-    """Take apart an array of NumPy: (1, its shape, the record of its dtype, whether its columns come first, its elements).
+    """Return the state of a NumPy array: (1, shape, record of its dtype, whether it is Fortran-ordered, elements).
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: it is no array.
     """
     kind, shape, code = call.arguments
     if (
@@ -247,7 +247,7 @@ def array_state(values: Values, call: Call) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar whose text is Unicode and whose whole numbers have at most 64 bits."""
+    """Return a scalar; refuse text that is not Unicode, and integers of more than 64 bits."""
     if type(value) is int and value.bit_length() > 64:
         raise Refused('it has a whole number of more than 64 bits')
     if type(value) is str and not value.isascii():
@@ -316,7 +316,7 @@ Values.calls = {
     'torch._utils._rebuild_parameter': Values._parameter,
     'torch._utils._rebuild_parameter_with_state': Values._parameter,
 }
-# Entries of `calls` whose objects are made without their constructor, may get items, and may have a state
+# Entries of `calls` whose objects are made without their constructor, and may have items and a state
 NEW = {Values._namespace}
 WITH_ITEMS = {Values._ordered}
 WITH_STATE = {Values._ordered, Values._namespace, Values._dtype, Values._array}

@@ -1,9 +1,9 @@
-"""A .pt2 file: an exported program of torch.export, or a package of AOTInductor. This file tells which, and checks a program.
+"""Identify a .pt2 file (an exported program of torch.export or a package of AOTInductor), and check a program.
 
-`torch.export.load` runs what a file wants: it calls any function of torch that the graph names, evaluates shape expressions and guards
-as Python, unpickles example inputs, weights and objects, and loads native code that lies beside the graph. So it never sees the file.
-It gets a new archive of the parts that were checked: a graph of OPERATORS, tensors as plain bytes, and our metadata. Pickles, guards and
-names of source files are left out. No pickle is read.
+`torch.export.load` runs code from a file: it calls any function of torch that the graph names, evaluates shape expressions and guards as
+Python, unpickles example inputs, weights and objects, and loads native code beside the graph. So it never reads the file itself, but a
+new archive of the checked parts: a graph of OPERATORS, tensors as plain bytes, and our metadata. Pickles, guards and names of source files
+are left out. No pickle is read.
 
 A package is native code, so no check can make it data: see backends/aoti.py.
 """
@@ -61,7 +61,7 @@ AGAIN = 'export it with export_qat.py --include pt2'
 
 
 def is_package(path: str | Path) -> bool:
-    """Tell whether a file is a package of AOTInductor, by the names in its archive. A file that is no archive is none."""
+    """Tell whether a file is a package of AOTInductor, by the names in its archive; False if it is no archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any('/data/aotinductor/' in name for name in archive.namelist())
@@ -74,13 +74,13 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
 
     Args:
         path: the file.
-        flag: the option that gave it.
+        flag: the option that named it.
 
     Returns:
         The members of an archive for torch.export.load, name → bytes, without example inputs; and the metadata of the export.
 
     Raises:
-        QatError: it is no such file, is damaged, or asks for more than our programs need.
+        QatError: it is no such file, is damaged, or needs more than our programs do.
     """
     require_file(path, flag)
     try:
@@ -94,7 +94,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
         return {name: part for name, part in members.items() if name not in (METADATA, SAMPLES)}, metadata
     except Refused as e:
         raise QatError(f'{flag} {path}: not loaded: {e}; {AGAIN}') from e
-    # all that JSON of another form can raise
+    # all errors that JSON of another form can raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as e:
         raise QatError(f'{flag} {path}: not loaded: its graph is damaged ({type(e).__name__}); {AGAIN}') from e
     except (zipfile.BadZipFile, NotImplementedError, struct.error, EOFError) as e:
@@ -102,7 +102,7 @@ def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, b
 
 
 def read_metadata(text: bytes) -> dict[str, str]:
-    """Read metadata, as export_qat.py stores it in a .pt2 file: JSON of texts. Raises Refused if it is another."""
+    """Read the metadata that export_qat.py stores in a .pt2 file: JSON of texts. Raises Refused for anything else."""
     found = _json(text)
     if type(found) is not dict or not all(type(value) is str for value in found.values()):
         raise Refused('its metadata are not a table of texts')
@@ -120,7 +120,7 @@ def _json(text: bytes) -> Any:
 
 
 def _check_tensors(config: Any, files: set[str]) -> None:
-    """Check the table of weights or constants: each is stored as plain bytes, in a member that is there."""
+    """Check the table of weights or constants: each must be plain bytes in an existing member."""
     for tensor in config['config'].values():
         if tensor['use_pickle'] is not False or tensor['path_name'] not in files:
             raise Refused('a tensor in it is a pickle, or is not there')
@@ -128,10 +128,10 @@ def _check_tensors(config: Any, files: set[str]) -> None:
 
 
 def _checked_graph(program: Any) -> Any:
-    """Return a program without the parts that no computation needs, if all others are known.
+    """Return a program without the parts that no computation needs, if all others are allowed.
 
     Raises:
-        Refused: it names another operator, or text that is no name.
+        Refused: it names another operator, or has text that is no name.
     """
     module = program['graph_module']
     graph = module['graph']
@@ -167,7 +167,7 @@ def _check_texts(value: Any, key: str = '') -> None:
 
 
 def _spec(text: str) -> bool:
-    """Tell whether text is the form of inputs and outputs that our programs have: images, and one or two tensors."""
+    """Tell whether text describes the inputs and outputs of our programs: images, and one or two tensors."""
     from torch.utils import _pytree as pytree
 
     forms: list[Any] = [((0,), {}), (0,), (0, 0)]

@@ -1,8 +1,8 @@
-"""A file of torch.save: read once, hashed as it is read, and checked member by member.
+"""Read a file of torch.save once, hash it, and check it member by member.
 
-PyTorch never opens it. torch.load decides by the content which kind of file it has, and runs some kinds as programs
-(TorchScript) or through other readers (tar). So only one form passes here: the zip archive that torch.save has written
-since version 1.6, with one pickle, and tensors as plain bytes.
+PyTorch never opens it: torch.load detects the kind of a file from its content, and runs some kinds as programs (TorchScript)
+or through other readers (tar). Only one form is accepted here: the zip archive of torch.save since version 1.6, with one
+pickle, and tensors as plain bytes.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Archive:
 
 
 def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
-    """Read a torch.save file. flag: the option that gave it.
+    """Read a torch.save file. flag: the option that named it.
 
     Raises:
         QatError: it is no such file, is damaged, or holds anything else.
@@ -73,12 +73,12 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
 
 
 def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> dict[str, memoryview]:
-    """Read a zip file of another kind that PyTorch writes: name without the leading folder → bytes.
+    """Read another kind of zip file from PyTorch: name without the leading folder → bytes.
 
     Args:
         path: of the file.
-        members: the names that it may have.
-        needed: a name that it must have, without the leading folder.
+        members: allowed names.
+        needed: a required name, without the leading folder.
 
     Raises:
         Refused, zipfile.BadZipFile: it is no such archive, or is damaged.
@@ -145,7 +145,7 @@ def _members(
 
 
 def _start(info: zipfile.ZipInfo, content: memoryview) -> int:
-    """Find the first byte of a member, behind its own header, which must name the same file as the directory does."""
+    """Find the first byte of a member, after its own header, which must name the same file as the directory."""
     signature, *_, name_length, extra_length = HEADER.unpack_from(content, info.header_offset)
     name = info.header_offset + HEADER.size
     if signature != b'PK\3\4' or bytes(content[name : name + name_length]) != info.orig_filename.encode():

@@ -1,4 +1,4 @@
-"""Weights of torchvision's networks: a file of them, such as resnet18-f37072fd.pth, → the network; and where a network's own are."""
+"""Build a torchvision network from a file of weights, such as resnet18-f37072fd.pth, and find the weights of a network."""
 
 import pickle
 import re
@@ -14,25 +14,25 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
 
-ZIP = b'PK\3\4'  # what PyTorch has written since 1.6 begins so
+ZIP = b'PK\3\4'  # start of files that PyTorch has written since 1.6
 SAFE = 2, 6  # the first PyTorch whose weights_only runs nothing of older files: CVE-2025-32434
 
 
 def network_of(weights: Path) -> str | None:
-    """Find the network that a file of torchvision's weights is of: its name begins the file's, such as resnet18-f37072fd.pth."""
+    """Find the network of a file of torchvision's weights: the file's name starts with it, as in resnet18-f37072fd.pth."""
     known = sorted(torchvision.models.list_models(module=torchvision.models), key=len)
     return next((name for name in reversed(known) if re.fullmatch(rf'{name}([-_.].*)?', weights.name)), None)
 
 
 def network_with(state: Any, weights: Path) -> nn.Module:
-    """Build the network that weights are of, with the names of its classes.
+    """Build the network of a file of weights, with its class names.
 
     Args:
-        state: content of a file of weights: tensors by name.
-        weights: the file, whose name begins with the network's.
+        state: content of the file: tensors by name.
+        weights: the file, whose name starts with the network's.
 
     Raises:
-        QatError: they are of another network.
+        QatError: the weights belong to another network.
     """
     name: Any = network_of(weights)
     known: Any = torchvision.models.get_model_weights(name).DEFAULT
@@ -52,10 +52,10 @@ def network_with(state: Any, weights: Path) -> nn.Module:
 
 
 def old_state(weights: Path) -> Any:
-    """Read a file of weights in the format of PyTorch before 1.6, in which torchvision has some; None if it is another file.
+    """Read a file of weights in the format of PyTorch before 1.6, which some of torchvision's have; None for another file.
 
     Raises:
-        QatError: this PyTorch has no reader that runs nothing of such a file.
+        QatError: this PyTorch has no reader that is safe for such a file.
     """
     with weights.open('rb') as file:
         if file.read(4) == ZIP:
@@ -72,11 +72,11 @@ def old_state(weights: Path) -> Any:
 
 
 def fetched(network: Path, folder: Path | None = None) -> Path:
-    """Return the file of a network's pretrained weights where torchvision keeps what it fetched; fetch it if it is not there.
+    """Return the file of a network's pretrained weights in torchvision's cache; download it if it is missing.
 
     Args:
         network: its name, such as resnet18.
-        folder: where to fetch it to; None = where torchvision keeps it.
+        folder: for the download; None = torchvision's cache.
 
     Raises:
         QatError: there is no such network, or its weights cannot be fetched.
@@ -93,7 +93,7 @@ def fetched(network: Path, folder: Path | None = None) -> Path:
     file = folder / kept.name if folder else kept
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # the name has the beginning of the SHA-256, which is checked before the file gets it
+        # the name has the start of the SHA-256, which is checked before the file gets this name
         torch.hub.download_url_to_file(url, str(file), file.stem.rpartition('-')[2], progress=False)
     except (URLError, OSError, RuntimeError) as e:
         raise QatError(

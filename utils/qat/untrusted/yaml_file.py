@@ -13,7 +13,7 @@ def read_yaml(file: Path, flag: str) -> Any:
 
     Args:
         file: the file, which exists.
-        flag: the option that gave it.
+        flag: the option that named it.
 
     Raises:
         QatError: it is no YAML, or beyond the limits of bounded_yaml.

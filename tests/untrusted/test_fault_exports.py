@@ -213,7 +213,11 @@ def spoilt(content, keys):
     return {
         **NO_JSON,
         **{f'{key} gone': json.dumps({k: v for k, v in content.items() if k != key}) for key in keys},
-        **{f'{key} is {value}': json.dumps({**content, key: value}) for key in keys for value in (None, 'x', 3, [3], [[3]])},
+        **{
+            f'{key} is {value}': json.dumps({**content, key: value})
+            for key in keys
+            for value in (None, 'x', 3, [3], [[3]])
+        },
     }
 
 

@@ -242,6 +242,13 @@ GRAPHS = {  # name → nodes, findings as {kind: where}, and what graph_of needs
         ],
         {'mixed': 'd', 'half add': 'b'},
     ),
+    'sum of three, two of them of convolutions': (
+        [
+            *(*START2, *pair('c', 'c1'), *conv('x1', 'e')),
+            *(node('Add', ['c1', 'd'], 'a'), node('Add', ['a', 'e'], 'b'), *end('b')),
+        ],
+        {'half add': 'b'},
+    ),
     'sum behind a resize': (
         [*QUANTIZED2, resize('c1', 'r'), resize('d1', 'q'), node('Add', ['r', 'q'], 'a'), *end('a')],
         {},

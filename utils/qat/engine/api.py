@@ -20,7 +20,7 @@ OLDEST = (8, 6)  # version of TensorRT
 class Capability(Enum):
     """An attribute that only some versions have: (class of the module, attribute); None for an attribute of the module itself.
 
-    docs/tensorrt.md has the table of versions; tests/engine/test_tensorrt_api.py checks it against recorded lists of attributes.
+    tests/engine/test_tensorrt_api.py checks them against recorded lists of attributes.
     """
 
     EXPLICIT_BATCH = 'NetworkDefinitionCreationFlag', 'EXPLICIT_BATCH'  # an explicit batch needs a flag

@@ -349,6 +349,11 @@ BAD = [  # command, the arguments added to it, what the line must say
     (QUANTIZE, '--data {wrong}/coordinates.yaml', ['00003.txt:1', 'coordinates in 0..1']),
     (QUANTIZE, '--data {wrong}/text.yaml', ['00003.txt:1', 'class x y width height']),
     (QUANTIZE, '--data {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
+    (
+        QUANTIZE,
+        '--hyp {wrong}/none.yaml --data {wrong}/list.yaml',
+        ['--hyp', 'no such file'],
+    ),  # before the content of any
     (QUANTIZE, '--hyp {wrong}/none.yaml', ['--hyp', 'no such file']),
     (QUANTIZE, '--hyp {wrong}/hyp.yaml', ['--hyp', 'hsv_h', 'missing']),
     (QUANTIZE, '--iters 0', ['--iters 0', '1 or more', '--epochs 0']),

@@ -174,9 +174,11 @@ class CalibrationConfig(ModelConfig):
     )
 
     def require_files(self) -> None:
-        """Check also that files can be named after the weights; see ModelConfig.require_files."""
+        """Check also --hyp, and that files can be named after the weights; see ModelConfig.require_files."""
         require_source(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
+        if self.hyp:
+            require_file(self.hyp, '--hyp', ('.yaml', '.yml'))
 
 
 @dataclass(frozen=True, kw_only=True)

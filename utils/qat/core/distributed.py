@@ -116,7 +116,7 @@ def from_first(thing: Any = None) -> Any:
 def merged(batches: list) -> list:
     """Merge the processes' results (picklable) for their batches into the order of one process alone.
 
-    Only the first process gets them; the others get an empty list. For the batches see loaders.Shard.
+    Only the first process gets them; the others get an empty list.
     """
     if world_size() == 1:
         return batches

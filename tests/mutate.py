@@ -108,6 +108,26 @@ COMMANDS |= {
     ],
     'layers': [('scripts/draw_engine.py', '--layer', 'FILE')],
 }
+PLACES = {  # kind → the file that is changed, in the folder of `make_material`, and where the command finds it
+    'onnx': ('quantized.onnx', 'model.onnx'),
+    'data': ('set/data.yaml', 'set/data.yaml'),
+    'network': ('network.yaml', 'network.yaml'),
+    'resume': ('run/weights/resume.pt', 'exp/weights/resume.pt'),
+    'sensitivity': ('sensitive/summary-sensitive-analysis.json', 'summary.json'),
+    'manifest': ('tree/.yolov9-qat.manifest', 'tree/.yolov9-qat.manifest'),
+    'label': ('set/labels/val/00000.txt', 'set/labels/val/00000.txt'),
+    'coco': ('coco.json', 'set/annotations/instances_val2017.json'),
+    'copy': ('copy.npy', 'set/images/val/00000.npy'),
+    'convert': ('coco.json', 'coco.json'),
+    'sidecar': ('sidecar.json', 'model.engine.json'),
+    'pth': ('mobilenet_v3_small-00000000.pth', 'mobilenet_v3_small-00000000.pth'),
+    'class image': ('classes/val/class 0/0.png', 'classes/val/class 0/0.png'),
+    'openvino': ('quantized.xml', 'quantized.xml'),
+    'openvino weights': ('quantized.bin', 'quantized.bin'),
+    'program': ('quantized.pt2', 'quantized.pt2'),
+    'hyp': ('hyp.yaml', 'hyp.yaml'),
+    'layers': ('layers.json', 'layers.json'),
+}
 KINDS = tuple(COMMANDS)
 LEFT = 'log.txt', 'exp', 'out', 'mobilenet_v3_small.pt'
 WITHOUT_GPU = 'sidecar'  # its whole file is refused where no GPU is
@@ -278,45 +298,8 @@ def prepare(kind, number, chance, material):
     from mutations import mutated
 
     call, here = COMMANDS[kind][number % len(COMMANDS[kind])], Path.cwd()
-    source = {
-        'onnx': 'quantized.onnx',
-        'data': 'set/data.yaml',
-        'network': 'network.yaml',
-        'resume': 'run/weights/resume.pt',
-        'sensitivity': 'sensitive/summary-sensitive-analysis.json',
-        'manifest': 'tree/.yolov9-qat.manifest',
-        'coco': 'coco.json',
-        'convert': 'coco.json',
-        'copy': 'copy.npy',
-        'sidecar': 'sidecar.json',
-        'pth': 'mobilenet_v3_small-00000000.pth',
-        'class image': 'classes/val/class 0/0.png',
-        'openvino': 'quantized.xml',
-        'openvino weights': 'quantized.bin',
-        'program': 'quantized.pt2',
-        'hyp': 'hyp.yaml',
-        'layers': 'layers.json',
-    }.get(kind)
-    file = here / {
-        'onnx': 'model.onnx',
-        'network': 'network.yaml',
-        'resume': 'exp/weights/resume.pt',
-        'label': 'set/labels/val/00000.txt',
-        'sensitivity': 'summary.json',
-        'manifest': 'tree/.yolov9-qat.manifest',
-        'checkpoint': 'weights.pt',
-        'coco': 'set/annotations/instances_val2017.json',
-        'convert': 'coco.json',
-        'copy': 'set/images/val/00000.npy',
-        'sidecar': 'model.engine.json',
-        'pth': 'mobilenet_v3_small-00000000.pth',
-        'class image': 'classes/val/class 0/0.png',
-        'openvino': 'quantized.xml',
-        'openvino weights': 'quantized.bin',
-        'program': 'quantized.pt2',
-        'hyp': 'hyp.yaml',
-        'layers': 'layers.json',
-    }.get(kind, 'set/data.yaml')
+    source, place = PLACES.get(kind, (None, 'weights.pt'))  # a checkpoint or an image is chosen below
+    file = here / place
     given = file
     if kind == 'checkpoint':
         source = ('single.pt', 'dual.pt', 'quantized.pt')[number % 3]  # each command gets its own
@@ -330,9 +313,7 @@ def prepare(kind, number, chance, material):
         shutil.copytree(material / 'set', here / 'set', ignore=shutil.ignore_patterns('*.cache'))
         given = file if kind == 'convert' else here / 'set' / ('coco.yaml' if kind == 'coco' else 'data.yaml')
         file.parent.mkdir(exist_ok=True)
-        if kind == 'label':
-            source = 'set/labels/val/00000.txt'
-        elif kind == 'image':
+        if kind == 'image':
             picture = chance.choice(sorted((material / 'pictures').iterdir()))
             source, file = picture, here / 'set/images/val' / picture.name
             (here / 'set/labels/val/x.txt').write_text('3 0.5 0.5 0.2 0.2\n')

@@ -137,7 +137,7 @@ TIMES = {'/model.0/QuantizeLinear': 0.05}
 
 
 def said_of(engine):
-    """What an engine says, but the words for memory layouts, which differ between generations."""
+    """Layers, inputs, outputs and findings of an engine, without the words for memory layouts, which differ between generations."""
 
     def plain(tensors):
         return [(t.name, t.shape, t.dtype) for t in tensors]

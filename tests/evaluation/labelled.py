@@ -19,7 +19,7 @@ def val_images(data, size=128, square=False, masks=False, limit=None, batch_size
 
 
 def labels_of(batches, images):
-    """Of each of these images, which make a batch: its labels [n, 6], boxes in 0..1, and its masks, None without masks."""
+    """(labels [n, 6] with boxes in 0..1, masks or None) of each image of a batch; `images` is one of the batches."""
     images_of_batch = next(b for b in batches if b[0].shape == images.shape and torch.equal(b[0].float() / 255, images))
     targets, masks = images_of_batch[1], [*images_of_batch[4:], [None] * len(images)][0]
     return [(targets[targets[:, 0] == i], masks[i]) for i in range(len(images))]

@@ -62,7 +62,7 @@ def accepted(command, *verb):
 
 @cache
 def help_of(command, verb):
-    """What can be typed behind a command, in a text; None if it is not ours."""
+    """Text with the options and words that a command of ours accepts; None for another program."""
     if command.endswith('.py'):
         return ' '.join(accepted(command, *verb)) if (REPO / command).is_file() else None
     name = command.split('/')[-1]

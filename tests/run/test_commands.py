@@ -58,7 +58,7 @@ def quantize(folder, *more):
 
 
 def score(job, file, name, *more, by=('qat.py', 'eval'), data='data.yaml', code=0):
-    """What a command says that scores a file of the job, and the metrics that it writes to eval/NAME."""
+    """Score a file of the job; returns the command's output, and the metrics that it writes to eval/NAME."""
     given = '--weights', job / file, '--data', job / 'data' / data, '--project', job / 'eval', '--name', name
     said = command(*by, *given, *ON_CPU, *more, code=code)
     return said, None if code else json.loads((job / 'eval' / name / 'metrics.json').read_text())

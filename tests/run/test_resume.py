@@ -277,7 +277,7 @@ def quantize(small, project, *more):
 
 
 def resume(folder, *more, code=0):
-    """What `--resume` says."""
+    """Resume the run of a folder; returns the command's output."""
     return command('qat.py', 'quantize', '--resume', folder, *more, code=code)
 
 

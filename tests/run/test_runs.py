@@ -686,7 +686,8 @@ COSTS_NOTHING = (
 )
 def test_the_cost_in_one_sentence(difference, says):
     against = {'difference': difference, 'chance': 0.005}
-    assert headline_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against}).startswith(says)
+    sentence = headline_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against})
+    assert sentence.startswith(says) and sentence.endswith('; weights/ptq.pt is the model to export.')
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def same_in_a_fresh_process(model, file, images, folder):
 
 def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path):
     assert same_in_a_fresh_process(demo_seg.quantized_model(), demo_seg.quantized, image(SIZE), tmp_path)
+    _, stored = checkpoint.CheckpointFile(demo_seg.quantized).load_quantized()
+    assert any('proto' in path for group in stored['scale_groups'] for path in group)
 
 
 @pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))

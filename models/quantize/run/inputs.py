@@ -53,7 +53,7 @@ class Inputs:
 
 @dataclass
 class RunInputs:
-    """What a run of `quantize` needs besides Inputs."""
+    """The images and the float blocks of a `quantize` run, which `sensitive` does not need."""
 
     float_blocks: FloatBlocks | None  # None for a resumed run, which was calibrated before
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PY
 from utils.qat.config.engine import BenchmarkConfig
 from utils.qat.config.options import read
 from utils.qat.config.tasks import TASKS, Task, load_task, task_named
-from utils.qat.core.command import require_file, run_command
+from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, quiet_upstream
-from utils.qat.core.next_command import command
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.benchmark.run import run
     from utils.qat.benchmark.sweep import measurements_of
     from utils.qat.benchmark.usage import Usage
-    from utils.qat.core.device import select_device
-    from utils.qat.core.machine import machine
+    from utils.qat.core.machine import machine, select_device
 
     def open_checkpoint(file: Path, device: torch.device) -> TorchModel:
         with quiet_upstream():

@@ -21,10 +21,10 @@ from utils.qat.config.compare import CompareConfig
 from utils.qat.config.options import read
 from utils.qat.config.settings import Sides, require_multiples
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.command import explain_out_of_memory, require_file, run_command
+from utils.qat.core.command import after_scoring, explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
-from utils.qat.core.next_command import after_scoring, typed_sides
 from utils.qat.core.run_folder import own_folder
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
     from models.deploy.load import load_model
-    from utils.qat.core.device import select_device
-    from utils.qat.core.machine import machine
+    from utils.qat.core.machine import machine, select_device
     from utils.qat.evaluation.compare_report import write_comparison
 
     for number, file in enumerate(config.models):

@@ -23,10 +23,10 @@ from utils.qat.config.common import LoaderConfig
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.options import read_each
 from utils.qat.config.settings import require_multiples
-from utils.qat.core.command import explain_out_of_memory, require_data, require_source, run_command
+from utils.qat.core.command import command, explain_out_of_memory, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_data, require_source
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
-from utils.qat.core.next_command import command
 
 if TYPE_CHECKING:
     from models.deploy.formats.format import Export
@@ -44,7 +44,7 @@ def open_export(config: ExportConfig) -> Export:
     from models.deploy.formats.format import Export, with_sources
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.core.device import select_device
+    from utils.qat.core.machine import select_device
 
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     device, formats = select_device(config.device), with_sources(config.include)

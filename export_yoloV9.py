@@ -15,7 +15,8 @@ from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.export import DeepStreamConfig
 from utils.qat.config.options import read
 from utils.qat.config.settings import require_multiples
-from utils.qat.core.command import require_source, run_command
+from utils.qat.core.command import run_command
+from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 

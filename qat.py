@@ -20,12 +20,12 @@ from utils.qat.config.backends import CHECKPOINTS, EXPORTED
 from utils.qat.config.options import add_options, settings_of
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
 from utils.qat.config.targets import DEFAULT_TARGET
-from utils.qat.core.command import Parser, explain_out_of_memory, require_source, run_command
-from utils.qat.core.device import describe
+from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
-from utils.qat.core.next_command import command, typed_sides
+from utils.qat.core.machine import describe
 from utils.qat.core.run_folder import run_folder
 
 if TYPE_CHECKING:

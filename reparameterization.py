@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.tasks import load_task
-from utils.qat.core.command import Parser, require_file, require_source, run_command
+from utils.qat.core.command import Parser, command, converted, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file, require_source
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
-from utils.qat.core.next_command import command, converted
 
 if TYPE_CHECKING:
     import torch.nn as nn

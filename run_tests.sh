@@ -27,6 +27,6 @@ set_up_python --tests --trex ${LATEST[@]+"${LATEST[@]}"}
 say "Tests on ${YOLOV9_DIR:-.work/yolov9}"
 cd "$HERE"
 # One torch thread per process: there are as many processes, and these small models gain nothing by more. A forward pass of the demo's
-# took 0.05 to 0.10 s with one thread, beside other work, and 0.11 to 0.17 s with two that sleep while they wait (utils/qat/core/threads.py).
+# took 0.05 to 0.10 s with one thread, beside other work, and 0.11 to 0.17 s with two that sleep while they wait (utils/qat/core/machine.py).
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec python -m pytest -n 2 --dist loadfile "$@"

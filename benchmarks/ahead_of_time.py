@@ -37,12 +37,12 @@ from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import read_model_files, shapes_of
 from utils.qat.config.engine import BenchmarkConfig
-from utils.qat.core.command import Parser, require_file, run_command
-from utils.qat.core.device import describe, instruction_sets, select_device
+from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.machine import cpu_name
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.machine import cpu_name, describe, instruction_sets, select_device
+from utils.qat.core.text import markdown_table
 
 Run = Callable[[], object]
 

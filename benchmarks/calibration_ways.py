@@ -32,11 +32,11 @@ from models.quantize.calibration.ptq import COMPARED, prepare
 from models.quantize.head_outputs import HeadOutputs
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CALIB_METHODS, QuantizeConfig
-from utils.qat.core.command import Parser, require_file, run_command
-from utils.qat.core.device import describe, select_device
-from utils.qat.core.files import write_json
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.files import require_file, write_json
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.machine import describe, select_device
+from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, spread_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate

@@ -34,8 +34,8 @@ from models.quantize.finetuning.loop import supervised_layers
 from models.quantize.finetuning.training_step import DTYPES, GraphedStep, TrainingStep, head_emits_raw_maps
 from models.quantize.scales import tie_scales
 from utils.qat.config.qat import AMP, QuantizeConfig
-from utils.qat.core.device import describe, select_device
 from utils.qat.core.log import quiet_upstream
+from utils.qat.core.machine import describe, select_device
 
 
 def float_step(student: torch.nn.Module, teacher: torch.nn.Module, amp: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -36,11 +36,11 @@ from models.quantize.finetuning.training_step import GraphedStep, TrainingStep
 from utils.qat.backends.detections import detect
 from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.command import Parser, require_file, run_command
-from utils.qat.core.device import select_device
-from utils.qat.core.files import write_json
+from utils.qat.core.command import Parser, run_command
+from utils.qat.core.files import require_file, write_json
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.machine import select_device
+from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate

@@ -39,12 +39,12 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.openvino import OpenVINO, float_precisions
 from utils.qat.backends.pytorch import TorchModel, task_of
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.command import Parser, require_data, require_file, run_command
-from utils.qat.core.device import select_device
+from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import write_json
+from utils.qat.core.files import require_data, require_file, write_json
 from utils.qat.core.log import quiet_upstream
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.machine import select_device
+from utils.qat.core.text import markdown_table
 from utils.qat.data.dataset import Data
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import calibration_images, val_loader

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.score_tables import score_cells, score_titles, task_in
 
 SHAPES = """

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
-from utils.qat.core.next_command import command
 
 SHOWN = 10  # lines of a list without --verbose
 
@@ -42,7 +42,7 @@ def in_openvino(file: Path, reasons: dict[str, str], shown: int | None) -> tuple
     import torch
 
     from utils.qat.backends.openvino import OpenVINO
-    from utils.qat.core.device import instruction_sets
+    from utils.qat.core.machine import instruction_sets
     from utils.qat.graph.openvino_layers import layers_text, plain_layers
 
     session = OpenVINO(file, torch.device('cpu'))

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree
 from utils.qat.config.engine import BuildConfig
 from utils.qat.config.options import add_options
 from utils.qat.config.tasks import task_named
-from utils.qat.core.command import Parser, require_source, run_command
+from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, bar, finish
-from utils.qat.core.next_command import command
 
 
 class Which(Action):

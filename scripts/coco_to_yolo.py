@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, require_file, run_command
+from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import write_text
+from utils.qat.core.files import require_file, write_text
 from utils.qat.core.log import LOGGER, RESULT, bar
+from utils.qat.core.text import is_printable_text
 from utils.qat.data.coco_file import SIZE, read_coco
-from utils.qat.untrusted.names import class_names, is_printable_text
+from utils.qat.untrusted.names import class_names
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.core.command import Parser, run_command
+from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, finish, is_verbose
-from utils.qat.core.next_command import command
 
 SHOWN = 10  # lines of a list without --verbose
 

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree
 from utils.qat.config.options import read
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.verify import VerifyConfig
-from utils.qat.core.command import require_data, require_file, run_command
+from utils.qat.core.command import ALONE, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.untrusted.own_process import ALONE
+from utils.qat.core.files import require_data, require_file
 
 ROWS = Path(__file__).resolve().parents[1] / 'tests' / 'verify' / 'test_tensorrt.py'
 PYTEST = (  # the limit of time is --minutes

@@ -54,7 +54,7 @@ FULL_TREE = (TREE / 'models' / 'detect' / 'yolov9-t.yaml').is_file() and 'class 
 ).read_text()
 sys.path.insert(0, str(TREE))
 
-import utils.qat  # noqa: E402, F401  before torch: see utils/qat/core/threads.py
+import utils.qat  # noqa: E402, F401  before torch: see utils/qat/core/machine.py
 
 
 @pytest.fixture(scope='session')

@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.qat.core.threads import onnx_options
+from utils.qat.core.machine import onnx_options
 from utils.qat.graph.ort_rounding import rounding
 
 FLOAT = TensorProto.FLOAT

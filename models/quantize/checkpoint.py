@@ -23,12 +23,11 @@ from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.backends import CHECKPOINTS
-from utils.qat.core.command import require_file
+from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import sha256, write_torch
+from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
-from utils.qat.core.next_command import command
 from utils.qat.untrusted.names import require_names
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import read_archive

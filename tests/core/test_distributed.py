@@ -22,8 +22,8 @@ from models.quantize.finetuning.training_step import TrainingStep
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core import distributed
-from utils.qat.core.device import select_device
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
 from utils.qat.evaluation.evaluate import evaluate
@@ -184,7 +184,7 @@ from models.quantize.calibration.calibrate import Histogram, merge_histograms
 from models.quantize.finetuning.loop import finetune, supervised_layers
 from models.quantize.finetuning.training_step import NotFinite, TrainingStep
 from utils.qat.core import distributed
-from utils.qat.core.device import select_device
+from utils.qat.core.machine import select_device
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig, QuantizeConfig
 from utils.qat.data.dataset import load_data, load_hyp

@@ -25,10 +25,9 @@ from PIL import Image
 from zoo import program, settings
 
 from utils.qat.config.defaults import options
-from utils.qat.core.command import run_command
+from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
-from utils.qat.core.markdown import markdown_table, width
-from utils.qat.core.next_command import command
+from utils.qat.core.text import markdown_table, width
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
 from utils.qat.run.state import State

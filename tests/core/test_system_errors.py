@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from utils.qat.core.errors import explain
 from utils.qat.core.files import atomic
-from utils.qat.core.system_errors import explain
 from utils.qat.data.loaders import Loader
 
 KILLED = 'a data loading process was killed'

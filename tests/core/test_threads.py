@@ -12,7 +12,7 @@ from conftest import REPO, TREE
 from faults import sampled
 
 from test_help import FILES
-from utils.qat.core.threads import CHOSEN, onnx_options
+from utils.qat.core.machine import CHOSEN, onnx_options
 
 BENCHMARKS = sorted(f.relative_to(REPO).as_posix() for f in (REPO / 'benchmarks').glob('*.py'))
 WITHOUT = {  # why it is not here → files
@@ -168,7 +168,7 @@ def test_threads_of_onnx_runtime_sleep():
     code = """
         import sys, time, numpy, onnxruntime
         from onnx import TensorProto, helper
-        from utils.qat.core.threads import onnx_options
+        from utils.qat.core.machine import onnx_options
         x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1 << 20]) for name in 'xy')
         graph = helper.make_graph([helper.make_node('Erf', ['x'], ['y'])], 'erf', [x], [y])
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 17)], ir_version=8)

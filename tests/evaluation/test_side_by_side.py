@@ -52,7 +52,7 @@ def test_lines_of_detections(other, marks, found):
 
 def test_ranks_at_one_corner_do_not_hide_each_other(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(side_by_side, 'save', lambda figure, path: drawn.update(figure=figure))
+    monkeypatch.setattr(side_by_side, 'write_picture', lambda figure, path: drawn.update(figure=figure))
     lines = detection_lines([rows(*[(0, 0, score) for score in (0.9, 0.8, 0.7)])] * 2, NAMES, top=3)
     plot_examples(tmp_path / 'a.png', [Example(np.zeros((100, 100, 3), np.uint8), 'a.jpg', lines)], ['a', 'b'])
     pictures = [axes for axes in drawn['figure'].axes if axes.images]

@@ -31,8 +31,8 @@ from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.core.picture import literal
 from utils.qat.core.run_folder import LOCK, run_folder, writing
+from utils.qat.core.text import literal
 from utils.qat.run.report import headline
 from utils.qat.run.resume import STATE, read_state
 from utils.qat.run.sensitivity_summary import FILE, read_summary

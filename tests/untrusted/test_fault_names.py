@@ -25,9 +25,9 @@ from zoo import program, settings
 from models.deploy.formats.deepstream import deepstream_config
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import write_document
 from utils.qat.core.log import LOGGER, log_to
-from utils.qat.core.markdown import code, document, escaped, link, markdown_table
-from utils.qat.core.printable import cut, visible
+from utils.qat.core.text import code, cut, escaped, link, markdown_table, visible
 from utils.qat.evaluation.score_tables import class_table
 from utils.qat.graph.triton_config import triton_config
 from utils.qat.run.report import write_report
@@ -578,7 +578,7 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
     """Title, table, code, link and the text of a run's report."""
     metrics = {'ap': 0.5, 'ap50': 0.5, 'precision': 0.5, 'recall': 0.5, 'instances': 1}
     table = class_table({**metrics, 'per_class': [{**metrics, 'name': name}]})
-    document(
+    write_document(
         tmp_path / 'x.md', name, [markdown_table(('a', name), [(name, 1)]), table, code(f'python {name}'), link(name)]
     )
     report = {

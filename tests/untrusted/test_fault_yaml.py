@@ -85,7 +85,7 @@ def test_they_take_no_memory(tmp_path):
         import resource, sys
         from pathlib import Path
         sys.path.insert(0, {str(TREE)!r})
-        from utils.qat.untrusted.bounded_yaml import load_yaml
+        from utils.qat.untrusted.yaml_file import load_yaml
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for file in sorted(Path({str(tmp_path)!r}).glob('*.yaml')):
             try:
@@ -136,7 +136,7 @@ def test_all_yaml_is_read_in_one_place():
         if 'import yaml' in f.read_text()
         or ('yaml.' in f.read_text() and 'load(' in f.read_text().split('yaml.')[-1][:20])
     }
-    assert loading <= {'utils/qat/untrusted/bounded_yaml.py', 'utils/qat/untrusted/yaml_file.py'}
+    assert loading <= {'utils/qat/untrusted/yaml_file.py'}
 
 
 # ---- networks -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from conftest import REPO, TREE
 from faults import sampled
 
-from utils.qat.untrusted.own_process import run_apart
+from utils.qat.core.command import run_apart
 
 PACKAGES = (
     'torch numpy cv2 pip setuptools venv ensurepip tensorrt tensorrt_rtx onnx onnxruntime openvino matplotlib pygraphviz yaml tqdm '

@@ -18,8 +18,8 @@ from faults import answer, damaged
 
 from models.deploy.formats.pt2 import export_pt2
 from utils.qat.backends.pt2 import ExportedProgram
-from utils.qat.core.device import instruction_flags
 from utils.qat.core.errors import QatError
+from utils.qat.core.machine import instruction_flags
 from utils.qat.untrusted.program_archive import AGAIN, OPERATOR, OTHERS, read_program
 
 CPU, SIDE = torch.device('cpu'), 64

@@ -7,7 +7,7 @@ import pytest
 from utils.qat.config.export import INT8_LIMITS
 from utils.qat.config.formats import FORMATS
 from utils.qat.config.tasks import load_task
-from utils.qat.core.next_command import typed_sides
+from utils.qat.core.command import typed_sides
 
 # thresholds at which AP of a file with NMS inside can be compared with another
 INSIDE = '--conf-thres', '0.001', '--iou-thres', '0.7', '--topk-all', '300'

@@ -14,8 +14,8 @@ from utils.qat.backends.session import session_of
 from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.command import run_command
-from utils.qat.core.device import select_device
 from utils.qat.core.files import write_json
+from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 

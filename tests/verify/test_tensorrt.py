@@ -22,8 +22,8 @@ from models.quantize import checkpoint
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.export import INT8_LIMITS
 from utils.qat.config.verify import VerifyConfig
+from utils.qat.core.command import typed_sides
 from utils.qat.core.files import write_json, write_text
-from utils.qat.core.next_command import typed_sides
 from utils.qat.core.run_folder import own_folder
 from utils.qat.data.dataset import load_data, open_dataset
 from verify_report import settings_of_the_command

@@ -13,9 +13,9 @@ import pytest
 
 from utils.qat.config.options import read
 from utils.qat.config.verify import VerifyConfig
-from utils.qat.core.files import write_json
+from utils.qat.core.files import write_document, write_json
 from utils.qat.core.machine import machine_table
-from utils.qat.core.markdown import code, document, markdown_table
+from utils.qat.core.text import code, markdown_table
 
 LONGEST = 200  # characters of a reason in the table of verify.md; verify.json has all of it
 
@@ -84,7 +84,7 @@ class Report:
             for row in self.rows
         ]
         failed = [row for row in self.rows if row['status'] == 'fail']
-        document(
+        write_document(
             folder / 'verify.md',
             'scripts/verify_tensorrt.sh',
             [

@@ -2,7 +2,7 @@
 
 import os
 
-from utils.qat.core import threads
+from utils.qat.core import machine
 
 __version__ = '0.1.0'  # the same as VERSION beside patch_yolov9.sh; a test compares them
 
@@ -13,4 +13,4 @@ os.environ.setdefault('ORT_DISABLE_TELEMETRY', '1')
 # Pictures go to files. The import of Matplotlib fails if the variable names a backend that it does not know.
 os.environ['MPLBACKEND'] = 'Agg'
 
-threads.sleep_while_waiting()  # here, because it must run before torch is loaded
+machine.sleep_while_waiting()  # here, because it must run before torch is loaded

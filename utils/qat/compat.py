@@ -477,16 +477,16 @@ def openmp_sleeps() -> bool:
     """Let OpenMP's threads sleep although torch was loaded before `utils.qat`.
 
     train*.py, val*.py, detect.py and most others import torch before anything of ours: too late for OMP_WAIT_POLICY,
-    see threads.py. But GCC's OpenMP spins 100 times instead of 300000 while it has more threads than CPUs (its
+    see machine.py. But GCC's OpenMP spins 100 times instead of 300000 while it has more threads than CPUs (its
     manual, GOMP_SPINCOUNT), and each computing thread gets its own team of threads. So an extra thread computes once,
     then sleeps for ever with its team. Delete when upstream imports torch after utils.
     """
     import torch
 
-    from utils.qat.core import threads
+    from utils.qat.core import machine
 
     workers = torch.get_num_threads()
-    if not threads.too_late or workers == 1:
+    if not machine.too_late or workers == 1:
         return False
     ready = threading.Event()
 

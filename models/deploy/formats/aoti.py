@@ -33,11 +33,11 @@ from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pt2 import require_pt2
 from utils.qat.config.targets import DEFAULT_TARGET
-from utils.qat.core.device import instruction_flags
+from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.untrusted.own_process import run_apart
+from utils.qat.core.machine import instruction_flags
 
 CACHE = 'TORCHINDUCTOR_CACHE_DIR'
 PATTERNS = 'torchao.quantization.pt2e.quantizer.x86_inductor_quantizer'  # its import registers the patterns

@@ -17,7 +17,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.backends import BACKENDS
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.formats import FORMATS
-from utils.qat.core.next_command import after_scoring
+from utils.qat.core.command import after_scoring
 from utils.qat.targets.target import Target, target_of_recipe
 
 

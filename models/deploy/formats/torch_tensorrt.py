@@ -22,10 +22,10 @@ from models.deploy.quantize_op import quantize_op_program
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import ExportConfig, TorchTensorRT
+from utils.qat.core.command import command
 from utils.qat.core.errors import QatError, check
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER
-from utils.qat.core.next_command import command
 from utils.qat.engine.api import load_tensorrt, product
 from utils.qat.engine.sidecar import sidecar_of, write_entries
 

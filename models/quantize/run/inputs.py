@@ -15,10 +15,10 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import require_multiples
 from utils.qat.config.tasks import Task
-from utils.qat.core.device import select_device
 from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
+from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import Data, load_hyp
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Images, TrainingImages, calibration_images, training_images, val_loader

@@ -14,11 +14,9 @@ from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
 from models.quantize.run.inputs import Inputs, RunInputs
 from models.quantize.run.keeper import Keeper
 from models.quantize.run.scoring import Scorer
-from utils.qat.core.command import resumable
-from utils.qat.core.device import describe
+from utils.qat.core.command import repeated, resumable
 from utils.qat.core.log import LOGGER, bar
-from utils.qat.core.machine import machine, versions
-from utils.qat.core.next_command import repeated
+from utils.qat.core.machine import describe, machine, versions
 from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.evaluation.chance import boxes_and_masks, points_lost
 from utils.qat.evaluation.score_tables import is_scored

@@ -13,7 +13,7 @@ from typing_extensions import (
 from utils.qat.backends.session import Session, Signature
 from utils.qat.config.export import PLUGIN
 from utils.qat.core.errors import QatError
-from utils.qat.core.threads import onnx_options
+from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.ort_rounding import rounding
 

@@ -16,8 +16,8 @@ from utils.qat.backends.aoti import package_metadata
 from utils.qat.backends.pt2 import IMAGES, image_shape
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.engine.sidecar import read_sidecar
 from utils.qat.graph.onnx_file import load, naming
 from utils.qat.graph.onnx_graph import QDQ, Graph, count_qdq, is_half, metadata_value, required_inputs

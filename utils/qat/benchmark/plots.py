@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utils.qat.benchmark.tables import series
-from utils.qat.core.picture import literal, save
+from utils.qat.core.files import write_picture
+from utils.qat.core.text import literal
 
 WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 
@@ -69,7 +70,7 @@ def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
         'ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile',
         fontsize=9,
     )
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
@@ -86,7 +87,7 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
             axes.text(r['images_per_s'], place, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
         _name_bars(axes, results, longest=1.15 * max(speeds))
         axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}')
-        return save(figure, path)
+        return write_picture(figure, path)
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(colour)), layout='constrained')
     axes = figure.subplots()
     for text, tone in colour.items():
@@ -97,7 +98,7 @@ def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
     axes.set(yscale='log') if wide else axes.set_ylim(0, 1.08 * max(speeds))
     axes.grid(alpha=0.3)
     figure.legend(loc='outside lower center', fontsize=8)
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def plot_usage(path: Path, report: dict[str, Any]) -> None:
@@ -132,4 +133,4 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
         loc='outside lower center',
         fontsize=8,
     )
-    save(figure, path)
+    write_picture(figure, path)

@@ -10,7 +10,7 @@ from utils.qat.benchmark.tables import csv_text, markdown_tables, series, with_s
 from utils.qat.config.engine import REPORTS
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
-from utils.qat.core.markdown import Markdown, code, escaped
+from utils.qat.core.text import Markdown, code, escaped
 
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
 PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from utils.qat.benchmark.baseline import ACCURACIES
 from utils.qat.benchmark.measurement import pixels
 from utils.qat.core.files import distinct_names
-from utils.qat.core.markdown import markdown_table
-from utils.qat.core.printable import visible
+from utils.qat.core.text import markdown_table, visible
 
 Row = dict[str, Any]  # a plain Result, with 'against', see baseline.with_changes
 

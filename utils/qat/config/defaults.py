@@ -5,8 +5,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from utils.qat.config.settings import Settings, flag_of, is_sides, option_of, plain
-from utils.qat.core.markdown import Markdown, code, escaped, markdown_table
-from utils.qat.core.next_command import typed_sides
+from utils.qat.core.command import typed_sides
+from utils.qat.core.text import Markdown, code, escaped, markdown_table
 
 UNNAMED = 'resume', 'exist_ok', 'dry_run'  # they change no result
 

@@ -6,8 +6,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar
 
 from utils.qat.config.settings import RUN, WHAT, Option, Settings, Sides, flag_of, kind_of, option_of
-from utils.qat.core.command import Parser
-from utils.qat.core.next_command import typed_sides
+from utils.qat.core.command import Parser, typed_sides
 
 T = TypeVar('T', bound=Settings)
 METAVARS = {int: 'N', float: 'X'}  # of values without a name of their own

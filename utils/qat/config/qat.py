@@ -13,8 +13,8 @@ from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, Loa
 from utils.qat.config.settings import Range, Sides, flag_of, option, run
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.command import require_data, require_file, require_source
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_data, require_file, require_source
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')

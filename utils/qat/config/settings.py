@@ -11,8 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin
 
+from utils.qat.core.command import typed_sides
 from utils.qat.core.errors import QatError, check
-from utils.qat.core.next_command import typed_sides
 from utils.qat.untrusted.json_schema import NONE, between
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both

@@ -1,4 +1,4 @@
-"""A command from its arguments to its exit status: 0 done, 2 a user's mistake, 130 interrupted."""
+"""A command from its arguments to its exit status and the next command: 0 done, 2 a user's mistake, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import errno
 import logging
 import os
 import resource
+import shlex
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from utils.qat.core.distributed import is_first, rank, require_numbers, world_size
-from utils.qat.core.errors import QatError
+from utils.qat.core.errors import KINDS, OUTPUT, QatError, explain
 from utils.qat.core.log import LOGGER, RED, TERMINAL, painted
-from utils.qat.core.printable import is_printable, visible
-from utils.qat.core.system_errors import KINDS, OUTPUT, explain
+from utils.qat.core.text import visible
 
-LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
 # Bytes of address space. With less, libraries that PyTorch loads crash or end the process, without an exception to catch.
 TORCH_TAKES = 5 * 2**30
 FIRST_SPEAKS = 5  # seconds that a failed process waits: the first process may print the same error meanwhile
@@ -181,31 +181,64 @@ def explain_out_of_memory(batch_size: int) -> Iterator[None]:
         raise QatError(f'out of GPU memory at --batch-size {batch_size}: {advice}') from e
 
 
-def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:
-    """Check that a path is a file, and return it as a Path. suffixes: allowed endings in lower case; empty = any."""
-    path = Path(path)
-    if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
-        raise QatError(f'{flag} {path}: no such file')
-    if not path.is_file():
-        raise QatError(f'{flag} {path}: not a file')
-    # Messages, pictures and checkpoints repeat the name. A byte that is not UTF-8 is half a character here.
-    if not all(map(is_printable, str(path))):
-        raise QatError(f'{flag} {path}: the name has control characters or is not UTF-8; rename it')
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')
-    return path
+def command(file: str | Path, *words: object) -> str:
+    """Make the command `python FILE WORDS...` for the current folder; `file` is from the root of the toolkit."""
+    # orig_argv, because a launcher changes sys.argv
+    here = Path(next((word for word in sys.orig_argv[1:] if word.endswith('.py')), '')).parent
+    root = here.parent if here.name in ('scripts', 'segment', 'classify') else here
+    file = root / file if (root / file).is_file() else file
+    typed = (
+        f'./{word}' if isinstance(word, Path) and str(word).startswith('-') else str(word) for word in (file, *words)
+    )
+    return shlex.join(['python', *typed])
 
 
-def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
-    """Check that a path is a file after which others can be named, such as qat_best_MODEL.pt; see `require_file`."""
-    require_file(path, flag, suffixes)
-    if len(os.fsencode(path.name)) > LONGEST_NAME:
-        raise QatError(
-            f'{flag} {path}: the name has more than {LONGEST_NAME} bytes, and files are named after it; rename it'
-        )
+def repeated(file: str | Path, *words: object) -> str:
+    """Make a command with as many torchrun processes as this run. Arguments: see `command`."""
+    typed = command(file, *words)
+    return f'torchrun --nproc_per_node {world_size()} {typed.removeprefix("python ")}' if world_size() > 1 else typed
 
 
-def require_data(path: Path, flag: str = '--data') -> None:
-    """Check that a path is a data YAML, or a folder of a classifier's images."""
-    if not path.is_dir():
-        require_file(path, flag, ('.yaml', '.yml'))
+def converted(weights: Path) -> Path:
+    """Return the default output of reparameterization.py for a checkpoint."""
+    return weights.with_name(f'{weights.stem}-converted.pt')
+
+
+def typed_sides(imgsz: Iterable[int]) -> list[int]:
+    """Return height and width as they are typed: one number if they are equal."""
+    sides = list(imgsz)
+    return sides[:1] if len(set(sides)) == 1 else sides
+
+
+def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
+    """Make the command that follows a good score.
+
+    .pt → export; .onnx → build the engine; .engine, .xml or .pt2 → benchmark. `backend` is the key of BACKENDS that
+    scored the file. A file that OpenVINO ran needs no engine.
+    """
+    by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
+    if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':
+        return command('benchmark_trt.py', model, *by)
+    if model.suffix == '.onnx':
+        return command('scripts/build_engine.py', model, *by)
+    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
+
+
+# `python -c` would import from the current folder: a torch.py there must not run. -I would drop PYTHONPATH and the packages of the
+# user too, and -P needs Python 3.11.
+ALONE = 'import sys; sys.path[:] = filter(None, sys.path)\n'
+
+
+def run_apart(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a subprocess that imports nothing from the current folder.
+
+    Args:
+        code: the code; `sys` is imported.
+        *arguments: sys.argv[1:].
+        **options: as subprocess.run takes them.
+
+    Returns:
+        Its exit code, standard output and errors.
+    """
+    line = [sys.executable, '-c', ALONE + code, *map(str, arguments)]
+    return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options)

@@ -1,13 +1,22 @@
-"""The distinction between a user's mistake and a bug.
+"""What goes wrong, in one printable line: a user's mistake, or an error of the system.
 
-The user can correct a `QatError`: the command prints it as one line on stderr and ends with exit code 2. Every
-other exception is a bug of ours or of a library, and keeps its traceback.
+The user can correct a `QatError`: the command prints it as one line on stderr and ends with exit code 2. A full disk,
+missing memory or a killed process is no bug either: `explain` names the file or the limit, and the remedy. Python, PyTorch
+and OpenCV have exception classes for some of these errors; the words of the message identify the others. Every other
+exception is a bug of ours or of a library, and keeps its traceback.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from utils.qat.core.printable import cut, visible
+from utils.qat.core.text import cut, visible
 
 
 class QatError(Exception):
@@ -25,3 +34,79 @@ def check(problems: Iterable[tuple[Any, str]]) -> None:
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
         raise QatError('; '.join(bad))
+
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
+OUTPUT = '<output>'  # filename of an OSError of standard output
+KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
+SHM = Path('/dev/shm')
+
+
+def explain(error: BaseException) -> str | None:
+    """Explain an error of the system in one line; None for any other error."""
+    number, reason, file = (getattr(error, name, None) for name in ('errno', 'strerror', 'filename'))
+    if number and file is not None:
+        return f'output: {reason}' if file == OUTPUT else _of_file(number, reason, file)
+    if number in (*FULL, errno.EROFS, errno.EACCES):  # without a file's name it is no failed write but a semaphore
+        return _shared_memory()
+    for kind, words, line in CASES:
+        if isinstance(error, kind) and re.search(words, str(error)):
+            return line if isinstance(line, str) else line()
+    return None
+
+
+def _of_file(number: int, reason: str | None, name: str | bytes) -> str:
+    file = Path(os.fsdecode(name))
+    if number in FULL:
+        folder = next(p for p in file.absolute().parents if p.is_dir())
+        return (
+            f'{file}: {reason}, {shutil.disk_usage(folder).free / 1e6:.1f} MB are free in {folder}; make room, or choose another '
+            'folder (--project, --save)'
+        )
+    if number == errno.ENOENT:
+        return f'{file}: {reason}; it or its folder was moved or deleted meanwhile, put it back and repeat the command'
+    if number in (errno.EMFILE, errno.ENFILE):
+        return OPEN_FILES
+    return f'{file}: {reason}; choose another folder (--project, --save)'
+
+
+def _shared_memory() -> str:
+    free = f' ({shutil.disk_usage(SHM).free / 1e6:.0f} MB are free in {SHM})' if SHM.is_dir() else ''
+    return f'out of shared memory{free}, through which data loading processes pass images; use --workers 0, or give a container more: docker run --shm-size=8g'
+
+
+def _memory() -> str:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = (
+        f' (the address space is limited to {limit / 1e6:.0f} MB: ulimit -v)' if limit != resource.RLIM_INFINITY else ''
+    )
+    return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
+
+
+KILLED = (
+    'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
+    '--batch-size, and repeat the command'
+)
+PROCESSES = 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
+TORCHVISION = (
+    'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
+    'memory'
+)
+UNPATCHED = (
+    'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
+    'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
+)
+OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
+CASES: tuple[tuple[type[BaseException], str, str | Callable[[], str]], ...] = (
+    # class, words of the message, line: the first that fits
+    (MemoryError, '', _memory),
+    (ModuleNotFoundError, r"^No module named '(models|utils)[.']", UNPATCHED),
+    (Exception, 'Too many open files|ancdata', OPEN_FILES),
+    (Exception, r'Bus error|shared memory (object|limit)|shared memory\(shm\)|</torch_', _shared_memory),
+    (RuntimeError, 'operator torchvision::nms does not exist', TORCHVISION),
+    (RuntimeError, r'^DataLoader worker.*(was killed|killed by signal|exited unexpectedly)', KILLED),
+    (Exception, "(?i)can(no|')t allocate memory|not enough memory|bad_alloc|failed to map segment", _memory),
+    (Exception, "Resource temporarily unavailable|can't start new thread", PROCESSES),
+)

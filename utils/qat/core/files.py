@@ -9,11 +9,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.text import escaped, is_printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def sha256(path: str | Path) -> str:
@@ -102,3 +107,48 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, content: Any) -> None:
     """Write `content` as JSON, complete at any moment; values of other types, such as Path, become text."""
     write_text(path, json.dumps(content, indent=2, default=str) + '\n')
+
+
+def write_document(path: str | Path, title: str, parts: Iterable[str]) -> None:
+    """Write a Markdown file. parts: paragraphs, tables and pictures; an empty line comes between them."""
+    write_text(path, '\n\n'.join((f'# {escaped(title)}', *parts)) + '\n')
+
+
+def write_picture(figure: Figure, path: str | Path) -> None:
+    """Write a picture, complete at any moment; the suffix of `path` chooses the format."""
+    with atomic(path) as tmp, warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'Glyph .* missing from')  # a class name in a script that the font lacks
+        figure.savefig(tmp, dpi=120)
+
+
+LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
+
+
+def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:
+    """Check that a path is a file, and return it as a Path. suffixes: allowed endings in lower case; empty = any."""
+    path = Path(path)
+    if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
+        raise QatError(f'{flag} {path}: no such file')
+    if not path.is_file():
+        raise QatError(f'{flag} {path}: not a file')
+    # Messages, pictures and checkpoints repeat the name. A byte that is not UTF-8 is half a character here.
+    if not all(map(is_printable, str(path))):
+        raise QatError(f'{flag} {path}: the name has control characters or is not UTF-8; rename it')
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise QatError(f'{flag} {path}: expected a file ending in {" or ".join(suffixes)}')
+    return path
+
+
+def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
+    """Check that a path is a file after which others can be named, such as qat_best_MODEL.pt; see `require_file`."""
+    require_file(path, flag, suffixes)
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise QatError(
+            f'{flag} {path}: the name has more than {LONGEST_NAME} bytes, and files are named after it; rename it'
+        )
+
+
+def require_data(path: Path, flag: str = '--data') -> None:
+    """Check that a path is a data YAML, or a folder of a classifier's images."""
+    if not path.is_dir():
+        require_file(path, flag, ('.yaml', '.yml'))

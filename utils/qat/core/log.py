@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from utils.qat.core.distributed import is_first
-from utils.qat.core.printable import visible
-from utils.qat.core.system_errors import OUTPUT
+from utils.qat.core.errors import OUTPUT
+from utils.qat.core.text import visible
 
 if TYPE_CHECKING:
     from tqdm import tqdm

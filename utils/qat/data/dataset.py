@@ -16,9 +16,9 @@ from utils.segment.dataloaders import LoadImagesAndLabelsAndMasks
 
 from utils.qat.config.qat import LoaderConfig
 from utils.qat.config.settings import Sides
-from utils.qat.core.command import require_file
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.held_out import held_out_files
 from utils.qat.data.image_file import check_copies, check_images, unreadable

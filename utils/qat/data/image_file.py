@@ -14,7 +14,7 @@ from PIL import Image
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import waits
-from utils.qat.untrusted.names import is_printable_text
+from utils.qat.core.text import is_printable_text
 
 
 def check_images(files: Iterable[str], flag: str, data: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from utils.dataloaders import LoadImagesAndLabels, img2label_paths
 
+from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import waits
-from utils.qat.core.next_command import command
 from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.settings import Sides
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
-from utils.qat.core.printable import visible
+from utils.qat.core.files import require_file
+from utils.qat.core.text import visible
 from utils.qat.data.image_file import check_images, read_rgb
 from utils.qat.data.loaders import in_order, spread
 from utils.qat.untrusted.names import class_names

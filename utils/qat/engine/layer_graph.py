@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
-from utils.qat.core.printable import visible
+from utils.qat.core.text import visible
 from utils.qat.engine.layer_rules import Finding, is_qdq, is_reformat
 from utils.qat.engine.layer_tables import shape_text, short_name
 from utils.qat.engine.layers import Engine, Layer, Tensor
-from utils.qat.untrusted.own_process import run_apart
 
 FILL = {'INT8': '#cdebbd', 'FP16': '#ffe2a8', 'BF16': '#ffe2a8', 'FP32': '#f7b9ac'}
 LINE = {'INT8': '#4a9a2b', 'FP16': '#d98a00', 'BF16': '#d98a00', 'FP32': '#cf3f26'}

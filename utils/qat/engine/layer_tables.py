@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.core.files import atomic
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 from utils.qat.engine.layer_rules import FINDINGS, Finding, is_convolution, is_qdq, is_reformat, tensor_cores
 from utils.qat.engine.layers import Engine, Layer, Tensor
 from utils.qat.graph.onnx_graph import module_path

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
-from utils.qat.core.printable import visible
+from utils.qat.core.files import require_file
+from utils.qat.core.text import visible
 
 DETAILED = 'build the engine again with --profilingVerbosity=detailed (trtexec) or config.profiling_verbosity = DETAILED (Python)'
 EXPORT = 'trtexec --exportLayerInfo=layers.json --exportProfile=profile.json writes both'

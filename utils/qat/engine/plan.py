@@ -5,9 +5,9 @@ TensorRT-RTX build every file in its own types.
 """
 
 from utils.qat.config.engine import BuildConfig
+from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
-from utils.qat.core.next_command import command
 from utils.qat.engine.api import Capability
 from utils.qat.graph.onnx_file import load
 from utils.qat.graph.onnx_graph import count_qdq, is_half, name_of, required_inputs

@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256, write_json
-from utils.qat.core.next_command import command
 from utils.qat.untrusted.json_schema import INDEX, NONE, anything, misfit, read_json
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.classes import ClassMetrics
 from utils.qat.evaluation.compare import ElementDifferences
 

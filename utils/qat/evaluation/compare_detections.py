@@ -12,7 +12,7 @@ from utils.qat.backends.detections import Detections
 from utils.qat.backends.file_model import split_outputs
 from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.compare import ElementDifferences

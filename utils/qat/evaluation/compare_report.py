@@ -10,9 +10,9 @@ from utils.qat.config.compare import CompareConfig
 from utils.qat.config.defaults import closing
 from utils.qat.config.settings import Sides
 from utils.qat.config.tasks import Task
-from utils.qat.core.files import distinct_names, sha256, write_json
+from utils.qat.core.files import distinct_names, sha256, write_document, write_json
 from utils.qat.core.machine import machine_table, versions
-from utils.qat.core.markdown import document, escaped, image, markdown_table
+from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.evaluation.plots import plot_ranks
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
@@ -80,7 +80,7 @@ def write_comparison(
         plot_examples(folder / 'examples.png', examples, names)
         pictures.append(image('best of each model side by side', 'examples.png'))
     tables = comparison_tables(task, comparisons, names, examples)
-    document(
+    write_document(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',
         [

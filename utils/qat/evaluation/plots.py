@@ -7,7 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from utils.qat.core.picture import literal, save
+from utils.qat.core.files import write_picture
+from utils.qat.core.text import literal
 from utils.qat.evaluation.score_tables import merit_title, score_keys
 
 MOST = 80  # classes in a picture
@@ -69,7 +70,7 @@ def plot_classes(path: Path, models: dict[str, dict[str, Any]]) -> None:
             each.set_axisbelow(True)
     if len(names) < len(ap_of):
         figure.suptitle(f'the {MOST} classes of lowest {merit_title(*models.values())}, of {len(ap_of)}')
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
@@ -102,4 +103,4 @@ def plot_ranks(path: Path, comparisons: dict[str, dict[str, Any]]) -> None:
         axes.grid(axis='y', alpha=0.3)
         axes.set_axisbelow(True)
     figure.legend(loc='outside upper center', ncols=1 if detectors else 4, fontsize=8)
-    save(figure, path)
+    write_picture(figure, path)

@@ -12,12 +12,11 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.config.backends import backends_for
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
-from utils.qat.core.command import explain_out_of_memory
-from utils.qat.core.device import describe, select_device
+from utils.qat.core.command import after_scoring, command, explain_out_of_memory, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to
-from utils.qat.core.next_command import after_scoring, command, typed_sides
+from utils.qat.core.machine import describe, select_device
 from utils.qat.core.run_folder import run_folder
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.coco import require_annotations

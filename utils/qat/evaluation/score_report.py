@@ -9,10 +9,9 @@ import torch
 
 from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.device import describe
-from utils.qat.core.files import distinct_names, write_json
-from utils.qat.core.machine import machine, machine_table, versions
-from utils.qat.core.markdown import document, escaped, image, markdown_table
+from utils.qat.core.files import distinct_names, write_document, write_json
+from utils.qat.core.machine import describe, machine, machine_table, versions
+from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, difference, in_points, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.detection_scores import Metrics
@@ -106,7 +105,7 @@ def write_scores(
         names = distinct_names(list(models))
         plot_classes(folder / 'classes.png', {name: m.plain() for name, m in zip(names, models.values()) if m})
         pictures.append(image(f'{merit_title(metrics.plain())} of each class', 'classes.png'))
-    document(
+    write_document(
         folder / 'report.md',
         f'{config.weights.name} on {config.data.name}',
         [

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from utils.qat.config.tasks import TASKS, Task, load_task
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 
 
 def task_in(*metrics: dict[str, Any] | None) -> Task:

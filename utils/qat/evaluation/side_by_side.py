@@ -19,8 +19,8 @@ from matplotlib.patches import Rectangle
 from utils.metrics import box_iou
 
 from utils.qat.config.tasks import Task
-from utils.qat.core.markdown import escaped, markdown_table
-from utils.qat.core.picture import literal, save
+from utils.qat.core.files import write_picture
+from utils.qat.core.text import escaped, literal, markdown_table
 from utils.qat.evaluation.compare_detections import SAME_DETECTION, SAME_OBJECT
 
 LABEL = 0.04  # side of a rank in a picture / side of the picture
@@ -248,7 +248,7 @@ def plot_examples(path: Path, examples: Sequence[Example], models: Sequence[str]
     figure.legend(
         handles, [f'{mark}: {text}' for mark, text in meaning.items()], loc='lower center', ncols=3, fontsize=7
     )
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def _draw_box(axes: Axes, found: Found, mark: str, labels: list[tuple[float, float]]) -> None:

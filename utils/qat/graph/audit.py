@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 from utils.qat.graph.audit_rules import CHECKS, CHOICE, DFL, FINDINGS, HEAD, Finding, Rules, float_reason, is_int8
 from utils.qat.graph.onnx_graph import (
     CONVS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from utils.qat.core.markdown import markdown_table
+from utils.qat.core.text import markdown_table
 
 if TYPE_CHECKING:
     import openvino

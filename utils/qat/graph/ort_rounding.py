@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from utils.qat.core.threads import onnx_options
+from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_graph import constants, is_half, replace_nodes
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from utils.qat.core.picture import literal, save
+from utils.qat.core.files import write_picture
+from utils.qat.core.text import literal
 from utils.qat.evaluation.score_tables import merit_title, score_keys, task_in
 
 NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
@@ -67,7 +68,7 @@ def plot_ap(path: Path, report: dict[str, Any]) -> None:
     )
     axes.grid(alpha=0.3)
     figure.legend(loc='outside right center', fontsize=8)
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
@@ -96,4 +97,4 @@ def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
     )
     axes.grid(axis='y', alpha=0.3)
     figure.legend(loc='outside right center', fontsize=8)
-    save(figure, path)
+    write_picture(figure, path)

@@ -6,10 +6,10 @@ from typing import Any
 
 from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
-from utils.qat.core.files import write_json
+from utils.qat.core.command import after_scoring, repeated
+from utils.qat.core.files import write_document, write_json
 from utils.qat.core.machine import machine_table
-from utils.qat.core.markdown import code, document, escaped, image, link, markdown_table
-from utils.qat.core.next_command import after_scoring, repeated
+from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import (
@@ -207,7 +207,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
     files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
-    document(
+    write_document(
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',
         [

@@ -8,11 +8,10 @@ from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import json_kinds
 from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file, write_document
 from utils.qat.core.machine import PACKAGES
-from utils.qat.core.markdown import document, escaped, image, markdown_table
-from utils.qat.core.printable import visible
+from utils.qat.core.text import escaped, image, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
 from utils.qat.targets.target import Target, load_target
@@ -220,7 +219,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
         f'{first["unit"]} costs most: alone in INT8 it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
         f'{whole["divergence"]:.5f}{cost}.'
     )
-    document(
+    write_document(
         path,
         f'Sensitivity of {summary["weights"]}',
         [

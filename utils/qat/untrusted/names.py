@@ -6,7 +6,7 @@ import datetime
 from typing import TYPE_CHECKING, Any
 
 from utils.qat.core.errors import QatError
-from utils.qat.core.printable import is_printable
+from utils.qat.core.text import is_printable_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 LONGEST = 200  # characters of a name
 # YAML reads the names `yes`, 7 and 2020-01-01 as values of these types.
 SCALARS = (str, int, float, bool, datetime.date, datetime.datetime, type(None))
-
-
-def is_printable_text(text: str) -> bool:
-    """Tell whether all characters of a text are printable, see printable.is_printable."""
-    return text.isprintable() or all(map(is_printable, text))
 
 
 def is_name(name: str) -> bool:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.torch_archive import plain_archive
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from utils.qat.core.command import require_file
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import require_file
 from utils.qat.untrusted.pickle_records import Refused, read_pickle
 
 # Bytes. The pickle of the largest YOLOv9, with its optimizer, has 2 MB. One byte can become 70 bytes of objects.

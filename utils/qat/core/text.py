@@ -1,4 +1,4 @@
-"""Building blocks of reports: Markdown tables, links, pictures and documents."""
+"""Text that is safe to print, and Markdown: tables, links, code blocks and pictures of reports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from utils.qat.core.files import write_text
-from utils.qat.core.printable import visible
+if TYPE_CHECKING:
+    pass
+
+JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
+# Categories of Unicode: control, format (bidirectional among them), half a character, line and paragraph separators
+CONTROLS = ('Cc', 'Cf', 'Cs', 'Zl', 'Zp')
+LONGEST = 2000  # characters of a message
+
+
+def is_printable(character: str) -> bool:
+    """Tell whether a character is visible text: no line break, control character or bidirectional character."""
+    return character.isprintable() or character in JOINERS or unicodedata.category(character) not in CONTROLS
+
+
+def visible(text: object, keep: str = '') -> str:
+    r"""Replace each character of str(text) that is not printable by an escape, such as \x1b or \u202e; `keep` stays."""
+    text = str(text)
+    if text.isprintable():  # nearly always, and fast
+        return text
+    return ''.join(c if c in keep or is_printable(c) else c.encode('unicode_escape').decode() for c in text)
+
+
+def cut(text: str) -> str:
+    """Cut the middle of a text that is too long: its start tells where the mistake is, its end what to do."""
+    return text if len(text) <= LONGEST else f'{text[: LONGEST * 3 // 4]} … {text[-LONGEST // 4 :]}'
 
 
 class Markdown(str):
@@ -41,11 +64,6 @@ def code(*lines: str) -> Markdown:
     return Markdown('\n'.join((fence, *map(visible, lines), fence)))
 
 
-def document(path: str | Path, title: str, parts: Iterable[str]) -> None:
-    """Write a Markdown file. parts: paragraphs, tables and pictures; an empty line comes between them."""
-    write_text(path, '\n\n'.join((f'# {escaped(title)}', *parts)) + '\n')
-
-
 def image(text: str, file: str | Path) -> str:
     """Make the Markdown of a picture that lies beside the document."""
     return f'![{text}]({file})'
@@ -71,3 +89,14 @@ def markdown_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: 
 
     rule = '|' + '|'.join('-' * (w + 1) + ('-' if i < left else ':') for i, w in enumerate(widths)) + '|'
     return '\n'.join([line(cells[0]), rule, *map(line, cells[1:])])
+
+
+def literal(text: str) -> str:
+    """Escape text for Matplotlib: $ begins a formula, and _ at its begin leaves a label out of a legend."""
+    text = text.replace('$', r'\$')
+    return f' {text}' if text.startswith('_') else text
+
+
+def is_printable_text(text: str) -> bool:
+    """Tell whether all characters of a text are printable, see printable.is_printable."""
+    return text.isprintable() or all(map(is_printable, text))

@@ -117,7 +117,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     """
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
-    from utils.qat.run.report import conclusions, delivered, export_command, run_table
+    from utils.qat.run.report import conclusions, export_command, run_table
+    from utils.qat.run.state import DELIVERED
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)
@@ -126,7 +127,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
     LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report), '', *conclusions(report), '')))
-    finish(export_command(folder, report), report=folder / 'report.md', weights=delivered(folder, report))
+    finish(export_command(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
 
 
 def sensitive(config: SensitiveConfig, folder: Path | None) -> None:

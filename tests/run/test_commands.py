@@ -1,5 +1,6 @@
 """The commands as a user types them: the whole job, its files on disk, and the answers to bad input."""
 
+import filecmp
 import hashlib
 import json
 import pickle
@@ -81,6 +82,10 @@ def report_of(folder):
     return report
 
 
+def same_files(one, other):
+    return filecmp.cmp(one, other, shallow=False)
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -93,7 +98,8 @@ def test_files_of_quantize(job):
     report, text = report_of(exp), (exp / 'report.md').read_text()
     epochs = [f'qat_ep_{e["epoch"]}_ap_{e["ap"]:.4f}_single.pt' for e in report['epochs']]
     assert len(epochs) == 2
-    models = ['ptq_ap_{ap:.4f}_single.pt'.format(**report['ptq']), *epochs, 'qat_best_single.pt']
+    models = ['best.pt', 'ptq_ap_{ap:.4f}_single.pt'.format(**report['ptq']), *epochs, 'qat_best_single.pt']
+    assert same_files(exp / 'weights/best.pt', exp / 'weights/qat_best_single.pt')
     assert names_in(exp / 'weights') == sorted([*models, 'qat_best_single.onnx', 'qat_best_single.verify.json'])
     assert names_in(exp) == ['.lock', 'ap.png', 'classes.png', 'log.txt', 'report.json', 'report.md', 'weights']
     assert report['origin']['ap'] > 0.2, 'the demo weights work even at this size'
@@ -112,7 +118,8 @@ def test_fine_tuning_that_harms_is_not_what_is_delivered(job):
     folder, report = job / 'runs/harmed', report_of(job / 'runs/harmed')
     assert report['epochs'][0]['ap'] < report['ptq']['ap'] - 0.01, 'the rate is meant to harm'
     assert report['best'] == {**report['ptq'], 'epoch': 0, 'file': 'weights/qat_best_single.pt'}
-    assert (folder / report['ptq']['file']).read_bytes() == (folder / report['best']['file']).read_bytes()
+    assert same_files(folder / report['ptq']['file'], folder / report['best']['file'])
+    assert same_files(folder / report['ptq']['file'], folder / 'weights/best.pt')
     assert 'best (PTQ)' in said and 'Fine-tuning did not help: no epoch' in said
 
 
@@ -127,7 +134,19 @@ def test_calibration_only(job):
     command(*quantize(job, '--epochs', 0, '--no-eval-origin', '--name', 'ptq', '--calib-method', 'percentile'))
     report = report_of(job / 'runs/ptq')
     assert report['origin'] is None and report['epochs'] == [] and report['best'] is None and report['ptq']['ap'] > 0.2
-    assert names_in(job / 'runs/ptq/weights') == [f'ptq_ap_{report["ptq"]["ap"]:.4f}_single.pt']
+    weights = job / 'runs/ptq/weights'
+    assert names_in(weights) == ['best.pt', f'ptq_ap_{report["ptq"]["ap"]:.4f}_single.pt']
+    assert same_files(*weights.iterdir())
+
+
+def test_the_best_model_is_never_written_over_the_float_one(job):
+    weights = job / 'runs/taken/weights'
+    weights.mkdir(parents=True)
+    (weights.parent / '.lock').touch()
+    shutil.copy(job / 'single.pt', weights / 'best.pt')
+    words = ['qat.py', 'quantize', '--weights', weights / 'best.pt', '--data', job / 'data/data.yaml', '--epochs', 0]
+    said = command(*words, *('--project', job / 'runs', '--name', 'taken', '--exist-ok', *ON_CPU), code=2)
+    assert 'choose another --name' in said and same_files(job / 'single.pt', weights / 'best.pt')
 
 
 def test_eval_repeats_the_reported_figures(job, scored):

@@ -22,7 +22,7 @@ from utils.qat.core.machine import versions
 from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
 from utils.qat.run.resume import STATE, read_state, write_state
-from utils.qat.run.state import State
+from utils.qat.run.state import DELIVERED, State
 
 UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 
@@ -41,7 +41,13 @@ class Keeper:
         self.folder, self.weights, self.sha256, self.device = folder, weights, sha256, device
 
     def start(self, state: State) -> None:
-        """Delete an earlier run's unfinished files from the folder, and write the first report."""
+        """Delete an earlier run's unfinished files from the folder, and write the first report.
+
+        Raises:
+            QatError: the float model has the name that the run gives its best model.
+        """
+        if (self.folder / DELIVERED).resolve() == self.weights.resolve():
+            raise QatError(f'--weights {self.weights}: the run would write its best model there; choose another --name')
         on_first((self.folder / 'weights').mkdir)(exist_ok=True)
         self.clear_up()
         self._forget()

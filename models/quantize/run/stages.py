@@ -21,7 +21,7 @@ from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.evaluation.chance import boxes_and_masks, points_lost
 from utils.qat.evaluation.score_tables import is_scored
 from utils.qat.run.resume import unfit_state
-from utils.qat.run.state import BEST, EPOCH, PTQ, State
+from utils.qat.run.state import BEST, DELIVERED, EPOCH, PTQ, State
 
 
 def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
@@ -107,6 +107,7 @@ def calibrate(
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
     score = (lambda saved: scorer.of_quantized(saved, PTQ)) if config.eval_ptq else None
     state.ptq = keeper.save(model, 'ptq', state, score)
+    keeper.copy(state.ptq['file'], DELIVERED)
     if config.epochs:
         keeper.keep(state)
         keeper.report(state)
@@ -141,7 +142,8 @@ def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: Scorer,
     state.times[f'fine-tune {name}'] = round(epoch.seconds, 2)
     best = state.best
     if best and (best['epoch'] == epoch.number or epoch.number == 1):
-        keeper.copy(best['file'], state.best_file)
+        for copy in (state.best_file, DELIVERED):
+            keeper.copy(best['file'], copy)
     keeper.report(state)
 
 

@@ -22,7 +22,7 @@ from utils.qat.evaluation.score_tables import (
     task_in,
 )
 from utils.qat.run.plots import plot_ap
-from utils.qat.run.state import LAST
+from utils.qat.run.state import DELIVERED, LAST
 
 
 def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
@@ -118,7 +118,7 @@ def headline(report: dict[str, Any]) -> str:
     on_val = (report['val'] or {}).get('best')
     chosen = report['best'] or report['ptq']
     metrics, images = (on_val, 'val') if on_val else (chosen, report['chosen_on'])
-    file = f'{chosen["file"]} is the model to export'
+    file = f'{DELIVERED} is the model to export'
     if not is_scored(metrics):
         return f'The INT8 model was not scored; {file}.'
     title = merit_title(metrics)
@@ -159,14 +159,9 @@ def conclusions(report: dict[str, Any]) -> list[str]:
     return [*said, f'({EXPLAINED}.)'] if against or gain else said
 
 
-def delivered(folder: Path, report: dict[str, Any]) -> Path:
-    """Return the path of the checkpoint that the run in `folder` delivers."""
-    return folder / (report['best'] or report['ptq'])['file']
-
-
 def export_command(folder: Path, report: dict[str, Any]) -> str:
     """Write the command that exports the checkpoint of a finished run."""
-    return after_scoring(delivered(folder, report), report['settings']['imgsz'])
+    return after_scoring(folder / DELIVERED, report['settings']['imgsz'])
 
 
 def calibration_text(calibration: dict[str, Any]) -> str:
@@ -206,7 +201,8 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
-    files = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
+    made = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
+    files = [DELIVERED, *made] if made else []
     write_document(
         folder / 'report.md',
         f'{Path(settings["weights"]).name} in INT8',

@@ -21,7 +21,7 @@ from utils.qat.core.machine import PACKAGES
 from utils.qat.core.run_folder import writing
 from utils.qat.evaluation.chance import RESAMPLES
 from utils.qat.evaluation.score_tables import is_scored
-from utils.qat.run.state import EPOCH, FLOAT, PTQ, State
+from utils.qat.run.state import DELIVERED, EPOCH, FLOAT, PTQ, State
 from utils.qat.untrusted.json_schema import (
     AGAINST,
     CALIBRATION,
@@ -159,7 +159,7 @@ def read_state(folder: Path) -> State:
         raise unfit_state(folder, wrong)
     del content['format']
     state = State(**content)
-    for file in (state.best_file, *(stage['file'] for stage in (state.ptq, *state.epochs))):
+    for file in (DELIVERED, state.best_file, *(stage['file'] for stage in (state.ptq, *state.epochs))):
         _require_no_link(folder, file)
     return state
 

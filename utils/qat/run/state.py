@@ -14,6 +14,7 @@ from utils.qat.evaluation.chance import difference, difference_of_merit
 from utils.qat.evaluation.score_tables import is_scored, merit
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
+DELIVERED = 'weights/best.pt'  # a copy of the best model so far, under the same name in every run
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 
 

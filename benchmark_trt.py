@@ -1,7 +1,7 @@
 """Measure latency, throughput, memory and size of networks in TensorRT, TensorRT-RTX, ONNX Runtime, OpenVINO, AOTInductor and PyTorch.
 
-python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --batch 1,4,8,12 --duration 10
-python benchmark_trt.py yolov9-c.onnx qat_best_yolov9-c.onnx --data data/coco.yaml --baseline pytorch    # AP beside speed
+python benchmark_trt.py yolov9-c.onnx runs/qat/exp/weights/best.onnx --batch 1,4,8,12 --duration 10
+python benchmark_trt.py yolov9-c.onnx runs/qat/exp/weights/best.onnx --data data/coco.yaml --baseline pytorch    # AP beside speed
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Export checkpoints to ONNX. A quantized checkpoint gets Q/DQ nodes; NMS goes inside the file on request.
 
-    python export_qat.py --weights runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --include onnx onnx_end2end --dynamic --simplify
+    python export_qat.py --weights runs/qat/exp/weights/best.pt --include onnx onnx_end2end --dynamic --simplify
 
 `onnx` writes MODEL.onnx, which returns predictions. `onnx_end2end` writes MODEL-end2end.onnx, which returns detections, and masks for a
 segmentation model (docs/end2end.md). `openvino` and `openvino_end2end` write the same for OpenVINO: .xml and .bin (docs/cpu.md).

@@ -1,6 +1,6 @@
 """Export a checkpoint to ONNX for DeepStream-Yolo, with labels.txt and config_infer_primary_yoloV9.txt.
 
-    python export_yoloV9.py -w runs/qat/exp/weights/qat_best_yolov9-c-converted.pt --dynamic
+    python export_yoloV9.py -w runs/qat/exp/weights/best.pt --dynamic
 
 The options are those of DeepStream-Yolo's script of the same name (parser: NvDsInferParseYolo). Quantized checkpoints are exported
 too. See docs/deploy.md.

@@ -2,7 +2,7 @@
 
     python qat.py quantize --weights yolov9-c-converted.pt --data data/coco.yaml --name yolov9_qat
     python qat.py sensitive --weights yolov9-c-converted.pt --data data/coco.yaml
-    python qat.py eval --weights runs/qat/yolov9_qat/weights/qat_best_yolov9-c-converted.pt --data data/coco.yaml
+    python qat.py eval --weights runs/qat/yolov9_qat/weights/best.pt --data data/coco.yaml
 
 `torchrun --nproc_per_node N qat.py ...` does the same on N GPUs. All processes compute; the first one writes and prints.
 """

@@ -90,7 +90,7 @@ step() {
 SIZE=320 MADE=() DATA=(--data "$OUT/data/data.yaml" --imgsz 320)
 [[ $TASK != classify ]] || SIZE=96 MADE=(--train 400 --val 600 --size 96) DATA=(--data "$OUT/data" --imgsz 96)
 MODEL=$OUT/yolov9-$NAME
-BEST=$OUT/qat/weights/qat_best_yolov9-$NAME
+BEST=$OUT/qat/weights/best
 say "From here on in $PWD, with .venv/bin first on the PATH"
 
 step "Data: handwritten digits on textured canvases" $OUT/data \
@@ -124,9 +124,9 @@ printf '\nFiles in %s:\n' "$HERE/.work/$NAME"
 printf '  %-41s  %s\n' \
     "yolov9-$NAME.pt" "float, one branch" \
     "qat/weights/ptq_*.pt" "calibrated" \
-    "qat/weights/qat_best_yolov9-$NAME.pt" "calibrated and fine-tuned, the best of the run" \
-    "qat/weights/qat_best_yolov9-$NAME.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
-    "qat/weights/qat_best_yolov9-$NAME.xml" "the same for OpenVINO, with a .bin" \
+    "qat/weights/best.pt" "calibrated and fine-tuned, the best of the run" \
+    "qat/weights/best.onnx" "the same as ONNX with Q/DQ, for TensorRT and ONNX Runtime" \
+    "qat/weights/best.xml" "the same for OpenVINO, with a .bin" \
     "qat/report.md, report.json" "figures of every stage, with pictures" \
     "eval*/metrics.json" "figures of the files that were scored on their own"
 cat <<EOT

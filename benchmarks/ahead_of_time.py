@@ -3,7 +3,7 @@
 Run it in a patched tree. It compiles and exports into a temporary folder, or into --folder, whose files are used again.
 
     cd yolov9
-    python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --int8 qat_best_yolov9-c.pt     # on the CPU
+    python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --int8 runs/qat/exp/weights/best.pt     # on the CPU
     python ../yolov9-qat/benchmarks/ahead_of_time.py --weights yolov9-c.pt --device 0                      # on a GPU, float only
 
 It needs g++ (or CXX), for INT8 also torchao. On a GPU it needs the headers of CUDA too (CUDA_HOME, or the pip packages of torch) and

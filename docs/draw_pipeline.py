@@ -21,12 +21,12 @@ ROWS: list[
         'dual': ('FP32', 'trained, two branches', 'yolov9-c.pt'),
         'single': ('FP32', 'trained, one branch', 'yolov9-c-converted.pt'),
         'ptq': ('INT8', 'calibrated (PTQ)', 'ptq_ap_*.pt'),
-        'qat': ('INT8', 'fine-tuned (QAT)', 'qat_best_*.pt'),
+        'qat': ('INT8', 'fine-tuned (QAT)', 'best.pt'),
     },
     {
-        'deepstream': ('INT8', 'ONNX for DeepStream', 'qat_best_*.pt.onnx'),
-        'onnx': ('INT8', 'ONNX with Q/DQ', 'qat_best_*.onnx'),
-        'end2end': ('INT8', 'ONNX with NMS inside', 'qat_best_*-end2end.onnx'),
+        'deepstream': ('INT8', 'ONNX for DeepStream', 'best.pt.onnx'),
+        'onnx': ('INT8', 'ONNX with Q/DQ', 'best.onnx'),
+        'end2end': ('INT8', 'ONNX with NMS inside', 'best-end2end.onnx'),
     },
     {
         'streams': (None, 'DeepStream-Yolo', ''),

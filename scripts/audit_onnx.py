@@ -2,7 +2,7 @@
 
 --openvino compiles the graph and reports what OpenVINO runs in INT8 on this CPU.
 
-python scripts/audit_onnx.py runs/qat/exp/weights/qat_best_yolov9-c-converted.onnx --strict --json audit.json
+python scripts/audit_onnx.py runs/qat/exp/weights/best.onnx --strict --json audit.json
 """
 
 import argparse

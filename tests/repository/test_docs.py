@@ -356,7 +356,7 @@ def test_the_walkthrough_is_run(tmp_path):
         ran.append(command)
     commands_of_ours = {f.name for f in REPO.glob('*.py')} | {'scripts/audit_onnx.py', 'scripts/infer_onnx.py'}
     assert commands_of_ours <= set(ran)
-    assert list(tree.glob('runs/qat/*/weights/qat_best_*.onnx')) and list(tree.glob('runs/benchmark/*/benchmark.md'))
+    assert list(tree.glob('runs/qat/*/weights/best.onnx')) and list(tree.glob('runs/benchmark/*/benchmark.md'))
 
 
 # ---- migration ----------------------------------------------------------------------------------------------------------

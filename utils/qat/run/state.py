@@ -56,7 +56,7 @@ class State:
 
     @property
     def best_file(self) -> str:
-        """Name the copy of the best model."""
+        """Name the copy of the best model as levipereira/yolov9-qat does."""
         return f'weights/qat_best_{Path(self.settings["weights"]).stem}.pt'
 
     @property

@@ -140,7 +140,7 @@ def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) ->
 
 
 def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
-    """Check that a path is a file after which others can be named, such as qat_best_MODEL.pt; see `require_file`."""
+    """Check that a path is a file after which others can be named, such as MODEL.onnx; see `require_file`."""
     require_file(path, flag, suffixes)
     if len(os.fsencode(path.name)) > LONGEST_NAME:
         raise QatError(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.engine import BenchmarkConfig
-from utils.qat.config.options import read
+from utils.qat.config.deploy import BenchmarkConfig
+from utils.qat.config.settings import read
 from utils.qat.config.tasks import TASKS, Task, load_task, task_named
 from utils.qat.core.command import command, run_command
 from utils.qat.core.errors import QatError

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS, EXPORTED, backends_for
-from utils.qat.config.compare import CompareConfig
-from utils.qat.config.options import read
-from utils.qat.config.settings import Sides, require_multiples
+from utils.qat.config.deploy import CompareConfig
+from utils.qat.config.settings import Sides, read, require_multiples
+from utils.qat.config.tables import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.command import after_scoring, explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.errors import QatError

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.options import read_each
-from utils.qat.config.settings import require_multiples
+from utils.qat.config.settings import read_each, require_multiples
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command, explain_out_of_memory, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_source

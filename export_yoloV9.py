@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS
 from utils.qat.config.export import DeepStreamConfig
-from utils.qat.config.options import read
-from utils.qat.config.settings import require_multiples
+from utils.qat.config.settings import read, require_multiples
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import run_command
 from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, finish, quiet_upstream

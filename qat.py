@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS, EXPORTED
-from utils.qat.config.options import add_options, settings_of
 from utils.qat.config.qat import EvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.settings import add_options, settings_of
+from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
@@ -67,7 +66,7 @@ def dry_run(config: QuantizeConfig) -> None:
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
     from utils.qat.backends.pytorch import TorchModel
-    from utils.qat.config.defaults import options
+    from utils.qat.config.settings import typed_words
     from utils.qat.run.report import dry_run_tables
     from utils.qat.untrusted.torchvision_weights import fetched
 
@@ -87,7 +86,7 @@ def dry_run(config: QuantizeConfig) -> None:
         if config.data.name != QuantizeConfig.data.name:
             LOGGER.warning(f'--data {config.data}: no such file or folder; the run will need {loaded.task.takes}')
         config = replace(config, data=Path(loaded.task.placeholder))
-    finish(command('qat.py', 'quantize', *options(vars(config), type(config))))
+    finish(command('qat.py', 'quantize', *typed_words(vars(config), type(config))))
 
 
 def open_folder(inputs: Inputs, folder: Path | None) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.command import Parser, command, converted, run_command
 from utils.qat.core.errors import QatError

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
-from utils.qat.config.options import read_each
 from utils.qat.config.qat import FileEvalConfig
+from utils.qat.config.settings import read_each
 from utils.qat.core.command import run_command
 
 

@@ -36,7 +36,7 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import read_model_files, shapes_of
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file

@@ -12,12 +12,10 @@ from dataclasses import Field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils.qat.config.compare import CompareConfig
-from utils.qat.config.engine import BenchmarkConfig, BuildConfig
+from utils.qat.config.deploy import BenchmarkConfig, BuildConfig, CompareConfig
 from utils.qat.config.export import DeepStreamConfig, ExportConfig
-from utils.qat.config.options import grouped, help_of
 from utils.qat.config.qat import EvalConfig, FileEvalConfig, QuantizeConfig, SensitiveConfig
-from utils.qat.config.settings import Option, Settings, flag_of
+from utils.qat.config.settings import Option, Settings, flag_of, grouped, help_of
 
 PAGE = Path(__file__).with_name('options.md')
 COMMANDS: dict[str, type[Settings]] = {

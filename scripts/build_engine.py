@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.config.engine import BuildConfig
-from utils.qat.config.options import add_options
+from utils.qat.config.deploy import BuildConfig
+from utils.qat.config.settings import add_options
 from utils.qat.config.tasks import task_named
 from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError

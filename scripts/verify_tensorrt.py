@@ -17,9 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
-from utils.qat.config.options import read
-from utils.qat.config.settings import require_multiples
-from utils.qat.config.verify import VerifyConfig
+from utils.qat.config.deploy import VerifyConfig
+from utils.qat.config.settings import read, require_multiples
 from utils.qat.core.command import ALONE, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_file

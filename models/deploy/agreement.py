@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models.quantize.head_outputs import head_of
 from utils.qat.backends.file_model import split_outputs
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 
 # How far ONNX Runtime may be from PyTorch, as |difference| / |PyTorch| (2-norms): over all boxes, over all scores as

@@ -8,7 +8,7 @@ from models.quantize.checkpoint import CheckpointFile
 from models.quantize.quantizers import RoundedOnce
 from utils.qat.backends.file_model import FileModel, open_file
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.log import quiet_upstream
 
 

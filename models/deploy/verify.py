@@ -9,7 +9,7 @@ from typing import Any
 
 from models.deploy.formats.format import Export, Format
 from utils.qat.backends.file_model import open_file
-from utils.qat.config.backends import BACKENDS
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.files import sha256, write_json
 from utils.qat.core.log import LOGGER, RESULT, bar
 from utils.qat.core.machine import versions

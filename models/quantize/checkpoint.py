@@ -22,7 +22,7 @@ from models.quantize.pickled_modules import TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.backends import CHECKPOINTS
+from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file, sha256, write_torch

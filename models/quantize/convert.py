@@ -15,7 +15,7 @@ from models.quantize.pickled_modules import TORCHVISION
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import never_negative
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.targets.target import Target, load_target
 

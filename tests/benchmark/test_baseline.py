@@ -9,7 +9,7 @@ from zoo import command as run
 
 from models.deploy.formats.onnx import export_onnx
 from utils.qat.benchmark.baseline import baseline_of
-from utils.qat.config.engine import BenchmarkConfig, image_sizes
+from utils.qat.config.deploy import BenchmarkConfig, image_sizes
 from utils.qat.core.errors import QatError
 
 SIZE = 64

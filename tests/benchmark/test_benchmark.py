@@ -33,7 +33,7 @@ from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.sweep import measurements_of
 from utils.qat.benchmark.timing import LEAST_QUERIES, HostEvent, in_line, measure, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
-from utils.qat.config.engine import BenchmarkConfig, milliseconds
+from utils.qat.config.deploy import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 

@@ -24,7 +24,7 @@ from conftest import REPO, TREE
 from PIL import Image
 from zoo import program, settings
 
-from utils.qat.config.defaults import options
+from utils.qat.config.settings import typed_words
 from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.text import markdown_table, width
@@ -399,7 +399,7 @@ def test_settings_as_options(line):
     config = parse_args([verb, '--weights', 'w.pt', '--data', 'd.yaml', *words])
     reached = [replace(config, **needs) for needs in ({'only_task': 'classify'}, {'only_task': 'segment'})]
     for values in (vars(config), config.plain(), *map(vars, reached)):
-        assert parse_args([verb, *options(values, type(config))]) == config
+        assert parse_args([verb, *typed_words(values, type(config))]) == config
 
 
 def test_a_command_is_named_as_it_was_reached(tmp_path, monkeypatch):

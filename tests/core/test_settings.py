@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 from zoo import settings
 
-from utils.qat.config import common, compare, engine, export, qat
-from utils.qat.config.options import add_options, read
-from utils.qat.config.settings import RUN, WHAT, Range, Settings, flag_of, option_of
+from utils.qat.config import common, deploy, export, qat
+from utils.qat.config.settings import RUN, WHAT, Range, Settings, add_options, flag_of, option_of, read
 from utils.qat.core.command import Parser
 from utils.qat.core.errors import QatError
 
 KINDS = sorted(
     {
         kind
-        for module in (common, compare, engine, export, qat)
+        for module in (common, deploy, export, qat)
         for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, Settings) and kind is not Settings
     },
     key=lambda kind: kind.__name__,
 )
 NEEDED = {  # what has to be typed
-    engine.BuildConfig: ['m.onnx'],
-    engine.BenchmarkConfig: ['m.onnx'],
-    compare.CompareConfig: ['a.pt', 'b.pt', '--random', '1'],
+    deploy.BuildConfig: ['m.onnx'],
+    deploy.BenchmarkConfig: ['m.onnx'],
+    deploy.CompareConfig: ['a.pt', 'b.pt', '--random', '1'],
+    deploy.VerifyConfig: ['--weights', 'w.pt', '--float', 'f.pt', '--data', 'd.yaml'],
 }
 each_kind = pytest.mark.parametrize('kind', KINDS, ids=lambda kind: kind.__name__)
 
@@ -46,6 +46,7 @@ def test_what_is_not_typed_is_the_default(kind):
         'models',
         'reference',
         'others',
+        *(('float_weights', 'data') if kind is deploy.VerifyConfig else ()),
     }
     for f in fields(kind):
         if f.default is not MISSING and f.name not in ('engine', 'timing_cache', 'random'):
@@ -89,11 +90,11 @@ BAD = [
     (export.ExportConfig, 'imgsz', '16'),
     (export.ExportConfig, 'trt', '9'),
     (export.DeepStreamConfig, 'batch', '0'),
-    (engine.BuildConfig, 'level', '6'),
-    (engine.BenchmarkConfig, 'precision', 'int4'),
-    (engine.BenchmarkConfig, 'precision', ','),
-    (engine.BenchmarkConfig, 'duration', '0'),
-    (compare.CompareConfig, 'rtol', '-1'),
+    (deploy.BuildConfig, 'level', '6'),
+    (deploy.BenchmarkConfig, 'precision', 'int4'),
+    (deploy.BenchmarkConfig, 'precision', ','),
+    (deploy.BenchmarkConfig, 'duration', '0'),
+    (deploy.CompareConfig, 'rtol', '-1'),
 ]
 
 

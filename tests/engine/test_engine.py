@@ -16,7 +16,7 @@ from onnx import helper
 from tqdm import tqdm
 from zoo import python
 
-from utils.qat.config.engine import BuildConfig, min_opt_max
+from utils.qat.config.deploy import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.engine.api import VERSIONS

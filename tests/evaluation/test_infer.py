@@ -494,7 +494,7 @@ def test_names_of_cuda_python():
 def test_the_engine_finds_what_the_onnx_file_finds(files, evaluated, tmp_path):
     pytest.importorskip('tensorrt')
     pytest.importorskip('cuda.bindings.runtime')
-    from utils.qat.config.engine import BuildConfig
+    from utils.qat.config.deploy import BuildConfig
     from utils.qat.engine.build import EngineFromOnnx
 
     engine = program('examples/infer_engine.py')

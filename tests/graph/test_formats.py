@@ -11,7 +11,7 @@ from conftest import REPO
 from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.formats import FORMATS, FileKind
+from utils.qat.config.tables import FORMATS, FileKind
 
 FILES = [*REPO.glob('*.py'), *(REPO / 'models').rglob('*.py'), *(REPO / 'utils/qat').rglob('*.py')]
 
@@ -28,7 +28,7 @@ def test_each_line_has_its_file():
 
 
 def test_nothing_else_branches_on_a_format():
-    own = {*(REPO / 'models/deploy/formats').glob('*.py'), REPO / 'utils/qat/config/formats.py'}
+    own = {*(REPO / 'models/deploy/formats').glob('*.py'), REPO / 'utils/qat/config/tables.py'}
     by_name = re.compile(r"""['"]\w+['"] (?:not )?in \w+\.(?:include|files)\b|['"](?:onnx|openvino)_end2end['"]""")
     places = {file.name: by_name.findall(file.read_text()) for file in FILES if file not in own}
     assert not {name: found for name, found in places.items() if found}

@@ -25,7 +25,7 @@ from models.quantize.convert import quantize_model
 from models.quantize.scales import tie_scales
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import ExportedProgram
-from utils.qat.config.targets import TARGETS
+from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.targets.target import load_target
 from utils.qat.untrusted.program_archive import read_program

@@ -22,7 +22,7 @@ from utils.qat.backends.openvino import OpenVINO
 from utils.qat.benchmark.measured_backends import MeasuredOpenVINO
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import option_of
-from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.audit import audit, finding_counts
 from utils.qat.graph.audit_rules import DFL, HEAD, rules_of

@@ -15,7 +15,7 @@ def test_a_target_is_a_file_and_a_line(small, tmp_path):
     tree = copy_upstream(tmp_path / 'yolov9')
     subprocess.run([REPO / 'patch_yolov9.sh', tree], check=True, stdout=subprocess.DEVNULL)
     (tree / 'utils/qat/targets/npu.py').write_text(FILE)
-    table = tree / 'utils/qat/config/targets.py'
+    table = tree / 'utils/qat/config/tables.py'
     table.write_text(table.read_text().replace('\n}\n', f'\n{LINE}}}\n', 1))
 
     extra = *('--imgsz', '64', '--calib-images', '2', '--calib-method', 'max'), *('--device', 'cpu', '--workers', '0')

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import TREE
 
-from utils.qat.config.verify import VerifyConfig
+from utils.qat.config.deploy import VerifyConfig
 
 ERROR = re.compile(r'error: (.*)')
 

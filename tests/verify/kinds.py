@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from utils.qat.config.export import INT8_LIMITS
-from utils.qat.config.formats import FORMATS
+from utils.qat.config.tables import FORMATS
 from utils.qat.config.tasks import load_task
 from utils.qat.core.command import typed_sides
 

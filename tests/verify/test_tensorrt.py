@@ -20,8 +20,8 @@ from command_runner import CommandRunner, engine_of
 from kinds import KINDS, build, compare_with_onnx, data_of, export, link, onnx_of
 from models.quantize import checkpoint
 from utils.qat.config.common import LoaderConfig
+from utils.qat.config.deploy import VerifyConfig
 from utils.qat.config.export import INT8_LIMITS
-from utils.qat.config.verify import VerifyConfig
 from utils.qat.core.command import typed_sides
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.run_folder import own_folder

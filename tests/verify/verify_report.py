@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 import pytest
 
-from utils.qat.config.options import read
-from utils.qat.config.verify import VerifyConfig
+from utils.qat.config.deploy import VerifyConfig
+from utils.qat.config.settings import read
 from utils.qat.core.files import write_document, write_json
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import code, markdown_table

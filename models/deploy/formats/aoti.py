@@ -32,7 +32,7 @@ from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.aoti import AotPackage, compiled_layers
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pt2 import require_pt2
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.command import run_apart
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic

@@ -14,9 +14,8 @@ import torch
 
 from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.backends import BACKENDS
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.formats import FORMATS
+from utils.qat.config.tables import BACKENDS, FORMATS
 from utils.qat.core.command import after_scoring
 from utils.qat.targets.target import Target, target_of_recipe
 

@@ -27,7 +27,7 @@ from models.quantize.quantizers import UNIT_SCALE, SiLUQuantizer, named_quantize
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import check
 from utils.qat.core.files import atomic
 from utils.qat.core.log import bar

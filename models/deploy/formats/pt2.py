@@ -22,9 +22,8 @@ from models.quantize.head_outputs import head_of
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pt2 import require_pt2
-from utils.qat.config.backends import BACKENDS
 from utils.qat.config.export import ExportConfig
-from utils.qat.config.targets import DEFAULT_TARGET
+from utils.qat.config.tables import BACKENDS, DEFAULT_TARGET
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from utils.qat.config.backends import BACKENDS
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 
 

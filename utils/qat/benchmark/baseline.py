@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.backends import BACKENDS
+from utils.qat.config.tables import BACKENDS
 
 FLOATS = ('fp32', 'fp16', 'bf16')  # the first that was measured is the baseline
 ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}

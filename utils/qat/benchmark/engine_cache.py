@@ -10,8 +10,8 @@ import torch
 
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import fixed_batch
-from utils.qat.config.backends import ENGINES
-from utils.qat.config.engine import BuildConfig
+from utils.qat.config.deploy import BuildConfig
+from utils.qat.config.tables import ENGINES
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
 from utils.qat.core.log import LOGGER

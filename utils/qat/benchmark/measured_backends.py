@@ -15,8 +15,8 @@ from utils.qat.backends.tensorrt import TensorRT
 from utils.qat.benchmark.measured import Measured, MeasuredSession
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
-from utils.qat.config.backends import BACKENDS
 from utils.qat.config.settings import require_multiples
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.engine.api import load_tensorrt
 from utils.qat.graph.openvino_layers import layers_of, run_layers

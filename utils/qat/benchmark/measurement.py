@@ -8,9 +8,9 @@ import torch
 
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.benchmark.model_files import Inputs, ModelFile
-from utils.qat.config.backends import BACKENDS
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
+from utils.qat.config.tables import BACKENDS
 
 
 def pixels(imgsz: Sequence[int] | None) -> str:

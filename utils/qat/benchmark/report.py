@@ -7,7 +7,7 @@ from typing import Any
 from utils.qat.benchmark.baseline import with_changes
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
 from utils.qat.benchmark.tables import csv_text, markdown_tables, series, with_short_names
-from utils.qat.config.engine import REPORTS
+from utils.qat.config.deploy import REPORTS
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import Markdown, code, escaped

@@ -10,7 +10,7 @@ from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import fixed_batch, shapes_of
 from utils.qat.benchmark.timing import Result, measure
 from utils.qat.benchmark.usage import Usage
-from utils.qat.config.backends import BACKENDS
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 
 

@@ -12,9 +12,9 @@ from utils.qat.backends.session import require_named
 from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.measurement import Measurement
 from utils.qat.benchmark.model_files import Inputs, ModelFile, shapes_of
-from utils.qat.config.backends import BACKENDS
-from utils.qat.config.engine import BenchmarkConfig
+from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.common import OR_ALL, SHARE, SIZE
-from utils.qat.config.engine import MEMORY, WORKSPACE
-from utils.qat.config.formats import FORMATS, NMS, TORCH_TENSORRT, formats_with
+from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
+from utils.qat.config.tables import FORMATS, NMS, TORCH_TENSORRT, formats_with
 
 PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
 END2END = (

@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.qat.config.backends import CHECKPOINTS, EXPORTED, PREDICTING
 from utils.qat.config.common import OR_ALL, SEED, SHARE, SIZE, FolderConfig, LoaderConfig, scores
 from utils.qat.config.settings import Range, Sides, flag_of, option, run
-from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_data, require_file, require_source

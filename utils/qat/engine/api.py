@@ -10,7 +10,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from utils.qat.config.backends import BACKENDS
+from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from utils.qat.config.engine import BuildConfig
+from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import atomic
 from utils.qat.core.log import LOGGER

@@ -4,7 +4,7 @@ A file with Q/DQ is INT8. A file with FP16 inside is strongly typed, and is buil
 TensorRT-RTX build every file in its own types.
 """
 
-from utils.qat.config.engine import BuildConfig
+from utils.qat.config.deploy import BuildConfig
 from utils.qat.core.command import command
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER

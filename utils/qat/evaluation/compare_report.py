@@ -5,10 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.backends import BACKENDS, CHECKPOINTS, backends_for
-from utils.qat.config.compare import CompareConfig
-from utils.qat.config.defaults import closing
-from utils.qat.config.settings import Sides
+from utils.qat.config.deploy import CompareConfig
+from utils.qat.config.settings import Sides, closing
+from utils.qat.config.tables import BACKENDS, CHECKPOINTS, backends_for
 from utils.qat.config.tasks import Task
 from utils.qat.core.files import distinct_names, sha256, write_document, write_json
 from utils.qat.core.machine import machine_table, versions

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from utils.qat.backends.file_model import FileModel
-from utils.qat.config.backends import backends_for
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, require_multiples
+from utils.qat.config.tables import backends_for
 from utils.qat.core.command import after_scoring, command, explain_out_of_memory, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from utils.qat.config.defaults import closing
 from utils.qat.config.qat import EvalConfig
+from utils.qat.config.settings import closing
 from utils.qat.core.files import distinct_names, write_document, write_json
 from utils.qat.core.machine import describe, machine, machine_table, versions
 from utils.qat.core.text import escaped, image, markdown_table

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.defaults import closing, options
 from utils.qat.config.qat import QuantizeConfig
+from utils.qat.config.settings import closing, typed_words
 from utils.qat.core.command import after_scoring, repeated
 from utils.qat.core.files import write_document, write_json
 from utils.qat.core.machine import machine_table
@@ -218,7 +218,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),
             *(['## Machine', machine_table(report['machine'])] if 'machine' in report else []),
             '## Made by',
-            code(repeated('qat.py', 'quantize', *options(settings, QuantizeConfig))),
+            code(repeated('qat.py', 'quantize', *typed_words(settings, QuantizeConfig))),
             *closing(settings, QuantizeConfig, report['versions'], export_command(folder, report) if files else None),
         ],
     )

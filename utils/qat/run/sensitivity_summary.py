@@ -4,10 +4,9 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.defaults import closing
 from utils.qat.config.qat import SensitiveConfig
-from utils.qat.config.settings import json_kinds
-from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
+from utils.qat.config.settings import closing, json_kinds
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file, write_document
 from utils.qat.core.machine import PACKAGES

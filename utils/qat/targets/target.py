@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import onnx
 
-from utils.qat.config.targets import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import metadata_value
 

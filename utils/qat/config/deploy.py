@@ -1,4 +1,4 @@
-"""Settings of the commands that build and run engines, and of the benchmark."""
+"""Settings of the commands that build, measure and compare exported files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.backends import BACKENDS, ENGINES
-from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SIZE, FolderConfig, LabelledConfig, scores
+from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SEED, SIZE, TOLERANCE, FolderConfig, LabelledConfig, scores
 from utils.qat.config.settings import Range, Settings, Sides, option, run
+from utils.qat.config.tables import BACKENDS, ENGINES, PREDICTING
 from utils.qat.core.errors import QatError
 
 PRECISIONS = ('auto', 'fp32', 'fp16', 'int8')  # of an engine that is built
@@ -194,3 +194,83 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         """Return the files to measure: the models, and the baseline if it is another file."""
         known = {self.baseline} & {*BACKENDS, *(name for model in self.models for name in (str(model), model.name))}
         return self.models if self.baseline is None or known else (Path(self.baseline), *self.models)
+
+
+comparison = partial(option, group='comparison')
+
+
+@dataclass(frozen=True)
+class CompareConfig(LabelledConfig, FolderConfig):
+    """Settings of `compare_outputs.py`."""
+
+    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='A', positional=True)
+    others: tuple[Path, ...] = option(
+        MISSING, 'one or more like it; each is compared with A', metavar='B', positional=True
+    )
+    random: int | None = option(None, 'use N images of noise instead of --data', metavar='N', allowed=Range(1))
+    _: KW_ONLY
+    images: int = 100
+    imgsz: Sides | None = option(
+        None,
+        'height and width in pixels, or one number for both; default: that of the files, or 640',
+        *SIZE,
+        allowed=Range(32),
+    )
+    device: str = run('', DEVICE)
+    rtol: float = comparison(1e-3, 'relative tolerance, as in numpy.isclose', allowed=TOLERANCE)
+    atol: float = comparison(1e-3, 'absolute tolerance; for boxes in pixels', allowed=TOLERANCE)
+    top: int = comparison(10, 'ranks to compare', allowed=Range(1))
+    show: int = comparison(
+        3,
+        'images whose best detections or classes stand side by side in the report; 0 = none',
+        allowed=Range(0),
+    )
+    backend: tuple[str, ...] | None = option(
+        None,
+        f'what runs exported files, of {",".join(PREDICTING)}: one, or one for each model; default: the first that takes the file',
+        parse=in_order,
+        allowed=PREDICTING,
+    )
+    seed: int = run(57, 'seed of --random', allowed=SEED)
+    project: Path = Path('runs/compare')
+
+    @property
+    def models(self) -> tuple[Path, ...]:
+        """Return A and all B."""
+        return self.reference, *self.others
+
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the source of the images; see Settings.problems."""
+        yield (self.data is None) == (self.random is None), '--data, --random: give one of the two'
+        yield from super().problems()
+
+
+@dataclass(frozen=True)
+class VerifyConfig(FolderConfig):
+    """Settings of `scripts/verify_tensorrt.py`."""
+
+    weights: Path = option(MISSING, 'INT8 checkpoint of qat.py quantize')
+    float_weights: Path = option(MISSING, 'the float checkpoint that it was made of, with one branch', '--float')
+    data: Path = option(MISSING, 'data YAML')
+    imgsz: Sides = option((640, 640), 'height and width in pixels, or one number for both', *SIZE, allowed=Range(32))
+    _: KW_ONLY
+    segment: Path | None = option(None, 'INT8 checkpoint of a segmentation model; without it those rows are skipped')
+    segment_data: Path | None = option(None, 'its data YAML')
+    classify: Path | None = option(None, 'INT8 checkpoint of a classifier; without it those rows are skipped')
+    classify_data: Path | None = option(None, 'the folder of its images')
+    backend: str = option(
+        ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
+    )
+    images: int = option(100, 'number of val images that the files are compared on, at most', allowed=Range(1))
+    minutes: float = option(
+        20.0, 'time for all rows; rows that have not begun by then are skipped', allowed=Range(0, without=0)
+    )
+    duration: float = option(3.0, 'seconds of each measurement of speed', allowed=Range(0, without=0))
+    only: tuple[str, ...] = option((), 'check these rows and no others, such as "build plain" "timing cache"')
+    project: Path = Path('runs/verify')
+
+    def problems(self) -> Iterable[tuple[Any, str]]:
+        """Check the options that need each other; see Settings.problems."""
+        for task in ('segment', 'classify'):
+            given = getattr(self, task), getattr(self, f'{task}_data')
+            yield given.count(None) == 1, f'--{task}, --{task}-data: give both or none'

@@ -1,12 +1,64 @@
-"""The table of backends, which run files. A line names the file in utils/qat/backends/ with its code."""
+"""The tables of targets, formats and backends: a line for each. A line names the file with its code."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from utils.qat.core.errors import QatError
+
+
+class Engine(NamedTuple):
+    """Texts about an engine. placement: difference from the Q/DQ placement of the default target, for `-h`."""
+
+    title: str
+    placement: str = ''
+
+
+TARGETS = {  # --target → Engine. utils/qat/targets/ has a file for each
+    'tensorrt': Engine('TensorRT'),
+    'openvino': Engine(
+        'OpenVINO',
+        'the outputs of the head are INT8 too, values behind a ReLU are unsigned, and each addend of a residual Add of '
+        'torchvision has a scale',
+    ),
+    'onnxruntime': Engine(
+        'ONNX Runtime', 'also around activation functions, which it does not fuse, and with zero points'
+    ),
+}
+DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
+NMS = (
+    *('topk_all', 'iou_thres', 'conf_thres', 'class_agnostic', 'nms'),
+    *('mask_resolution', 'pooler_scale', 'sampling_ratio'),
+)
+TORCH_TENSORRT = 'formats', 'dtype', 'workspace'
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file."""
+
+    suffix: str  # of the file's name, after the stem of the weights
+    file: str  # in models/deploy/formats/, loaded when the format is asked for
+    options: tuple[str, ...] = ()  # settings of ExportConfig that only some kinds have
+
+
+FORMATS = {  # --include → FileKind
+    'onnx': FileKind('.onnx', 'onnx'),
+    'onnx_end2end': FileKind('-end2end.onnx', 'onnx_end2end', NMS),
+    'openvino': FileKind('.xml', 'openvino'),
+    'openvino_end2end': FileKind('-end2end.xml', 'openvino_end2end', NMS),
+    'pt2': FileKind('.pt2', 'pt2'),
+    'aoti': FileKind('-aoti.pt2', 'aoti'),
+    'torch_tensorrt': FileKind('.ep', 'torch_tensorrt', TORCH_TENSORRT),
+}
+
+
+def formats_with(options: tuple[str, ...]) -> str:
+    """Name the formats that have such options, as they are typed."""
+    return ' or '.join(name for name, kind in FORMATS.items() if kind.options == options)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from faults import pickle_in, sampled
 from zoo import LOADERS, load_dual_or_float
 
 from utils.qat.core.errors import QatError
-from utils.qat.data.labels import check_cache
+from utils.qat.data.dataset import check_cache
 from utils.qat.untrusted.plain_values import read_values
 
 RANDOM, ARCHIVES, CACHES = 1500, 24, 325  # cases; the two others are asserted where they are made

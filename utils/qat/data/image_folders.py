@@ -20,8 +20,7 @@ from utils.dataloaders import IMG_FORMATS
 from utils.qat.config.common import LoaderConfig
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import visible
-from utils.qat.data.held_out import held_out_files
-from utils.qat.data.image_file import check_images, read_bgr, unreadable
+from utils.qat.data.images import check_images, held_out_files, read_bgr, unreadable
 from utils.qat.untrusted.names import class_names
 
 MEAN, STD = tuple(IMAGENET_MEAN), tuple(IMAGENET_STD)  # of RGB in 0..1

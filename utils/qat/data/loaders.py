@@ -19,10 +19,9 @@ from utils.qat.config.common import LabelledConfig, LoaderConfig
 from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
-from utils.qat.data.dataset import Data, open_dataset
+from utils.qat.data.dataset import Data, open_dataset, require_labels
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.images import channels_last, unit_images
-from utils.qat.data.labels import require_labels
 from utils.qat.data.masks import COARSE
 
 

@@ -12,7 +12,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
-from utils.qat.data.image_file import check_images, read_rgb
+from utils.qat.data.images import check_images, read_rgb
 from utils.qat.data.loaders import in_order, spread
 from utils.qat.untrusted.names import class_names
 

@@ -18,6 +18,7 @@ from models.common import RepConvN
 from models.quantize.convert import is_quantized
 from models.quantize.head_outputs import head_of
 from models.quantize.network import fold_batch_norms
+from models.quantize.origins.origin import origin_of
 from models.quantize.pickled_modules import TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
@@ -42,8 +43,8 @@ class CheckpointFile:
     """A checkpoint file in memory; its `load_*` build the model: FP32, in eval mode, on `device`.
 
     Attributes:
-        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model, or weights of a
-            network of torchvision), 'ultralytics', 'state_dict' (tensors without a network) or 'other'.
+        kind: 'quantized' (by this toolkit), 'foreign' (of another yolov9-qat tool), 'float' (a YOLOv9 model of any of
+            origins.ORIGINS, or weights of a network of torchvision), 'state_dict' (tensors without a network) or 'other'.
 
     Raises:
         QatError: the file is no torch.save archive (the zip format of PyTorch 1.6 and later). By `load_*`: it has another
@@ -54,12 +55,14 @@ class CheckpointFile:
         self.path = require_file(path, '--weights', CHECKPOINTS)
         of_network = self.path.suffix == '.pth' and bool(network_of(self.path))
         self.state = old_state(self.path) if of_network else None
+        self.origin = None  # upstream, this toolkit or torchvision
         if self.state is None:
             self.archive = read_archive(self.path)
             self.digest = self.archive.digest
+            self.origin = origin_of(self.archive)
         kind = _kind(self.archive.names) if self.state is None else 'state_dict'
         self.of_torchvision = of_network and kind == 'state_dict'
-        self.kind = 'float' if self.of_torchvision else kind
+        self.kind = 'float' if self.of_torchvision or self.origin else kind
 
     @property
     def sha256(self) -> str:
@@ -110,7 +113,6 @@ class CheckpointFile:
                     'start again from its float model: python qat.py quantize --weights FLOAT.pt',
                     'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
                     'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
-                    'ultralytics': f'made by Ultralytics, whose models are other classes than those of YOLOv9; {NEEDED}',
                     'state_dict': f'has weights without their network (a state_dict); {NEEDED}',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
@@ -133,7 +135,10 @@ class CheckpointFile:
         archive = self.archive
         del self.archive  # free its bytes as soon as the model does not need them
         try:
-            ckpt = build(archive)
+            source = f'--weights {self.path}'
+            ckpt = {'model': self.origin.model(archive, source)} if self.origin else build(archive)
+        except QatError:
+            raise
         except Refused as e:
             raise QatError(f'--weights {self.path}: not loaded: {e}') from e
         except Exception as e:  # damaged attributes raise errors of any kind, as the layers do
@@ -172,8 +177,6 @@ def _kind(names: Iterable[str]) -> str:
         return 'foreign'
     if any(n.startswith(('models.yolo.', 'torchvision.models.')) for n in names):
         return 'float'
-    if any(n.startswith('ultralytics.') for n in names):
-        return 'ultralytics'
     tensors = any(n.startswith('torch._utils._rebuild_') for n in names)
     return 'state_dict' if tensors and not any(n.startswith(('torch.nn.', 'models.')) for n in names) else 'other'
 

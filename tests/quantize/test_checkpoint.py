@@ -220,7 +220,6 @@ MISTAKES = {  # kind of file → what each loader answers
     'cut short': 'not a PyTorch checkpoint .or cut short',
     'plain zip': 'not a PyTorch checkpoint',
     'state dict': 'has weights without their network .a state_dict.*upstream train.py',
-    'ultralytics': 'made by Ultralytics.*upstream train.py',
     'other module': 'upstream train.py',
     'peer': 'another yolov9-qat tool.*python qat.py quantize',
     'wrong suffix': 'ending in .pt or .pth',
@@ -249,7 +248,6 @@ def mistakes(demo, tmp_path):
     torch.save({'model': demo.float_model().state_dict()}, files['state dict'])
     torch.save({'model': torch.nn.Conv2d(3, 3, 1)}, files['other module'])
     archive(files['peer'], pickle_of('models.yolo.DetectionModel', 'models.quantize.QuantUpsample'))
-    archive(files['ultralytics'], pickle_of('ultralytics.nn.tasks.DetectionModel', 'torch.nn.modules.conv.Conv2d'))
     files['wrong suffix'] = tmp_path / 'weights.onnx'
     files['wrong suffix'].write_bytes(demo.single.read_bytes())
     return files
@@ -295,6 +293,6 @@ def test_damaged_files_are_mistakes_not_bugs(small, tmp_path):
 
 def _judge(file):
     try:
-        assert CheckpointFile(file).kind in ('float', 'quantized', 'foreign', 'ultralytics', 'state_dict', 'other')
+        assert CheckpointFile(file).kind in ('float', 'quantized', 'foreign', 'state_dict', 'other')
     except QatError as e:
         assert str(file) in str(e)

@@ -88,6 +88,8 @@ def open_inputs(config: CalibrationConfig) -> Inputs:
     config = replace(config, imgsz=config.imgsz or model.task.imgsz)
     require_multiples(config.imgsz, model.stride)
     data = model.task.load_data(config.data, model)
+    if model.names == {i: str(i) for i in model.names}:  # the file has no names of classes
+        model.model.names = data.names
     if isinstance(config, QuantizeConfig):
         data = replace(data, val_split=config.val_split)
     return Inputs(config, device, model.model, file.sha256, model.task, model.stride, data)

@@ -86,7 +86,7 @@ BACKENDS = {  # --backend → Backend
         'PyTorch', 'pytorch', (), ('.pt', '.pth', '.onnx')
     ),  # for an .onnx file the checkpoint from which it was exported
 }
-CHECKPOINTS = ('.pt', '.pth')
+CHECKPOINTS = ('.pt', '.pth', '.ckpt')
 EXPORTED = tuple(dict.fromkeys(suffix for backend in BACKENDS.values() for suffix in backend.predicts))
 PREDICTING = tuple(name for name, backend in BACKENDS.items() if backend.predicts)
 ENGINES = tuple(name for name, backend in BACKENDS.items() if backend.builders)

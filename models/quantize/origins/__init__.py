@@ -1,0 +1,1 @@
+"""Checkpoints of YOLOv9 that another training than upstream's wrote."""

@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
     if unknown:  # reported by the parser that has the options
         verbs.choices[verb].error(f'unrecognized arguments: {" ".join(unknown)}')
     if 'resume' in typed:
-        from utils.qat.run.resume import resumed
+        from utils.qat.run.state import resumed
 
         return [resumed(typed.pop('resume'), typed)]
     if 'weights' not in typed:
@@ -142,8 +142,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
     from utils.qat.evaluation.score_tables import merit_title
-    from utils.qat.run.plots import plot_sensitivity
-    from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, summary_table, write_markdown
+    from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, plot_sensitivity, summary_table, write_markdown
 
     inputs = open_inputs(config)
     config = inputs.config

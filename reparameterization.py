@@ -52,7 +52,7 @@ def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
 
     Raises QatError that names both sides of a mismatch.
     """
-    from models.quantize.weightless import parameter_shapes
+    from models.quantize.reparameterize import parameter_shapes
     from utils.qat.untrusted.yaml_file import read_yaml
 
     nc = model.model[-1].nc

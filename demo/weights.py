@@ -96,7 +96,7 @@ def model_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
 
     It has the attributes that upstream's training adds. The head, the last layer of the config, determines its class.
     """
-    from models.quantize.weightless import parameter_shapes, require_small_maps
+    from models.quantize.reparameterize import parameter_shapes, require_small_maps
 
     if 'cutoff' in state['yaml']:
         return classifier_from(state, upstream)

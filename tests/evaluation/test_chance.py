@@ -16,8 +16,7 @@ from utils.qat.evaluation.chance import difference, draw_resamples, points_lost,
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import merit
 from utils.qat.run.report import conclusions
-from utils.qat.run.resume import STATE
-from utils.qat.run.state import LAST
+from utils.qat.run.state import LAST, STATE
 
 LEVELS = np.arange(10)  # of IoU
 

@@ -19,8 +19,13 @@ from utils.segment.loss_tal import ComputeLoss
 from zoo import build, command, fuse, image, program, settings
 
 from labelled import CPU, PERFECT, labels_of, val_images, words
-from models.quantize.calibration.divergence import mask_logits, strongest_places, typical_divergence
-from models.quantize.calibration.fisher import backward_from_probe, probe_masks
+from models.quantize.calibration.divergence import (
+    backward_from_probe,
+    mask_logits,
+    probe_masks,
+    strongest_places,
+    typical_divergence,
+)
 from models.quantize.finetuning.training_step import head_emits_raw_maps
 from models.quantize.head_outputs import HeadOutputs, output_parts
 from utils.qat.backends.detections import Detections

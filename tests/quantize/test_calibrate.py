@@ -8,8 +8,7 @@ from pytorch_quantization.calib import HistogramCalibrator, MaxCalibrator
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import image, same, settings, state
 
-from models.quantize.calibration.amax_search import SEARCH
-from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, Histogram, bin_width, calibrate
+from models.quantize.calibration.calibrate import BINS, MIN_EXPONENT, SEARCH, Histogram, bin_width, calibrate
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import MIN_AMAX, named_quantizers, quantizers_off
 from utils.qat.config.qat import CALIB_METHODS

@@ -10,8 +10,14 @@ from faults import sampled
 from zoo import build, image, output, same, settings, state, tensors
 
 from models.quantize.finetuning.loop import finetune, learning_rate_share, supervised_layers
-from models.quantize.finetuning.losses import TINY, relative_error
-from models.quantize.finetuning.training_step import MAX_NORM, GraphedStep, NotFinite, TrainingStep
+from models.quantize.finetuning.training_step import (
+    MAX_NORM,
+    TINY,
+    GraphedStep,
+    NotFinite,
+    TrainingStep,
+    relative_error,
+)
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.run.inputs import with_precision
 from utils.qat.core.errors import QatError

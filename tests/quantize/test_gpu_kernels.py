@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from models.quantize.finetuning.losses import _energy, _SquaredError
+from models.quantize.finetuning.training_step import _energy, _SquaredError
 from models.quantize.quantizers import _Rounded
 
 SCALE, ZERO_POINT = 0.0123291015625, -105  # a scale is an FP16 number

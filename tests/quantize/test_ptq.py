@@ -7,8 +7,7 @@ import torch
 from faults import sampled
 from zoo import image, same, settings, state
 
-from models.quantize.analysis import sqnr
-from models.quantize.analysis.sqnr import ComparedModel
+from models.quantize import head_outputs
 from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration import ptq
 from models.quantize.calibration.bias_correction import (
@@ -19,7 +18,8 @@ from models.quantize.calibration.bias_correction import (
     shrunk_mean,
 )
 from models.quantize.calibration.calibrate import collect_histograms
-from models.quantize.calibration.choose_calibration import (
+from models.quantize.calibration.divergence import divergence_sums, typical, typical_divergence
+from models.quantize.calibration.ptq import (
     CANDIDATES,
     CORRECTED,
     UNUSABLE,
@@ -28,8 +28,7 @@ from models.quantize.calibration.choose_calibration import (
     is_behind,
     race,
 )
-from models.quantize.calibration.divergence import divergence_sums, typical, typical_divergence
-from models.quantize.head_outputs import HeadOutputs
+from models.quantize.head_outputs import ComparedModel, HeadOutputs
 from models.quantize.quantizers import quantizers_off
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.log import unshown
@@ -310,7 +309,7 @@ def test_sqnr_by_hand(small):
 
 @torch.no_grad()
 def test_sqnr_is_of_the_first_images(small, monkeypatch):
-    monkeypatch.setattr(sqnr, 'COMPARED', 3)
+    monkeypatch.setattr(head_outputs, 'COMPARED', 3)
     every, two = (ComparedModel(small.quantized_model(), small.float_model()) for _ in range(2))
     predictions = [every(images) for images in BATCHES]
     for images in BATCHES[:2]:  # of two images each

@@ -19,9 +19,9 @@ from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.calibration.ptq import FloatBlocks, within_budget
 from models.quantize.convert import CHOSEN, find_twins, quantize_model
 from models.quantize.head_outputs import HeadOutputs
+from models.quantize.network import find_units, left_out
 from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
-from models.quantize.units import find_units, left_out
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError

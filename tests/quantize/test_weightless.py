@@ -11,7 +11,7 @@ def test_shapes_and_steps_load_no_compiler():
     """Neither PyTorch's compiler nor SymPy, whose imports take seconds, longer than all shapes and a step."""
     code = """
 import sys, torch, yaml
-from models.quantize.weightless import parameter_shapes
+from models.quantize.reparameterize import parameter_shapes
 from models.quantize.finetuning.training_step import Adam
 from utils.qat.core.log import quiet_upstream
 before = set(sys.modules)  # an old PyTorch imports SymPy by itself

@@ -291,7 +291,7 @@ def test_a_network_by_its_weights(job, tmp_path):
     command('export_qat.py', '--weights', file, '--imgsz', SIZE)
     given = '--weights', file, '--data', job / 'data', '--imgsz', SIZE, '--project', tmp_path
     command('qat.py', 'quantize', *given, *ON_CPU, *'--epochs 0 --calib-images 8 --calib-method mse'.split())
-    [made] = (tmp_path / 'exp/weights').iterdir()
+    [made] = (tmp_path / 'exp/weights').glob('ptq_*')
     assert made.name.startswith('ptq_top1') and made.name.endswith('_resnet18-f37072fd.pt')
     assert {f.name for f in tmp_path.iterdir()} == {file.name, file.with_suffix('.onnx').name, 'exp'}
     other = file.rename(file.with_name('mobilenet_v2-1.pth'))

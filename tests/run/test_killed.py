@@ -19,7 +19,7 @@ from zoo import command, load_quantized, program, same
 from models.quantize import checkpoint
 from utils.qat.core.command import run_command
 from utils.qat.core.run_folder import LOCK
-from utils.qat.run.resume import STATE, read_state
+from utils.qat.run.state import STATE, read_state
 
 pytestmark = pytest.mark.faults
 
@@ -29,7 +29,7 @@ FORK = multiprocessing.get_context('fork')
 POINTS = {  # name → (function, which call, how; what --resume says then)
     'writing the first report': ('pathlib.Path.write_text', 1, 'half', EMPTY),
     'observing': ('models.quantize.calibration.calibrate.Histogram.collect', 50, 'before', START),
-    'searching amax': ('models.quantize.calibration.choose_calibration.histogram_amax', 1, 'before', START),
+    'searching amax': ('models.quantize.calibration.ptq.histogram_amax', 1, 'before', START),
     'saving the calibrated model': ('pathlib.Path.write_bytes', 1, 'half', START),
     'scoring the calibrated model': ('utils.qat.evaluation.detection_scores.Scorer.update', 3, 'before', START),
     'keeping the calibration': ('pathlib.Path.write_bytes', 2, 'half', START),

@@ -25,7 +25,7 @@ from utils.qat.core.machine import versions
 from utils.qat.data.dataset import load_data, load_hyp
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.loaders import calibration_images, training_images, val_loader
-from utils.qat.run.resume import STATE
+from utils.qat.run.state import STATE
 
 CPU = torch.device('cpu')
 HYP = {**load_hyp(REPO / 'demo/hyp.yaml'), 'mosaic': 0.7, 'mixup': 0.5, 'fliplr': 0.5, 'flipud': 0.5, 'hsv_h': 0.1}

@@ -13,7 +13,7 @@ from zoo import build, command, full, fuse, image, output, program, same, settin
 from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.calibration.calibrate import calibrate
-from models.quantize.calibration.choose_calibration import CANDIDATES, CORRECTED
+from models.quantize.calibration.ptq import CANDIDATES, CORRECTED
 from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
 from models.quantize.reparameterize import reparameterize

@@ -12,7 +12,7 @@ from graphs import behind_functions
 from onnx import TensorProto, helper, numpy_helper
 from zoo import program
 
-from utils.qat.run.resume import STATE
+from utils.qat.run.state import STATE
 
 SIZE = 64
 RUN = ('--device', 'cpu', '--project', 'OUT', '--workers', 0)

@@ -17,8 +17,7 @@ from models.common import Conv
 from zoo import build, config, full, program, python
 
 from models.quantize import checkpoint
-from models.quantize.reparameterize import reparameterize
-from models.quantize.weightless import parameter_shapes, require_small_maps
+from models.quantize.reparameterize import parameter_shapes, reparameterize, require_small_maps
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.untrusted.model_yaml import LAYERS, require_network

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.analysis.sqnr import decibels, energies
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
-from models.quantize.head_outputs import HeadOutputs, bins_of
-from models.quantize.network import layers
+from models.quantize.head_outputs import HeadOutputs, bins_of, decibels, energies
+from models.quantize.network import layer_of, layers
 from models.quantize.quantizers import Quantizer
-from models.quantize.units import layer_of
 from utils.qat.backends.detections import prepared
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.distributed import all_reduce, from_first, is_first, merged

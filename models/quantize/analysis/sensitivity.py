@@ -17,10 +17,9 @@ import torch.nn as nn
 
 from models.quantize.analysis.partly_float import TwinForms, measure_units
 from models.quantize.blocks import QuantConv2d, Twin
-from models.quantize.calibration.fisher import AT_ONCE, backward_from_probe
-from models.quantize.network import removed_after
+from models.quantize.calibration.divergence import AT_ONCE, backward_from_probe
+from models.quantize.network import find_units, removed_after, within
 from models.quantize.quantizers import Quantizer, quantizers_off
-from models.quantize.units import find_units, within
 from utils.qat.backends.detections import prepared
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.core.distributed import all_reduce, rank, world_size

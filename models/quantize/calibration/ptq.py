@@ -1,28 +1,166 @@
-"""Post-training quantization (PTQ): make a calibrated quantized model of a float model; blocks may stay in float."""
+"""Post-training quantization (PTQ): make a calibrated quantized model of a float model; blocks may stay in float.
 
-from collections.abc import Callable, Iterable, Sequence
+Each calibration is tried, and the one with the least divergence from the float model is kept. No criterion for the range of
+a single tensor is best for all models: clipping of large values helps one model and harms the next. The same is true of bias
+correction. Only the effect on the detections counts, and it can be measured on a few images without labels. Nothing is
+fitted to the images of this measurement. docs/measured/calibration_ways.csv has measurements of all calibrations.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.nn as nn
 
-from models.quantize.calibration.calibrate import collect_histograms
-from models.quantize.calibration.choose_calibration import CORRECTED, UNUSABLE, choose_calibration
+from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
+from models.quantize.calibration.calibrate import (
+    Histogram,
+    calibrate_weights,
+    collect_histograms,
+    histogram_amax,
+    raised_ranges,
+    require_values,
+    set_ranges,
+)
+from models.quantize.calibration.divergence import fisher_amax, log_divergences, typical
 from models.quantize.convert import Conversion, find_twins, quantize_model
+from models.quantize.head_outputs import HeadOutputs, has_known_head, require_known_head
+from models.quantize.network import left_out
 from models.quantize.scales import shared_scales, tie_scales
-from models.quantize.units import left_out
 from utils.qat.backends.pytorch import task_of
-from utils.qat.config.qat import CalibrationConfig, QuantizeConfig
+from utils.qat.config.qat import CANDIDATES, CalibrationConfig, QuantizeConfig
+from utils.qat.core.distributed import from_first
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import LOGGER, unshown
 from utils.qat.data.loaders import Images, spread_images
 from utils.qat.run.sensitivity_summary import by_distortion_per_flop, read_summary, share_int8, worst
 from utils.qat.targets.target import load_target
 
+CORRECTED = ' + biases'  # follows the name of a method if the divergence was measured with corrected biases
+UNUSABLE = 0.5  # at this divergence and above detections are lost
+BEHIND = 4  # standard errors of the mean over images: a calibration that far behind the best is dropped
+Tensors = dict[str, torch.Tensor]  # by path: ranges of quantizers, shifts of convolutions
 COMPARED = 36  # calibration images that choose a calibration: a third to fit, the others to compare
-
 T = TypeVar('T')
+
+
+def every_third(batches: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Split batches of one shape into two sets: every third image, and all others. A single image is in both."""
+    images, size = torch.cat(batches), len(batches[0])
+    others = torch.tensor([i for i in range(len(images)) if i % 3 or len(images) == 1])
+    return images[::3].split(size), images[others].split(size)
+
+
+def is_behind(logs: torch.Tensor, best: torch.Tensor) -> bool:
+    """Tell whether a divergence is larger than the best beyond chance. Both are logarithms for the same images, FP64 [images]."""
+    behind = logs - best
+    if len(behind) == 1:
+        return False
+    return bool(behind.mean() > BEHIND * behind.std() / len(behind) ** 0.5)
+
+
+def race(
+    names: Sequence[str],
+    parts: Sequence[Any],
+    measure: Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]],
+    progress: Callable[..., Iterable[str]],
+) -> dict[str, float]:
+    """Measure calibrations on the first of two parts; drop those clearly behind, and measure the others on the second too.
+
+    `measure` takes a name and a part, see divergence.log_divergences. Returns name → typical divergence. A dropped
+    calibration gets the leader's divergence times their ratio on the first part, so it never becomes the least.
+    """
+    first = {name: measure(name, parts[0]) for name in progress(names, 'comparing', unit='calibrations')}
+    leader = min(first, key=lambda name: first[name][0].mean())
+    left = [name for name, (logs, _) in first.items() if not is_behind(logs, first[leader][0])]
+    leader, left = from_first((leader, left))
+    whole = {}
+    for name in progress(left, 'comparing the best', unit='calibrations'):
+        logs, weights = map(torch.cat, zip(first[name], measure(name, parts[1])))
+        whole[name] = logs, weights
+    found = {name: typical(*measured) for name, measured in whole.items()}
+    for name in first.keys() - whole.keys():
+        found[name] = found[leader] * float((first[name][0] - first[leader][0]).mean().exp())
+    return {name: found[name] for name in names}
+
+
+def ranges_by(
+    method: str,
+    model: nn.Module,
+    histograms: Mapping[str, Histogram],
+    fitting: Sequence[torch.Tensor],
+    config: CalibrationConfig,
+) -> Tensors:
+    """Find the amax (FP32 []) of each activation quantizer, by path, with one method other than 'auto'.
+
+    `model` still has the float model's biases. `fitting` are images for 'fisher', FP32 [B, 3, H, W] in 0..1.
+    """
+    if method == 'fisher':
+        return fisher_amax(model, histograms, fitting, config)
+    return dict(zip(histograms, histogram_amax(histograms, method, config)))
+
+
+def choose_calibration(
+    model: nn.Module,
+    reference: nn.Module,
+    histograms: Mapping[str, Histogram],
+    images: Sequence[torch.Tensor],
+    config: CalibrationConfig,
+    progress: Callable[..., Iterable[str]] = unshown,
+) -> tuple[dict[str, float], str, bool, dict[str, int]]:
+    """Calibrate `model` in place, in every way that `config` allows, and keep the way with the least divergence.
+
+    The methods are config.calib_method or, for 'auto', all of CANDIDATES. With config.bias_correction each one is tried
+    with corrected biases too. Models without a known head (see head_outputs.py) cannot be compared: for them 'auto' is
+    the first of CANDIDATES, and config.bias_correction alone decides about the biases.
+
+    `images` are batches of one shape, FP32 [B, 3, H, W] in 0..1, the same in every process of a torchrun. 'fisher' and
+    the corrections are fitted to every third image, and the others compare. `progress` is called as log.bar is.
+
+    Returns the compared divergences (method, or method + CORRECTED → divergence), the chosen method, whether its biases
+    are corrected, and `raised_ranges`. Raises QatError if a histogram gives no amax (see
+    `require_values`), or if 'fisher' meets an unknown head.
+    """
+    require_values(histograms)
+    known, auto = has_known_head(model), config.calib_method == 'auto'
+    if config.calib_method == 'fisher':
+        require_known_head(model, '--calib-method fisher', 'use another, such as mse')
+    fitting, others = every_third(images)
+    with torch.no_grad():
+        parts = (
+            [(part, [HeadOutputs.of(reference.eval()(x)) for x in part]) for part in every_third(others)]
+            if known
+            else []
+        )
+    calibrate_weights(model)
+
+    methods = [config.calib_method] if not auto else CANDIDATES if known else CANDIDATES[:1]
+    biases = {path: m.bias.detach().clone() for path, m in quantized_convs(model)}
+    tried: dict[str, tuple[str, Tensors, Tensors]] = {}  # name → (method, ranges, shifts)
+
+    def set_calibration(name: str) -> None:
+        _, ranges, shifts = tried[name]
+        set_ranges(model, ranges, histograms)
+        correct_biases(model, biases, shifts)
+
+    def measure(name: str, part: tuple[Sequence[torch.Tensor], Sequence[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        set_calibration(name)
+        return log_divergences(model, *part)
+
+    for method in progress(methods, 'choosing ranges', unit='methods'):
+        correct_biases(model, biases, {})  # the method before may have corrected them
+        ranges = ranges_by(method, model, histograms, fitting, config)
+        tried[method] = method, ranges, {}
+        if config.bias_correction:
+            set_calibration(method)
+            tried[method + CORRECTED] = method, ranges, own_shifts(model, fitting)
+    found = race(list(tried), parts, measure, progress) if known else {}
+    best = from_first(min(found, key=found.__getitem__)) if known else [*tried][-1]
+    set_calibration(best)
+    method, _, shifts = tried[best]
+    return found, method, bool(shifts), raised_ranges(model)
 
 
 def prepare(

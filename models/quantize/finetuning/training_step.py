@@ -4,6 +4,8 @@ A value that is not finite must not reach the weights, but a query after every s
 itself tells the optimizer to skip this step and all later ones (`found_inf` of fused Adam), and the host checks from
 time to time. With FP16 the loss scale is a power of two that adapts to the gradients, as in GradScaler, but on the
 device.
+
+The loss compares the outputs of layers of the student with those of the float model.
 """
 
 import contextlib
@@ -15,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.finetuning.losses import relative_error
 from models.quantize.head_outputs import head_of, output_parts
 from models.quantize.network import layers as layers_of
 from models.quantize.network import removed_after
-from models.quantize.quantizers import QMIN, FixedScales
+from models.quantize.quantizers import QMIN, FixedScales, gpu_kernels
 from utils.qat.core.distributed import all_reduce, world_size
 
+# Squared relative error, 80 dB below the teacher: where student and teacher agree, the root's gradient stays finite
+TINY = 1e-8
 DTYPES = {'off': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 MAX_NORM = 10.0  # of the gradient
 # The loss is relative to whole layers, so gradients of single activations are near 1e-8; FP16 ends at 6e-8.
@@ -29,6 +32,49 @@ LOSS_SCALE, GROW_AFTER = 2.0**13, 100  # the first scale, and the number of good
 LABELS = 'labels'  # a term of the loss without a layer
 MOMENTS = 'step', 'exp_avg', 'exp_avg_sq'  # Adam's state of a parameter
 WARM_UP = 3  # steps before a CUDA graph is recorded, in which libraries choose kernels and allocate memory
+
+
+def _energy(x: torch.Tensor) -> torch.Tensor:
+    """Sum the squares of each image: [B, ...] → [B]."""
+    return x.square().flatten(1).sum(1)
+
+
+class _SquaredError(torch.autograd.Function):
+    """Sum of (student - teacher)² of each image, FP32 [B]; the difference stays in the student's precision."""
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        difference = student.float() - teacher.float()
+        ctx.save_for_backward(difference.to(student.dtype))
+        return _energy(difference)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        gradient = (2 * gradient).view(-1, *[1] * (difference.dim() - 1))
+        return (difference.float() * gradient).to(difference.dtype), None
+
+
+def _error_and_energy(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Sum (student - teacher)² and teacher² of each image: [B, ...] twice → FP32 [B, 2]."""
+    if gpu_kernels(student.device):
+        from models.quantize.gpu.squared_error import squared_error
+
+        sums = squared_error(student, teacher)
+        if sums is not None:
+            return sums
+    return torch.stack((_SquaredError.apply(student, teacher), _energy(teacher.float())), 1)
+
+
+def relative_error(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute |outputs - targets| / |targets| of one layer, the mean over the images: [B, ...] of each tensor → FP32 [].
+
+    The error is relative, so that no layer dominates the loss. It is a root, computed image by image, because some images
+    have values far beyond the calibrated ranges. The clipped part of these values cannot be learnt, and would otherwise
+    make up most of the loss.
+    """
+    error, energy = torch.stack([_error_and_energy(s, t) for s, t in zip(outputs, targets)]).sum(0).unbind(1)
+    return (error / energy.clamp(min=1e-12) + TINY).sqrt().mean()
 
 
 class NotFinite(Exception):

@@ -21,8 +21,7 @@ from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
-from utils.qat.run.resume import STATE, read_state, write_state
-from utils.qat.run.state import DELIVERED, State
+from utils.qat.run.state import DELIVERED, STATE, State, read_state, write_state
 
 UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 

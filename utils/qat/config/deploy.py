@@ -17,6 +17,7 @@ WORKSPACE = 4096  # MiB. Fixed, so that a build does not depend on the free memo
 REPORTS = ('md', 'csv', 'json', 'png')  # of a benchmark's results
 MEMORY = Range(1, words='be 1 (MiB) or more')
 measurement = partial(option, group='measurement')
+comparison = partial(option, group='comparison')
 
 
 def min_opt_max(text: str) -> tuple[int, ...]:
@@ -194,9 +195,6 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
         """Return the files to measure: the models, and the baseline if it is another file."""
         known = {self.baseline} & {*BACKENDS, *(name for model in self.models for name in (str(model), model.name))}
         return self.models if self.baseline is None or known else (Path(self.baseline), *self.models)
-
-
-comparison = partial(option, group='comparison')
 
 
 @dataclass(frozen=True)

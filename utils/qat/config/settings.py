@@ -19,6 +19,8 @@ from utils.qat.untrusted.json_schema import NONE, between
 
 Sides = tuple[int, int]  # height, width in pixels; one number stands for both
 WHAT, RUN = 'what and where', 'run'  # the first and the last group of -h
+METAVARS = {int: 'N', float: 'X'}  # of values without a name of their own
+UNNAMED = 'resume', 'exist_ok', 'dry_run'  # they change no result
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,6 @@ def _not_allowed(settings: Settings, field: Field[Any]) -> Iterator[tuple[Any, s
 
 
 T = TypeVar('T', bound=Settings)
-METAVARS = {int: 'N', float: 'X'}  # of values without a name of their own
 
 
 def read(kind: type[T], argv: Sequence[str] | None, description: str, epilog: str | None = None) -> T:
@@ -262,9 +263,6 @@ def help_of(field: Field, option: Option) -> str:
         return option.help
     words = typed_sides(default) if field.type == Sides else default if isinstance(default, tuple) else [default]
     return f'{option.help}; default: {" ".join(map(str, words))}'
-
-
-UNNAMED = 'resume', 'exist_ok', 'dry_run'  # they change no result
 
 
 def unlike_defaults(settings: Mapping[str, Any], kind: type[Settings]) -> dict[str, tuple[Any, Any]]:

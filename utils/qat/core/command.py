@@ -25,6 +25,9 @@ from utils.qat.core.text import visible
 # Bytes of address space. With less, libraries that PyTorch loads crash or end the process, without an exception to catch.
 TORCH_TAKES = 5 * 2**30
 FIRST_SPEAKS = 5  # seconds that a failed process waits: the first process may print the same error meanwhile
+# `python -c` would import from the current folder: a torch.py there must not run. -I would drop PYTHONPATH and the packages of the
+# user too, and -P needs Python 3.11.
+ALONE = 'import sys; sys.path[:] = filter(None, sys.path)\n'
 
 
 class _Speak(argparse.Action):
@@ -222,11 +225,6 @@ def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py', model, *by)
     return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
-
-
-# `python -c` would import from the current folder: a torch.py there must not run. -I would drop PYTHONPATH and the packages of the
-# user too, and -P needs Python 3.11.
-ALONE = 'import sys; sys.path[:] = filter(None, sys.path)\n'
 
 
 def run_apart(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

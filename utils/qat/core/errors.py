@@ -18,6 +18,25 @@ from typing import Any
 
 from utils.qat.core.text import cut, visible
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
+OUTPUT = '<output>'  # filename of an OSError of standard output
+KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
+SHM = Path('/dev/shm')
+KILLED = (
+    'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
+    '--batch-size, and repeat the command'
+)
+PROCESSES = 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
+TORCHVISION = (
+    'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
+    'memory'
+)
+UNPATCHED = (
+    'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
+    'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
+)
+OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
+
 
 class QatError(Exception):
     """A user's mistake, in one printable line: the file or flag, the allowed values and the next step."""
@@ -34,12 +53,6 @@ def check(problems: Iterable[tuple[Any, str]]) -> None:
     bad = [text for is_bad, text in problems if is_bad]
     if bad:
         raise QatError('; '.join(bad))
-
-
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # no space, quota, largest file
-OUTPUT = '<output>'  # filename of an OSError of standard output
-KINDS = OSError, MemoryError, RuntimeError, ImportError  # classes of errors that the system can cause
-SHM = Path('/dev/shm')
 
 
 def explain(error: BaseException) -> str | None:
@@ -85,20 +98,6 @@ def _memory() -> str:
     return f'out of memory{limited}; use fewer --workers, a smaller --batch-size or --imgsz'
 
 
-KILLED = (
-    'a data loading process was killed, which the system does when memory runs out; use fewer --workers or a smaller '
-    '--batch-size, and repeat the command'
-)
-PROCESSES = 'no more processes or threads are allowed (ulimit -u, or the limits of the container); use fewer --workers'
-TORCHVISION = (
-    'torchvision cannot load its compiled part: it is of another PyTorch: ./install_dependencies.sh, or ulimit -v leaves it no '
-    'memory'
-)
-UNPATCHED = (
-    'this folder is no patched YOLOv9, which the commands run in; lay the toolkit over a clone: '
-    'scripts/get_yolov9.sh ../yolov9 && ./patch_yolov9.sh ../yolov9 && cd ../yolov9'
-)
-OPEN_FILES = 'too many open files; allow more with: ulimit -n 4096, or use fewer --workers'
 CASES: tuple[tuple[type[BaseException], str, str | Callable[[], str]], ...] = (
     # class, words of the message, line: the first that fits
     (MemoryError, '', _memory),

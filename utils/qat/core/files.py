@@ -20,6 +20,9 @@ from utils.qat.core.text import escaped, is_printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomic`
+LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
+
 
 def sha256(path: str | Path) -> str:
     """Compute the SHA-256 of a file, in hex digits."""
@@ -51,9 +54,6 @@ def write_torch(path: str | Path, content: Any) -> None:
     torch.save(content, buffer)
     with atomic(path) as tmp:
         tmp.write_bytes(buffer.getbuffer())
-
-
-TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomic`
 
 
 @contextlib.contextmanager
@@ -119,9 +119,6 @@ def write_picture(figure: Figure, path: str | Path) -> None:
     with atomic(path) as tmp, warnings.catch_warnings():
         warnings.filterwarnings('ignore', 'Glyph .* missing from')  # a class name in a script that the font lacks
         figure.savefig(tmp, dpi=120)
-
-
-LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
 
 
 def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:

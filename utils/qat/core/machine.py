@@ -41,6 +41,34 @@ INSTRUCTIONS = {
     'SVE': 'sve',
 }  # name → flag of Linux
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
+ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
+SCALING = Path('/sys/devices/system/cpu/cpufreq')  # missing in most virtual machines: no current clock
+ROWS = {
+    'device': 'device',
+    'compute_capability': 'compute capability',
+    'multiprocessors': 'multiprocessors (SMs)',
+    'gpu_memory_mib': 'memory of the GPU (MiB)',
+    'gpu_clock_max_mhz': 'largest clock of the GPU (MHz)',
+    'gpu_memory_clock_max_mhz': 'largest clock of its memory (MHz)',
+    'clock_mhz': 'clock while measuring (MHz)',
+    'driver': 'driver',
+    'driver_cuda': 'newest CUDA of the driver',
+    'cpu': 'CPU',
+    'instructions': 'its instructions for INT8, BF16 and vectors',
+    'cpu_clock_max_mhz': 'its largest clock (MHz)',
+    'cores': 'CPU cores that this process may use',
+    'threads': 'CPU threads used',
+    'memory_mib': 'memory (MiB)',
+    'system': 'system',
+    'versions': 'versions',
+}  # key of `machine` → row of the table
+# A thread spins for about the time that a wake-up takes, then sleeps. So it loses little on an idle machine, and delays
+# little on a busy one. GCC's library (PyTorch's wheels) counts spins, of 0.03 to 0.05 us each.
+ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
+ONNX_RUNTIME_SPINS = '100'  # us
+CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
+too_late = False  # OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
 
 def select_device(text: str) -> torch.device:
@@ -138,30 +166,6 @@ def instruction_sets() -> list[str]:
     """Name the instructions of this CPU that speed up INT8 and BF16; empty if the system does not tell."""
     flags = instruction_flags()
     return [name for name, flag in INSTRUCTIONS.items() if flag in flags]
-
-
-PACKAGES = ('torch', 'torchvision', 'numpy', 'pytorch-quantization')
-ENGINES = ('torch', 'onnxruntime', 'onnxruntime-gpu', 'openvino', 'tensorrt', 'tensorrt_rtx')
-SCALING = Path('/sys/devices/system/cpu/cpufreq')  # missing in most virtual machines: no current clock
-ROWS = {
-    'device': 'device',
-    'compute_capability': 'compute capability',
-    'multiprocessors': 'multiprocessors (SMs)',
-    'gpu_memory_mib': 'memory of the GPU (MiB)',
-    'gpu_clock_max_mhz': 'largest clock of the GPU (MHz)',
-    'gpu_memory_clock_max_mhz': 'largest clock of its memory (MHz)',
-    'clock_mhz': 'clock while measuring (MHz)',
-    'driver': 'driver',
-    'driver_cuda': 'newest CUDA of the driver',
-    'cpu': 'CPU',
-    'instructions': 'its instructions for INT8, BF16 and vectors',
-    'cpu_clock_max_mhz': 'its largest clock (MHz)',
-    'cores': 'CPU cores that this process may use',
-    'threads': 'CPU threads used',
-    'memory_mib': 'memory (MiB)',
-    'system': 'system',
-    'versions': 'versions',
-}  # key of `machine` → row of the table
 
 
 def versions() -> dict[str, str]:
@@ -289,14 +293,6 @@ def machine_table(found: dict[str, Any]) -> str:
         ],
         right=False,
     )
-
-
-# A thread spins for about the time that a wake-up takes, then sleeps. So it loses little on an idle machine, and delays
-# little on a busy one. GCC's library (PyTorch's wheels) counts spins, of 0.03 to 0.05 us each.
-ASLEEP = {'OMP_WAIT_POLICY': 'passive', 'GOMP_SPINCOUNT': '3000'}
-ONNX_RUNTIME_SPINS = '100'  # us
-CHOSEN = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME'  # of OpenMP, of GCC's library, of LLVM's and Intel's
-too_late = False  # OpenMP had read its variables before `sleep_while_waiting` set one; see compat.openmp_sleeps
 
 
 def sleep_while_waiting() -> None:

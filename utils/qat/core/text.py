@@ -16,6 +16,11 @@ JOINERS = '\u200c\u200d'  # between letters of Persian and Hindi, and in emoji
 # Categories of Unicode: control, format (bidirectional among them), half a character, line and paragraph separators
 CONTROLS = ('Cc', 'Cf', 'Cs', 'Zl', 'Zp')
 LONGEST = 2000  # characters of a message
+# Characters with a meaning on GitHub: some anywhere, brackets of a link, an underscore at the edge of a word, an address
+MEANINGFUL = re.compile(
+    r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
+    r'(?<=\bwww)\.|(?<=\w)@(?=\w)'
+)
 
 
 def is_printable(character: str) -> bool:
@@ -38,13 +43,6 @@ def cut(text: str) -> str:
 
 class Markdown(str):
     """Text that is Markdown already: as a cell of a table it is not escaped."""
-
-
-# Characters with a meaning on GitHub: some anywhere, brackets of a link, an underscore at the edge of a word, an address
-MEANINGFUL = re.compile(
-    r'[\\`*|~$]|!?\[(?=.*\][(\[])|\](?=[(\[])|(?<=\])[(\[]|(?<![^\W_])_|_(?![^\W_])|(?<=[A-Za-z]):(?=//)|'
-    r'(?<=\bwww)\.|(?<=\w)@(?=\w)'
-)
 
 
 def escaped(text: object) -> Markdown:

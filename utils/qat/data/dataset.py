@@ -32,6 +32,8 @@ from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, witho
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
 from utils.qat.untrusted.yaml_file import read_yaml
 
+OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
+
 
 @dataclass
 class Data:
@@ -270,9 +272,6 @@ def load_hyp(path: str | Path) -> dict[str, Any]:
     if wrong:
         raise QatError(f'--hyp {file}: {", ".join(wrong)}: must be a number')
     return hyp
-
-
-OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled
 
 
 class _Arrays(Values):

@@ -29,6 +29,8 @@ from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, score_cells, score_titles
 
+FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
+
 
 class Score(NamedTuple):
     """A file and its metrics."""
@@ -130,9 +132,6 @@ def write_scores(
             *closing(asdict(config), type(config), versions(), following),
         ],
     )
-
-
-FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
 
 def score_files(configs: Sequence[EvalConfig], load_model: Callable[[Path, torch.device, str | None], Any]) -> None:

@@ -4,10 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import closing, typed_words
 from utils.qat.core.command import after_scoring, repeated
-from utils.qat.core.files import write_document, write_json
+from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
@@ -21,8 +24,67 @@ from utils.qat.evaluation.score_tables import (
     score_titles,
     task_in,
 )
-from utils.qat.run.plots import plot_ap
 from utils.qat.run.state import DELIVERED, LAST
+
+NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
+
+
+def plot_ap(path: Path, report: dict[str, Any]) -> None:
+    """Draw AP, or top-1, of every fine-tuning epoch, with lines for the float and the PTQ model.
+
+    A band around the float model is as wide as chance: inside it an epoch differs from the float model no more than by the choice
+    of images.
+
+    Args:
+        path: the picture to write.
+        report: report of a `quantize` run with at least one epoch.
+    """
+    figure = Figure(figsize=(8, 4.5), layout='constrained')
+    axes = figure.subplots()
+    epochs, best = report['epochs'], report['best']
+    merit, title = score_keys(epochs[0])[0], merit_title(epochs[0])
+    parts = {
+        '': ('tab:blue', lambda metrics: metrics),
+        'masks ': ('tab:orange', lambda metrics: metrics.get('mask', {})),
+    }
+    for text, (colour, part) in parts.items():
+        of = {key: part(report[key]).get(merit) for key in ('origin', 'ptq') if report[key]}
+        if not all(merit in part(e) for e in epochs):
+            continue
+        if of.get('origin') is not None and 'against_float' in epochs[0]:
+            chance = max(part(e['against_float'])['chance'] for e in epochs)
+            label = f'{text}within chance of float, ± {100 * chance:.2f} points'
+            axes.axhspan(
+                of['origin'] - chance, of['origin'] + chance, color=colour, alpha=0.12, linewidth=0, label=label
+            )
+        for key, name, style in (('origin', 'float', '-'), ('ptq', 'PTQ', '--')):
+            if of.get(key) is not None:  # not with --no-eval-origin, --no-eval-ptq
+                axes.axhline(of[key], linestyle=style, color=colour, alpha=0.6, label=f'{text}{name} {of[key]:.4f}')
+        axes.plot(
+            [e['epoch'] for e in epochs], [part(e)[merit] for e in epochs], 'o-', color=colour, label=f'{text}QAT'
+        )
+    if best:
+        axes.plot(
+            best['epoch'],
+            best[merit],
+            'o',
+            markersize=11,
+            markerfacecolor='none',
+            color='tab:green',
+            label=f'best {best[merit]:.4f}' + ' (PTQ)' * (not best['epoch']),
+        )
+    low, high = axes.get_ylim()
+    wider = max(0, NARROWEST - (high - low)) / 2
+    axes.set_ylim(low - wider, high + wider)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(
+        xlabel='epoch',
+        ylabel='AP (IoU 0.50:0.95)' if title == 'AP' else f'{title} accuracy',
+        title=f'Fine-tuning with quantization, scored on {report["images"][report["chosen_on"]]} images ({report["chosen_on"]})',
+    )
+    axes.grid(alpha=0.3)
+    figure.legend(loc='outside right center', fontsize=8)
+    write_picture(figure, path)
 
 
 def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str]:
@@ -56,7 +118,7 @@ def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def run_table(report: dict[str, Any]) -> str:
     """Format the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
-    For the columns in dB see models/quantize/analysis/sqnr.py. With --val-split there are two tables, each with its images.
+    For the columns in dB see models/quantize/head_outputs.py. With --val-split there are two tables, each with its images.
     """
     stages = [report['origin'], report['ptq'], *report['epochs']]
     if not any(map(is_scored, stages)):

@@ -4,13 +4,15 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from utils.qat.config.qat import SensitiveConfig
 from utils.qat.config.settings import closing, json_kinds
 from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_file, write_document
+from utils.qat.core.files import require_file, write_document, write_picture
 from utils.qat.core.machine import PACKAGES
-from utils.qat.core.text import escaped, image, markdown_table, visible
+from utils.qat.core.text import escaped, image, literal, markdown_table, visible
 from utils.qat.evaluation.chance import RESAMPLES, in_points, in_words
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, task_in
 from utils.qat.targets.target import Target, load_target
@@ -32,7 +34,6 @@ from utils.qat.untrusted.json_schema import (
 )
 
 FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
-
 MEASURED = {
     'divergence': NUMBER,
     'sqnr': SQNR,
@@ -69,6 +70,35 @@ SUMMARY = {  # see json_schema.misfit
     'flops': COUNT,
     'units': [UNIT],
 }
+
+
+def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
+    """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line.
+
+    Args:
+        path: the picture to write.
+        summary: a sensitivity summary, see sensitivity_summary.py.
+    """
+    units = summary['units']
+    kinds = sorted({u['kind'] for u in units})
+    colours = {kind: f'C{i}' for i, kind in enumerate(kinds)}
+    figure = Figure(figsize=(max(7, 0.16 * len(units) + 2), 5), layout='constrained')
+    axes = figure.subplots()
+    for kind in kinds:
+        places = [i for i, u in enumerate(units) if u['kind'] == kind]
+        axes.bar(places, [max(units[i]['distortion'], 1e-9) for i in places], color=colours[kind], label=kind)
+    axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label='all in INT8')
+    axes.set_xticks(range(len(units)), [u['unit'].removeprefix('model.') for u in units], rotation=90, fontsize=7)
+    axes.set(
+        yscale='log',
+        xlim=(-1, len(units)),
+        xlabel='unit',
+        ylabel=f'divergence of the {task_in(summary["int8"]).found}',
+        title=f'{literal(summary["weights"])}: each unit alone in INT8, {summary["images"]} images',
+    )
+    axes.grid(axis='y', alpha=0.3)
+    figure.legend(loc='outside right center', fontsize=8)
+    write_picture(figure, path)
 
 
 def _contradiction(summary: dict[str, Any]) -> str | None:

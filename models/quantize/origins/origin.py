@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.quantize.weightless import Weightless, network_layers, shapes_of
 from torch import nn
 
 import models
 from models import yolo
+from models.quantize.reparameterize import Weightless, network_layers, shapes_of
 from utils.qat.core.errors import QatError
 from utils.qat.untrusted.torch_archive import Archive
 from utils.qat.untrusted.yaml_file import read_yaml

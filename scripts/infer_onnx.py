@@ -300,6 +300,7 @@ class OnnxModel:
     Attributes:
         shape: [B, 3, H, W] of its input.
         names: class index → name.
+        slow: whether ONNX Runtime only simulates its INT8.
     """
 
     def __init__(self, path: Path, device: str) -> None:
@@ -326,6 +327,7 @@ class OnnxModel:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
             (self.input,), metadata = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
             self.names = class_names(metadata.get('names', '{}'))
+            self.slow = 'onnxruntime' in metadata.get('simulated_in', '').split(',')
         # exceptions of ONNX Runtime share no base class; others: several inputs, names that are no names
         except Exception as e:
             fail(f'{path}: ONNX Runtime cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
@@ -514,6 +516,11 @@ def main(
     print(
         f'{total} detections{broken} in {len(args.files) - unread} images{f", pictures in {args.pictures}" if args.save else ""}'
     )
+    if getattr(model, 'slow', False) and not args.quiet:
+        print(
+            'ONNX Runtime computes the INT8 of this file in float, slower than the float model; '
+            'for speed there: qat.py quantize --target onnxruntime'
+        )
     if not args.save and not args.quiet:
         print('next: ' + visible(shlex.join(['python', sys.argv[0], str(args.model), str(args.images), '--save'])))
     return 1 if unread else 0

@@ -83,7 +83,7 @@ def test_every_law_on_every_export(demo, tmp_path, head, kind, options):
     values = [*graph.graph.input, *graph.graph.output]
     assert {v.name: dims(v) for v in values} == shapes
     assert {v.type.tensor_type.elem_type for v in values} == {TensorProto.FLOAT}
-    bytes_each = 4 if not options.get('half') else 1 if quantized else 2
+    bytes_each = 1 if quantized else 2 if options.get('half') else 4
     weights = bytes_each * sum(w.numel() for w in model.parameters() if w.ndim == 4)
     assert not masks or 0.9 * weights < file.stat().st_size < 1.5 * weights + 2e5, 'each weight is there once'
 

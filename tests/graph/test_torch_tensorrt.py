@@ -77,7 +77,7 @@ def agrees(ours, theirs):
 @pytest.mark.parametrize('files', sampled(['small', 'demo_seg'], 2))
 def test_the_program_has_the_qdq_of_the_onnx_file_and_computes_the_model(request, files, tmp_path):
     model = request.getfixturevalue(files).quantized_model()
-    done = export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE)
+    done = export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
     program = quantize_op_program(model, SIDE)
     nodes = quantize_ops(program)
     assert len(nodes) == done.qdq[0] == done.qdq[1]
@@ -131,7 +131,7 @@ def test_fp16_ends_where_the_decoding_begins(request, files, tmp_path):
     (returned,) = [n for n in program.graph.nodes if n.op == 'output']
     assert {n.meta['val'].dtype for n in returned.all_input_nodes} == {torch.float32}
     assert len(quantize_ops(program)) == len(quantize_ops(quantize_op_program(model, SIDE)))
-    export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE)
+    export_onnx(model, tmp_path / 'model.onnx', imgsz=SIDE, int8_weights=False)
     assert len(quantize_ops(program)) == count_qdq(onnx.load(tmp_path / 'model.onnx'))[0]
 
 

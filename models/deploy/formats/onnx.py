@@ -78,6 +78,7 @@ def export_onnx(
     opset: int = 17,
     inplace: bool = False,
     half: bool = False,
+    int8_weights: bool = True,
     kept_float: Sequence[str] = (),
     target: Target = load_target(DEFAULT_TARGET),
     layout: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
@@ -90,8 +91,8 @@ def export_onnx(
     takes normalized images and returns the logits output0 [B, nc]. All of them are FP32.
 
     model: fused; float or quantized. imgsz: multiples of the stride. dynamic: leave the batch axis open. simplify: run onnxslim.
-    half: FP16 outside Q/DQ. kept_float: blocks that are float by choice, for the metadata. layout: gives the checked graph other
-    inputs and outputs, such as deepstream_layout. progress: wraps the steps.
+    half: FP16 outside Q/DQ. int8_weights: store weights with Q/DQ as integers. kept_float: blocks that are float by choice, for
+    the metadata. layout: gives the checked graph other inputs and outputs, such as deepstream_layout. progress: wraps the steps.
 
     Raises:
         QatError: ONNX's checker rejects the graph, or ONNX Runtime does not agree with PyTorch. No file is left.
@@ -109,6 +110,7 @@ def export_onnx(
         *[onnx_passes.simplify] * simplify,
         onnx_passes.quantize_moves,
         onnx_passes.merge_duplicates,
+        *[onnx_passes.store_int8_weights] * int8_weights,
         *[onnx_half.to_half] * half,
         *([last] if last else []),
     ]
@@ -130,7 +132,9 @@ def export_onnx(
         theirs = traced(images.to(device))
         returned = [theirs] if isinstance(theirs, torch.Tensor) else theirs
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
-        onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, target.name if quantizers else DEFAULT_TARGET))
+        simulated = {'simulated_in': ','.join(target.simulated_in)} if quantizers and target.simulated_in else {}
+        made_for = target.name if quantizers else DEFAULT_TARGET
+        onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated)
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 
@@ -165,6 +169,7 @@ def write_onnx(
         opset=config.onnx_opset,
         inplace=config.inplace,
         half=half,
+        int8_weights=config.trt != 8,  # the parser of 8.6 takes integers only from a Q
         kept_float=[*export.kept_float, *(float_inside_blocks(model) if export.int8 else ())],
         target=export.target,
         layout=layout,

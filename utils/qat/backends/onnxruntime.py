@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.machine import onnx_options
 from utils.qat.graph.onnx_file import require_bounded
 from utils.qat.graph.ort_rounding import rounding
+from utils.qat.targets.target import simulated_note
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -85,6 +87,12 @@ class OnnxRuntime(Session):
         if verb == 'run' or 'MLFloat16' in said:  # some versions notice it when they load a file
             return QatError(f'{self.file}: ONNX Runtime cannot run it: {said}')
         return QatError(f'{self.file}: ONNX Runtime cannot load it: {said}')
+
+    @property
+    @override
+    def notes(self) -> Sequence[str]:
+        """Tell that INT8 is simulated, if it is."""
+        return simulated_note(self.signature().metadata, 'onnxruntime')
 
     @override
     def signature(self) -> Signature:

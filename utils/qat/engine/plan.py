@@ -40,7 +40,17 @@ class Plan:
         self.dynamic = any(-1 in shape for shape in inputs.values())
         self.metadata = {p.key: p.value for p in model.metadata_props}
         self.nodes = [name_of(n) for n in model.graph.node]
+        stored = {i.name for i in model.graph.initializer}
+        integers = any(n.op_type == 'DequantizeLinear' and n.input[0] in stored for n in model.graph.node)
+        if integers and Capability.TYPED not in can:
+            raise QatError(
+                f'{config.onnx}: stores weights as integers, which {product} cannot take; {self._export()} --trt 8'
+            )
         self._choose_flags(can, any(count_qdq(model)), is_half(model))
+
+    def _export(self) -> str:
+        """Return the command that exports the file again, without its --trt."""
+        return command('export_qat.py', '--weights', self.config.onnx.with_suffix('.pt').name)
 
     def _batch(self, own: int) -> tuple[int, ...]:
         """Choose the smallest, best and largest batch; `own` is the batch of the file, -1 if it is open."""
@@ -77,7 +87,7 @@ class Plan:
     def _choose_flags(self, can: set[Capability], int8: bool, half: bool) -> None:
         """Choose the flags of a file that has Q/DQ (`int8`) and FP16 (`half`) inside, and name the precision."""
         file, wanted, product = self.config.onnx, self.config.precision, self.product
-        export = command('export_qat.py', '--weights', file.with_suffix('.pt').name)
+        export = self._export()
         if int8 and wanted in ('fp32', 'fp16'):
             raise QatError(
                 f'--precision {wanted}: {file} has Q/DQ, which are INT8; leave the flag out, or give the export of the float checkpoint'

@@ -332,7 +332,8 @@ def store_int8_weights(model: ModelProto) -> ModelProto:
         if scale.ndim:
             axis[attribute(node, 'axis', 1)] = -1
         scale, zero_point, limits = scale.reshape(axis), zero.reshape(axis).astype(np.float32), np.iinfo(zero.dtype)
-        steps = np.clip(np.rint(weight / scale) + zero_point, limits.min, limits.max).astype(zero.dtype)
+        with np.errstate(invalid='ignore'):  # NaN has no integer; the comparison with PyTorch refuses such a file
+            steps = np.clip(np.rint(weight / scale) + zero_point, limits.min, limits.max).astype(zero.dtype)
         model.graph.initializer.append(numpy_helper.from_array(steps, node.output[0]))
         model.graph.node.remove(node)
     read = readers(model)

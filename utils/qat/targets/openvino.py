@@ -19,5 +19,6 @@ TARGET = Target(
     zero_points='unsigned',
     add_policies={'residual': 'each'},
     int8_outputs=frozenset({'box', 'class'}),
+    simulated_in=('onnxruntime',),
     only_here='TensorRT reads no unsigned INT8, which stands behind ReLU',
 )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import onnx
 
-from utils.qat.config.tables import DEFAULT_TARGET, TARGETS
+from utils.qat.config.tables import BACKENDS, DEFAULT_TARGET, TARGETS
 from utils.qat.core.errors import QatError
 from utils.qat.graph.onnx_graph import metadata_value
 
@@ -31,6 +31,7 @@ class Target:
         only_here: a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines.
         in_openvino: a clause: the drawback of a detector's file in OpenVINO; '' for none.
         in_openvino_classes: likewise for a classifier's file.
+        simulated_in: backends that compute the INT8 of its files in float, slower than a float model.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Target:
     only_here: str = ''
     in_openvino: str = ''
     in_openvino_classes: str = ''
+    simulated_in: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -63,6 +65,21 @@ class Target:
             raise QatError(
                 f'{what}: the checkpoint was quantized for {self.title}, and {self.only_here}; quantize with --target tensorrt'
             )
+
+
+def simulated_note(metadata: Mapping[str, str], backend: str) -> list[str]:
+    """Return a line if `backend` only simulates the INT8 of an exported file, by the file's metadata; else nothing.
+
+    Raises:
+        QatError: the metadata name no target.
+    """
+    if backend not in metadata.get('simulated_in', '').split(','):
+        return []
+    title, made_for = BACKENDS[backend].title, load_target(metadata.get('target', DEFAULT_TARGET)).title
+    return [
+        f'{title} computes the INT8 of this file in float, slower than the float model: it was quantized for {made_for}; '
+        f'for speed in {title}: qat.py quantize --target {backend}'
+    ]
 
 
 def load_target(name: Any) -> Target:

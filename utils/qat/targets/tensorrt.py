@@ -4,6 +4,7 @@ from utils.qat.targets.target import Target
 
 TARGET = Target(
     'tensorrt',
+    simulated_in=('onnxruntime',),
     in_openvino='the outputs of the head are in float, which costs OpenVINO up to 2 % more time',
     in_openvino_classes='values behind a ReLU are signed and a residual Add has one scale, which costs OpenVINO up to 12 % more time',
 )

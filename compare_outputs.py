@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         size = image_size(config, models)
         comparisons, examples = compare_images(config, models, task, device, size)
         following = after_scoring(config.others[-1], size, backends[-1])
-        tables = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
+        verdict = write_comparison(folder, config, task, comparisons, examples, size, machine(device), following)
     others = ', '.join(map(str, config.others))
     images = f'{comparisons[0]["images"]} images of {size[0]} x {size[1]}'
-    LOGGER.log(RESULT, f'{others} compared with {config.reference}, {images}\n\n{tables}\n')
+    LOGGER.log(RESULT, f'{others} compared with {config.reference}, {images}\n\n{verdict}\n')
     finish(following, results=folder / 'compare.json', report=folder / 'report.md')
 
 

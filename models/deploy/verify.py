@@ -17,7 +17,7 @@ from utils.qat.evaluation.compare import compare_models
 
 
 def verify(export: Export, file_format: Format, backend: str, data: Any, loader: Any) -> bool:
-    """Compare a written file with PyTorch: log the tables, write a .verify.json beside it, and tell whether the limits are kept.
+    """Compare a written file with PyTorch: log the verdict, write a .verify.json beside it, and tell whether the limits are kept.
 
     backend: runs the file. data: of --verify. loader: its images.
     """
@@ -48,13 +48,15 @@ def verify(export: Export, file_format: Format, backend: str, data: Any, loader:
             **comparison,
         },
     )
-    notes = ''.join(f'{line}\n' for line in model.notes)
-    LOGGER.log(
-        RESULT,
-        f'\nPyTorch and {title} ({path.name}) on {comparison["images"]} images of {config.verify}, {task.seen_as(config.imgsz, True)}\n\n'
-        f'{task.comparing().tables(comparison, ("PyTorch", title))}\n{notes}limits: {task.comparing().limits_text(limits, comparison)}: '
-        f'{"exceeded" if beyond else "kept"}\nresults {file}\n',
-    )
+    how, names = task.comparing(), ('PyTorch', title)
+    seen = f'{comparison["images"]} images of {config.verify}, {task.seen_as(config.imgsz, True)}'
+    lines = [
+        f'\n{title} ({path.name}) against PyTorch on {seen}: {how.in_a_clause(comparison)}.',
+        f'limits: {how.limits_text(limits, comparison)}: {"exceeded" if beyond else "kept"}',
+        *model.notes,
+    ]
+    scores = how.scores_table([comparison], names)
+    LOGGER.log(RESULT, '\n'.join(lines) + f'\n\n{scores}' * bool(scores) + f'\nresults {file}\n')
     if beyond:
         LOGGER.error(
             f'{path}: above the limits of --verify: {"; ".join(beyond)}. The file stays. AP is uncertain on few images: '

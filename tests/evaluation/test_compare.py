@@ -12,7 +12,7 @@ from utils.qat.config.export import FLOAT_LIMITS, INT8_LIMITS, ExportConfig
 from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import load_data
 from utils.qat.evaluation.compare import ElementDifferences, compare_models
-from utils.qat.evaluation.compare_detections import beyond_limits, tables
+from utils.qat.evaluation.compare_detections import beyond_limits, details, in_a_clause, scores_table
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import difference_cells, score_cells
 
@@ -216,7 +216,8 @@ def test_a_disturbed_model_exceeds_the_limits(setup, disturb, exceeds, may):
     said = beyond_limits(plain, INT8_LIMITS)
     found = {text for text in (AP, MATCHED, SCORES) for line in said if text in line}
     assert exceeds <= found <= exceeds | may and len(found) == len(said), said
-    text = tables(plain, ('PyTorch', 'the other'))
+    names = 'PyTorch', 'the other'
+    text = '\n'.join([in_a_clause(plain), scores_table([plain], names), *details([plain], names)])
     assert f'{result["other"]["ap"]:.4f}' in text and f'{result["matched"]:.2%}' in text and 'nan' not in text
 
 

@@ -110,6 +110,13 @@ def test_classifiers_on_a_folder_of_classes(folder):
     assert re.search(r'\| b.onnx +\| 0.4000 \| 1.0000 \| .* 60.0% \|', out)
     assert 'b.onnx - a.onnx, points | -40.00 | ' in out
     assert set(found['files']) == {str(folder / 'a.onnx'), str(folder / 'b.onnx')}
+    assert '| rank' not in out and out.index('- b.onnx against a.onnx: ') < out.index('| model')
+
+
+def test_ranks_of_several_models_stand_side_by_side_in_the_report(folder):
+    compared(folder, '{f}/a.onnx {f}/b.onnx {f}/open.onnx --data {f}/data')
+    report = (folder / 'runs/report.md').read_text()
+    assert re.search(r'\| rank \| +a.onnx \| +b.onnx \| +open.onnx \|', report) and 'numpy.isclose' in report
 
 
 def test_the_benchmark_scores_classifiers_alike(folder):
@@ -132,7 +139,7 @@ def test_a_file_of_open_size_takes_the_size_of_the_other_or_of_the_flag(folder, 
 def test_one_file_in_several_backends_is_named_by_them(folder):
     backends = 'onnxruntime,onnxruntime,onnxruntime'
     out, _ = compared(folder, '{f}/a.onnx {f}/b.onnx {f}/a.onnx --random 2 --backend {b}', b=backends)
-    assert '## a.onnx in ONNX Runtime against a.onnx in ONNX Runtime' in out
+    assert '- a.onnx in ONNX Runtime against a.onnx in ONNX Runtime: ' in out
 
 
 def test_classifiers_on_noise(folder):

@@ -176,7 +176,7 @@ def test_verify_writes_the_comparison_beside_the_file(job, scored):
     said, result = (job / 'export.txt').read_text(), json.loads((job / BEST).with_suffix('.verify.json').read_text())
     assert result['images'] == 8 and result['above_limits'] == [] and result['limits']['ap'] == 0.03
     assert result['onnx']['sha256'] == hashlib.sha256((job / BEST_ONNX).read_bytes()).hexdigest()
-    for text in (f'{result["reference"]["ap"]:.4f}', f'{result["matched"]:.2%}', 'within rtol 0.001, atol 0.001'):
+    for text in (f'{result["reference"]["ap"]:.4f}', f'{result["matched"]:.2%}', 'limits: '):
         assert text in said
     alone = scored['onnx'][1]
     assert {k: alone[k] for k in result['other']} == result['other'], 'the figures of the file, as eval finds them'
@@ -225,7 +225,6 @@ def test_end2end_files(job, scored):
     as_eval = '--nms standard --conf-thres 0.001 --iou-thres 0.7 --topk-all 300 --batch-size 4'.split()
     said = command(*exported, *as_eval, '--verify', job / 'data/data.yaml', '--max-ap-diff', 0.03)
     assert 'inside-end2end.onnx' in said and 'in ONNX Runtime as by torchvision' in said
-    assert '| all predictions' not in said
     made = {f'inside-end2end.{suffix}' for suffix in ('onnx', 'verify.json', 'pbtxt')}
     assert {p.name for p in job.glob('inside*')} == {'inside.pt', *made}
     served = (job / 'inside-end2end.pbtxt').read_text()

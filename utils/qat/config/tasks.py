@@ -135,7 +135,7 @@ class Task(ABC):
 
     @abstractmethod
     def comparing(self) -> Any:
-        """Return the module that compares models: Differences, tables, scores_table, in_a_clause, beyond_limits, limits_text."""
+        """Return the module that compares models: Differences, details, scores_table, in_a_clause, beyond_limits, limits_text."""
 
     @abstractmethod
     def lines(self, found: Sequence[torch.Tensor], names: Mapping[int, str], top: int) -> list[Any]:

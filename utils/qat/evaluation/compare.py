@@ -11,6 +11,45 @@ import torch
 
 from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import Task, load_task
+from utils.qat.core.text import markdown_table
+
+NUMPY_TOLERANCE = '(within: |difference| <= atol + rtol |value|, as in numpy.isclose, whose defaults are rtol 1e-05 and atol 1e-08; here 0.001)'
+
+
+def number(value: float | None, form: str = '.3g') -> str:
+    """Format a number for a table; '-' for None."""
+    return '-' if value is None else format(value, form)
+
+
+def within(settings: Mapping[str, Any]) -> str:
+    """Name the tolerance of a comparison, for the title of a column."""
+    return f'within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
+
+
+def ranks_tables(
+    comparisons: Sequence[dict[str, Any]], names: Sequence[str], columns: Mapping[str, tuple[str, str]]
+) -> list[str]:
+    """Make a table of mean scores with all models side by side, and one of the differences of each model from the first.
+
+    Args:
+        comparisons: plain comparisons; their 'ranks' have the figures.
+        names: of the first model, then the others.
+        columns: further keys of a rank → (title, format).
+    """
+    differences = {'score_error': ('score difference', '.3g'), **columns}
+    first = max((c['ranks'] for c in comparisons), key=len)
+    scores = [
+        (rank['rank'], number(rank['score'], '.4f'))
+        + tuple(number(c['ranks'][i]['other_score'], '.4f') if i < len(c['ranks']) else '-' for c in comparisons)
+        for i, rank in enumerate(first)
+    ]
+    rows = [
+        (name, rank['rank'], *(number(rank[key], form) for key, (_, form) in differences.items()))
+        for name, c in zip(names[1:], comparisons)
+        for rank in c['ranks']
+    ]
+    titles = 'model', 'rank', *(title for title, _ in differences.values())
+    return [markdown_table(('rank', *names), scores), markdown_table(titles, rows)] if first else []
 
 
 class ElementDifferences:

@@ -10,7 +10,7 @@ from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.classes import ClassMetrics
-from utils.qat.evaluation.compare import ElementDifferences
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, within
 
 
 class Differences:
@@ -33,6 +33,7 @@ class Differences:
         (first, classes), (second, other_classes) = reference.topk(top, 1), other.topk(top, 1)
         of_batch = {
             'score': first,
+            'other_score': second,
             'score_error': (second - first).abs(),
             'disagreement': (classes != other_classes).double(),
         }
@@ -51,8 +52,8 @@ class Differences:
             Plain values:
                 images, rtol, atol, top: of the comparison.
                 scores: differences of the scores of all classes, see ElementDifferences.summary.
-                ranks: of the highest scores: rank (from 1), mean score of the reference, score_error (mean absolute
-                    difference), and disagreement (share of the images).
+                ranks: of the highest scores: rank (from 1), mean score of the reference, other_score (of the other),
+                    score_error (mean absolute difference), and disagreement (share of the images).
                 disagreement: over all ranks.
                 reference, other: top1 and top5, in 0..1; None without labels.
         """
@@ -85,25 +86,14 @@ def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
     return beyond
 
 
-def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Format a comparison as Markdown tables; `scores` adds accuracy, if there are labels."""
-    e = comparison['scores']
-    ranks = [
-        (r['rank'], f'{r["score"]:.4f}', f'{r["score_error"]:.3g}', f'{r["disagreement"]:.1%}')
-        for r in comparison['ranks']
+def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Format differences of all scores, and rank by rank, as Markdown tables. names: of the first model, then the others."""
+    found = [(name, *(number(c['scores'][key]) for key in ('max', 'mean'))) for name, c in zip(names[1:], comparisons)]
+    columns = {'disagreement': ('another class at this rank', '.1%')}
+    return [
+        f'{markdown_table(("all scores", "max difference", "mean difference"), found)}\n\n{NUMPY_TOLERANCE}',
+        *ranks_tables(comparisons, names, columns),
     ]
-    ranks.append((f'top {comparison["top"]}', '-', '-', f'{comparison["disagreement"]:.1%}'))
-    tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
-    written = [
-        markdown_table(
-            ('all scores', 'max difference', 'mean difference', tolerance),
-            [('scores', f'{e["max"]:.3g}', f'{e["mean"]:.3g}', f'{e["within"]:.2%}')],
-        ),
-        markdown_table(('rank', 'score', 'score difference', 'disagreement'), ranks),
-    ]
-    if scores and comparison['reference']:
-        written.append(scores_table([comparison], names))
-    return '\n\n'.join(written)
 
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
@@ -118,8 +108,12 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
     for name, c in zip(names[1:], comparisons if first else ()):
         points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
         rows.append((f'{name} - {names[0]}, points', *points, *['-'] * 4))
-    within = f'scores within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
-    titles = within, 'mean difference', 'same best class', f'other class at a rank of the top {settings["top"]}'
+    titles = (
+        f'scores {within(settings)}',
+        'mean difference',
+        'same best class',
+        f'other class at a rank of the top {settings["top"]}',
+    )
     return markdown_table(('model', *(['top-1', 'top-5'] if first else []), *titles), rows)
 
 

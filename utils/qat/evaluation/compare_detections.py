@@ -15,7 +15,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
-from utils.qat.evaluation.compare import ElementDifferences
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, within
 from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.score_tables import models_table
 
@@ -27,13 +27,11 @@ PREDICTED = {  # part of the predictions, see file_model.split_outputs → its t
     'coefficients': 'mask coefficients',
     'prototypes': 'prototypes',
 }
-RANK_COLUMNS = (  # key of Ranking.ranks, title, format
-    ('score', 'score', '.4f'),
-    ('score_error', 'score difference', '.3g'),
-    ('box_error', 'box difference (px)', '.3g'),
-    ('disagreement', 'disagreement', '.1%'),
-    ('unmatched', 'without a match', '.1%'),
-)
+RANK_COLUMNS = {  # key of Ranking.ranks → title, format
+    'box_error': ('box difference (px)', '.3g'),
+    'disagreement': ('another detection at this rank', '.1%'),
+    'unmatched': ('without a match at any rank', '.1%'),
+}
 
 
 def beyond_limits(comparison: dict[str, Any], limits: Limits) -> list[str]:
@@ -78,7 +76,7 @@ class Ranking:
     def __init__(self, top: int) -> None:
         self.top = top
         self.either, self.both, self.differ = np.zeros((3, top), int)  # images, per rank
-        self.score, self.score_error, self.box_error = np.zeros((3, top))
+        self.score, self.other_score, self.score_error, self.box_error = np.zeros((4, top))
         self.looked_for, self.matched = np.zeros((2, top), int)  # detections of either model, per rank
         self.matched_error = torch.zeros(6)  # x1, y1, x2, y2, score, class
         self.mask_iou, self.with_masks = 0.0, 0  # of matched detections
@@ -98,6 +96,7 @@ class Ranking:
         reference, other = reference[:both], other[:both]
         error = (other - reference).abs()
         self.score[:both] += reference[:, 4].numpy()
+        self.other_score[:both] += other[:, 4].numpy()
         self.score_error[:both] += error[:, 4].numpy()
         self.box_error[:both] += error[:, :4].mean(1).numpy()
         agree = (error[:, 5] == 0) & (box_iou(reference[:, :4], other[:, :4]).diagonal() >= SAME_OBJECT)
@@ -120,13 +119,14 @@ class Ranking:
     def ranks(self) -> list[dict[str, Any]]:
         """Compute the figures of each rank that has a detection.
 
-        The three means are over the images in which both models have a detection at this rank.
+        The four means are over the images in which both models have a detection at this rank.
 
         Returns:
             One dict for each rank:
                 rank: from 1.
                 images: number of images in which either model has a detection at this rank.
                 score: mean score of the reference.
+                other_score: mean score of the other model.
                 score_error: mean absolute difference of the scores.
                 box_error: mean absolute difference of x1, y1, x2, y2, in pixels.
                 disagreement: share of `images` in which the models disagree.
@@ -137,6 +137,7 @@ class Ranking:
                 'rank': i + 1,
                 'images': int(self.either[i]),
                 'score': _ratio(self.score[i], self.both[i]),
+                'other_score': _ratio(self.other_score[i], self.both[i]),
                 'score_error': _ratio(self.score_error[i], self.both[i]),
                 'box_error': _ratio(self.box_error[i], self.both[i]),
                 'disagreement': _ratio(self.differ[i], self.either[i]),
@@ -234,40 +235,17 @@ class Differences:
         )
 
 
-def tables(comparison: dict[str, Any], names: Sequence[str], scores: bool = True) -> str:
-    """Format a comparison as Markdown tables; `scores` adds AP, if there are labels."""
-
-    def number(value: float | None, form: str = '.3g') -> str:
-        return '-' if value is None else format(value, form)
-
-    top, matched = comparison['top'], comparison['matched']
-    written = []
+def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Format differences of all predictions, and rank by rank, as Markdown tables. names: of the first model, then the others."""
     predictions = [
-        (title, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+        (name, title, number(e['max']), number(e['mean']), number(e['within'], '.2%'))
+        for name, comparison in zip(names[1:], comparisons)
         for part, title in PREDICTED.items()
         if (e := comparison[part])
     ]
-    if predictions:
-        tolerance = f'within rtol {comparison["rtol"]:g}, atol {comparison["atol"]:g}'
-        written.append(markdown_table(('all predictions', 'max difference', 'mean difference', tolerance), predictions))
-    ranks = [
-        (rank['rank'], rank['images'], *(number(rank[key], form) for key, _, form in RANK_COLUMNS))
-        for rank in comparison['ranks']
-    ]
-    unmatched = None if matched is None else 1 - matched
-    ranks.append((f'top {top}', *['-'] * 4, number(comparison['disagreement'], '.1%'), number(unmatched, '.1%')))
-    written.append(markdown_table(('rank', 'images', *(title for _, title, _ in RANK_COLUMNS)), ranks))
-    if scores and comparison['reference']:
-        written.append(scores_table([comparison], names))
-        written.append(f'the second less the first: {in_words(comparison["against_reference"])}')
-    iou = f', IoU of their masks {number(comparison["matched_mask"])}' if comparison['matched_mask'] is not None else ''
-    written.append(
-        f'matched regardless of rank: {number(matched, ".2%")} of the top {top} detections of '
-        f'either model; mean difference {number(comparison["matched_score"])} of score, '
-        f'{number(comparison["matched_box"])} px of box{iou}\n(nearly equal scores change places by rounding alone, and '
-        'count as disagreement at both ranks)'
-    )
-    return '\n\n'.join(written)
+    titles = 'model', 'all predictions', 'max difference', 'mean difference', within(comparisons[0])
+    written = [f'{markdown_table(titles, predictions)}\n\n{NUMPY_TOLERANCE}'] if predictions else []
+    return [*written, *ranks_tables(comparisons, names, RANK_COLUMNS)]
 
 
 def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
@@ -282,12 +260,16 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
 
 def in_a_clause(comparison: dict[str, Any]) -> str:
     """Describe the distance of a detector from the first in a clause."""
-    clauses = []
+    clauses, matched, iou = [], comparison['matched'], comparison['matched_mask']
     if comparison['against_reference']:
         clauses.append(in_words(comparison['against_reference']))
-    if comparison['matched'] is not None:
+    if matched is not None:
+        clauses.append(f'{matched:.2%} of the top {comparison["top"]} detections have their match in the other')
+    if matched:
+        masks = f', their masks have an IoU of {number(iou)}' * (iou is not None)
         clauses.append(
-            f'{comparison["matched"]:.1%} of the top {comparison["top"]} detections have their match in the other at any rank'
+            f'in the mean its score differs by {number(comparison["matched_score"])}, its box by '
+            f'{number(comparison["matched_box"])} px{masks}'
         )
     return '; '.join(clauses) or 'neither detects anything'
 

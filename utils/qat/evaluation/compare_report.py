@@ -16,20 +16,11 @@ from utils.qat.evaluation.plots import plot_ranks
 from utils.qat.evaluation.side_by_side import Example, example_table, plot_examples
 
 
-def comparison_tables(
-    task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str], examples: Sequence[Example] = ()
-) -> list[str]:
-    """Format comparisons with the first model as Markdown: a clause for each, scores, details of each, examples."""
+def verdict(task: Task, comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """Format what a comparison comes to as Markdown: a clause for each model, then the scores of all."""
     how, (first, *others) = task.comparing(), names
     clauses = [f'- {escaped(f"{name} against {first}: {how.in_a_clause(c)}.")}' for name, c in zip(others, comparisons)]
-    tables = ['\n'.join(clauses), how.scores_table(comparisons, names)]
-    for name, comparison in zip(others, comparisons):
-        tables += [f'## {escaped(name)} against {escaped(first)}', how.tables(comparison, (first, name), False)]
-    if examples:
-        tables.append('## Examples')
-    for example in examples:
-        tables += [f'{escaped(Path(example.path).name)}, scores:', example_table(example, names)]
-    return [table for table in tables if table]
+    return [part for part in ('\n'.join(clauses), how.scores_table(comparisons, names)) if part]
 
 
 def model_names(config: CompareConfig) -> list[str]:
@@ -55,7 +46,7 @@ def write_comparison(
     machine: dict[str, Any],
     following: str,
 ) -> str:
-    """Write compare.json, report.md, ranks.png and examples.png into `folder`, and return the tables as Markdown."""
+    """Write compare.json, report.md, ranks.png and examples.png into `folder`, and return the `verdict`."""
     names = model_names(config)
     files = {str(file): sha256(file) for file in config.models}
     write_json(
@@ -78,13 +69,17 @@ def write_comparison(
     if examples:
         plot_examples(folder / 'examples.png', examples, names)
         pictures.append(image('best of each model side by side', 'examples.png'))
-    tables = comparison_tables(task, comparisons, names, examples)
+    found = verdict(task, comparisons, names)
+    shown = [part for e in examples for part in (f'{escaped(Path(e.path).name)}, scores:', example_table(e, names))]
     write_document(
         folder / 'report.md',
         f'{", ".join(names[1:])} compared with {names[0]}',
         [
             f'{comparisons[0]["images"]} images of {size[0]} x {size[1]} pixels.',
-            *tables,
+            *found,
+            '## Rank by rank',
+            *task.comparing().details(comparisons, names),
+            *(['## Examples', *shown] if shown else []),
             *pictures,
             '## Files',
             markdown_table(('file', 'SHA-256'), files.items(), right=False),
@@ -98,4 +93,4 @@ def write_comparison(
             ),
         ],
     )
-    return '\n\n'.join(comparison_tables(task, comparisons, names))
+    return '\n\n'.join(found)

@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.benchmark.accuracy import accuracy_of
     from utils.qat.benchmark.measurement import Conditions, Measurement
     from utils.qat.benchmark.model_files import give_sizes, read_model_files
-    from utils.qat.benchmark.report import disturbance, summary, write_benchmark
-    from utils.qat.benchmark.run import run
-    from utils.qat.benchmark.sweep import measurements_of
+    from utils.qat.benchmark.report import disturbance, write_benchmark
+    from utils.qat.benchmark.run import TURNS, run_in_turns
+    from utils.qat.benchmark.sweep import in_groups, measurements_of
     from utils.qat.benchmark.usage import Usage
     from utils.qat.core.machine import machine, select_device
 
@@ -118,24 +118,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         LOGGER.warning(f'left out: {line}')
 
     conditions = Conditions(config, device, open_checkpoint)
+    groups = list(in_groups(measurements).items())
     LOGGER.info(f'{report["machine"]["device"]}: {len(measurements)} measurements of {config.duration:g} s')
     for line in left_out:
         LOGGER.info(f'left out: {line}')
     done: list[tuple[Measurement, dict[str, Any]]] = []
     with own_folder(config) as folder:
         try:
-            with Usage(device) as usage:
+            with Usage(device) as usage, bar(None, 'measuring', len(measurements) * TURNS, 'turns') as shown:
                 report['usage'] = usage.samples
-                for number, measurement in enumerate(bar(measurements, 'measuring', unit='measurements'), 1):
-                    LOGGER.info(f'\n{number} of {len(measurements)}: {measurement}')
-                    try:
-                        result = asdict(run(measurement, conditions, usage))
-                    except QatError as e:
-                        leave_out(str(e))
-                    else:
-                        report['results'].append(result)
-                        done.append((measurement, result))
-                        LOGGER.info(summary(result))
+                for number, (place, group) in enumerate(groups, 1):
+                    LOGGER.info(f'{number} of {len(groups)}: {place}, {len(group)} in turns')
+                    finished = run_in_turns(group, conditions, usage, leave_out, shown.update)
+                    done += [(measurement, asdict(result)) for measurement, result in finished]
             # afterwards: memory that scoring leaves allocated would count in the next measurement
             scores: dict[tuple[Any, ...], dict[str, Any] | None] = {}  # each model once for all batches
             for measurement, result in done if config.data else ():
@@ -148,11 +143,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                         leave_out(f'accuracy of {measurement.file}: {e}')
                 result['accuracy'] = scores[scored]
         finally:  # finished measurements stay, whatever ended the run
+            done.sort(key=lambda pair: measurements.index(pair[0]))
+            report['results'] = [result for _, result in done]
             if report['results']:
-                tables = write_benchmark(folder, report, config.formats)
-                LOGGER.log(RESULT, '\n' + '\n\n'.join(tables) + '\n')
-                if said := disturbance(report['results']):
-                    LOGGER.warning(said)
+                said = write_benchmark(folder, report, config.formats)
+                LOGGER.log(RESULT, '\n' + '\n\n'.join(said) + '\n')
+                if disturbed := disturbance(report['results']):
+                    LOGGER.warning(disturbed)
                 written = {'report': folder / 'benchmark.md'} if 'md' in config.formats else {}
                 finish(next_command(config.models, config.data, tasks), results=folder, **written)
     if not report['results']:

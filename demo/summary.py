@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from utils.qat.benchmark.baseline import NOTICEABLE, int8_gains
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
@@ -54,7 +55,6 @@ def rows(folder: Path) -> Iterator[list[Any]]:
 def speeds(report: dict[str, Any]) -> str:
     """Format benchmark.json, of the float file and the INT8 file in OpenVINO: a table, and a conclusion about INT8."""
     results, machine = report['results'], report['machine']
-    ms = {r['precision']: r['compute']['median'] for r in results}
     table = markdown_table(
         ('in OpenVINO', 'ms/image', 'times FP32', 'images/s in streams'),
         [
@@ -67,11 +67,10 @@ def speeds(report: dict[str, Any]) -> str:
             for r in results
         ],
     )
-    best = min(ms.keys() - {'int8'}, key=ms.__getitem__)
-    ratio = ms[best] / ms['int8']
-    verdict = f'INT8 is {ratio:.2f} times as fast as {best.upper()}, the fastest float precision here.'
-    if ratio < 1.05:
-        verdict = f'INT8 is not faster than {best.upper()} here ({ratio:.2f} times as fast): {cause(machine["instructions"])}.'
+    (gain,) = int8_gains(results)
+    verdict = f'INT8 is {gain.times:.2f} times as fast as {gain.precision}, the fastest float precision here.'
+    if gain.times < NOTICEABLE:
+        verdict = f'INT8 is not faster than {gain.precision} here ({gain.times:.2f} times as fast): {cause(machine["instructions"])}.'
     notes = [line for r in results if r['precision'] == 'int8' for line in r['notes']]
     return '\n'.join(
         [table, '', verdict, f'{machine["device"]}, {machine["threads"]} threads: {machine["instructions"]}', *notes]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, measured_by
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import BATCHES, ModelFile, give_sizes, read_model_files, shapes_of
 from utils.qat.benchmark.report import summary
+from utils.qat.benchmark.run import LEAST_QUERIES, TURNS
 from utils.qat.benchmark.sweep import measurements_of
-from utils.qat.benchmark.timing import LEAST_QUERIES, HostEvent, in_line, measure, statistics
+from utils.qat.benchmark.timing import HostEvent, Timing, in_line, statistics
 from utils.qat.benchmark.usage import PERIOD, Usage
 from utils.qat.config.deploy import BenchmarkConfig, milliseconds
 from utils.qat.core.command import run_command
@@ -127,8 +129,11 @@ def test_statistics_are_numpys(samples):
 
 
 def test_figures_of_a_measurement_belong_together(files):
-    found = measure(opened(files / 'demo.onnx', 'onnxruntime'), warmup=0, duration=0.001)
-    assert found['queries'] >= LEAST_QUERIES and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
+    timing = Timing(opened(files / 'demo.onnx', 'onnxruntime'))
+    for _ in range(2):
+        timing.turn(warmup=0, duration=0.001, least=5)
+    found = timing.figures()
+    assert found['queries'] >= 10 and found['qps'] * found['host_seconds'] == pytest.approx(found['queries'])
     assert 0 < found['compute_seconds'] <= found['host_seconds']
     assert found['compute']['mean'] * found['queries'] == pytest.approx(1000 * found['compute_seconds'])
     assert found['latency'] == found['compute'] and found['h2d'] is found['d2h'] is found['enqueue'] is None
@@ -139,8 +144,8 @@ def test_figures_of_a_measurement_belong_together(files):
 def test_every_query_in_line_is_waited_for(files, monkeypatch):
     waited = []
     monkeypatch.setattr(HostEvent, 'synchronize', lambda event: waited.append(event.seconds))
-    queries, seconds, computing = in_line(opened(files / 'demo.onnx', 'onnxruntime'), 0.001)
-    assert queries == len(waited) >= LEAST_QUERIES and waited == sorted(waited) and 0 < computing <= seconds
+    queries, seconds, computing = in_line(opened(files / 'demo.onnx', 'onnxruntime'), 0.001, 10)
+    assert queries == len(waited) >= 10 and waited == sorted(waited) and 0 < computing <= seconds
 
 
 @pytest.mark.parametrize('gpu', (False, True))
@@ -273,9 +278,9 @@ def test_what_is_measured_is_the_described(files):
         ('demo.pt', 'pytorch', ['FP32']),
         ('int8.pt', 'pytorch', ['INT8 simulated']),
         ('demo.onnx', 'onnxruntime', ['FP32']),
-        ('int8.onnx', 'onnxruntime', ['INT8 and FP32']),
+        ('int8.onnx', 'onnxruntime', ['INT8 simulated']),
         # the latter as long as its fused Concat does not load FP16 scales
-        ('half.onnx', 'onnxruntime', ['INT8 and FP16', 'INT8 and FP16, Q/DQ not fused']),
+        ('half.onnx', 'onnxruntime', ['INT8 simulated', 'INT8 and FP16, Q/DQ not fused']),
     ],
 )
 def test_what_a_file_computes_in_is_said(files, file, backend, types):
@@ -288,12 +293,13 @@ def test_memory_and_load_of_a_process_are_sampled():
         kept = np.ones(64 << 17)  # 64 MiB
         while len(usage.samples) < 3:
             time.sleep(PERIOD)
-        found = usage.since(begun, usage.samples[0].seconds)
+        found = usage.added(begun)
+        busy = usage.during([(usage.samples[0].seconds, usage.now())])
     assert kept.size and found['peak_mib'] > 64 and 32 < found['added_mib'] <= found['peak_mib']
-    assert found['start'] < found['end'] and found['percent'] >= 0
+    assert busy['percent'] >= 0 and usage.during([(0, 0)]) == {}
     count = len(usage.samples)
     time.sleep(3 * PERIOD)
-    assert len(usage.samples) == count and usage.since(usage.begin(), 0) is None
+    assert len(usage.samples) == count
 
 
 # ---- what is left out -----------------------------------------------------------------------------------------------------
@@ -408,6 +414,15 @@ def test_warmup_takes_a_unit(text, ms):
 # ---- the command ------------------------------------------------------------------------------------------------------------
 
 
+def assert_in_turns(turns):
+    """No file takes a turn while another does, nor its next one before all others have taken theirs."""
+    ordered = sorted(
+        (start, end, number, i) for i, spans in enumerate(turns) for number, (start, end) in enumerate(spans)
+    )
+    assert all(first[1] <= second[0] for first, second in pairwise(ordered))
+    assert [number for *_, number, _ in ordered] == sorted(number for *_, number, _ in ordered)
+
+
 @needs_openvino
 def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     models = [files / f'{name}.onnx' for name in ('demo', 'int8', 'net')]
@@ -424,7 +439,7 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
         ('demo.onnx', 'ONNX Runtime', 'FP32'),
         ('demo.onnx', 'OpenVINO', 'FP32'),
         ('demo.pt', 'PyTorch', 'FP32'),
-        ('int8.onnx', 'ONNX Runtime', 'INT8 and FP32'),
+        ('int8.onnx', 'ONNX Runtime', 'INT8 simulated'),
         ('int8.onnx', 'OpenVINO', 'INT8 and FP32'),
         ('int8.pt', 'PyTorch', 'INT8 simulated'),
         ('net.onnx', 'ONNX Runtime', 'FP32'),
@@ -434,8 +449,15 @@ def test_a_sweep_writes_its_files(files, tmp_path, capsys):
     for r in report['results']:
         assert r['images_per_s'] == pytest.approx(r['batch'] * r['qps']) and r['parameters'] > 0 and r['layers'] > 0
         assert r['size_bytes'] == os.path.getsize(r['model']) and r['usage']['peak_mib'] > 0
+        assert len(r['usage']['turns']) == TURNS and r['queries'] >= TURNS * LEAST_QUERIES
+    for batch in (1, 2):
+        assert_in_turns([r['usage']['turns'] for r in report['results'] if r['batch'] == batch])
     assert len(report['left_out']) == 6 and all(f'left out: {line}' in out for line in report['left_out'])
-    assert out.count('=== Performance summary ===') == len(rows) and 'there is no net.pt beside it' in out
+    assert 'there is no net.pt beside it' in out and '=== Performance summary ===' not in out
+    assert len(out.splitlines()) < len(rows) + 30 and max(map(len, re.findall(r'(?m)^\|.*', out))) < 120
+    assert 'for speed in ONNX Runtime: qat.py quantize --target onnxruntime' in out
+    assert re.search(r'In OpenVINO, INT8 is [\d.]+ times as fast as .*FP32 at batch 1; .* at batch 2, the fastest', out)
+    assert re.search(r'Least latency [\d.]+ ms at batch \d: .*\. Most images/s [\d.]+ at batch \d: ', out)
     text = (folder / 'benchmark.md').read_text()
     assert text.count('=== Performance summary ===') == len(rows) and 'GPU compute (ms)' not in text
     assert re.search(r'\| int8.pt +\| +PyTorch \| +INT8 simulated \| +64 px \| +2 \| +open \|', text)

@@ -1,12 +1,15 @@
-"""Choose the baseline of each row of a benchmark, another row, and compute the change against it."""
+"""Compare the rows of a benchmark: each with its baseline, another row, and INT8 with the fastest float precision."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.qat.config.tables import BACKENDS
 
 FLOATS = ('fp32', 'fp16', 'bf16')  # the first that was measured is the baseline
+SIMULATED = 'INT8 simulated'  # types of a computation in float that rounds to INT8: its time says nothing about INT8
+NOTICEABLE = 1.05  # times as fast
 ACCURACIES = {'ap': 'AP', 'ap50': 'AP50', 'precision': 'P', 'recall': 'R', 'top1': 'top-1', 'top5': 'top-5'}
 
 
@@ -70,3 +73,52 @@ def with_changes(results: Sequence[dict[str, Any]], wanted: str | None = None) -
         baseline = baseline_of(result, results, wanted)
         found.append({**result, 'against': change(result, baseline) if baseline else None})
     return found
+
+
+class Gain(NamedTuple):
+    """INT8 against the fastest float precision of the same backend, at one image size and batch."""
+
+    backend: str
+    image: str  # '' if all results have one size
+    batch: int
+    precision: str  # the float one, in capitals
+    times: float  # as fast, by median latency
+
+    def __str__(self) -> str:
+        said = 'as fast as' if self.times >= NOTICEABLE else 'as fast as (not faster than)'
+        return f'{self.times:.2f} times {said} {self.precision} at batch {self.batch}'
+
+
+def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
+    """Compare INT8 with the fastest float precision, in plain Results: for each backend, image size and batch that has both."""
+
+    def place(result: dict[str, Any]) -> tuple[str, list[int], int]:
+        return result['backend'], list(result['imgsz'] or ()), result['batch']
+
+    several = len({tuple(r['imgsz'] or ()) for r in results}) > 1
+    for (backend, imgsz, batch), found in groupby(sorted(results, key=place), place):
+        rows = sorted(found, key=lambda r: r['latency']['median'])
+        floats = [r for r in rows if r['precision'] in FLOATS]
+        int8 = [r for r in rows if r['precision'] == 'int8' and r['types'] != SIMULATED]
+        if floats and int8:
+            times = floats[0]['latency']['median'] / int8[0]['latency']['median']
+            image = ' x '.join(map(str, imgsz)) if several else ''
+            yield Gain(backend, image, batch, floats[0]['precision'].upper(), times)
+
+
+def conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Sum up plain Results with short names in a sentence for each backend with INT8, and one about the fastest files."""
+    said = []
+    for (backend, image), gains in groupby(int8_gains(results), lambda gain: (gain.backend, gain.image)):
+        where = f'{backend}, {image} pixels' if image else backend
+        said.append(f'In {where}, INT8 is {"; ".join(map(str, gains))}, the fastest float precision there.')
+
+    def named(result: dict[str, Any]) -> str:
+        return f'at batch {result["batch"]}: {result["model"]} in {result["backend"]}, {result["types"]}'
+
+    soonest = min(results, key=lambda r: r['latency']['median'])
+    most = max(results, key=lambda r: r['images_per_s'])
+    said.append(
+        f'Least latency {soonest["latency"]["median"]:.4g} ms {named(soonest)}. Most images/s {most["images_per_s"]:.1f} {named(most)}.'
+    )
+    return said

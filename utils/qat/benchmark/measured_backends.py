@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typing_extensions import override
 from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
 from utils.qat.backends.openvino import OpenVINO, float_precisions
 from utils.qat.backends.tensorrt import TensorRT
+from utils.qat.benchmark.baseline import SIMULATED
 from utils.qat.benchmark.measured import Measured, MeasuredSession
 from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import Inputs, ModelFile, OpenInputs
@@ -34,7 +36,9 @@ class MeasuredOnnxRuntime(MeasuredSession):
         if self.stream:
             options['user_compute_stream'] = str(self.stream.cuda_stream)
         try:
-            return OnnxRuntime(file, self.device, {}, **options)
+            session = OnnxRuntime(file, self.device, {}, **options)
+            self.types = SIMULATED if session.notes else self.types
+            return session
         except QatError:
             if 'INT8' not in self.types:
                 raise
@@ -117,14 +121,18 @@ class MeasuredOpenVINO(MeasuredSession):
     def compute(self) -> None:
         self.session.infer({name: tensor.numpy() for name, tensor in self.inputs.items()})
 
-    @override
-    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
+    @cached_property
+    def queue(self) -> Any:
+        """The streams, as OpenVINO recommends for throughput."""
         compiled = self.session.compile('THROUGHPUT')
         self.streams = compiled.get_property('NUM_STREAMS')
-        requests = compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS')
-        queue = self.session.library.AsyncInferQueue(compiled, requests)
+        return self.session.library.AsyncInferQueue(compiled, compiled.get_property('OPTIMAL_NUMBER_OF_INFER_REQUESTS'))
+
+    @override
+    def serve(self, seconds: float, least: int) -> tuple[int, float, float]:
+        queue, busy = self.queue, list[float]()  # ms of each query
         arrays = {name: tensor.numpy() for name, tensor in self.inputs.items()}
-        busy: list[float] = []  # ms of each query
+        queue.set_callback(lambda *_: None)
         for _ in queue:  # the first run of a request sets things up
             queue.start_async(arrays, share_inputs=True)
         queue.wait_all()
@@ -197,7 +205,7 @@ class MeasuredPyTorch(Measured):
         self.model, self.dtype = opened.model, torch.float16 if half else torch.float32
         if half:
             self.model.half()
-        self.types = 'INT8 simulated' if opened.recipe is not None else 'FP16' if half else 'FP32'
+        self.types = SIMULATED if opened.recipe is not None else 'FP16' if half else 'FP32'
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.layers = sum(any(True for _ in m.parameters(recurse=False)) for m in self.model.modules())
 

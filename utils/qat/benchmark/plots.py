@@ -113,9 +113,8 @@ def plot_usage(path: Path, report: dict[str, Any]) -> None:
     seconds, memory, percent, *_ = zip(*samples)
     upper.plot(seconds, memory, color='0.15', linewidth=1)
     lower.plot(seconds, percent, color='0.15', linewidth=1)
-    shown = [r for r in results if r['usage']]
-    for r in shown:
-        start, end = r['usage']['start'], r['usage']['end']
+    shown = [(r, start, end) for r in results for start, end in (r['usage'] or {}).get('turns', ())]
+    for r, start, end in shown:
         for axes in (upper, lower):
             axes.axvspan(start, end, color=colour[label(r)], alpha=0.3, linewidth=0)
             axes.axvline(start, color='white', linewidth=1)

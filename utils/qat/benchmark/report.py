@@ -4,9 +4,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.qat.benchmark.baseline import with_changes
+from utils.qat.benchmark.baseline import SIMULATED, conclusions, with_changes
 from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
-from utils.qat.benchmark.tables import csv_text, markdown_tables, series, with_short_names
+from utils.qat.benchmark.tables import (
+    csv_text,
+    markdown_tables,
+    precision_tables,
+    series,
+    short_table,
+    with_short_names,
+)
 from utils.qat.config.deploy import REPORTS
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.machine import machine_table
@@ -81,9 +88,11 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
     seen = 'their middle in' if classes else 'letterboxed to'
     parts = [
         '# Benchmark',
-        f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up. Times are medians in ms. What the figures mean and '
+        f'{settings["duration"]:g} s each, after {settings["warmup"]:g} ms to warm up, the files of one batch and image size in turns. Times are medians in ms. What the figures mean and '
         'which can be compared: docs/benchmark.md of yolov9-qat.',
+        '\n'.join(map(escaped, conclusions(results))),
         *markdown_tables(results),
+        *(['## By precision', *by_precision] if (by_precision := precision_tables(results)) else []),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
         *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),
@@ -109,7 +118,7 @@ def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[st
         formats: of REPORTS; others are not written.
 
     Returns:
-        The tables, as Markdown.
+        What a terminal shows: a table, notes, and the conclusions.
     """
     report = {**report, 'results': with_changes(report['results'], report['settings']['baseline'])}
     short = {**report, 'results': with_short_names(report['results'])}
@@ -126,4 +135,5 @@ def write_benchmark(folder: Path, report: dict[str, Any], formats: Collection[st
         pictures = [name for name in PICTURES if name != 'usage.png' or report['usage']]
     if 'md' in formats:
         write_text(folder / 'benchmark.md', markdown(short, pictures))
-    return markdown_tables(short['results'])
+    simulated = [r for r in short['results'] if r['types'] == SIMULATED]
+    return [short_table(short['results']), '\n'.join([*notes(simulated), *conclusions(short['results'])])]

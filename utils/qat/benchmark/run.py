@@ -1,55 +1,136 @@
-"""A Measurement → its Result: open the file, time it, close it."""
+"""Measurements of one batch and image size → their Results: all files are open together, and are timed in turns.
+
+Load by other processes and a clock that falls with the temperature then meet all files alike, so that their figures can be compared.
+"""
 
 import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from utils.qat.benchmark.engine_cache import file_to_run
+from utils.qat.benchmark.measured import Measured
 from utils.qat.benchmark.measured_backends import measured_by
 from utils.qat.benchmark.measurement import Conditions, Measurement
-from utils.qat.benchmark.model_files import fixed_batch, shapes_of
-from utils.qat.benchmark.timing import Result, measure
+from utils.qat.benchmark.model_files import Inputs, fixed_batch, shapes_of
+from utils.qat.benchmark.timing import Result, Timing
 from utils.qat.benchmark.usage import Usage
 from utils.qat.config.tables import BACKENDS
 from utils.qat.core.errors import QatError
 
+TURNS = 5  # of each file
+LEAST_QUERIES = 2  # of a turn, however long they take: with TURNS the 10 of trtexec's --iterations
 
-def run(measurement: Measurement, conditions: Conditions, usage: Usage) -> Result:
-    """Load the file, measure it, and free its memory on the device.
 
-    Raises:
-        QatError: the file does not run under these conditions.
+@dataclass
+class Running:
+    """An open file, and what was measured of it so far.
+
+    Attributes:
+        memory: see Usage.added.
+        turns: seconds from and to, since the start of the sampling.
     """
-    model, config, batch = measurement.model, conditions.config, measurement.batch
+
+    measurement: Measurement
+    measured: Measured
+    inputs: Inputs
+    timing: Timing
+    memory: dict[str, Any] = field(default_factory=dict)
+    turns: list[tuple[float, float]] = field(default_factory=list)
+
+    def turn(self, conditions: Conditions, usage: Usage) -> None:
+        """Take a turn.
+
+        Raises:
+            QatError: the file does not run.
+        """
+        config, start = conditions.config, usage.now()
+        self.timing.turn(config.warmup / TURNS, config.duration / TURNS, LEAST_QUERIES)
+        self.turns.append((start, usage.now()))
+
+    def result(self, usage: Usage) -> Result:
+        """Sum up all turns."""
+        measurement, measured, figures = self.measurement, self.measured, self.timing.figures()
+        model, accepts = measurement.model, measured.accepts
+        return Result(
+            model=str(measurement.file),
+            given=str(model.file),
+            backend=BACKENDS[measurement.backend].title,
+            types=measured.types,
+            precision=measurement.precision,
+            imgsz=next((shape[2:] for _, shape in self.inputs.values() if len(shape) == 4), None),
+            batch=measurement.batch,
+            open_batch=measurement.backend == 'pytorch' or fixed_batch(accepts or model.inputs) is None,
+            images_per_s=figures['qps'] * measurement.batch,
+            **figures,
+            size_bytes=measured.size,
+            parameters=measured.parameters or model.parameters,
+            layers=measured.layers or model.layers,
+            streams=measured.streams,
+            notes=list(measured.notes),
+            usage={**self.memory, **usage.during(self.turns), 'turns': self.turns} if self.memory else None,
+        )
+
+
+def run_in_turns(
+    measurements: Sequence[Measurement],
+    conditions: Conditions,
+    usage: Usage,
+    leave_out: Callable[[str], None],
+    count: Callable[[], object],
+) -> list[tuple[Measurement, Result]]:
+    """Open the files, measure them in turns, and free their memory on the device.
+
+    Args:
+        measurements: of one batch and image size.
+        conditions: of all of them.
+        usage: samples memory and load.
+        leave_out: gets the reason why a file does not run under these conditions.
+        count: is called after each turn.
+    """
+    running: list[Running] = []
+
+    @contextmanager
+    def reporting(measurement: Measurement) -> Iterator[None]:
+        try:
+            yield
+        except QatError as e:
+            leave_out(str(e))
+        except torch.cuda.OutOfMemoryError:
+            leave_out(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz, or fewer files at once')
+        count()
+
+    try:
+        with ExitStack() as opened:
+            for measurement in measurements:  # the first turn is of one file alone, so that its memory shows
+                with reporting(measurement):
+                    running.append(_open(measurement, conditions, usage, opened))
+            for turn in range(1, TURNS):
+                # Every other round goes backwards: then no file always follows the same one.
+                for one in running[:: -1 if turn % 2 else 1]:
+                    if len(one.turns) == turn:  # else an earlier one failed
+                        with reporting(one.measurement):
+                            one.turn(conditions, usage)
+            return [(one.measurement, one.result(usage)) for one in running if len(one.turns) == TURNS]
+    finally:
+        running.clear()
+        gc.collect()  # before the memory of the next ones is measured
+        torch.cuda.empty_cache()
+
+
+def _open(measurement: Measurement, conditions: Conditions, usage: Usage, opened: ExitStack) -> Running:
+    """Open a file, and take the first turn."""
     file = file_to_run(measurement, conditions)
     begun = usage.begin()
-    try:
-        with measured_by(measurement.backend)(measurement, file, conditions) as measured:
-            accepts = measured.accepts
-            inputs = shapes_of(accepts, batch, measurement.imgsz, file) if accepts else measurement.inputs
-            measured.prepare(inputs)
-            busy = usage.now()
-            figures = measure(measured, config.warmup, config.duration)
-            return Result(
-                model=str(measurement.file),
-                given=str(model.file),
-                backend=BACKENDS[measurement.backend].title,
-                types=measured.types,
-                precision=measurement.precision,
-                imgsz=next((shape[2:] for _, shape in inputs.values() if len(shape) == 4), None),
-                batch=batch,
-                open_batch=measurement.backend == 'pytorch' or fixed_batch(accepts or model.inputs) is None,
-                images_per_s=figures['qps'] * batch,
-                **figures,
-                size_bytes=measured.size,
-                parameters=measured.parameters or model.parameters,
-                layers=measured.layers or model.layers,
-                streams=measured.streams,
-                notes=list(measured.notes),
-                usage=usage.since(begun, busy),
-            )
-    except torch.cuda.OutOfMemoryError as e:
-        raise QatError(f'{measurement}: out of GPU memory; give a smaller --batch or --imgsz') from e
-    finally:
-        gc.collect()  # before the memory of the next one is measured
-        torch.cuda.empty_cache()
+    measured = opened.enter_context(measured_by(measurement.backend)(measurement, file, conditions))
+    inputs = measurement.inputs
+    if measured.accepts:
+        inputs = shapes_of(measured.accepts, measurement.batch, measurement.imgsz, file)
+    measured.prepare(inputs)
+    one = Running(measurement, measured, inputs, Timing(measured))
+    one.turn(conditions, usage)
+    one.memory = usage.added(begun)
+    return one

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.qat.benchmark.baseline import ACCURACIES
+from utils.qat.benchmark.baseline import ACCURACIES, FLOATS
 from utils.qat.benchmark.measurement import pixels
 from utils.qat.core.files import distinct_names
 from utils.qat.core.text import markdown_table, visible
@@ -58,6 +58,16 @@ SPEED_TABLE = [  # only a GPU has parts of the latency: on a CPU it is the model
     Column('utilisation (%)', 'usage.percent', '{:.0f}'),
     Column('clock (MHz)', 'usage.clock_mhz', '{:.0f}'),
 ]
+SHORT_TABLE = [  # of the terminal
+    *SERIES,
+    BATCH,
+    LATENCY,
+    Column('speed-up', 'change.latency_speed_up', '{:.2f}'),
+    IMAGES_PER_S,
+    Column('its speed-up', 'change.images_per_s_speed_up', '{:.2f}'),
+    Column('AP', 'accuracy.ap', '{:.4f}'),
+    Column('top-1', 'accuracy.top1', '{:.4f}'),
+]
 BASELINE_TABLE = [
     *SERIES,
     BATCH,
@@ -81,8 +91,8 @@ MODEL_TABLE = [
     Column('layers', 'layers'),
     *[Column(title, f'accuracy.{key}', '{:.4f}') for key, title in ACCURACIES.items()],
     Column('mask AP', 'accuracy.mask.ap', '{:.4f}'),
-    Column('least latency (ms)', 'least_latency', '{:.4g}'),
-    Column('most images/s', 'most_images_per_s', '{:.1f}'),
+    Column('least latency (ms)', 'least_latency'),
+    Column('most images/s', 'most_images_per_s'),
 ]
 CSV = [
     *SERIES[:3],
@@ -161,11 +171,15 @@ def models_of(rows: Sequence[Row]) -> list[Row]:
         {
             **group[0],
             'batches': ', '.join(map(str, sorted({row['batch'] for row in group}))),
-            'least_latency': min(row['latency']['median'] for row in group),
-            'most_images_per_s': max(row['images_per_s'] for row in group),
+            'least_latency': _best(LATENCY, min(group, key=LATENCY.figure)),
+            'most_images_per_s': _best(IMAGES_PER_S, max(group, key=IMAGES_PER_S.figure)),
         }
         for group in groups.values()
     ]
+
+
+def _best(column: Column, row: Row) -> str:
+    return f'{column.form.format(column.figure(row))} (batch {row["batch"]})'
 
 
 def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
@@ -176,6 +190,44 @@ def _markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
         [column.title for column in shown],
         [['-' if figure is None else form.format(figure) for form, figure in row] for row in cells],
     )
+
+
+def short_table(results: Sequence[Row]) -> str:
+    """Make the table of the terminal, of rows with short names: no column that is the same in all rows but the model's."""
+    rows = [with_shown(r) for r in results]
+    varied = [c for c in SHORT_TABLE if c not in SERIES[2:] or len({c.figure(row) for row in rows}) > 1]
+    return _markdown(varied, rows)
+
+
+def precision_tables(results: Sequence[Row]) -> list[str]:
+    """Make tables of latency and of images/s with a column for each precision, and the speed-up of INT8, of rows with short names.
+
+    A row is an image size, backend and batch. The speed-up is of the fastest INT8 file against the fastest float one.
+    """
+    rows = [with_shown(r) for r in results]
+    models = {p: list(dict.fromkeys(r['model'] for r in rows if r['precision'] == p)) for p in (*FLOATS, 'int8')}
+    columns = [(p, model) for p, named in models.items() for model in named]
+    places = list(dict.fromkeys((r['image'], r['backend'], r['batch']) for r in rows))
+    tables = []
+    for figure, best in ((LATENCY, min), (IMAGES_PER_S, max)):
+        lines = []
+        for place in places:
+            there = {
+                (r['precision'], r['model']): figure.figure(r)
+                for r in rows
+                if place == (r['image'], r['backend'], r['batch'])
+            }
+            floats, int8 = (
+                [n for (p, _), n in there.items() if (p == 'int8') is quantized] for quantized in (False, True)
+            )
+            ratio = (
+                (best(floats) / best(int8) if best is min else best(int8) / best(floats)) if floats and int8 else None
+            )
+            cells = [figure.form.format(there[c]) if c in there else '-' for c in columns]
+            lines.append([*place, *cells, '-' if ratio is None else f'{ratio:.2f}'])
+        names = [f'{p.upper()}{f", {model}" * (len(models[p]) > 1)}' for p, model in columns]
+        tables.append(markdown_table((figure.title, 'backend', 'batch', *names, 'INT8 speed-up'), lines))
+    return tables if len({p for p, _ in columns}) > 1 else []
 
 
 def markdown_tables(results: Sequence[Row]) -> list[str]:

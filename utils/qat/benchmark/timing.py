@@ -1,4 +1,4 @@
-"""Time a network: a Measured in, a Result out.
+"""Time a network: a Measured in, the figures of its Result out.
 
 Latency and throughput are measured one after the other, each for its share of the time (trtexec measures both at once):
 - Latency: queries run one at a time: inputs to the device, compute, outputs back, wait. A GPU uses CUDA events between the parts,
@@ -21,7 +21,7 @@ import torch
 
 from utils.qat.benchmark.measured import Measured
 
-LEAST_QUERIES = 10  # of a measurement, however long they take; trtexec's --iterations
+PARTS = 'h2d', 'compute', 'd2h', 'enqueue'  # of a query
 QUERIES_AHEAD = 2  # queued before the first of them is done
 
 
@@ -49,7 +49,7 @@ class Result:
     model: str  # file that ran, or from which the engine was built
     given: str  # file that the command line names: the .onnx file, if its checkpoint ran
     backend: str
-    types: str  # of the computation, in words
+    types: str  # of the computation, in words; SIMULATED of INT8 computed in float
     precision: str  # requested, of MEASURED; '' if unknown
     imgsz: tuple[int, ...] | None  # height and width in pixels; None for a network without images
     batch: int  # images per query
@@ -70,7 +70,7 @@ class Result:
     # number of streams that answered queries at once, for the throughput; None if queries ran one after the other
     streams: int | None = None
     notes: list[str] = field(default_factory=list)  # on how the engine ran the file
-    usage: dict[str, float] | None = None  # see Usage.since
+    usage: dict[str, Any] | None = None  # see Usage.added, Usage.during and run.Running.turns
     accuracy: dict[str, Any] | None = None  # see accuracy.accuracy_of; set after all measurements
 
 
@@ -96,15 +96,13 @@ def mark(measured: Measured) -> Any:
     return event
 
 
-def one_at_a_time(
-    measured: Measured, seconds: float, least: int = LEAST_QUERIES
-) -> tuple[dict[str, list[float]], float]:
+def one_at_a_time(measured: Measured, seconds: float, least: int) -> tuple[dict[str, list[float]], float]:
     """Send queries one at a time, with their transfers, for some seconds, and at least `least`.
 
     Returns:
         'h2d', 'compute', 'd2h' and 'enqueue' → ms of each query; and the seconds of all.
     """
-    samples: dict[str, list[float]] = {'h2d': [], 'compute': [], 'd2h': [], 'enqueue': []}
+    samples: dict[str, list[float]] = {part: [] for part in PARTS}
     start = time.perf_counter()
     while len(samples['compute']) < least or time.perf_counter() - start < seconds:
         marks = [mark(measured)]
@@ -122,8 +120,8 @@ def one_at_a_time(
     return samples, time.perf_counter() - start
 
 
-def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
-    """Send queued queries, without transfers, for some seconds, and at least LEAST_QUERIES.
+def in_line(measured: Measured, seconds: float, least: int) -> tuple[int, float, float]:
+    """Send queued queries, without transfers, for some seconds, and at least `least`.
 
     Returns:
         Number of queries, seconds they took, and seconds of these in the model.
@@ -137,7 +135,7 @@ def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
             measured.compute()
             waiting.append((first, mark(measured)))
             ordered += 1
-            more = ordered < LEAST_QUERIES or time.perf_counter() - start < seconds
+            more = ordered < least or time.perf_counter() - start < seconds
         if len(waiting) == QUERIES_AHEAD or not more:
             first, second = waiting.popleft()
             second.synchronize()
@@ -145,25 +143,48 @@ def in_line(measured: Measured, seconds: float) -> tuple[int, float, float]:
     return ordered, time.perf_counter() - start, sum(times) / 1000
 
 
-def measure(measured: Measured, warmup: float, duration: float) -> dict[str, Any]:
-    """Time a prepared Measured: return the timed figures of Result but images_per_s. warmup: ms; duration: seconds."""
-    gpu = measured.stream is not None
-    with torch.cuda.stream(measured.stream):
-        one_at_a_time(measured, warmup / 1000, least=1)
-        samples, seconds = one_at_a_time(measured, duration / 2 if gpu or measured.several else duration)
-        queries = len(samples['compute'])
-        served = queries, seconds, sum(samples['compute']) / 1000
-        if gpu:
-            served = in_line(measured, duration / 2)
-        elif measured.several:
-            served = measured.serve(duration / 2, LEAST_QUERIES)
-    latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
-    return {
-        'queries': queries,
-        'qps': served[0] / served[1],
-        'host_seconds': served[1],
-        'compute_seconds': served[2],
-        'latency': statistics(latency),
-        'compute': statistics(samples['compute']),
-        **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
-    }
+class Timing:
+    """The timed figures of a prepared Measured, collected in turns.
+
+    Attributes:
+        samples: see `one_at_a_time`.
+        queries: number of queries for the throughput.
+        host_seconds: that these took.
+        compute_seconds: of these, in the model.
+    """
+
+    def __init__(self, measured: Measured) -> None:
+        self.measured = measured
+        self.samples: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.queries, self.host_seconds, self.compute_seconds = 0, 0.0, 0.0
+
+    def turn(self, warmup: float, duration: float, least: int) -> None:
+        """Take a turn. warmup: ms; duration: seconds; least: queries for the latency, and for the throughput."""
+        measured, gpu = self.measured, self.measured.stream is not None
+        with torch.cuda.stream(measured.stream):
+            one_at_a_time(measured, warmup / 1000, least=1)
+            samples, seconds = one_at_a_time(measured, duration / 2 if gpu or measured.several else duration, least)
+            served = len(samples['compute']), seconds, sum(samples['compute']) / 1000
+            if gpu:
+                served = in_line(measured, duration / 2, least)
+            elif measured.several:
+                served = measured.serve(duration / 2, least)
+        for part, times in samples.items():
+            self.samples[part] += times
+        self.queries += served[0]
+        self.host_seconds += served[1]
+        self.compute_seconds += served[2]
+
+    def figures(self) -> dict[str, Any]:
+        """Return the timed figures of Result but images_per_s, of all turns."""
+        samples, gpu = self.samples, self.measured.stream is not None
+        latency = np.sum([samples[part] for part in ('h2d', 'compute', 'd2h')], 0) if gpu else samples['compute']
+        return {
+            'queries': len(samples['compute']),
+            'qps': self.queries / self.host_seconds,
+            'host_seconds': self.host_seconds,
+            'compute_seconds': self.compute_seconds,
+            'latency': statistics(latency),
+            'compute': statistics(samples['compute']),
+            **{part: statistics(samples[part]) if gpu else None for part in ('h2d', 'd2h', 'enqueue')},
+        }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,44 +119,45 @@ class Usage:
 
     def _sample(self) -> None:
         """Take samples until the context is over."""
-        while self.probes and not self.over.wait(PERIOD):
-            memory, percent = self.probes.memory(), self.probes.percent()
-            clock = self.probes.clock() if self.probes.clock else None
-            others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
-            self.samples.append(Sample(self.now(), memory, percent, clock, others))
+        while not self.over.wait(PERIOD):
+            self._take()
+
+    def _take(self) -> None:
+        """Take a sample."""
+        assert self.probes
+        memory, percent = self.probes.memory(), self.probes.percent()
+        clock = self.probes.clock() if self.probes.clock else None
+        others = max(0.0, self.probes.everybody() - percent) if self.probes.everybody else None
+        self.samples.append(Sample(self.now(), memory, percent, clock, others))
 
     def now(self) -> float:
         """Return the seconds since the start."""
         return time.perf_counter() - self.start
 
     def begin(self) -> tuple[float, float | None]:
-        """Return the start for `since`: (seconds, MiB); MiB is None if nothing can be sampled."""
+        """Return the start for `added`: (seconds, MiB); MiB is None if nothing can be sampled."""
         return self.now(), self.probes.memory() if self.probes else None
 
-    def since(self, begun: tuple[float, float | None], busy: float) -> dict[str, float] | None:
-        """Summarize the samples since `begun`, see `begin`; the device works from `busy` seconds on. None without samples.
+    def added(self, begun: tuple[float, float | None]) -> dict[str, float]:
+        """Return 'peak_mib' and 'added_mib' (peak less the memory at the start) since `begun`, see `begin`; empty if not sampled."""
+        start, before = begun
+        if before is None:
+            return {}
+        self._take()
+        peak = max(s.memory for s in self.samples if s.seconds >= start)
+        return {'peak_mib': peak, 'added_mib': max(0.0, peak - before)}
+
+    def during(self, turns: Sequence[tuple[float, float]]) -> dict[str, float]:
+        """Average the samples in turns, each from and to some seconds since the start.
 
         Returns:
-            'start' and 'end' (seconds since the start), 'peak_mib', 'added_mib' (peak less the memory at the start),
-            'percent' (mean utilisation from `busy` on) and, where the system tells them, 'clock_mhz' and
-            'others_percent' (mean clock, and mean utilisation of the CPU by other processes, from `busy` on).
+            'percent' (utilisation) and, where the system tells them, 'clock_mhz' and 'others_percent' (utilisation of the CPU by
+            other processes). Empty if no sample fell into a turn.
         """
-        start, before = begun
-        samples = [s for s in self.samples if s.seconds >= start]
-        working = [s for s in samples if s.seconds >= busy]
-        if not working or before is None:
-            return None
-        peak = max(s.memory for s in samples)
+        samples = [s for s in self.samples if any(start <= s.seconds <= end for start, end in turns)]
         read: dict[str, list[float | None]] = {
-            'percent': [s.percent for s in working],
-            'clock_mhz': [s.clock for s in working],
-            'others_percent': [s.others for s in working],
+            'percent': [s.percent for s in samples],
+            'clock_mhz': [s.clock for s in samples],
+            'others_percent': [s.others for s in samples],
         }
-        means = {name: float(np.mean(values)) for name, values in read.items() if None not in values}
-        return {
-            'start': start,
-            'end': self.now(),
-            'peak_mib': peak,
-            'added_mib': max(0.0, peak - before),
-            **means,
-        }
+        return {name: float(np.mean(values)) for name, values in read.items() if values and None not in values}

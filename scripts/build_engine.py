@@ -6,12 +6,15 @@ It writes MODEL.engine and MODEL.engine.json, a description of the build. With -
 MODEL.layer.json and MODEL.profile.json, for draw_engine.py.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the patched tree; Python starts in scripts/
 from utils.qat.config.deploy import BuildConfig
@@ -21,6 +24,11 @@ from utils.qat.core.command import Parser, command, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_source
 from utils.qat.core.log import LOGGER, bar, finish
+
+if TYPE_CHECKING:
+    from utils.qat.engine.plan import Plan
+
+OLDEST_TUNER = 11, 1  # version of TensorRT whose trtexec has --tuneBuildRoutes
 
 
 class Which(Action):
@@ -73,6 +81,40 @@ def measure_layers(config: BuildConfig, layer: Path, profile: Path) -> None:
         write_json(profile, runner.profile(images))
 
 
+def require_tuner(config: BuildConfig, version: tuple[int, ...] | None) -> None:
+    """Raise QatError if --tune-build-routes was given, and there is no trtexec that tunes. version: None = no trtexec."""
+    if config.tune_build_routes and (version or (0,)) < OLDEST_TUNER:
+        here = f'that of {".".join(map(str, version))} is here' if version else 'none is used here'
+        oldest = '.'.join(map(str, OLDEST_TUNER))
+        raise QatError(f'--tune-build-routes: needs trtexec of TensorRT {oldest} or later, and {here}')
+
+
+def tuning_arguments(config: BuildConfig, plan: Plan, folder: Path) -> list[str]:
+    """Return the arguments by which trtexec searches the build routes of --tune-build-routes; none without that option.
+
+    For --accuracy-threshold an input and the outputs of ONNX Runtime are written into `folder`.
+    """
+    if config.tune_build_routes is None:
+        return []
+    cache = config.engine.with_suffix('.tuning.jsonl')
+    found = [f'--tuneBuildRoutes={config.tune_build_routes}', f'--tuningCacheFile={cache}']
+    if config.accuracy_threshold is None:
+        return found
+
+    import torch
+
+    from utils.qat.backends.onnxruntime import OnnxRuntime
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: torch.rand(best, generator=generator) for name, (_, best, _) in plan.shapes.items()}
+    outputs = OnnxRuntime(config.onnx, torch.device('cpu')).run(inputs)
+    for flag, tensors in (('--loadInputs', inputs), ('--loadRefOutputs', outputs)):
+        for name, tensor in tensors.items():
+            tensor.numpy().tofile(folder / name)
+        found.append(f'{flag}={",".join(f"{name}:{folder / name}" for name in tensors)}')
+    return [*found, '--accuracyAlgorithm=cos', f'--accuracyThreshold={config.accuracy_threshold:g}']
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Build the engine and, with --generate-graph, measure its layers."""
     config, graph = parse_args(argv)
@@ -83,19 +125,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utils.qat.engine.plan import Plan
     from utils.qat.engine.trtexec import build_with_trtexec, find_trtexec, version_of
 
+    if graph and config.tune_build_routes:
+        raise QatError(
+            '--generate-graph: not with --tune-build-routes; draw the engine that it keeps: trtexec --loadEngine'
+        )
     layer, profile = (config.engine.with_suffix(f'.{what}.json') for what in ('layer', 'profile'))
     trtexec = find_trtexec() if config.trtexec and config.backend == 'tensorrt' else None
     if trtexec:
         version = version_of(trtexec)
         plan = Plan(config, VERSIONS[version[0]], f'TensorRT {".".join(map(str, version))}')
-        built = build_with_trtexec(
-            trtexec,
-            version[0],
-            plan,
-            lambda lines: bar(lines, 'building', unit='lines of trtexec'),
-            *((layer, profile) if graph else ()),
-        )
+        require_tuner(config, version)
+        with TemporaryDirectory() as folder:
+            built = build_with_trtexec(
+                trtexec,
+                version[0],
+                plan,
+                lambda lines: bar(lines, 'building', unit='lines of trtexec'),
+                layer if graph else None,
+                profile if graph else None,
+                tuning_arguments(config, plan, Path(folder)),
+            )
     else:
+        require_tuner(config, None)
         built = EngineFromOnnx(config, lambda: bar(None, 'building', unit='steps')).build()
         if graph:
             measure_layers(config, layer, profile)

@@ -7,12 +7,14 @@ PYTHON=${PYTHON:-python3}
 
 usage() {
     cat <<END
-Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA IMGSZ [--generate-graph]
+Usage: [PYTHON=python3] val_trt.sh WEIGHTS.pt DATA IMGSZ [--float FLOAT.pt] [--generate-graph]
   WEIGHTS.pt        checkpoint, quantized by qat.py or float
   DATA              data YAML; the engine is evaluated on its val: images. Of a classifier the folder of its images
   IMGSZ             image size in pixels: of the file, the engine and the evaluation; one number, or 'HEIGHT WIDTH' in quotes
+  --float FLOAT.pt  also score this model, and compare WEIGHTS and the engine with it
   --generate-graph  also measure every layer and draw the engine
-The ONNX file, the engine and their other files are written beside WEIGHTS.
+It ends with a table of AP, AP50, P and R in PyTorch and in the engine, and their differences. The ONNX file, the engine and their
+other files are written beside WEIGHTS.
 END
 }
 refuse() {
@@ -20,22 +22,34 @@ refuse() {
     exit 2
 }
 [[ ${1:-} != -h && ${1:-} != --help ]] || { usage && exit 0; }
-if (($# < 3 || $# > 4)) || [[ ${4:---generate-graph} != --generate-graph ]]; then
+if (($# < 3)); then
     usage >&2
     exit 2
 fi
-weights=$1 data=$2 model=${1%.*}
+weights=$1 data=$2 model=${1%.*} float=() graph=()
 [[ -f $weights ]] || refuse "WEIGHTS $weights: no such file"
 [[ -e $data ]] || refuse "DATA $data: no such file"
 [[ $3 =~ ^[0-9]+( [0-9]+)?$ ]] || refuse "IMGSZ $3: must be one number, or 'HEIGHT WIDTH' in quotes"
 read -ra imgsz <<<"$3"
+shift 3
+while (($#)); do
+    case $1 in
+        --generate-graph) graph=("$1") ;;
+        --float)
+            [[ -f ${2:-} ]] || refuse "--float ${2:-}: no such file"
+            float=("$2") && shift
+            ;;
+        *) refuse "$1: no such option; see val_trt.sh -h" ;;
+    esac
+    shift
+done
 
 trt=$("$PYTHON" "$HERE/build_engine.py" --which) # which TensorRT to export for; says what to do if there is none
 half=()
 [[ $trt != 11 ]] || half=(--half) # it computes in the types of the file
 "$PYTHON" "$HERE/../export_qat.py" --weights "$weights" --include onnx --imgsz "${imgsz[@]}" --simplify --trt "$trt" "${half[@]}"
-"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" "${@:4}"
-"$PYTHON" "$HERE/../val_trt.py" --engine-file "$model.engine" --data "$data" --imgsz "${imgsz[@]}"
-if [[ ${4:-} == --generate-graph ]]; then # last: what else there is shall not wait for a picture
+"$PYTHON" "$HERE/build_engine.py" "$model.onnx" --imgsz "${imgsz[@]}" "${graph[@]}"
+"$PYTHON" "$HERE/../qat.py" eval --weights "${float[@]}" "$weights" "$model.engine" --data "$data" --imgsz "${imgsz[@]}" --square
+if ((${#graph[@]})); then # last: what else there is shall not wait for a picture
     "$PYTHON" "$HERE/draw_engine.py" --layer "$model.layer.json" --profile "$model.profile.json" --output "$model"
 fi

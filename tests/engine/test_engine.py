@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import stat
 import subprocess
@@ -10,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from conftest import REPO, TREE
 from graphs import FLOAT, INT8_BLOCK, copy, graph_of, node, with_values
 from onnx import helper
 from tqdm import tqdm
-from zoo import python
+from zoo import command, python
 
+from utils.qat.backends.onnxruntime import OnnxRuntime
 from utils.qat.config.deploy import BuildConfig, min_opt_max
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
@@ -26,6 +29,7 @@ from utils.qat.engine.runner import require_within
 from utils.qat.engine.sidecar import read_sidecar, require_fit, sidecar_of, write_sidecar
 from utils.qat.engine.trtexec import arguments, build_with_trtexec, version_in, version_of
 from utils.qat.graph.half import to_half
+from utils.qat.graph.passes import store_int8_weights
 
 FLOAT_CONV = graph_of(
     [node('Conv', 'x', 'w', 'y')],
@@ -48,6 +52,7 @@ def opened(model, *axes):
 FILES = {
     'float': FLOAT_CONV,
     'int8': INT8_BLOCK,
+    'integers': store_int8_weights(copy(INT8_BLOCK)),
     'half': to_half(copy(FLOAT_CONV)),
     'typed int8': to_half(copy(INT8_BLOCK)),
     'open batch': opened(INT8_BLOCK, 0),
@@ -422,6 +427,58 @@ def test_a_trtexec_that_fails_leaves_no_engine(file, tmp_path, text):
 def test_a_trtexec_of_unknown_version_is_refused(tmp_path, text, says):
     with pytest.raises(QatError, match=says):
         version_of(program(tmp_path, text))
+
+
+def tuner(folder, number, *lines):
+    """A `trtexec` of version `number` that writes its arguments to `said`, and an engine."""
+    banner = f'echo "&&&& RUNNING TensorRT.trtexec [TensorRT v{number}]"'
+    program(folder, '\n'.join([banner, f'for a; do echo "$a"; done > {folder}/said', *lines, WRITES]))
+
+
+@pytest.mark.parametrize('threshold', [None, 0.01])
+def test_build_routes_are_tuned_against_onnx_runtime(file, tmp_path, monkeypatch, threshold):
+    """A shell script takes the place of trtexec; the outputs that it gets are those of ONNX Runtime."""
+    model, said = file('int8'), tmp_path / 'said'
+    tuner(tmp_path, 110100, f'for a; do case $a in --load*) cp "${{a##*:}}" {tmp_path};; esac; done')
+    monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+    routes = '-copy_ppg=[on|off]'
+    given = [f'--tune-build-routes={routes}', *(['--accuracy-threshold', threshold] if threshold else [])]
+    command('scripts/build_engine.py', model, '--engine', tmp_path / 'm.engine', *given)
+    flags = said.read_text().splitlines()
+    assert f'--tuneBuildRoutes={routes}' in flags and '--skipInference' not in flags
+    assert f'--tuningCacheFile={tmp_path}/m.tuning.jsonl' in flags and (tmp_path / 'm.engine').exists()
+    assert ('--accuracyThreshold=0.01' in flags) == bool(threshold)
+    if threshold:
+        x, y = (np.fromfile(tmp_path / name, np.float32) for name in ('x', 'y'))
+        [inputs] = onnx.load(model).graph.input
+        x = x.reshape([d.dim_value for d in inputs.type.tensor_type.shape.dim])
+        wanted = OnnxRuntime(model, torch.device('cpu')).run({'x': torch.from_numpy(x)})['y']
+        assert np.array_equal(y, wanted.numpy().ravel()) and x.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    'number, words, says',
+    [
+        (
+            101303,
+            '--tune-build-routes=-a=[0|1]',
+            'needs trtexec of TensorRT 11.1 or later, and that of 10.13.3 is here',
+        ),
+        (110100, '--tune-build-routes=-a=[0|1] --no-trtexec', 'and none is used here'),
+        (110100, '--tune-build-routes=-a=[0|1] --generate-graph', '--generate-graph: not with --tune-build-routes'),
+        (110100, '--accuracy-threshold 0.1', 'only with --tune-build-routes'),
+    ],
+)
+def test_what_cannot_tune_says_so(file, tmp_path, monkeypatch, number, words, says):
+    tuner(tmp_path, number)
+    monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+    assert says in command('scripts/build_engine.py', file('int8'), *words.split(), code=2)
+    assert not list(tmp_path.glob('*.engine'))
+
+
+def test_integer_weights_are_refused_for_tensorrt_8(file):
+    with pytest.raises(QatError, match='stores weights as integers, which TensorRT 8 cannot take.*--trt 8'):
+        planned(file('integers'), 8)
 
 
 @pytest.mark.parametrize('script', ['val_trt.sh', 'generate_trt_engine.sh'])

@@ -206,10 +206,10 @@ def test_several_files_are_scored_and_compared_with_the_first(small, exported, t
     out = command('qat.py', 'eval', '--weights', *files, *common)
     folders = [tmp_path / f'exp-{file.name}' for file in files]
     scores = [content(folder, 'metrics.json') for folder in folders]
-    table = [line for line in out.splitlines() if line.startswith(('| file', '| dual', '| single', '| quantized'))]
-    assert len(table) == 4 and [f'{m["ap"]:.4f}' in line for m, line in zip(scores, table[1:])] == [True] * 3
+    table = [line for line in out.splitlines() if line.startswith(('| model', '| dual', '| single', '| quantized'))]
+    assert len(table) == 6 and [f'{m["ap"]:.4f}' in line for m, line in zip(scores, table[1:])] == [True] * 3
     gains = [100 * (m['ap'] - scores[0]['ap']) for m in scores]
-    assert f'{gains[1]:+.2f} ± ' in table[2] and f'{gains[2]:+.2f} ± ' in table[3]
+    assert f'{gains[1]:+.2f} ± ' in table[4] and f'{gains[2]:+.2f} ± ' in table[5]
     assert 'padded rectangles' in table[1] and f'rectangles of {HEIGHT} x {WIDTH}' in table[2]
     assert [m['settings']['imgsz'] for m in scores] == [[640, 640], [HEIGHT, WIDTH], [128, 128]], 'as each file says'
     logs = [(folder / 'log.txt').read_text() for folder in folders]

@@ -108,7 +108,8 @@ def export_torch_tensorrt(
 
     try:
         if {'ep', 'ts'} & set(files):
-            compiled = tt.dynamo.compile(program, require_full_compilation=True, min_block_size=1, **settings)
+            whole = options.require_full_compilation
+            compiled = tt.dynamo.compile(program, require_full_compilation=whole, min_block_size=1, **settings)
         for kind in sorted({'ep', 'ts'} & set(files)):
             with atomic(files[kind]) as tmp:
                 how = 'exported_program' if kind == 'ep' else 'torchscript'

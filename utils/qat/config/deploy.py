@@ -100,6 +100,18 @@ class BuildConfig(Settings):
         ENGINE_BACKEND, 'TensorRT, or TensorRT-RTX; the builder of TensorRT-RTX needs no GPU', allowed=ENGINES
     )
     trtexec: bool = option(True, 'use the Python package even if trtexec is found')
+    tune_build_routes: str | None = option(
+        None,
+        'let trtexec of TensorRT 11.1 or later time these build routes and keep the fastest engine, such as '
+        "--tune-build-routes='-copy_ppg=[on|off]'; trtexec --helpBuildRoute lists them",
+        metavar='ROUTES',
+    )
+    accuracy_threshold: float | None = option(
+        None,
+        'with --tune-build-routes: drop an engine with an output whose cosine distance from that of ONNX Runtime is larger, '
+        'such as 0.01',
+        allowed=Range(0),
+    )
 
     def __post_init__(self) -> None:
         engine = self.engine or self.onnx.with_suffix('.engine')
@@ -110,6 +122,10 @@ class BuildConfig(Settings):
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the name of the engine; see Settings.problems."""
         yield self.engine.suffix != '.engine', f'--engine {self.engine}: expected a name ending in .engine'
+        yield (
+            self.accuracy_threshold is not None and self.tune_build_routes is None,
+            f'--accuracy-threshold {self.accuracy_threshold}: only with --tune-build-routes',
+        )
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class TorchTensorRT:
     formats: tuple[str, ...] = ('ep', 'engine')  # of TORCH_TENSORRT_FILES
     dtype: str = 'fp16'  # outside of Q/DQ
     workspace: int = WORKSPACE  # MiB
+    require_full_compilation: bool = True  # of ep and ts; an engine is always whole
 
     def files(self, path: Path) -> dict[str, Path]:
         """Return the files: format → path. path: MODEL.ep."""
@@ -190,6 +191,9 @@ class ExportConfig(OnnxConfig):
     )
     dtype: str = by_torch_tensorrt(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
     workspace: int = by_torch_tensorrt(TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY)
+    require_full_compilation: bool = by_torch_tensorrt(
+        TorchTensorRT.require_full_compilation, 'ep and ts: PyTorch runs what TensorRT does not take; default: refused'
+    )
 
     @property
     def torch_tensorrt(self) -> TorchTensorRT:

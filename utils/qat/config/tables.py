@@ -33,7 +33,7 @@ NMS = (
     *('topk_all', 'iou_thres', 'conf_thres', 'class_agnostic', 'nms'),
     *('mask_resolution', 'pooler_scale', 'sampling_ratio'),
 )
-TORCH_TENSORRT = 'formats', 'dtype', 'workspace'
+TORCH_TENSORRT = 'formats', 'dtype', 'workspace', 'require_full_compilation'
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,13 @@ def version_of(trtexec: str) -> tuple[int, int, int]:
     return version
 
 
-def arguments(plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None) -> list[str]:
-    """List the arguments of trtexec for a build, and for a measurement if `layer` and `profile` name JSON files for the results."""
+def arguments(
+    plan: Plan, major: int, layer: Path | None = None, profile: Path | None = None, tuning: Sequence[str] = ()
+) -> list[str]:
+    """List the arguments of trtexec for a build.
+
+    layer, profile: JSON files for a measurement of its layers; None = none. tuning: arguments of a search, which runs every engine.
+    """
     config = plan.config
     args = [
         f'--onnx={config.onnx}',
@@ -82,7 +87,7 @@ def arguments(plan: Plan, major: int, layer: Path | None = None, profile: Path |
             shapes = (f'{name}:{"x".join(map(str, shapes[number]))}' for name, shapes in plan.shapes.items())
             args.append(f'--{which}Shapes={",".join(shapes)}')
     if layer is None:
-        return [*args, '--skipInference']
+        return [*args, *(tuning or ['--skipInference'])]
     # the defaults of trtexec 11, which warns if they are given
     return [
         *args,
@@ -99,12 +104,13 @@ def build_with_trtexec(
     progress: Callable[..., Iterable[str]] = iter,
     layer: Path | None = None,
     profile: Path | None = None,
+    tuning: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build the engine plan.config.engine and write its sidecar, whose content is returned."""
+    """Build the engine plan.config.engine and write its sidecar, whose content is returned; see `arguments`."""
     config = plan.config
     config.engine.parent.mkdir(parents=True, exist_ok=True)
     with atomic(config.engine) as tmp:
-        command = [trtexec, *arguments(plan, major, layer, profile)]
+        command = [trtexec, *arguments(plan, major, layer, profile, tuning)]
         command[command.index(f'--saveEngine={config.engine}')] = f'--saveEngine={tmp}'
         errors = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

@@ -21,13 +21,13 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.data.loaders import val_loader
-from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, difference, in_points, in_words, plus_minus
+from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.coco import require_annotations
 from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.plots import plot_classes
-from utils.qat.evaluation.score_tables import class_table, merit_title, models_table, score_cells, score_titles
+from utils.qat.evaluation.score_tables import class_table, merit_title, models_table
 
 FAIR_CONF = 0.01  # AP hardly changes without the detections up to this score
 
@@ -42,17 +42,11 @@ class Score(NamedTuple):
 
 def several_table(scores: Sequence[Score]) -> str:
     """Format the metrics of several files on the same images as a Markdown table, with differences from the first."""
-    first = scores[0].metrics
-    titles, masks = score_titles(*(score.metrics.plain() for score in scores))
-    rows = []
-    for name, score in zip(distinct_names([score.file for score in scores]), scores):
-        less_first = ['-'] * (1 + masks)
-        if score.metrics is not first:
-            less_first = list(map(in_points, boxes_and_masks(difference(first.resampled, score.metrics.resampled))))
-        seen = score.seen.removeprefix('as ')
-        rows.append((name, seen, *score_cells(score.metrics.plain(), masks), *less_first))
-    points = (f'{merit_title(first.plain())} - first, points', 'mask AP - first, points')[: 1 + masks]
-    return markdown_table(('file', 'images', *titles, *points), rows)
+    names, first = distinct_names([score.file for score in scores]), scores[0].metrics
+    if len({score.seen for score in scores}) > 1:
+        names = [f'{name}, {score.seen}' for name, score in zip(names, scores)]
+    chances = [plus_minus(difference(first.resampled, score.metrics.resampled)) for score in scores[1:]]
+    return models_table(names, [score.metrics.plain() for score in scores], chances)
 
 
 def coco_table(metrics: Metrics) -> str:

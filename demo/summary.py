@@ -16,7 +16,6 @@ from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.score_tables import score_cells, score_titles, task_in
-from utils.qat.run.state import DELIVERED
 
 SHAPES = """
 Rectangles: padded as little as the image's shape allows, as in upstream's val.py. Squares: the images of a deployed
@@ -30,6 +29,8 @@ FAST = 'AVX512-VNNI', 'AVX-VNNI', AMX, 'NEON-DOT', 'I8MM'  # instructions that m
 
 def rows(folder: Path) -> Iterator[list[Any]]:
     """Yield a row for each scored file of the quickstart: model, runtime, images, plain metrics, MB on disk."""
+    from utils.qat.run.state import DELIVERED  # here, because it loads NumPy, and `-h` must not
+
     report = json.loads((folder / 'qat' / 'report.json').read_text())
     single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / DELIVERED
     trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'

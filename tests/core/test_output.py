@@ -364,7 +364,7 @@ def test_a_report_before_and_without_any_score(tmp_path):
     state.ptq, state.kept_float = {'file': 'weights/ptq.pt'}, ['model.3']
     write_report(tmp_path, state.report())
     text = (tmp_path / 'report.md').read_text()
-    assert links(tmp_path / 'report.md') == ['weights/ptq.pt'] and not list(tmp_path.glob('*.png'))
+    assert links(tmp_path / 'report.md') == ['weights/best.pt', 'weights/ptq.pt'] and not list(tmp_path.glob('*.png'))
     assert 'Left in float: model.3.' in text
     assert re.search(r'(?m)^\| l2\.4 +\| +0.01000 \| chosen \|$', text)
 

@@ -102,14 +102,12 @@ class BuildConfig(Settings):
     trtexec: bool = option(True, 'use the Python package even if trtexec is found')
     tune_build_routes: str | None = option(
         None,
-        'let trtexec of TensorRT 11.1 or later time these build routes and keep the fastest engine, such as '
-        "--tune-build-routes='-copy_ppg=[on|off]'; trtexec --helpBuildRoute lists them",
+        "trtexec of TensorRT 11.1 and later: time these build routes, such as --tune-build-routes='-copy_ppg=[on|off]', and keep the fastest engine",
         metavar='ROUTES',
     )
     accuracy_threshold: float | None = option(
         None,
-        'with --tune-build-routes: drop an engine with an output whose cosine distance from that of ONNX Runtime is larger, '
-        'such as 0.01',
+        "with --tune-build-routes: largest cosine distance of an output from ONNX Runtime's, such as 0.01",
         allowed=Range(0),
     )
 

@@ -192,7 +192,7 @@ class ExportConfig(OnnxConfig):
     dtype: str = by_torch_tensorrt(TorchTensorRT.dtype, 'types outside of Q/DQ', allowed=('fp16', 'fp32'))
     workspace: int = by_torch_tensorrt(TorchTensorRT.workspace, 'memory for kernels', metavar='MIB', allowed=MEMORY)
     require_full_compilation: bool = by_torch_tensorrt(
-        TorchTensorRT.require_full_compilation, 'ep and ts: PyTorch runs what TensorRT does not take; default: refused'
+        TorchTensorRT.require_full_compilation, 'let PyTorch run what TensorRT does not take (ep, ts)'
     )
 
     @property

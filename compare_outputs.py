@@ -20,11 +20,12 @@ from utils.qat.config.deploy import CompareConfig
 from utils.qat.config.settings import Sides, read, require_multiples
 from utils.qat.config.tables import CHECKPOINTS, EXPORTED, backends_for
 from utils.qat.config.tasks import TASKS, load_task
-from utils.qat.core.command import after_scoring, explain_out_of_memory, run_command, typed_sides
+from utils.qat.core.command import explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.log import LOGGER, RESULT, bar, finish
 from utils.qat.core.run_folder import own_folder
+from utils.qat.engine.next_step import after_scoring
 
 if TYPE_CHECKING:
     import torch

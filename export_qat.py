@@ -24,7 +24,7 @@ from utils.qat.config.settings import read_each, require_multiples
 from utils.qat.config.tables import CHECKPOINTS
 from utils.qat.core.command import command, explain_out_of_memory, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_data, require_source
+from utils.qat.core.files import is_network, require_data, require_source
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
@@ -44,12 +44,13 @@ def open_export(config: ExportConfig) -> Export:
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.machine import select_device
+    from utils.qat.untrusted.torchvision_weights import fetched
 
     torch.backends.cudnn.allow_tf32 = False  # its mantissa is coarser than the INT8 grid
     device, formats = select_device(config.device), with_sources(config.include)
     for each in formats:
         each.require(config, device)
-    predict = TorchModel(*CheckpointFile(config.weights).load_any(device))
+    predict = TorchModel(*CheckpointFile(fetched(config.weights)).load_any(device))
     export = Export(replace(config, imgsz=config.imgsz or predict.quantized_for or predict.task.imgsz), predict)
     require_multiples(export.config.imgsz, predict.stride)
     for each in formats:
@@ -90,7 +91,7 @@ def verify_all(export: Export, images: tuple[Any, Any]) -> bool:
 
 def next_commands(export: Export) -> list[str]:
     """Return the commands to type next: a fair evaluation, or if it is done or impossible, the next step to an engine."""
-    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'))
+    data = export.predict.task.data_of((export.predict.recipe or {}).get('data'), export.predict)
     fair = [each for each in export.formats if each.backend(export) and each.keeps_low_scores(export)]
     if export.config.verify or not fair:
         return [line for each in export.formats for line in each.next_commands(export, export.written[each.name], data)]
@@ -120,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 1 if a file exceeds the limits of --verify."""
     configs = parse_args(argv)
     for config in configs:
-        require_source(config.weights, '--weights', CHECKPOINTS)
+        if not is_network(config.weights):
+            require_source(config.weights, '--weights', CHECKPOINTS)
         if config.verify:
             require_data(config.verify, '--verify')
     files = Counter(file for config in configs for file in config.files.values())

@@ -22,7 +22,7 @@ from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED
 from utils.qat.core.command import Parser, command, explain_out_of_memory, run_command, typed_sides
 from utils.qat.core.distributed import from_first, leave, on_first
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_source
+from utils.qat.core.files import is_network, require_source
 from utils.qat.core.log import LOGGER, RESULT, bar, finish, log_to, quiet_upstream
 from utils.qat.core.machine import describe
 from utils.qat.core.run_folder import run_folder
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None) -> Sequence[QuantizeConfig | Sensitiv
 
 def dry_run(config: QuantizeConfig) -> None:
     """Print the plan of `quantize`. Computes one blank image and writes nothing."""
-    if not config.is_network:
+    if not is_network(config.weights):
         require_source(config.weights, '--weights', CHECKPOINTS)
 
     from tempfile import TemporaryDirectory
@@ -71,8 +71,7 @@ def dry_run(config: QuantizeConfig) -> None:
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
-        weights = fetched(config.weights, Path(scratch)) if config.is_network else config.weights
-        file = checkpoint.CheckpointFile(weights)
+        file = checkpoint.CheckpointFile(fetched(config.weights, Path(scratch)))
         model = file.load_float()
     loaded = TorchModel(model)
     config.check_model(loaded)
@@ -82,9 +81,11 @@ def dry_run(config: QuantizeConfig) -> None:
     LOGGER.log(RESULT, f'\n{tables}')
     LOGGER.debug(scales)
     LOGGER.log(RESULT, 'nothing was written')
-    if not loaded.task.has_data(config.data):
+    try:
+        loaded.task.load_data(config.data, loaded)
+    except QatError as e:
         if config.data.name != QuantizeConfig.data.name:
-            LOGGER.warning(f'--data {config.data}: no such file or folder; the run will need {loaded.task.takes}')
+            LOGGER.warning(f'{e}; the run will need {loaded.task.takes}')
         config = replace(config, data=Path(loaded.task.placeholder))
     finish(command('qat.py', 'quantize', *typed_words(vars(config), type(config))))
 
@@ -225,11 +226,11 @@ def main(argv: Sequence[str] | None = None, **needs: Any) -> None:
     config = configs[0]
     if isinstance(config, QuantizeConfig) and config.dry_run:
         return dry_run(config)
-    if config.is_network and len(configs) == 1:
+    if any(is_network(each.weights) for each in configs):
         from utils.qat.untrusted.torchvision_weights import fetched
 
-        config = replace(config, weights=fetched(config.weights))
-        configs = [config]
+        configs = [replace(each, weights=fetched(each.weights)) for each in configs]
+        config = configs[0]
     for each in configs:
         each.require_files()
     if isinstance(config, EvalConfig):

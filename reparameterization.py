@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
 from utils.qat.config.tables import CHECKPOINTS
-from utils.qat.config.tasks import load_task
 from utils.qat.core.command import Parser, command, converted, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_file, require_source
+from utils.qat.core.files import TREE, in_tree, require_source, require_yaml
 from utils.qat.core.log import LOGGER, finish, quiet_upstream
 
 if TYPE_CHECKING:
@@ -32,13 +31,13 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument('--save', type=Path, help='file to write; default: WEIGHTS-converted.pt beside the checkpoint')
     # options of earlier tools, not needed; all but --device are checked against the checkpoint
     parser.add_argument('--device', help=SUPPRESS)
-    parser.add_argument('--cfg', type=Path, help=SUPPRESS)
+    parser.add_argument('--cfg', type=in_tree, help=SUPPRESS)
     parser.add_argument('--model', choices=list('tsmce'), help=SUPPRESS)
     parser.add_argument('--classes_num', type=int, help=SUPPRESS)
     args = parser.parse_args(argv)
     require_source(args.weights, '--weights', CHECKPOINTS)
     if args.cfg:
-        require_file(args.cfg, '--cfg', ('.yaml', '.yml'))
+        require_yaml(args.cfg, '--cfg')
     args.save = args.save or converted(args.weights)
     if args.save.suffix not in CHECKPOINTS:
         raise QatError(f'--save {args.save}: expected a file ending in .pt')
@@ -58,7 +57,7 @@ def check_against(args: Namespace, model: nn.Module, single: nn.Module) -> None:
     nc = model.model[-1].nc
     if args.classes_num is not None and args.classes_num != nc:
         raise QatError(f'--classes_num {args.classes_num}: the checkpoint has {nc} classes')
-    wanted = {'--cfg': args.cfg, '--model': args.model and Path('models/detect') / f'gelan-{args.model}.yaml'}
+    wanted = {'--cfg': args.cfg, '--model': args.model and TREE / 'models/detect' / f'gelan-{args.model}.yaml'}
     for flag, cfg in wanted.items():
         if cfg is None:
             continue
@@ -83,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import CheckpointFile
     from models.quantize.head_outputs import head_of
     from models.quantize.reparameterize import HEADS, main_branch
+    from utils.qat.backends.pytorch import TorchModel
     from utils.qat.core.files import write_torch
 
     with quiet_upstream():
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if type(head_of(model)).__name__ not in HEADS:
             raise QatError(
                 f'--weights {args.weights}: has one branch (its head is {type(head_of(model)).__name__}), so there is none to remove; '
-                f'go on with: {command("qat.py", "quantize", "--weights", args.weights)}'
+                f'go on with: {command("qat.py", "quantize", "--weights", args.weights, "--data", "DATA.yaml")}'
             )
         parameters = sum(p.numel() for p in model.parameters())
         result, difference = main_branch(model, f'--weights {args.weights}')
@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f'largest difference from the main branch on a random image: {difference:.2g}'
     )
     options = ckpt.get('opt')  # of the training, if stored
-    trained_on = load_task('detect').data_of(options.get('data') if isinstance(options, dict) else None)
+    loaded = TorchModel(single)
+    trained_on = loaded.task.data_of(options.get('data') if isinstance(options, dict) else None, loaded)
     finish(command('qat.py', 'quantize', '--weights', args.save, '--data', trained_on), weights=args.save)
 
 

@@ -29,10 +29,8 @@ FAST = 'AVX512-VNNI', 'AVX-VNNI', AMX, 'NEON-DOT', 'I8MM'  # instructions that m
 
 def rows(folder: Path) -> Iterator[list[Any]]:
     """Yield a row for each scored file of the quickstart: model, runtime, images, plain metrics, MB on disk."""
-    from utils.qat.run.state import DELIVERED  # here, because it loads NumPy, and `-h` must not
-
     report = json.loads((folder / 'qat' / 'report.json').read_text())
-    single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / DELIVERED
+    single, best = folder / Path(report['settings']['weights']).name, folder / 'qat' / 'weights' / 'best.pt'
     trained = f'QAT, epoch {report["best"]["epoch"]}' if report['best']['epoch'] else 'best: PTQ'
     for name, metrics, file in (
         ('float', report['origin'], single),

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_file(args.model, 'MODEL', ('.onnx',))
 
     from utils.qat.core.files import write_json
+    from utils.qat.engine.next_step import can_build
     from utils.qat.graph import audit
     from utils.qat.graph.audit_rules import rules_of
     from utils.qat.graph.onnx_file import load, naming
@@ -78,11 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, written)
-    behind = (
-        ('benchmark_trt.py', args.model, '--device', 'cpu')
-        if has_zero_points(model)
-        else ('scripts/build_engine.py', args.model)
-    )
+    for_cpu = has_zero_points(model) or not can_build()
+    behind = ('benchmark_trt.py', args.model, '--device', 'cpu') if for_cpu else ('scripts/build_engine.py', args.model)
     finish(command(*behind), **({'json': args.json} if args.json else {}))
     return 1 if args.strict and found.findings else 0
 

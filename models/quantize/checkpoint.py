@@ -110,7 +110,7 @@ class CheckpointFile:
                 f'--weights {self.path}: '
                 + {
                     'foreign': 'made by another yolov9-qat tool, whose checkpoints lose their quantizers in a fresh process; '
-                    'start again from its float model: python qat.py quantize --weights FLOAT.pt',
+                    'start again from its float model: python qat.py quantize --weights FLOAT.pt --data DATA.yaml',
                     'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
                     'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
                     'state_dict': f'has weights without their network (a state_dict); {NEEDED}',

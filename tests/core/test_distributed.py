@@ -92,7 +92,7 @@ def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, star
     assert made_by in (tmp_path / 'pair/report.md').read_text()
     models = [Path(stage['file']).name for stage in (second['ptq'], *second['epochs'])]
     written = {p.name for p in (tmp_path / 'pair/weights').iterdir()}
-    assert written == {*models, 'qat_best_single.pt'} and len(written) == 3
+    assert written == {*models, 'best.pt', 'qat_best_single.pt'} and len(written) == 4
 
 
 @each_way

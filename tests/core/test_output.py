@@ -28,6 +28,7 @@ from utils.qat.config.settings import typed_words
 from utils.qat.core.command import command, run_command
 from utils.qat.core.log import LOGGER, RESULT, TERMINAL, bar, log_to, quiet_upstream
 from utils.qat.core.text import markdown_table, width
+from utils.qat.engine.next_step import can_build
 from utils.qat.evaluation.plots import MOST, plot_classes
 from utils.qat.run.report import write_report
 from utils.qat.run.state import State
@@ -125,7 +126,8 @@ def test_each_command_ends_with_the_next(chain):
     """The fixture ran them; the last one needs TensorRT."""
     for name in CHAIN:
         assert chain[name][1].rstrip().splitlines()[-1].startswith('next: python '), name
-    assert NEXT.findall(chain['eval'][1]) == [f'python scripts/build_engine.py {onnx_of(chain)}']
+    engine = 'scripts/build_engine.py' if can_build() else 'scripts/audit_onnx.py'
+    assert NEXT.findall(chain['eval'][1]) == [f'python {engine} {onnx_of(chain)}']
     [after] = NEXT.findall(chain['reparameterization.py'][1])
     assert after.endswith('--data DATA.yaml'), 'the checkpoint does not tell its data'
 

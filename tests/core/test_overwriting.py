@@ -161,6 +161,16 @@ def test_a_dry_run_writes_nothing(here, answer, monkeypatch, name):
     assert content(here) == before
 
 
+def test_the_files_of_a_network_by_name_are_written_here(here, answer, monkeypatch):
+    (here / 'hub/checkpoints').mkdir(parents=True)
+    torch.save(classifiers.build('resnet18').state_dict(), here / 'hub/checkpoints/resnet18-f37072fd.pth')
+    monkeypatch.setenv('TORCH_HOME', str(here))
+    code, said = answer('export_qat.py --weights resnet18 --imgsz 64 --dynamic')
+    assert code == 0 and (here / 'resnet18.onnx').is_file(), said
+    shapes = ' '.join(f'--{name}Shapes=images:{n}x3x64x64' for name, n in (('min', 1), ('opt', 8), ('max', 16)))
+    assert f'trtexec --onnx=resnet18.onnx {shapes} --fp16  (TensorRT 10)' in said
+
+
 def test_what_a_command_made_of_the_same_model_is_written_again(here, small, answer):
     for name in ('a.pt', 'b.pt'):
         shutil.copy(small.single, name)

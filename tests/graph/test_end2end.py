@@ -745,10 +745,10 @@ def chosen(masks=False, **changes):
 
 
 @pytest.mark.parametrize('trt', [8, 10, 11])
-def test_a_segmentation_model_takes_the_standard_kind(trt):
+def test_the_standard_kind_is_the_default(trt):
     nms, pooling = chosen(masks=True, trt=trt, mask_resolution=28)
     assert nms.kind == 'standard' and pooling == Pooling(28)
-    assert chosen(trt=trt)[0].kind == ('standard' if trt == 11 else 'plugin')
+    assert chosen(trt=trt)[0].kind == 'standard'
     assert [chosen(trt=trt, nms=kind)[0].kind for kind in NMS_LIMITS] == list(NMS_LIMITS)
 
 

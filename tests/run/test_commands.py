@@ -222,7 +222,7 @@ def test_end2end_files(job, scored):
     """One file is verified and evaluated; one is for TensorRT only, with a warning. No plain file stays."""
     shutil.copy(job / BEST, job / 'inside.pt')
     exported = 'export_qat.py', '--weights', job / 'inside.pt', '--imgsz', SIZE, '--include', 'onnx_end2end'
-    as_eval = '--nms standard --conf-thres 0.001 --iou-thres 0.7 --topk-all 300 --batch-size 4'.split()
+    as_eval = '--conf-thres 0.001 --iou-thres 0.7 --topk-all 300 --batch-size 4'.split()
     said = command(*exported, *as_eval, '--verify', job / 'data/data.yaml', '--max-ap-diff', 0.03)
     assert 'inside-end2end.onnx' in said and 'in ONNX Runtime as by torchvision' in said
     made = {f'inside-end2end.{suffix}' for suffix in ('onnx', 'verify.json', 'pbtxt')}
@@ -410,7 +410,7 @@ BAD = [  # command, the arguments added to it, what the line must say
     (EVAL, '--imgsz 100 128', ['--imgsz 100 128:', '96 128 or 128']),
     (QUANTIZE, '--imgsz 128 96', ['--hyp', 'augmented images are squares', 'one number for --imgsz']),
     (EXPORT, '--imgsz 64 100', ['--imgsz 64 100', '64 96 or 64 128']),
-    (EXPORT, '--nms standard --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
+    (EXPORT, '--nms plugin --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
     (EXPORT, '--nms fast --include onnx_end2end', ['--nms fast', 'plugin, standard']),
     (
         EXPORT,
@@ -418,18 +418,22 @@ BAD = [  # command, the arguments added to it, what the line must say
         ['--conf-thres -0.1', '--iou-thres 1.1', '[0, 1]'],
     ),
     (EXPORT, '--include onnx_end2end --conf-thres nan', ['--conf-thres nan', '[0, 1]']),
-    (EXPORT, '--include onnx_end2end --iou-thres 0', ['--iou-thres 0', 'EfficientNMS_TRT', '--nms standard']),
-    (EXPORT, '--include onnx_end2end --topk-all 4097', ['--topk-all 4097', '1 to 4096', '--nms plugin']),
-    (EXPORT, '--include onnx_end2end --topk-all 3841 --trt 11', ['--topk-all 3841', '1 to 3840', '--nms standard']),
+    (
+        EXPORT,
+        '--include onnx_end2end --nms plugin --iou-thres 0',
+        ['--iou-thres 0', 'EfficientNMS_TRT', '--nms standard'],
+    ),
+    (EXPORT, '--include onnx_end2end --nms plugin --topk-all 4097', ['--topk-all 4097', '1 to 4096', '--nms plugin']),
+    (EXPORT, '--include onnx_end2end --topk-all 3841', ['--topk-all 3841', '1 to 3840', '--nms standard']),
     (EXPORT, '--include onnx_end2end --topk-all 0', ['--topk-all 0']),
     (
         EXPORT,
-        '--include onnx_end2end --topk-all 500 --class-agnostic --nms standard',
+        '--include onnx_end2end --topk-all 500 --class-agnostic',
         ['--topk-all 500', 'only 336 candidates'],
     ),
     (
         EXPORT,
-        '--include onnx_end2end --verify {job}/data/data.yaml',
+        '--include onnx_end2end --nms plugin --verify {job}/data/data.yaml',
         ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard'],
     ),
     (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),

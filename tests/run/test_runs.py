@@ -687,7 +687,7 @@ COSTS_NOTHING = (
 def test_the_cost_in_one_sentence(difference, says):
     against = {'difference': difference, 'chance': 0.005}
     sentence = headline_of({'ap': 0.5, 'file': 'weights/ptq.pt', 'against_float': against})
-    assert sentence.startswith(says) and sentence.endswith('; weights/ptq.pt is the model to export.')
+    assert sentence.startswith(says) and sentence.endswith('; weights/best.pt is the model to export.')
 
 
 @pytest.mark.parametrize(
@@ -698,7 +698,7 @@ def test_the_cost_in_one_sentence(difference, says):
     ],
 )
 def test_what_was_not_scored_is_said_to_be_so(ptq, says):
-    assert headline_of(ptq) == f'{says}; f.pt is the model to export.'
+    assert headline_of(ptq) == f'{says}; weights/best.pt is the model to export.'
 
 
 def headline_of(ptq):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from utils.general import scale_boxes, xywh2xyxy
 from zoo import command, load_quantized, program, settings
 
 from utils.qat.config.qat import EvalConfig
+from utils.qat.core.errors import QatError
+from utils.qat.core.files import in_tree
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import calibration_images, val_loader
 
@@ -76,6 +79,52 @@ def test_the_default_data_is_found_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data/coco.yaml').write_text('')
     assert default.data_file == Path('data/coco.yaml'), 'the one that is here comes first'
+
+
+@pytest.mark.full_tree
+def test_a_bare_name_is_found_in_the_tree_as_upstream_finds_it(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hyp, coco = TREE / 'data/hyps/hyp.scratch-high.yaml', TREE / 'data/coco.yaml'
+    assert [in_tree(word) for word in ('coco.yaml', 'hyps/hyp.scratch-high.yaml', 'hyp.scratch-high.yaml')] == [
+        *(coco, hyp, hyp)
+    ]
+    (tmp_path / 'coco.yaml').touch()
+    assert in_tree('coco.yaml') == Path('coco.yaml'), 'the one that is here comes first'
+    for name in ('no.yaml', 'data', '/coco.yaml', '[a-z]oco.yaml'):
+        assert in_tree(name) == Path(name)
+    given = 'qat.py', 'quantize', '--weights', small.single, '--project', tmp_path
+    said = command(*given, '--data', 'no.yaml', code=2)
+    assert f'--data no.yaml: no such file here, in {TREE}, or under data/ and models/ there' in said
+    said = command(*given, '--hyp', 'hyp.scratch-high.yaml', '--imgsz', 64, 96, code=2)
+    assert f'--hyp {hyp}: augmented images are squares' in said
+    given = 'reparameterization.py', '--weights', small.dual, '--save', tmp_path / 'single.pt'
+    for flag, value in (('--cfg', 'gelan-c.yaml'), ('--model', 'c')):
+        assert 'gelan-c.yaml is another model' in command(*given, flag, value, code=2)
+
+
+def test_coco_is_found_where_upstreams_script_puts_it(small, tmp_path, monkeypatch):
+    """get_coco.sh writes ./coco, data/coco.yaml says ../datasets/coco."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'coco').symlink_to(small.data.parent)
+    text = small.data.read_text()
+    given = text.replace(re.search('(?m)^path:.*$', text)[0], 'path: ../datasets/coco')
+    (tmp_path / 'data.yaml').write_text(given)
+    assert load_data('data.yaml').val == [str(tmp_path / 'coco/images/val')]
+    (tmp_path / 'coco').unlink()
+    with pytest.raises(QatError, match=rf'does not exist \(path: was looked for in .*{tmp_path}/coco.*\)'):
+        load_data('data.yaml')
+
+
+def test_data_in_a_checkpoint_are_named_only_if_a_run_would_start_on_them(small, tmp_path):
+    checkpoint = torch.load(small.dual, weights_only=False)
+    other = tmp_path / 'other.yaml'
+    other.write_text(re.sub('(?ms)^names:.*', 'names: [one, two]\n', small.data.read_text()))
+    for data, named in ((small.data, small.data), (other, 'DATA.yaml'), (tmp_path / 'none.yaml', 'DATA.yaml')):
+        torch.save({**checkpoint, 'opt': {'data': str(data)}}, tmp_path / 'dual.pt')
+        said = command('reparameterization.py', '--weights', tmp_path / 'dual.pt')
+        assert shlex.split(said)[-2:] == ['--data', str(named)]
+    said = command('qat.py', 'quantize', '--weights', small.single, '--data', other, '--dry-run')
+    assert f'warning: --data {other}: ' in said and '2 ' in said and '--data DATA.yaml' in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +271,7 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     """An end2end file leaves out scores up to 0.25; --conf-thres 0.25 does so too. `next:` leads to a fair figure."""
     shutil.copy(small.single, tmp_path / 'm.pt')
     common = '--data', small.data, *QUICK, '--project', tmp_path
-    inside = 'onnx_end2end', '--nms', 'standard'
-    out = command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', 'onnx', *inside)
+    out = command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', 'onnx', 'onnx_end2end')
     assert [line for line in out.splitlines() if line.startswith('next:')] == [
         f'next: python qat.py eval --weights {tmp_path}/m.onnx --data DATA.yaml'
     ]
@@ -234,7 +282,7 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
     assert re.search(warning.format('', '--conf-thres', 'leave --conf-thres out'), said)
     assert 'warning' not in command('qat.py', 'eval', '--weights', tmp_path / 'm.onnx', *common)
     as_eval = '--conf-thres 0.001 --iou-thres 0.7 --topk-all 84'.split()
-    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', *inside, *as_eval)
+    command('export_qat.py', '--weights', tmp_path / 'm.pt', '--imgsz', 64, '--include', 'onnx_end2end', *as_eval)
     assert 'warning' not in command('val_trt.py', '--weights', tmp_path / 'm-end2end.onnx', *common)
 
 

@@ -16,7 +16,7 @@ from models.quantize.quantizers import has_zero_points
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import BACKENDS, FORMATS
-from utils.qat.core.command import after_scoring
+from utils.qat.engine.next_step import after_scoring
 from utils.qat.targets.target import Target, target_of_recipe
 
 
@@ -101,12 +101,10 @@ class Format(ABC):
     Attributes:
         name: a key of FORMATS.
         source: the format that its files are made from; None = the model itself.
-        takes_plugin: whether NMS inside can be a plugin of TensorRT.
     """
 
     name: str
     source: str | None = None
-    takes_plugin = True
 
     def require(self, config: ExportConfig, device: torch.device) -> None:
         """Raise QatError if the options, the device or the installed libraries do not allow this format."""

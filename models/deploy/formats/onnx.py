@@ -182,9 +182,19 @@ def typed_half(export: Export) -> bool:
     return export.config.half or (export.config.trt == 11 and export.int8)
 
 
+def shapes(export: Export) -> list[str]:
+    """Return trtexec's smallest, best and largest shape of the images, for a file with an open batch."""
+    config = export.config
+    if not config.dynamic:
+        return []
+    batches = (1, config.batch_size, config.batch_size) if config.batch_size > 1 else (1, 8, 16)
+    height, width = config.imgsz
+    return [f'--{name}Shapes=images:{n}x3x{height}x{width}' for name, n in zip(('min', 'opt', 'max'), batches)]
+
+
 def build_command(path: Path, export: Export) -> str:
     """Return the trtexec command for a file, with the precisions of its engine."""
-    trt, int8, trtexec = export.config.trt, export.int8, shlex.join(['trtexec', f'--onnx={path}'])
+    trt, int8, trtexec = export.config.trt, export.int8, shlex.join(['trtexec', f'--onnx={path}', *shapes(export)])
     if export.zero_points:
         return f'{export.target.title}; {export.target.only_here} (--target tensorrt)'
     if trt == 11:

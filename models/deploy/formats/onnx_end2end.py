@@ -18,7 +18,7 @@ from typing_extensions import override
 from utils.general import xywh2xyxy
 
 from models.deploy.agreement import made_images
-from models.deploy.formats.format import Export, Format, Written, load_format, with_sources
+from models.deploy.formats.format import Export, Format, Written, with_sources
 from models.deploy.formats.onnx import lines_of
 from utils.qat.backends.detections import Detections
 from utils.qat.backends.onnxruntime import onnx_session
@@ -221,9 +221,7 @@ def choose_nms(config: ExportConfig, masks: bool) -> tuple[Nms, Pooling]:
     Raises:
         QatError: an option does not apply to such a model.
     """
-    plugin = all(load_format(name).takes_plugin for name in config.include)
-    kind = config.nms or ('standard' if masks or config.trt == 11 or not plugin else 'plugin')
-    given = config.given(f.name for f in fields(Pooling))
+    kind, given = config.nms, config.given(f.name for f in fields(Pooling))
     check(
         [
             (

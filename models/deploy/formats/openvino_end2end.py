@@ -54,7 +54,6 @@ class OpenVINOEnd2end(OpenVINOFormat):
 
     name = 'openvino_end2end'
     source = 'onnx_end2end'
-    takes_plugin = False
 
     @override
     def require(self, config: ExportConfig, device: torch.device) -> None:

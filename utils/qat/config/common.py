@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.qat.config.settings import Range, Settings, Sides, option, run
+from utils.qat.core.files import in_tree
 
 SEED = Range(0, 2**32 - 1)
 SHARE = Range(0.0, 1.0)
@@ -34,7 +35,9 @@ class LabelledConfig(Settings):
     """Images with labels, on which exported models are scored; for classifiers a folder with one folder for each class."""
 
     data: Path | None = option(
-        None, 'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class'
+        None,
+        'data YAML; its val images are used. For classifiers: a folder with one folder of images for each class',
+        parse=in_tree,
     )
     images: int = option(0, 'images of the data, at most, evenly spread; 0 = all', allowed=OR_ALL)
     batch_size: int = run(10, 'images at once', allowed=Range(1))

@@ -10,6 +10,7 @@ from utils.qat.config.common import OR_ALL, SHARE, SIZE
 from utils.qat.config.deploy import MEMORY, WORKSPACE
 from utils.qat.config.settings import Range, Settings, Sides, flag_of, option, run
 from utils.qat.config.tables import FORMATS, NMS, TORCH_TENSORRT, formats_with
+from utils.qat.core.files import in_tree
 
 PLUGIN = 'EfficientNMS_TRT'  # NMS that only TensorRT has
 END2END = (
@@ -126,7 +127,11 @@ class ExportConfig(OnnxConfig):
 
     HIDDEN = 'inplace', 'pooler_scale', 'sampling_ratio', 'workspace'
 
-    weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); of several each is exported', each=True)
+    weights: Path = option(
+        MISSING,
+        'quantized or float checkpoint (.pt), or a network of torchvision, such as resnet18; of several each is exported',
+        each=True,
+    )
     include: tuple[str, ...] = option(('onnx',), 'files to write', allowed=tuple(FORMATS))
     imgsz: Sides = option(  # None until the model is known
         None,
@@ -146,6 +151,7 @@ class ExportConfig(OnnxConfig):
         None,
         'compare the file with PyTorch, on the val: images of this data; exit code 1 above a limit',
         metavar='DATA.yaml',
+        parse=in_tree,
     )
     verify_images: int = verifying(
         100, 'images for --verify, at most, evenly spread over val:; 0 = all', allowed=OR_ALL
@@ -160,10 +166,9 @@ class ExportConfig(OnnxConfig):
         f'largest difference of AP, in 0..1; default: {FLOAT_LIMITS.ap} for a float checkpoint, {INT8_LIMITS.ap} for INT8',
         allowed=SHARE,
     )
-    nms: str | None = inside(
-        None,
-        f'plugin: {PLUGIN}, for TensorRT alone, the default. standard: operators of ONNX, the default with --trt 11, with '
-        'openvino_end2end and for a segmentation model',
+    nms: str = inside(
+        'standard',
+        f'standard: operators of ONNX, which run everywhere. plugin: {PLUGIN}, for TensorRT alone',
         allowed=tuple(NMS_LIMITS),
     )
     topk_all: int = inside(Nms.topk_all, 'detections per image, at most')

@@ -1,7 +1,5 @@
 """Settings of `qat.py` and `val_trt.py`."""
 
-import os
-import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import partial
@@ -13,7 +11,7 @@ from utils.qat.config.settings import Range, Sides, flag_of, option, run
 from utils.qat.config.tables import CHECKPOINTS, DEFAULT_TARGET, EXPORTED, PREDICTING, TARGETS
 from utils.qat.config.tasks import TASKS, load_task
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_data, require_file, require_source
+from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
@@ -21,9 +19,7 @@ SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')
 GRANULARITIES = ('layer', 'block', 'conv')
 METRICS = ('distortion', 'ap', 'both')
-TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
 COCO = Path('data/coco.yaml')
-NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
 calibration = partial(option, group='calibration')
 fine_tuning = partial(option, group='fine-tuning')
 layers = partial(option, group='which layers become INT8')
@@ -40,22 +36,17 @@ class ModelConfig(FolderConfig, LoaderConfig):
         'checkpoint (.pt), or a network of torchvision with its pretrained weights, such as resnet50 or their file (.pth)',
     )
     data: Path = option(
-        COCO, 'data YAML: train, val, names; of a classifier a folder with train/ and val/, in each a folder per class'
+        COCO,
+        'data YAML: train, val, names; of a classifier a folder with train/ and val/, in each a folder per class',
+        parse=in_tree,
     )
     _: KW_ONLY
     only_task: str | None = None  # refuse models of other tasks; a key of TASKS
 
     @property
     def data_file(self) -> Path:
-        """The data YAML. COCO's is searched in the current folder, then in the patched tree."""
-        elsewhere = self.data == COCO and not COCO.exists() and (TREE / COCO).exists()
-        return TREE / COCO if elsewhere else self.data
-
-    @property
-    def is_network(self) -> bool:
-        """Whether `weights` is the name of a network of torchvision, such as resnet18, and no file."""
-        path = self.weights
-        return bool(NETWORK.fullmatch(path.name)) and not (path.suffix or os.path.exists(path))
+        """The data YAML; the default too is found from other folders, see files.in_tree."""
+        return in_tree(self.data)
 
     def require_files(self) -> None:
         """Raise QatError unless the named files exist. A command calls this before it loads anything."""
@@ -142,7 +133,9 @@ class CalibrationConfig(ModelConfig):
         allowed=Range(32),
     )
     project: Path = Path('runs/qat')
-    hyp: Path | None = option(None, 'fine-tune on images augmented as this file says; default: as they are')
+    hyp: Path | None = option(
+        None, 'fine-tune on images augmented as this file says; default: as they are', parse=in_tree
+    )
     target: str = option(
         DEFAULT_TARGET,
         'engine that the placement of Q/DQ is made for'
@@ -177,7 +170,7 @@ class CalibrationConfig(ModelConfig):
         require_source(self.weights, '--weights', self.SUFFIXES)
         require_data(self.data)
         if self.hyp:
-            require_file(self.hyp, '--hyp', ('.yaml', '.yml'))
+            require_yaml(self.hyp, '--hyp')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,20 +213,6 @@ def typed_sides(imgsz: Iterable[int]) -> list[int]:
     return sides[:1] if len(set(sides)) == 1 else sides
 
 
-def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
-    """Make the command that follows a good score.
-
-    .pt → export; .onnx → build the engine; .engine, .xml or .pt2 → benchmark. `backend` is the key of BACKENDS that
-    scored the file. A file that OpenVINO ran needs no engine.
-    """
-    by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
-    if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':
-        return command('benchmark_trt.py', model, *by)
-    if model.suffix == '.onnx':
-        return command('scripts/build_engine.py', model, *by)
-    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))
-
-
 def run_apart(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run Python code in a subprocess that imports nothing from the current folder.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import io
 import json
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 TEMPORARY = re.compile(r'\..*\.\d+\.tmp(\..*)?', re.DOTALL)  # names, see `atomic`
 LONGEST_NAME = 200  # bytes of a file's name; systems allow 255
+YAML = '.yaml', '.yml'
+NETWORK = re.compile(r'(resnet|resnext|wide_resnet|mobilenet|efficientnet|regnet|convnext)\w*([-_.]\w+)*')
+TREE = Path(__file__).parents[3]  # the patched YOLOv9 folder, with --link too
 
 
 def sha256(path: str | Path) -> str:
@@ -121,6 +125,32 @@ def write_picture(figure: Figure, path: str | Path) -> None:
         figure.savefig(tmp, dpi=120)
 
 
+def in_tree(word: str | Path) -> Path:
+    """Find a YAML as upstream does: here, in the YOLOv9 folder, or anywhere under data/ and models/ there.
+
+    Returns the path as it is if there is none, or more than one.
+    """
+    path = Path(word)
+    if os.path.exists(path) or path.is_absolute() or path.suffix.lower() not in YAML:
+        return path
+    found = [file for file in [TREE / path] if file.is_file()]
+    for folder in () if found else ('data', 'models'):
+        found += map(Path, glob.glob(f'{glob.escape(str(TREE / folder))}/**/{glob.escape(str(path))}', recursive=True))
+    return found[0] if len(found) == 1 else path
+
+
+def is_network(weights: Path) -> bool:
+    """Tell whether `weights` is the name of a network of torchvision, such as resnet18, and no file."""
+    return bool(NETWORK.fullmatch(weights.name)) and not (weights.suffix or os.path.exists(weights))
+
+
+def require_yaml(path: str | Path, flag: str) -> Path:
+    """Check that a path is a YAML file, and return it as a Path; see `in_tree` and `require_file`."""
+    if not os.path.exists(path):
+        raise QatError(f'{flag} {path}: no such file here, in {TREE}, or under data/ and models/ there')
+    return require_file(path, flag, YAML)
+
+
 def require_file(path: str | Path, flag: str, suffixes: Collection[str] = ()) -> Path:
     """Check that a path is a file, and return it as a Path. suffixes: allowed endings in lower case; empty = any."""
     path = Path(path)
@@ -148,4 +178,4 @@ def require_source(path: Path, flag: str, suffixes: Collection[str]) -> None:
 def require_data(path: Path, flag: str = '--data') -> None:
     """Check that a path is a data YAML, or a folder of a classifier's images."""
     if not path.is_dir():
-        require_file(path, flag, ('.yaml', '.yml'))
+        require_yaml(path, flag)

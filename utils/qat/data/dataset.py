@@ -23,7 +23,7 @@ from utils.qat.config.settings import Sides
 from utils.qat.core.command import command
 from utils.qat.core.distributed import first_goes_ahead
 from utils.qat.core.errors import QatError
-from utils.qat.core.files import require_file, waits
+from utils.qat.core.files import require_yaml, waits
 from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.images import check_copies, check_images, held_out_files, unreadable
@@ -64,7 +64,7 @@ class Data:
 
 def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', masks: bool = False) -> Data:
     """Read and check a data YAML, for a model of `nc` classes or, with None, of any number."""
-    file = require_file(file, flag, ('.yaml', '.yml'))
+    file = require_yaml(file, flag)
     who, content = f'{flag} {file}', read_yaml(file, flag)
     if not isinstance(content, dict):
         raise QatError(f'{who}: expected keys train:, val: and names:')
@@ -82,8 +82,9 @@ def load_data(file: str | Path, nc: int | None = None, flag: str = '--data', mas
         paths = [content.get(key) or ''] if key == 'path' else _as_list(content[key])
         if not all(isinstance(p, str) and '\0' not in p for p in paths):
             raise QatError(f'{who}: {key}: must be a path{" or a list of paths" * (key != "path")}')
-    base = _base_folder(file, content)
-    train, val = (_image_paths(content, key, base, who) for key in ('train', 'val'))
+    places = _places(file, content)
+    base = next((b for b in places if all(os.path.exists(b / p) for p in _as_list(content['val']))), places[0])
+    train, val = (_image_paths(content, key, base, who, places) for key in ('train', 'val'))
     is_coco = any(Path(p).name == 'val2017.txt' for p in val)  # upstream's own criterion
     annotations = base / 'annotations' / 'instances_val2017.json'
     return Data(file, train, val, names, annotations if is_coco and annotations.exists() else None, flag, masks=masks)
@@ -93,29 +94,28 @@ def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def _base_folder(file: Path, content: dict) -> Path:
-    """Find the folder that the relative paths of a data YAML start from.
+def _places(file: Path, content: dict) -> list[Path]:
+    """List the folders that path: of a data YAML may mean: the first with val: is taken.
 
-    Its path: may be relative to the upstream tree (as for upstream), the current folder or the YAML's folder: the first
-    in which val: exists.
+    A relative path: starts in the upstream tree (as for upstream), here, or beside the YAML. Its last part counts too:
+    upstream's get_coco.sh writes ./coco, and its coco.yaml says ../datasets/coco.
     """
     path = Path(content.get('path') or '')
-    bases = [Path(os.path.abspath(b / path)) for b in (ROOT, Path.cwd(), file.parent)]
-    return next((b for b in bases if all(os.path.exists(b / p) for p in _as_list(content['val']))), bases[0])
+    meant = (path, path) if path.is_absolute() else (path, path.name)
+    paths = [base / p for p in meant for base in (ROOT, Path.cwd(), file.parent)]
+    return list(dict.fromkeys(Path(os.path.abspath(p)) for p in paths))
 
 
-def _image_paths(content: dict, key: str, base: Path, who: str) -> list[str]:
-    """Return the absolute paths under train: or val:. Raises QatError, which begins with `who`, for one without images."""
-    tried, absolute = (
-        "path: was tried from the YOLOv9 folder, from here and from the YAML's; ",
-        ', or make path: absolute',
-    )
-    if os.path.isabs(content.get('path') or ''):
-        tried = absolute = ''
+def _image_paths(content: dict, key: str, base: Path, who: str, places: Sequence[Path]) -> list[str]:
+    """Return the absolute paths under train: or val:, relative ones from `base`.
+
+    Raises QatError, which begins with `who`, for one without images. places: where it was looked for.
+    """
     paths = [base / p for p in _as_list(content[key])]
     for p in paths:
         if not os.path.exists(p):  # Path.exists raises an error for some texts
-            raise QatError(f'{who}: {key}: {p} does not exist; {tried}correct it{absolute}')
+            elsewhere = f' (path: was looked for in {", ".join(map(str, places))})' * (len(places) > 1)
+            raise QatError(f'{who}: {key}: {p} does not exist{elsewhere}; correct it')
         if not _has_images(p):
             raise QatError(f'{who}: {key}: no images in {p} (looked for {", ".join(IMG_FORMATS)})')
     return [str(p) for p in paths]
@@ -262,7 +262,7 @@ def _image_files(paths: Sequence[str]) -> list[str]:
 
 def load_hyp(path: str | Path) -> dict[str, Any]:
     """Read augmentation settings in upstream's format."""
-    file = require_file(path, '--hyp', ('.yaml', '.yml'))
+    file = require_yaml(path, '--hyp')
     hyp = read_yaml(file, '--hyp')
     needed = 'hsv_h hsv_s hsv_v degrees translate scale shear perspective flipud fliplr mosaic mixup copy_paste'.split()
     missing = [k for k in needed if not isinstance(hyp, dict) or k not in hyp]

@@ -12,7 +12,7 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.config.settings import Sides, closing, require_multiples
 from utils.qat.config.tables import backends_for
-from utils.qat.core.command import after_scoring, command, explain_out_of_memory, typed_sides
+from utils.qat.core.command import command, explain_out_of_memory, typed_sides
 from utils.qat.core.distributed import from_first, join, on_first, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import distinct_names, write_document, write_json
@@ -21,6 +21,7 @@ from utils.qat.core.machine import describe, machine, machine_table, select_devi
 from utils.qat.core.run_folder import run_folder
 from utils.qat.core.text import escaped, image, markdown_table
 from utils.qat.data.loaders import val_loader
+from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
 from utils.qat.evaluation.coco import require_annotations

@@ -9,10 +9,11 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.qat.config.qat import QuantizeConfig
 from utils.qat.config.settings import closing, typed_words
-from utils.qat.core.command import after_scoring, repeated
+from utils.qat.core.command import repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
 from utils.qat.core.text import code, escaped, image, link, markdown_table
+from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import (

@@ -11,6 +11,7 @@ import torchvision
 from torch import nn
 
 from utils.qat.core.errors import QatError
+from utils.qat.core.files import is_network
 from utils.qat.core.log import LOGGER
 from utils.qat.untrusted.torch_archive import AGAIN
 
@@ -75,12 +76,14 @@ def fetched(network: Path, folder: Path | None = None) -> Path:
     """Return the file of a network's pretrained weights in torchvision's cache; download it if it is missing.
 
     Args:
-        network: its name, such as resnet18.
+        network: its name, such as resnet18. The path of a file is returned as it is.
         folder: for the download; None = torchvision's cache.
 
     Raises:
         QatError: there is no such network, or its weights cannot be fetched.
     """
+    if not is_network(network):
+        return network
     name = network_of(network)
     if not name:
         raise QatError(

@@ -1,0 +1,31 @@
+"""The command that follows a good score of a file. It starts on this machine."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from utils.qat.core.command import command, typed_sides
+from utils.qat.core.errors import QatError
+from utils.qat.engine.api import load_tensorrt
+from utils.qat.engine.trtexec import find_trtexec
+
+
+def can_build(backend: str = 'tensorrt') -> bool:
+    """Tell whether TensorRT, or the other builder of engines that `backend` names, is installed."""
+    try:
+        return bool(backend == 'tensorrt' and find_trtexec()) or bool(load_tensorrt(backend))
+    except QatError:
+        return False
+
+
+def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
+    """Make the command that follows a good score.
+
+    .pt → export; .onnx → build the engine, or audit it where nothing builds engines; .engine, .xml or .pt2 → benchmark.
+    `backend` is the key of BACKENDS that scored the file. A file that OpenVINO ran needs no engine.
+    """
+    by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
+    if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':
+        return command('benchmark_trt.py', model, *by)
+    if model.suffix == '.onnx':
+        return command('scripts/build_engine.py' if can_build() else 'scripts/audit_onnx.py', model)
+    return command('export_qat.py', '--weights', model, '--include', 'onnx', '--imgsz', *typed_sides(imgsz))

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import math
+import shutil
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ from faults import sampled
 from graphs import assert_same_outputs, copy, dims, graph_of, metadata, node, pair, run_onnx
 from onnx import TensorProto, helper, numpy_helper
 from segmenters import CLASSES, NM, segmenter
-from zoo import image, output, same, state
+from zoo import command, image, output, same, state
 
 from models.deploy import agreement
 from models.deploy.agreement import LIMITS, RELATIVE, made_images, output_differences, traceable_copy
@@ -134,6 +135,21 @@ def assert_int8(graph, model):
     ]
     assert set(behind_dq) == {0, 2}, 'float convolutions are all float'
     assert behind_dq.count(2) == sum(isinstance(m, QuantConv2d) for m in model.modules())
+
+
+def test_weights_are_integers_but_for_tensorrt_8(small, tmp_path):
+    """The outputs are the same bit for bit, and the file is less than half as large."""
+    shutil.copy(small.quantized, tmp_path / 'model.pt')
+    graphs = {}
+    for trt in (8, 10):
+        command('export_qat.py', '--weights', tmp_path / 'model.pt', '--imgsz', 64, '--trt', trt, '--opset', 17)
+        graphs[trt] = onnx.load(tmp_path / 'model.onnx')
+    weights = sum(isinstance(m, QuantConv2d) for m in small.quantized_model().modules())
+    (before, pairs), (after, left) = (onnx_graph.count_qdq(graph) for graph in graphs.values())
+    assert (before, left) == (pairs, pairs) and before - after == weights
+    assert 2 * graphs[10].ByteSize() < graphs[8].ByteSize()
+    images = {'images': image(64).numpy()}
+    assert np.array_equal(*(run_onnx(graph, images)[0] for graph in graphs.values()))
 
 
 def test_int8_is_not_float(demo, tmp_path):

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.benchmark.accuracy import accuracy_of
-    from utils.qat.benchmark.measurement import Conditions, Measurement
+    from utils.qat.benchmark.measured import Conditions, Measurement
     from utils.qat.benchmark.model_files import give_sizes, read_model_files
     from utils.qat.benchmark.report import disturbance, write_benchmark
     from utils.qat.benchmark.run import TURNS, run_in_turns

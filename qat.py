@@ -117,8 +117,8 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     """
     from models.quantize.run.inputs import open_inputs, open_run
     from models.quantize.run.stages import run
+    from utils.qat.core.run_folder import DELIVERED
     from utils.qat.run.report import conclusions, export_command, run_table
-    from utils.qat.run.state import DELIVERED
 
     inputs = open_inputs(config)
     of_run = open_run(inputs)

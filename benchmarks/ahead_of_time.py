@@ -33,8 +33,8 @@ from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.aoti import AotPackage
 from utils.qat.backends.pytorch import TorchModel
+from utils.qat.benchmark.measured import Conditions, Measurement
 from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.benchmark.measurement import Conditions, Measurement
 from utils.qat.benchmark.model_files import read_model_files, shapes_of
 from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.core.command import Parser, run_command

@@ -26,9 +26,8 @@ from zoo import program
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.engine_cache import file_to_run
-from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, measured_by
-from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.measured import Conditions, Measurement
+from utils.qat.benchmark.measured_backends import MeasuredOpenVINO, file_to_run, measured_by
 from utils.qat.benchmark.model_files import BATCHES, ModelFile, give_sizes, read_model_files, shapes_of
 from utils.qat.benchmark.report import summary
 from utils.qat.benchmark.run import LEAST_QUERIES, TURNS

@@ -19,9 +19,10 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import TEMPORARY, atomic
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
+from utils.qat.core.run_folder import DELIVERED
 from utils.qat.evaluation.score_tables import score_cells
 from utils.qat.run.report import write_report
-from utils.qat.run.state import DELIVERED, STATE, State, read_state, write_state
+from utils.qat.run.state import STATE, State, read_state, write_state
 
 UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 

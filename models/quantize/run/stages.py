@@ -19,11 +19,12 @@ from utils.qat.backends.pytorch import TorchModel
 from utils.qat.core.command import repeated, resumable
 from utils.qat.core.log import LOGGER, bar
 from utils.qat.core.machine import describe, machine, versions
+from utils.qat.core.run_folder import DELIVERED
 from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, score_titles
-from utils.qat.run.state import BEST, DELIVERED, EPOCH, FLOAT, PTQ, State, unfit_state
+from utils.qat.run.state import BEST, EPOCH, FLOAT, PTQ, State, unfit_state
 
 
 class Scorer:

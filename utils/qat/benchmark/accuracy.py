@@ -7,10 +7,8 @@ from typing_extensions import override
 
 from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.benchmark.engine_cache import file_to_run
-from utils.qat.benchmark.measured import MeasuredSession
-from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.measured import Conditions, MeasuredSession, Measurement
+from utils.qat.benchmark.measured_backends import file_to_run, measured_by
 from utils.qat.config.settings import Sides
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import bar

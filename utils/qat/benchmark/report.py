@@ -1,11 +1,19 @@
-"""Results of a benchmark → a summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures for all."""
+"""Results of a benchmark → a summary of each in trtexec's layout, and benchmark.{json,md,csv} and pictures for all.
+
+The pictures show latency as bars, throughput against batch, memory and utilisation over time. They take plain Results, see
+timing.Result. A series (model, backend, precision, image size) has one colour in all three.
+"""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from utils.qat.benchmark.baseline import SIMULATED, conclusions, with_changes
-from utils.qat.benchmark.plots import plot_latency, plot_throughput, plot_usage
 from utils.qat.benchmark.tables import (
     csv_text,
     markdown_tables,
@@ -15,12 +23,129 @@ from utils.qat.benchmark.tables import (
     with_short_names,
 )
 from utils.qat.config.deploy import REPORTS
-from utils.qat.core.files import write_json, write_text
+from utils.qat.core.files import write_json, write_picture, write_text
 from utils.qat.core.machine import machine_table
-from utils.qat.core.text import Markdown, code, escaped
+from utils.qat.core.text import Markdown, code, escaped, literal
 
+WIDE_RANGE = 20  # ratio of largest to smallest value from which an axis is logarithmic
 DISTURBED = 25  # per cent: if other processes use more of the CPU, times are unreliable
 PICTURES = {'latency.png': 'latency', 'throughput.png': 'throughput', 'usage.png': 'memory and utilisation'}
+
+
+def label(result: dict[str, Any]) -> str:
+    """Name the series of a result, for Matplotlib."""
+    return literal(', '.join(filter(None, series(result))))
+
+
+def colours(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Assign a colour to each series: label → RGB in 0..1, in the order of the results."""
+    labels = list(dict.fromkeys(map(label, results)))
+    names = colormaps['tab10' if len(labels) <= 10 else 'tab20'].colors
+    return {text: names[i % len(names)] for i, text in enumerate(labels)}
+
+
+def _name_bars(axes: Axes, results: Sequence[dict[str, Any]], longest: float) -> None:
+    """Label the horizontal bars of `axes`, one per result from the top; `longest` is the end of the axis."""
+    axes.set_yticks(range(len(results)), [label(r) for r in results], fontsize=8)
+    axes.set(xlim=(0, longest), ylim=(len(results) - 0.4, -0.6))
+    axes.grid(axis='x', alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def plot_latency(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Draw the latency: a panel for each batch, a bar for each series.
+
+    A bar is the median compute time, followed by the transfers in a lighter tone. A line spans the end-to-end latency from
+    the minimum to the 99th percentile.
+    """
+    colour, batches = colours(results), sorted({r['batch'] for r in results})
+    panels = [[r for r in results if r['batch'] == batch] for batch in batches]
+    figure = Figure(figsize=(10, 1.2 + sum(0.5 + 0.32 * len(p) for p in panels)), layout='constrained')
+    all_axes = figure.subplots(
+        len(panels), 1, squeeze=False, gridspec_kw={'height_ratios': [1 + len(p) for p in panels]}
+    )[:, 0]
+    for axes, batch, panel in zip(all_axes, batches, panels):
+        for place, r in enumerate(panel):
+            whole, model, tone = r['latency'], r['compute']['median'], colour[label(r)]
+            axes.barh(place, model, color=tone, height=0.7)
+            axes.barh(place, max(0, whole['median'] - model), left=model, color=tone, alpha=0.35, height=0.7)
+            axes.plot((whole['min'], whole['p99']), (place, place), color='0.2', linewidth=1, marker='|', markersize=6)
+            axes.text(
+                max(whole['p99'], whole['median']),
+                place,
+                f'  {whole["median"]:.3g} ms (p99 {whole["p99"]:.3g})',
+                va='center',
+                fontsize=8,
+            )
+        _name_bars(axes, panel, longest=1.3 * max(r['latency']['p99'] for r in panel))
+        axes.set_title(f'batch {batch}', fontsize=9, loc='left')
+    figure.supxlabel(
+        'ms per query. Bar: median of the model, transfers behind it in a lighter tone. Line: min to 99th percentile',
+        fontsize=9,
+    )
+    write_picture(figure, path)
+
+
+def plot_throughput(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """Draw the images per second against the batch, a line for each series; for a single batch a bar for each."""
+    colour = colours(results)
+    speeds, batches = [r['images_per_s'] for r in results], sorted({r['batch'] for r in results})
+    wide = max(speeds) > WIDE_RANGE * min(speeds)
+    what = 'images per second' + ' (logarithmic)' * (wide and len(batches) > 1)
+    if len(batches) == 1:
+        figure = Figure(figsize=(10, 1.3 + 0.32 * len(results)), layout='constrained')
+        axes = figure.subplots()
+        for place, r in enumerate(results):
+            axes.barh(place, r['images_per_s'], color=colour[label(r)], height=0.7)
+            axes.text(r['images_per_s'], place, f'  {r["images_per_s"]:.4g}', va='center', fontsize=8)
+        _name_bars(axes, results, longest=1.15 * max(speeds))
+        axes.set(xlabel=what, title=f'Throughput at batch {batches[0]}')
+        return write_picture(figure, path)
+    figure = Figure(figsize=(9, 4.5 + 0.22 * len(colour)), layout='constrained')
+    axes = figure.subplots()
+    for text, tone in colour.items():
+        points = sorted((r['batch'], r['images_per_s']) for r in results if label(r) == text)
+        axes.plot(*zip(*points), 'o-', color=tone, label=text)
+    axes.set_xticks(batches)
+    axes.set(xlabel='batch (images per query)', ylabel=what, title='Throughput')
+    axes.set(yscale='log') if wide else axes.set_ylim(0, 1.08 * max(speeds))
+    axes.grid(alpha=0.3)
+    figure.legend(loc='outside lower center', fontsize=8)
+    write_picture(figure, path)
+
+
+def plot_usage(path: Path, report: dict[str, Any]) -> None:
+    """Draw the samples of benchmark.json, memory and utilisation over time.
+
+    The background colour shows the measured series, the number above it the batch.
+    """
+    results, samples, device = report['results'], report['usage'], report['machine']['device']
+    gpu, colour = report['machine']['gpu'], colours(results)
+    figure = Figure(figsize=(11, 5 + 0.22 * len(colour)), layout='constrained')
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    seconds, memory, percent, *_ = zip(*samples)
+    upper.plot(seconds, memory, color='0.15', linewidth=1)
+    lower.plot(seconds, percent, color='0.15', linewidth=1)
+    shown = [(r, start, end) for r in results for start, end in (r['usage'] or {}).get('turns', ())]
+    for r, start, end in shown:
+        for axes in (upper, lower):
+            axes.axvspan(start, end, color=colour[label(r)], alpha=0.3, linewidth=0)
+            axes.axvline(start, color='white', linewidth=1)
+        if len(shown) <= 40:  # more would not fit beside each other
+            upper.text(
+                (start + end) / 2, 1.01, r['batch'], transform=upper.get_xaxis_transform(), ha='center', fontsize=8
+            )
+    upper.set(ylabel='memory of the GPU (MiB)' if gpu else 'memory of the process (MiB)', ylim=(0, 1.1 * max(memory)))
+    upper.set_title(f'{device}; numbers: batch', fontsize=10, pad=16)
+    lower.set(ylabel='GPU busy (%)' if gpu else 'CPU, of all cores (%)', ylim=(0, 105), xlabel='seconds')
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    figure.legend(
+        handles=[Patch(color=tone, alpha=0.3, label=text) for text, tone in colour.items()],
+        loc='outside lower center',
+        fontsize=8,
+    )
+    write_picture(figure, path)
 
 
 def summary(result: dict[str, Any]) -> str:

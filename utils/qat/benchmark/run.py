@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from utils.qat.benchmark.engine_cache import file_to_run
-from utils.qat.benchmark.measured import Measured
-from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.benchmark.measurement import Conditions, Measurement
+from utils.qat.benchmark.measured import Conditions, Measured, Measurement
+from utils.qat.benchmark.measured_backends import file_to_run, measured_by
 from utils.qat.benchmark.model_files import Inputs, fixed_batch, shapes_of
 from utils.qat.benchmark.timing import Result, Timing
 from utils.qat.benchmark.usage import Usage

@@ -9,9 +9,10 @@ from itertools import product
 import torch
 
 from utils.qat.backends.session import require_named
+from utils.qat.benchmark.measured import Measurement
 from utils.qat.benchmark.measured_backends import measured_by
-from utils.qat.benchmark.measurement import Measurement, pixels
 from utils.qat.benchmark.model_files import Inputs, ModelFile, shapes_of
+from utils.qat.benchmark.tables import pixels
 from utils.qat.config.deploy import BenchmarkConfig
 from utils.qat.config.settings import Sides
 from utils.qat.config.tables import BACKENDS

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.qat.benchmark.baseline import ACCURACIES, FLOATS
-from utils.qat.benchmark.measurement import pixels
 from utils.qat.core.files import distinct_names
 from utils.qat.core.text import markdown_table, visible
 
 Row = dict[str, Any]  # a plain Result, with 'against', see baseline.with_changes
+PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'gpu_compute': 'GPU compute', 'd2h': 'D2H'}  # as trtexec names them
+
+
+def pixels(imgsz: Sequence[int] | None) -> str:
+    """Format height and width in pixels: '640 px', '480 x 640 px'; '' for None."""
+    return f'{" x ".join(map(str, dict.fromkeys(imgsz)))} px' if imgsz else ''
 
 
 class Column(NamedTuple):
@@ -33,7 +38,6 @@ class Column(NamedTuple):
         return None if found == '' else found
 
 
-PARTS = {'enqueue': 'enqueue', 'h2d': 'H2D', 'gpu_compute': 'GPU compute', 'd2h': 'D2H'}  # as trtexec names them
 SERIES = [
     Column('model', 'model'),
     Column('backend', 'backend'),

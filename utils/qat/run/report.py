@@ -12,6 +12,7 @@ from utils.qat.config.settings import closing, typed_words
 from utils.qat.core.command import repeated
 from utils.qat.core.files import write_document, write_json, write_picture
 from utils.qat.core.machine import machine_table
+from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import code, escaped, image, link, markdown_table
 from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, boxes_and_masks, in_points, in_words, points_lost, within_chance
@@ -25,7 +26,7 @@ from utils.qat.evaluation.score_tables import (
     score_titles,
     task_in,
 )
-from utils.qat.run.state import DELIVERED, LAST
+from utils.qat.run.state import LAST
 
 NARROWEST = 0.02  # of the AP axis, so that differences below two points do not look like a collapse
 

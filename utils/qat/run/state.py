@@ -21,7 +21,7 @@ from utils.qat.config.settings import flag_of, json_kinds, kind_of, plain
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import write_torch
 from utils.qat.core.machine import PACKAGES
-from utils.qat.core.run_folder import writing
+from utils.qat.core.run_folder import DELIVERED, writing
 from utils.qat.evaluation.chance import RESAMPLES, difference, difference_of_merit
 from utils.qat.evaluation.score_tables import is_scored, merit
 from utils.qat.untrusted.json_schema import (
@@ -43,7 +43,6 @@ from utils.qat.untrusted.json_schema import (
 from utils.qat.untrusted.plain_values import read_values
 
 FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
-DELIVERED = 'weights/best.pt'  # a copy of the best model so far, under the same name in every run
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 STATE = 'weights/resume.pt'  # in the run's folder
 FORMAT = 2  # of the file; in format 1 a part of it was in report.json

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from utils.qat.benchmark.baseline import NOTICEABLE, int8_gains
 from utils.qat.core.command import Parser, run_command
 from utils.qat.core.errors import QatError
-from utils.qat.core.run_folder import DELIVERED
 from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.score_tables import score_cells, score_titles, task_in
 

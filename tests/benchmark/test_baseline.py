@@ -9,7 +9,8 @@ import pytest
 from zoo import command as run
 
 from models.deploy.formats.onnx import export_onnx
-from utils.qat.benchmark.baseline import baseline_of
+from utils.qat.benchmark.baseline import SIMULATED, baseline_of, conclusions
+from utils.qat.benchmark.tables import precision_table
 from utils.qat.config.deploy import BenchmarkConfig, image_sizes
 from utils.qat.core.errors import QatError
 
@@ -116,6 +117,51 @@ def test_image_sizes(given, sizes):
 
 def row(given, backend='ONNX Runtime', precision='fp32', batch=1, size=(64, 64)):
     return {'given': given, 'backend': backend, 'precision': precision, 'batch': batch, 'imgsz': size}
+
+
+def result(backend, precision, batch, ms, size=(64, 64), types=None):
+    """A plain result of so many ms per query, as far as tables and conclusions read it."""
+    return {
+        **row(f'{precision}.onnx', backend, precision, batch, size),
+        'model': f'{precision}.onnx',
+        'types': types or precision.upper(),
+        'open_batch': True,
+        'against': None,
+        'latency': {'median': ms},
+        'images_per_s': 1000 * batch / ms,
+        'h2d': None,
+        'compute': {'median': ms},
+        'parameters': None,
+        'size_bytes': 1,
+    }
+
+
+def test_int8_is_compared_with_the_fastest_float_precision():
+    results = [
+        result('OpenVINO', 'fp32', 1, 80.0),
+        result('OpenVINO', 'bf16', 1, 40.0),
+        result('OpenVINO', 'int8', 1, 40.0),
+        result('OpenVINO', 'bf16', 4, 160.0),
+        result('OpenVINO', 'int8', 4, 80.0),
+        result('ONNX Runtime', 'fp32', 1, 50.0),
+        result('ONNX Runtime', 'int8', 1, 20.0, types=SIMULATED),
+    ]
+    assert conclusions(results) == [
+        'In OpenVINO, INT8 against the fastest float precision: 1.00 times as fast as BF16 at batch 1 (not faster), 2.00 times as fast as '
+        'BF16 at batch 4.',
+        f'Least latency 20 ms at batch 1: int8.onnx in ONNX Runtime, {SIMULATED}. Most images/s 50.0 at batch 4: int8.onnx in OpenVINO, INT8.',
+    ]
+    lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in precision_table(results).splitlines()]
+    assert lines[0][3:] == [
+        *('FP32 (ms)', 'BF16 (ms)', 'INT8 (ms)', 'speed-up'),
+        *('FP32 (images/s)', 'BF16 (images/s)', 'INT8 (images/s)', 'speed-up'),
+    ]
+    assert lines[2:] == [
+        ['64 px', 'OpenVINO', '1', '80', '40', '40', '1.00', '12.5', '25.0', '25.0', '1.00'],
+        ['64 px', 'OpenVINO', '4', '-', '160', '80', '2.00', '-', '25.0', '50.0', '2.00'],
+        ['64 px', 'ONNX Runtime', '1', '50', '-', '-', '-', '20.0', '-', '-', '-'],
+    ]
+    assert precision_table(results[:1]) == '' and len(conclusions(results[:1])) == 1
 
 
 FLOAT, INT8 = row('a/f.onnx'), row('a/q.onnx', precision='int8')

@@ -85,8 +85,8 @@ class Gain(NamedTuple):
     times: float  # as fast, by median latency
 
     def __str__(self) -> str:
-        said = 'as fast as' if self.times >= NOTICEABLE else 'as fast as (not faster than)'
-        return f'{self.times:.2f} times {said} {self.precision} at batch {self.batch}'
+        said = '' if self.times >= NOTICEABLE else ' (not faster)'
+        return f'{self.times:.2f} times as fast as {self.precision} at batch {self.batch}{said}'
 
 
 def int8_gains(results: Sequence[dict[str, Any]]) -> Iterator[Gain]:
@@ -111,7 +111,7 @@ def conclusions(results: Sequence[dict[str, Any]]) -> list[str]:
     said = []
     for (backend, image), gains in groupby(int8_gains(results), lambda gain: (gain.backend, gain.image)):
         where = f'{backend}, {image} pixels' if image else backend
-        said.append(f'In {where}, INT8 is {"; ".join(map(str, gains))}, the fastest float precision there.')
+        said.append(f'In {where}, INT8 against the fastest float precision: {", ".join(map(str, gains))}.')
 
     def named(result: dict[str, Any]) -> str:
         return f'at batch {result["batch"]}: {result["model"]} in {result["backend"]}, {result["types"]}'

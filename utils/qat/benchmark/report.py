@@ -17,7 +17,7 @@ from utils.qat.benchmark.baseline import SIMULATED, conclusions, with_changes
 from utils.qat.benchmark.tables import (
     csv_text,
     markdown_tables,
-    precision_tables,
+    precision_table,
     series,
     short_table,
     with_short_names,
@@ -217,7 +217,7 @@ def markdown(report: dict[str, Any], pictures: Collection[str]) -> str:
         'which can be compared: docs/benchmark.md of yolov9-qat.',
         '\n'.join(map(escaped, conclusions(results))),
         *markdown_tables(results),
-        *(['## By precision', *by_precision] if (by_precision := precision_tables(results)) else []),
+        *(['## By precision', by_precision] if (by_precision := precision_table(results)) else []),
         *([escaped(f'Disturbed: {disturbed}.')] if disturbed else []),
         *([f'Accuracy: {scored} images of {escaped(settings["data"])}, {seen} the size in the row.'] if scored else []),
         *(['\n'.join(f'- {line}' for line in made)] if made else []),

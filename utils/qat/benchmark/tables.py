@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.qat.benchmark.baseline import ACCURACIES, FLOATS
+from utils.qat.benchmark.baseline import ACCURACIES, FLOATS, SIMULATED
 from utils.qat.core.files import distinct_names
 from utils.qat.core.text import markdown_table, visible
 
@@ -203,35 +203,32 @@ def short_table(results: Sequence[Row]) -> str:
     return _markdown(varied, rows)
 
 
-def precision_tables(results: Sequence[Row]) -> list[str]:
-    """Make tables of latency and of images/s with a column for each precision, and the speed-up of INT8, of rows with short names.
+def precision_table(results: Sequence[Row]) -> str:
+    """Make a table with columns for the precisions and the speed-up of INT8 against the fastest float one; '' for one precision.
 
-    A row is an image size, backend and batch. The speed-up is of the fastest INT8 file against the fastest float one.
+    A row is an image size, backend and batch. Latency is that of the fastest file, and so are images/s. Simulated INT8 is left out.
     """
-    rows = [with_shown(r) for r in results]
-    models = {p: list(dict.fromkeys(r['model'] for r in rows if r['precision'] == p)) for p in (*FLOATS, 'int8')}
-    columns = [(p, model) for p, named in models.items() for model in named]
-    places = list(dict.fromkeys((r['image'], r['backend'], r['batch']) for r in rows))
-    tables = []
-    for figure, best in ((LATENCY, min), (IMAGES_PER_S, max)):
-        lines = []
-        for place in places:
-            there = {
-                (r['precision'], r['model']): figure.figure(r)
-                for r in rows
-                if place == (r['image'], r['backend'], r['batch'])
+    rows = [with_shown(r) for r in results if r['types'] != SIMULATED]
+    precisions = [p for p in (*FLOATS, 'int8') if any(row['precision'] == p for row in rows)]
+    lines = []
+    for place in dict.fromkeys((row['image'], row['backend'], row['batch']) for row in rows):
+        cells: list[str] = []
+        for figure, best in ((LATENCY, min), (IMAGES_PER_S, max)):
+            found = {
+                p: best(figure.figure(r) for r in here)
+                for p in precisions
+                if (
+                    here := [r for r in rows if r['precision'] == p and place == (r['image'], r['backend'], r['batch'])]
+                )
             }
-            floats, int8 = (
-                [n for (p, _), n in there.items() if (p == 'int8') is quantized] for quantized in (False, True)
-            )
-            ratio = (
-                (best(floats) / best(int8) if best is min else best(int8) / best(floats)) if floats and int8 else None
-            )
-            cells = [figure.form.format(there[c]) if c in there else '-' for c in columns]
-            lines.append([*place, *cells, '-' if ratio is None else f'{ratio:.2f}'])
-        names = [f'{p.upper()}{f", {model}" * (len(models[p]) > 1)}' for p, model in columns]
-        tables.append(markdown_table((figure.title, 'backend', 'batch', *names, 'INT8 speed-up'), lines))
-    return tables if len({p for p, _ in columns}) > 1 else []
+            floats = [figures for p, figures in found.items() if p != 'int8']
+            gain = best(floats) / found['int8'] if floats and 'int8' in found else None
+            cells += [figure.form.format(found[p]) if p in found else '-' for p in precisions]
+            cells.append('-' if gain is None else f'{gain if best is min else 1 / gain:.2f}')
+        lines.append([*place, *cells])
+    names = [p.upper() for p in precisions]
+    titles = *(f'{name} (ms)' for name in names), 'speed-up', *(f'{name} (images/s)' for name in names), 'speed-up'
+    return markdown_table(('image', 'backend', 'batch', *titles), lines) if len(precisions) > 1 else ''
 
 
 def markdown_tables(results: Sequence[Row]) -> list[str]:

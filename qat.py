@@ -63,11 +63,13 @@ def dry_run(config: QuantizeConfig) -> None:
     from tempfile import TemporaryDirectory
 
     from models.quantize import checkpoint
+    from models.quantize.activations import chosen_activations, require_exchange
     from models.quantize.calibration.ptq import FloatBlocks, prepare
     from models.quantize.network import layers
     from utils.qat.backends.pytorch import TorchModel
     from utils.qat.config.settings import typed_words
     from utils.qat.run.report import dry_run_tables
+    from utils.qat.targets.target import load_target
     from utils.qat.untrusted.torchvision_weights import fetched
 
     with quiet_upstream(), TemporaryDirectory() as scratch:
@@ -76,6 +78,9 @@ def dry_run(config: QuantizeConfig) -> None:
     loaded = TorchModel(model)
     config.check_model(loaded)
     named = {path: type(m).__name__ for path, m in layers(model).items()}
+    if config.exchanges:
+        require_exchange(model, config.activation, load_target(config.target))
+        LOGGER.log(RESULT, f'{len(chosen_activations(model, config))} activation functions become {config.activation}')
     conversion, groups = prepare(model, config, FloatBlocks.of(model, config, file.sha256).paths)
     tables, scales = dry_run_tables(named, conversion.swapped, conversion.kept_float, groups)
     LOGGER.log(RESULT, f'\n{tables}')

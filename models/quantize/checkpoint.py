@@ -19,7 +19,7 @@ from models.quantize.convert import is_quantized
 from models.quantize.head_outputs import head_of
 from models.quantize.network import fold_batch_norms
 from models.quantize.origins.origin import origin_of
-from models.quantize.pickled_modules import TORCHVISION, TWINS, build
+from models.quantize.pickled_modules import OURS, TORCHVISION, TWINS, build
 from models.quantize.reparameterize import main_branch
 from models.quantize.scales import shared_scales
 from utils.qat.backends.pytorch import task_of
@@ -173,7 +173,7 @@ def _kind(names: Iterable[str]) -> str:
     """Tell the kind of a checkpoint by the names in its pickle, see CheckpointFile."""
     if any(n.startswith(TWINS) for n in names):
         return 'quantized'
-    if any(n.startswith(('pytorch_quantization.', 'models.quantize')) for n in names):
+    if any(n.startswith(('pytorch_quantization.', 'models.quantize')) and not n.startswith(OURS) for n in names):
         return 'foreign'
     if any(n.startswith(('models.yolo.', 'torchvision.models.')) for n in names):
         return 'float'
@@ -197,11 +197,16 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
 
 
+def save_float(path: Path, model: nn.Module, source: str) -> None:
+    """Write a checkpoint of a float model that was learnt from the one in the file with the SHA-256 `source`, hex digits.
+
+    `load_float`, and upstream's val.py and detect.py, can load it.
+    """
+    _save(path, model, {'source_sha256': source})
+
+
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
     """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
-
-    The file has the whole model in FP32: half precision would round the weights, so the file would differ from the
-    measured model.
 
     Args:
         path: of the new file.
@@ -216,6 +221,14 @@ def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source:
         'versions': versions(),
         'scale_groups': shared_scales(model),
     }
+    _save(path, model, {'quant': quant})
+
+
+def _save(path: Path, model: nn.Module, beside: dict[str, Any]) -> None:
+    """Write a checkpoint with the whole model, and what is `beside` it.
+
+    The model is in FP32: half precision would round the weights, so the file would differ from the measured model.
+    """
     stored = {id(t): _stored(t) for t in chain(model.parameters(), model.buffers())}
     model = deepcopy(model, stored).cpu().eval()  # deepcopy takes these tensors instead of copying
     write_torch(
@@ -225,7 +238,7 @@ def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source:
             'ema': None,
             'epoch': -1,
             'optimizer': None,
-            'quant': quant,
+            **beside,
             'date': datetime.datetime.now().isoformat(),
         },
     )

@@ -142,14 +142,16 @@ def _matching(paths: Sequence[str], regex: str, flag: str) -> set[str]:
     return found
 
 
-def left_out(paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = ()) -> list[str]:
+def left_out(
+    paths: Sequence[str], exclude: Sequence[str] = (), only: Sequence[str] = (), flag: str = '--only'
+) -> list[str]:
     """Select the twins, of `paths`, that stay in float by the regular expressions of --exclude and --only.
 
     They are matched from the start of a path: 'model.2' is layer 2 and everything in it, and not layer 22. With `only`,
     a twin that none of them matches stays in float. Raises QatError if an expression is invalid or matches nothing, or
-    if no twin is left to quantize.
+    if no twin is left to quantize. `flag` is the option of `only`.
     """
-    chosen: set[str] = set().union(*(_matching(paths, regex, '--only') for regex in only)) if only else set(paths)
+    chosen: set[str] = set().union(*(_matching(paths, regex, flag) for regex in only)) if only else set(paths)
     chosen -= set().union(*(_matching(paths, regex, '--exclude') for regex in exclude))
     if not chosen:
         raise QatError('--exclude, --only: nothing is left to quantize')

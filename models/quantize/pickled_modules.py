@@ -25,6 +25,7 @@ from utils.qat.untrusted.plain_values import TRUST, Values, is_empty
 from utils.qat.untrusted.torch_archive import Archive
 
 TWINS = 'models.quantize.blocks', 'models.quantize.class_blocks', 'models.quantize.quantizers'  # of this toolkit
+OURS = *TWINS, 'models.quantize.activations'  # all files of this toolkit with classes that a checkpoint may name
 TORCH = {
     f'torch.nn.modules.{module}.{name}'
     for module, names in {  # layers of YOLOv9's networks
@@ -173,7 +174,7 @@ def _layer_class(name: Name) -> type[torch.nn.Module]:
         return getattr(importlib.import_module(module), cls)
     if (
         not module.startswith('models.')
-        or (module.startswith(('models.quantize', 'models.deploy')) and module not in TWINS)
+        or (module.startswith(('models.quantize', 'models.deploy')) and module not in OURS)
         or cls in WHOLE_MODELS
     ):
         raise Refused(

@@ -49,6 +49,7 @@ COMMUTING = {
 # Functions whose results are never negative, and functions that keep them so, besides COMMUTING
 CUT_AT_ZERO = {F.relu, F.relu6, F.hardsigmoid, F.sigmoid, torch.relu, torch.sigmoid}
 KEEP_THE_SIGN = COMMUTING | {F.adaptive_avg_pool2d, F.avg_pool2d, F.dropout}
+TWO_KEEP_THE_SIGN = {torch.Tensor.mul, torch.Tensor.add}  # of two tensors
 
 
 class _Groups:
@@ -81,6 +82,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for part in value for t in _tensors(part)] if isinstance(value, (list, tuple)) else []
 
 
+def _is_nearest_resize(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    return func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
+
+
 class _Watch(TorchFunctionMode):
     """Context that joins the inputs and outputs of every commuting operation.
 
@@ -97,8 +102,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        nearest = func is F.interpolate and (args[3] if len(args) > 3 else kwargs.get('mode', 'nearest')) == 'nearest'
-        if func in COMMUTING or nearest:
+        if func in COMMUTING or _is_nearest_resize(func, args, kwargs):
             self.groups.join(_tensors([*args, *kwargs.values()]) + _tensors(result))
         elif func is F.avg_pool2d:
             x, *settings = args
@@ -122,7 +126,8 @@ class _Signs(TorchFunctionMode):
         result = func(*args, **kwargs)
         given = _tensors([*args, *kwargs.values()])
         cut = func in CUT_AT_ZERO or (func is F.hardtanh and kwargs.get('min_val', -1) >= 0)  # which is nn.ReLU6
-        keeps = func in KEEP_THE_SIGN or (func is torch.Tensor.mul and len(given) == 2)
+        keeps = func in KEEP_THE_SIGN or (func in TWO_KEEP_THE_SIGN and len(given) == 2)
+        keeps = keeps or _is_nearest_resize(func, args, kwargs)
         if cut or (keeps and given and all(id(x) in self.found for x in given)):
             self.found.update((id(x), x) for x in _tensors(result))
         return result

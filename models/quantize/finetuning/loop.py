@@ -63,6 +63,7 @@ def finetune(
     config: QuantizeConfig,
     progress: Callable[[Iterator, int, int], Iterable] | None = None,
     after: Epoch | None = None,
+    begin: Callable[[float], Any] = lambda done: None,
 ) -> Iterator[Epoch]:
     """Fine-tune `student` in place, and yield after each epoch, so that the caller can score and save the student.
 
@@ -80,6 +81,7 @@ def finetune(
             batches.
         after: the last epoch of an interrupted fine-tuning. It is yielded again, with its weights in `student`, and the
             next epochs follow. A loader that counts epochs must be set to it.
+        begin: called before each step with the share of all steps that are done, in [0, 1).
     """
     take_from_first(student.state_dict().values())  # two kinds of GPU may differ in the last bit of the calibration
     layers = supervised_layers(student, config.supervision_stride)
@@ -109,7 +111,9 @@ def finetune(
         batches = islice(loader, per_epoch)
         try:
             for batch in progress(batches, number, per_epoch) if progress else batches:
-                step.set_rate(learning_rate_share((number - 1) * per_epoch + len(losses), total))
+                done = (number - 1) * per_epoch + len(losses)
+                step.set_rate(learning_rate_share(done, total))
+                begin(done / total)
                 losses.append(step(*batch) if on_labels else step(batch))
                 if len(losses) % LOOK_EVERY == 0:
                     step.check()

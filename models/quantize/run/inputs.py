@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
+from models.quantize.activations import require_exchange
 from models.quantize.calibration.ptq import FloatBlocks
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
@@ -19,10 +20,11 @@ from utils.qat.core.distributed import join, rank, world_size
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.core.machine import select_device
-from utils.qat.data.dataset import Data, load_hyp
+from utils.qat.data.dataset import VARIED, Data, load_hyp
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Images, TrainingImages, calibration_images, training_images, val_loader
 from utils.qat.evaluation.coco import require_annotations
+from utils.qat.targets.target import load_target
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,15 @@ class Inputs:
 
 @dataclass
 class RunInputs:
-    """The images and the float blocks of a `quantize` run, which `sensitive` does not need."""
+    """The images and the float blocks of a `quantize` run, which `sensitive` does not need.
 
-    float_blocks: FloatBlocks | None  # None for a resumed run, which was calibrated before
+    A resumed run was calibrated before, unless it was interrupted in the adaptation to other activation functions.
+    """
+
+    float_blocks: FloatBlocks | None  # None for a resumed run without --activation
     scored: dict[str, DataLoader]  # 'val', and 'held out' if images are held out
-    calibration: Images | None  # None for a resumed run
+    calibration: Images | None  # likewise
+    adaptation: TrainingImages | None  # None without --activation
     training: TrainingImages | None  # None without fine-tuning
 
 
@@ -100,7 +106,10 @@ def open_run(inputs: Inputs) -> RunInputs:
     config = inputs.config
     if config.hyp and not inputs.task.augments:
         raise QatError(f'--hyp {config.hyp}: images of {inputs.task.title} are not augmented, leave it out')
-    float_blocks = None if config.resume else FloatBlocks.of(inputs.model, config, inputs.sha256)
+    if config.exchanges:
+        require_exchange(inputs.model, config.activation, load_target(config.target))
+    calibrates = config.exchanges or not config.resume
+    float_blocks = FloatBlocks.of(inputs.model, config, inputs.sha256) if calibrates else None
     hyp = load_hyp(config.hyp) if config.hyp else None
     is_scored = bool(config.epochs or config.eval_origin or config.eval_ptq or config.max_drop is not None)
     scored = {'val': inputs.scored_images(scored=is_scored)}
@@ -108,8 +117,13 @@ def open_run(inputs: Inputs) -> RunInputs:
         require_annotations(inputs.data, scored['val'].dataset.im_files)
     if config.val_split:
         scored['held out'] = inputs.scored_images('held out')
-    calibration = None if config.resume else inputs.calibration_images()
-    training = None
+    calibration = inputs.calibration_images() if calibrates else None
+
+    adaptation = training = None
+    if config.exchanges:
+        varied = VARIED if inputs.task.augments and len(set(config.imgsz)) == 1 else None
+        unlabelled = replace(config, task_loss=0.0)
+        adaptation = training_images(inputs.data, unlabelled, inputs.stride, inputs.device, hyp or varied, inputs.shard)
     if config.epochs:
         training = training_images(inputs.data, config, inputs.stride, inputs.device, hyp, inputs.shard)
-    return RunInputs(float_blocks, scored, calibration, training)
+    return RunInputs(float_blocks, scored, calibration, adaptation, training)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.checkpoint import CheckpointFile, save_quantized
+from models.quantize.checkpoint import CheckpointFile, save_float, save_quantized
+from models.quantize.convert import is_quantized
 from utils.qat.backends.pytorch import task_of
 from utils.qat.core.distributed import from_first, is_first, on_first
 from utils.qat.core.errors import QatError
@@ -84,12 +85,12 @@ class Keeper:
     def save(
         self, model: nn.Module, stage: str, state: State, score: Callable[[nn.Module], dict[str, Any]] | None
     ) -> dict[str, Any]:
-        """Save a quantized model, and score the model of the file.
+        """Save a model, quantized or in float, and score the model of the file.
 
         The name of the file has the score, so the file is hidden until the score is known.
 
         Args:
-            model: calibrated.
+            model: calibrated, or with other activation functions than the float model of the run.
             stage: start of the file's name.
             state: its settings go into the file.
             score: model → plain metrics; None = it is not scored.
@@ -99,8 +100,11 @@ class Keeper:
         """
         unscored = self.folder / UNSCORED
         try:
-            recipe = {**state.settings, 'kept_float': state.kept_float}
-            on_first(save_quantized)(unscored, model, recipe, self.sha256)
+            if is_quantized(model):
+                recipe = {**state.settings, 'kept_float': state.kept_float}
+                on_first(save_quantized)(unscored, model, recipe, self.sha256)
+            else:
+                on_first(save_float)(unscored, model, self.sha256)
             metrics = score(self._load(unscored)[0]) if score else {}
             key = task_of(model).keys[0]
             value = score_cells(metrics)[0] if metrics else 'unknown'
@@ -116,17 +120,23 @@ class Keeper:
         Raises:
             QatError: it was made from another float checkpoint.
         """
-        model, quant = self._load(self.folder / stage['file'])
-        if quant['source_sha256'] != self.sha256:
+        model, source = self._load(self.folder / stage['file'])
+        if source != self.sha256:
             raise QatError(
                 f'--resume {self.folder}: {self.weights} is another file than the run was started with (its SHA-256 '
                 'differs); put the old one back, or start a new run'
             )
         return model
 
-    def _load(self, file: Path) -> tuple[nn.Module, dict[str, Any]]:
+    def _load(self, file: Path) -> tuple[nn.Module, Any]:
+        """Load a model that `save` wrote, and the SHA-256 of the float model that it was made from."""
         from_first()  # the others wait for the file
-        return CheckpointFile(file).load_quantized(self.device)
+        checkpoint = CheckpointFile(file)
+        if checkpoint.kind == 'float':
+            ckpt, model = checkpoint.load_dual_or_float(self.device)
+            return model, ckpt.get('source_sha256')
+        model, quant = checkpoint.load_quantized(self.device)
+        return model, quant['source_sha256']
 
     def keep(self, state: State) -> None:
         """Write the state, from which a resumed run continues."""

@@ -10,7 +10,9 @@ from typing import Any
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
+from models.quantize.activations import chosen_activations, exchanged, finished
 from models.quantize.calibration.ptq import FloatBlocks, calibrated, within_budget
+from models.quantize.finetuning.adapt import adapt
 from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
 from models.quantize.head_outputs import ComparedModel
 from models.quantize.run.inputs import Inputs, RunInputs
@@ -24,7 +26,7 @@ from utils.qat.data.loaders import Images, TrainingImages
 from utils.qat.evaluation.chance import boxes_and_masks, difference, in_words, points_lost
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cells, score_titles
-from utils.qat.run.state import BEST, EPOCH, FLOAT, PTQ, State, unfit_state
+from utils.qat.run.state import ADAPTED, BEST, EPOCH, FLOAT, PTQ, State, unfit_state
 
 
 class Scorer:
@@ -107,7 +109,8 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
     """
     config = inputs.config
     keeper = Keeper(folder, config.weights, inputs.sha256, inputs.device)
-    loaders = {**of_run.scored, **({'train': of_run.training.loader} if of_run.training else {})}
+    learnt_from = of_run.training or of_run.adaptation
+    loaders = {**of_run.scored, **({'train': learnt_from.loader} if learnt_from else {})}
     images = {name: len(loader.dataset) for name, loader in loaders.items()}
     if config.resume:
         state = keeper.resume(images, inputs.data.file, describe(inputs.device))
@@ -117,10 +120,14 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
     scorers = {split: Scorer(inputs, state, split, loader, bar) for split, loader in of_run.scored.items()}
     scorer = scorers[state.chosen_on]
 
-    if of_run.calibration and of_run.float_blocks:
-        calibrate(inputs, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
-        of_run.calibration = None  # ends the processes that load its images
     again = repeated('qat.py', 'quantize', '--resume', folder)
+    if of_run.calibration and of_run.float_blocks and not state.ptq:
+        model = inputs.model
+        if of_run.adaptation:
+            with resumable(again):
+                model = adapt_activations(inputs, of_run.calibration, of_run.adaptation, state, scorer, keeper)
+        calibrate(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
+    of_run.calibration = of_run.adaptation = None  # ends the processes that load their images
     with resumable(again) if of_run.training else nullcontext():
         if of_run.training:
             fine_tune(inputs, of_run.training, state, scorer, keeper)
@@ -143,20 +150,64 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
     )
 
 
-def calibrate(
-    inputs: Inputs, images: Images, float_blocks: FloatBlocks, state: State, scorer: Scorer, keeper: Keeper
-) -> None:
-    """Run PTQ: score the float model, calibrate a quantized copy, save the copy and score it.
+def adapt_activations(
+    inputs: Inputs, calibration: Images, images: TrainingImages, state: State, scorer: Scorer, keeper: Keeper
+) -> nn.Module:
+    """Exchange activation functions, teach the float model to work with them, save and score it, and return it.
 
-    float_blocks: stay in float; more blocks do if config.max_drop sets a budget.
+    Goes on from the last finished epoch.
+    """
+    config = inputs.config
+    if state.adapted:
+        return keeper.load(state.adapted)
+    if config.eval_origin and not state.origin:
+        state.origin = scorer.of_float()
+    paths = chosen_activations(inputs.model, config)
+    LOGGER.info(f'{len(paths)} activation functions become {config.activation}')
+    student = exchanged(inputs.model, config.activation, paths, bar(calibration, 'fitting activation functions'))
+    after = Epoch(**state.training) if state.training else None
+    images.epoch = after.number if after else 0
+
+    def shown(batches: Iterable, epoch: int, steps: int) -> Iterable:
+        return bar(batches, f'{config.activation}, epoch {epoch}/{config.activation_epochs}', steps)
+
+    try:
+        for epoch in adapt(student, deepcopy(inputs.model), images, config, shown, after):
+            keeper.clear_up()
+            state.training = vars(epoch)
+            state.times[f'{config.activation} {EPOCH.format(epoch.number)}'] = round(epoch.seconds, 2)
+            LOGGER.info(f'{config.activation}, epoch {epoch.number}: loss {epoch.loss:.4f}')
+            keeper.keep(state)
+            keeper.report(state)
+    except UnfitState as e:
+        raise unfit_state(keeper.folder, str(e)) from e
+    score = (lambda saved: scorer.of_quantized(saved, ADAPTED)) if config.eval_ptq else None
+    result = keeper.save(finished(student).eval(), f'float_{config.activation}', state, score)
+    state.adapted, state.training = {'loss': epoch.loss, **result}, None
+    keeper.keep(state)
+    return keeper.load(state.adapted)
+
+
+def calibrate(
+    inputs: Inputs,
+    reference: nn.Module,
+    images: Images,
+    float_blocks: FloatBlocks,
+    state: State,
+    scorer: Scorer,
+    keeper: Keeper,
+) -> None:
+    """Run PTQ: score the float model, calibrate a quantized copy of `reference`, save the copy and score it.
+
+    reference: the float model, or what it became with other activation functions. float_blocks: stay in float; more blocks do if config.max_drop sets a budget.
     """
     config, budget = inputs.config, inputs.config.max_drop
-    if config.eval_origin or budget is not None:
+    if (config.eval_origin or budget is not None) and not state.origin:
         state.origin = scorer.of_float()
     start = time.perf_counter()
 
     def attempt(blocks: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
-        model, found = calibrated(inputs.model, images, config, bar, blocks.paths)
+        model, found = calibrated(reference, images, config, bar, blocks.paths)
         against = scorer.of_trial(model)['against_float']
         chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
         if chance > budget and blocks is float_blocks:
@@ -169,7 +220,7 @@ def calibrate(
         return points_lost(against), (model, found)
 
     if budget is None:
-        model, state.calibration = calibrated(inputs.model, images, config, bar, float_blocks.paths)
+        model, state.calibration = calibrated(reference, images, config, bar, float_blocks.paths)
     else:
         float_blocks, (model, state.calibration) = within_budget(float_blocks, budget, attempt)
     state.kept_float = float_blocks.paths

@@ -14,6 +14,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import in_tree, require_data, require_file, require_source, require_yaml
 
 CANDIDATES = ('l2.4', 'fisher')  # --calib-method auto takes the better of them
+ACTIVATIONS = ('keep', 'hardswish', 'relu')
 CALIB_METHODS = ('auto', *CANDIDATES, 'mse', 'percentile', 'max')
 SCALE_POLICIES = ('tied', 'free')
 AMP = ('off', 'bf16', 'fp16')
@@ -24,6 +25,7 @@ calibration = partial(option, group='calibration')
 fine_tuning = partial(option, group='fine-tuning')
 layers = partial(option, group='which layers become INT8')
 units = partial(option, group='what is measured')
+activations = partial(option, group='activation functions')
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,18 @@ class QuantizeConfig(CalibrationConfig):
         negatable=True,
     )
     supervision_stride: int = option(1, 'compare every n-th layer with the float model', allowed=Range(1))
+    activation: str = activations(
+        'keep',
+        'hardswish, relu: exchange each SiLU for one that an INT8 engine computes for nothing; the model learns it from the images, without '
+        'labels, before it is calibrated. hardswish has the slope nearest to SiLU',
+        allowed=ACTIVATIONS,
+    )
+    activation_only: tuple[str, ...] = activations(
+        (), 'the layers whose activation functions are exchanged, by path; default: all', metavar='REGEX'
+    )
+    activation_epochs: int = activations(
+        10, 'epochs of --iters steps in which the exchanged model learns, however few the images are', allowed=Range(1)
+    )
     exclude: tuple[str, ...] = layers(
         (),
         r"layers that stay in float, by path: 'model.2' is layer 2 and all in it, '.*\.cv4' every cv4",
@@ -254,6 +268,11 @@ class QuantizeConfig(CalibrationConfig):
         metavar='FOLDER',
     )
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether activation functions are exchanged."""
+        return self.activation != 'keep'
+
     def precision(self, device: str) -> str:
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""
         return self.amp or ('fp16' if device == 'cuda' else 'off')
@@ -264,6 +283,10 @@ class QuantizeConfig(CalibrationConfig):
 
     def problems(self) -> Iterable[tuple[Any, str]]:
         """Check the options that need or exclude each other; see Settings.problems."""
+        yield (
+            self.activation_only and not self.exchanges,
+            '--activation-only: needs --activation hardswish or relu; leave it out',
+        )
         choosing = ['--keep-float'] * bool(self.keep_float) + ['--max-drop'] * (self.max_drop is not None)
         yield (
             self.task_loss and self.compile,

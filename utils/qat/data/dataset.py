@@ -260,6 +260,13 @@ def _image_files(paths: Sequence[str]) -> list[str]:
     return [f for f in files if f.rsplit('.', 1)[-1].lower() in IMG_FORMATS]
 
 
+# Augmentation for a model that learns much from few images without labels: half of them in mosaics of four
+VARIED = {
+    **dict.fromkeys('degrees shear perspective flipud mixup copy_paste'.split(), 0.0),
+    **dict(hsv_h=0.015, hsv_s=0.4, hsv_v=0.3, translate=0.1, scale=0.5, fliplr=0.5, mosaic=0.5),
+}
+
+
 def load_hyp(path: str | Path) -> dict[str, Any]:
     """Read augmentation settings in upstream's format."""
     file = require_yaml(path, '--hyp')

@@ -205,14 +205,19 @@ class EpochBatches:
 
 
 class TrainingImages(Images):
-    """Images that differ from epoch to epoch; each pass adds 1 to `epoch`, from 0."""
+    """Images that differ from epoch to epoch; each epoch adds 1 to `epoch`, from 0, and has `passes` passes over the images."""
 
-    epoch = 0
+    epoch, passes = 0, 1
+
+    def __len__(self) -> int:
+        return self.passes * len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        self.loader.batch_sampler.epoch = self.epoch  # of EpochBatches
+        first = self.epoch * self.passes
         self.epoch += 1
-        return super().__iter__()
+        for number in range(first, first + self.passes):
+            self.loader.batch_sampler.epoch = number  # of EpochBatches
+            yield from super().__iter__()
 
 
 def training_images(

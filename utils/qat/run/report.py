@@ -122,7 +122,7 @@ def run_table(report: dict[str, Any]) -> str:
 
     For the columns in dB see models/quantize/head_outputs.py. With --val-split there are two tables, each with its images.
     """
-    stages = [report['origin'], report['ptq'], *report['epochs']]
+    stages = [report['origin'], report.get('adapted'), report['ptq'], *report['epochs']]
     if not any(map(is_scored, stages)):
         return ''
     titles, masks = score_titles(*stages)
@@ -139,6 +139,9 @@ def run_table(report: dict[str, Any]) -> str:
         ]
 
     rows = [row('float', report['origin'], ''), row('PTQ', report['ptq'], '')]
+    if report.get('adapted'):
+        exchanged = f'float with {report["settings"]["activation"]}'
+        rows.insert(1, row(exchanged, report.get('adapted'), f'{report["adapted"]["loss"]:.3g}'))
     rows += [row(f'QAT epoch {e["epoch"]}', e, f'{e["loss"]:.3g}') for e in report['epochs']]
     if len(report['epochs']) >= LAST:
         last = {**mean_of(report['epochs'][-LAST:]), 'against_float': report['last_epochs']}
@@ -265,7 +268,7 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
     scored = any(map(is_scored, (report['origin'], report['ptq'], *report['epochs'])))
     seen = f'; scored {task_in(report["origin"], report["ptq"]).seen_as(settings["imgsz"], False)}' if scored else ''
     images = ', '.join(f'{n} of {name}' for name, n in report['images'].items())
-    made = [c['file'] for c in (report['best'], report['ptq'], *report['epochs']) if c]
+    made = [c['file'] for c in (report['best'], report.get('adapted'), report['ptq'], *report['epochs']) if c]
     files = [DELIVERED, *made] if made else []
     write_document(
         folder / 'report.md',

@@ -42,10 +42,10 @@ from utils.qat.untrusted.json_schema import (
 )
 from utils.qat.untrusted.plain_values import read_values
 
-FLOAT, PTQ, BEST, EPOCH = 'float', 'PTQ', 'best', 'epoch {}'  # names of the scored models
+FLOAT, ADAPTED, PTQ, BEST, EPOCH = 'float', 'adapted', 'PTQ', 'best', 'epoch {}'  # names of the scored models
 LAST = 3  # last epochs whose mean AP is reported: unlike the best epoch, their mean is not the maximum of many
 STATE = 'weights/resume.pt'  # in the run's folder
-FORMAT = 2  # of the file; in format 1 a part of it was in report.json
+FORMAT = 3  # of the file; in format 1 a part of it was in report.json, format 2 had no adaptation
 FREE = ('device', 'workers')  # options that change no result
 NAMED = re.compile(r'weights/[^/\0]*\.pt')
 # of a stage: of a detector, or of a classifier
@@ -63,6 +63,8 @@ class State:
     classes: dict[str, str]  # class index → name
     images: dict[str, int]  # 'val', 'held out' and 'train' → number of images
     origin: dict[str, Any] | None = None  # plain metrics of the float model
+    # Plain metrics of the float model with other activation functions, 'file' and 'loss'; None without --activation
+    adapted: dict[str, Any] | None = None
     calibration: dict[str, Any] | None = None  # see ptq.calibrated
     kept_float: list[str] = field(default_factory=list)  # paths of blocks
     ptq: Any = None  # plain metrics of the calibrated model, and 'file'
@@ -73,7 +75,9 @@ class State:
     times: dict[str, float] = field(default_factory=dict)  # work → seconds
     changed: dict[str, dict[str, str]] = field(default_factory=dict)  # changed versions in a resumed run, by time
     resampled: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)  # images → model → chance.resampled_ap
-    training: dict[str, Any] | None = None  # the last finished epoch of the fine-tuning, see loop.Epoch
+    training: dict[str, Any] | None = (
+        None  # the last finished epoch of the adaptation or the fine-tuning, see loop.Epoch
+    )
 
     @property
     def chosen_on(self) -> str:
@@ -146,9 +150,10 @@ KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings 
     'classes': {str: str},
     'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
     'origin': (NONE, *STAGES),
-    'calibration': CALIBRATION,
+    'adapted': (NONE, {'loss': POSITIVE, 'file': _file}, *({'loss': POSITIVE, **scored} for scored in SCORED)),
+    'calibration': (NONE, CALIBRATION),
     'kept_float': [str],
-    'ptq': ({'file': _file}, *SCORED),
+    'ptq': (NONE, {'file': _file}, *SCORED),
     'epochs': [tuple({'epoch': COUNT, 'loss': POSITIVE, **scored} for scored in SCORED)],
     'val': NONE,
     'times': {str: SECONDS},
@@ -232,7 +237,11 @@ def read_state(folder: Path) -> State:
         raise unfit_state(folder, wrong)
     del content['format']
     state = State(**content)
-    for file in (DELIVERED, state.best_file, *(stage['file'] for stage in (state.ptq, *state.epochs))):
+    for file in (
+        DELIVERED,
+        state.best_file,
+        *(stage['file'] for stage in (state.adapted, state.ptq, *state.epochs) if stage),
+    ):
         _require_no_link(folder, file)
     return state
 
@@ -246,12 +255,18 @@ def _contradiction(content: dict[str, Any]) -> str | None:
             place
             for place, wrong in (
                 ('settings.dry_run', settings['dry_run']),
-                ('settings.epochs', not settings['epochs']),
+                ('settings.epochs', content['ptq'] and not settings['epochs']),
+                ('ptq', not content['ptq'] and (settings['activation'] == 'keep' or epochs)),
+                ('calibration', (content['calibration'] is None) != (content['ptq'] is None)),
+                ('adapted', content['adapted'] and settings['activation'] == 'keep'),
                 ('epochs', [e['epoch'] for e in epochs] != [*range(1, len(epochs) + 1)]),
                 ('epochs', len({('mask' in stage, 'top1' in stage) for stage in stages}) > 1),
                 ('training', training is None and epochs),
-                ('training.number', training and training['number'] != len(epochs) + 1),
-                ('training.number', training and training['number'] > settings['epochs']),
+                ('training.number', content['ptq'] and training and training['number'] != len(epochs) + 1),
+                (
+                    'training.number',
+                    training and training['number'] > settings['epochs' if content['ptq'] else 'activation_epochs'],
+                ),
                 ('images', ('held out' in images) != (settings['val_split'] > 0)),
                 ('resampled', content['resampled'].keys() != images.keys() - {'train'}),
             )
@@ -264,7 +279,7 @@ def _contradiction(content: dict[str, Any]) -> str | None:
 def _unlike_resamples(content: dict[str, Any]) -> str | None:
     """Find a scored model without its resampled AP, or values of another shape; None if there is none."""
     images = 'held out' if 'held out' in content['images'] else 'val'
-    scored = {FLOAT: content['origin'], PTQ: content['ptq']}
+    scored = {FLOAT: content['origin'], ADAPTED: content['adapted'], PTQ: content['ptq']}
     scored |= {EPOCH.format(e['epoch']): e for e in content['epochs']}
     needed = {name: metrics for name, metrics in scored.items() if is_scored(metrics)}
     shape = 1 + RESAMPLES * (content['images'][images] > 1), 1 + any('mask' in m for m in needed.values())

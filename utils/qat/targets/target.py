@@ -28,6 +28,7 @@ class Target:
             those of a ReLU, so that they use all 256 integers; else 0. 'any': computed from the values.
         add_policies: default policy of a residual Add → policy of this engine, see models/quantize/blocks.py, QuantResidual.
         int8_outputs: outputs of the head (box, class, mask) that INT8 convolutions compute. Their results are float, without Q/DQ.
+        gains_by: keys of --activation that its engine computes faster than SiLU, the fastest last.
         only_here: a clause: why TensorRT cannot read a file with zero points, and its drawback in other engines.
         in_openvino: a clause: the drawback of a detector's file in OpenVINO; '' for none.
         in_openvino_classes: likewise for a classifier's file.
@@ -39,6 +40,7 @@ class Target:
     zero_points: Literal['none', 'unsigned', 'any'] = 'none'
     add_policies: Mapping[str, str] = field(default_factory=dict)
     int8_outputs: frozenset[str] = frozenset()
+    gains_by: tuple[str, ...] = ('hardswish', 'relu')
     only_here: str = ''
     in_openvino: str = ''
     in_openvino_classes: str = ''

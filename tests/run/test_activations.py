@@ -1,0 +1,242 @@
+"""Laws of exchanged activation functions: which are exchanged, how the Hardswish fits, and what files and runs know of them."""
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from zoo import command, image, load_any, load_float, output, same, settings, tensors
+
+from models.quantize import checkpoint
+from models.quantize.activations import (
+    REPLACED,
+    FittedHardswish,
+    chosen_activations,
+    exchangeable,
+    exchanged,
+    exchanges,
+    finished,
+)
+from models.quantize.calibration.calibrate import calibrate
+from models.quantize.convert import quantize_model
+from models.quantize.finetuning.adapt import adapt
+from models.quantize.scales import never_negative, tie_scales
+from utils.qat.config.tables import TARGETS
+from utils.qat.core.errors import QatError
+from utils.qat.data.loaders import EpochBatches, TrainingImages
+from utils.qat.targets.target import load_target
+
+ACTIVATIONS = tuple(REPLACED)
+IMAGES = [image(64, 4, seed) for seed in range(3)]
+
+
+def exchanged_model(small, activation, **changes):
+    """The small network with other activation functions, nothing learnt."""
+    model = small.float_model()
+    paths = chosen_activations(model, settings(activation=activation, **changes))
+    return finished(exchanged(model, activation, paths, IMAGES))
+
+
+def kinds(model):
+    return [type(model.get_submodule(path)) for path in exchangeable(model, 'relu')], [
+        m for m in model.modules() if type(m) is nn.ReLU
+    ]
+
+
+def test_every_silu_is_exchanged_and_the_model_itself_stays(small):
+    model = small.float_model()
+    before = output(model, IMAGES[0])
+    count = len(exchangeable(model, 'relu'))
+    assert count == sum(isinstance(m, nn.Conv2d) for m in model.modules()) - 7  # DFL and three outputs of two kinds
+    relu, hardswish = (exchanged_model(small, activation) for activation in ACTIVATIONS[::-1])
+    assert not exchangeable(relu, 'relu') and len(kinds(relu)[1]) == count
+    assert [*map(type, map(hardswish.get_submodule, exchangeable(hardswish, 'relu')))] == [FittedHardswish] * count
+    assert same(before, output(model, IMAGES[0]))
+
+
+def test_an_exchange_begins_with_the_old_function_and_ends_with_the_new_one(small):
+    model = small.float_model()
+    student = exchanged(model, 'relu', exchangeable(model, 'relu'), IMAGES)
+    share = next(iter(exchanges(student).values())).share
+    assert same(output(student, IMAGES[0]), output(model, IMAGES[0]))
+    share.fill_(1.0)
+    halfway = output(student, IMAGES[0])
+    for ours, theirs in zip(halfway, output(finished(student), IMAGES[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # y + (new - y) rounds
+
+
+def test_the_slope_is_the_one_with_the_least_error():
+    x = torch.randn(1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    class Model(nn.Module):
+        def __init__(self, spread):
+            super().__init__()
+            self.weight, self.act = nn.Parameter(torch.tensor(spread)), nn.SiLU()
+
+        def forward(self, x):
+            return self.act(x * self.weight)
+
+    def error(slope, spread):
+        y = x * spread
+        return (FittedHardswish(slope)(y) - nn.functional.silu(y)).square().sum().item()
+
+    slopes = {}
+    for spread in (0.5, 2.0, 8.0):
+        found = finished(exchanged(Model(spread), 'hardswish', ['act'], [x])).act.slope
+        assert error(found, spread) <= min(error(slope, spread) for slope in (found - 0.0025, found + 0.0025, 1 / 6))
+        slopes[spread] = found
+    assert slopes[0.5] > slopes[2.0] > slopes[8.0] >= 0.165  # near 0 SiLU is steeper
+
+
+def test_with_the_slope_of_hardswish_it_is_hardswish():
+    x = torch.linspace(-6, 6, 1001)
+    torch.testing.assert_close(FittedHardswish(1 / 6)(x), nn.functional.hardswish(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('activation', ACTIVATIONS)
+def test_a_float_checkpoint_knows_its_activations(small, tmp_path, activation):
+    model = exchanged_model(small, activation)
+    checkpoint.save_float(tmp_path / 'm.pt', model, '0' * 64)
+    assert checkpoint.CheckpointFile(tmp_path / 'm.pt').kind == 'float'
+    again = load_float(tmp_path / 'm.pt')
+    assert same(output(again, IMAGES[0]), output(model, IMAGES[0]))
+
+
+@pytest.mark.parametrize('name', TARGETS)
+@pytest.mark.parametrize('activation', ACTIVATIONS)
+def test_every_target_quantizes_them(small, tmp_path, activation, name):
+    target, options = load_target(name), settings()
+    if activation not in target.gains_by:
+        pytest.skip(f'{target.title} gains nothing by {activation}')
+    model = exchanged_model(small, activation)
+    quantize_model(model, target=target)
+    tie_scales(model)
+    calibrate(model, IMAGES, options)
+    checkpoint.save_quantized(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
+    again, quant = load_any(tmp_path / 'q.pt')
+    assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))
+
+
+def test_behind_relu_everything_is_unsigned_for_openvino(small):
+    """Sums of results of ReLU too: else one signed addend would make a whole group signed."""
+    model = exchanged_model(small, 'relu')
+    quantize_model(model, target=load_target('openvino'))
+    signed = {name for name, _ in signed_quantizers(model)}
+    assert {name.split('.')[1] for name in signed} == {'0'}, 'only the image, whose values no operator bounds'
+
+
+def signed_quantizers(model):
+    from models.quantize.quantizers import named_quantizers
+
+    never = {name for name, _ in never_negative(model)}
+    return [(name, q) for name, q in named_quantizers(model) if q._axis is None and name not in never]
+
+
+def test_patterns_choose_layers(small):
+    model = small.float_model()
+    paths = chosen_activations(model, settings(activation='relu', activation_only=['model.0', r'model\.2\.cv1']))
+    assert paths == [p for p in exchangeable(model, 'relu') if p.startswith(('model.0.', 'model.2.cv1.'))]
+    with pytest.raises(QatError, match='--activation-only model.99: matches no'):
+        chosen_activations(model, settings(activation='relu', activation_only=['model.99']))
+
+
+class Counted(TrainingImages):
+    """Four batches, and a record of the passes."""
+
+    def __init__(self):
+        class Loader(list):
+            batch_sampler = EpochBatches(4, 1, 0)
+
+        self.loader, self.seen = Loader(IMAGES), []
+
+    def __iter__(self):
+        first = self.epoch * self.passes
+        self.epoch += 1
+        for number in range(first, first + self.passes):
+            self.seen.append(number)
+            yield from self.loader
+
+
+def test_the_model_learns_its_new_functions(small):
+    teacher = small.float_model()
+    student = exchanged(teacher, 'relu', exchangeable(teacher, 'relu'), IMAGES)
+    untaught = output(finished(deepcopy(student)), IMAGES[0])
+    config = settings(activation='relu', activation_epochs=3, iters=10)
+    images = Counted()
+    epochs = list(adapt(student, teacher, images, config))
+    assert [e.steps for e in epochs] == [10, 10, 10], 'an epoch has --iters steps, however few the images'
+    assert images.seen == [*range(12)]
+    finished(student).eval()
+    wanted = output(teacher.eval(), IMAGES[0])
+
+    def distance(found):
+        return sum(((a - b).norm() / b.norm()).item() for a, b in zip(found[1:], wanted[1:], strict=True))
+
+    assert distance(output(student, IMAGES[0])) < 0.7 * distance(untaught)
+
+
+BAD = {  # command line → what the line says
+    ('--activation', 'hardswish', '--target', 'onnxruntime'): 'ONNX Runtime computes it no faster',
+    ('--activation-only', 'model.0'): 'needs --activation',
+    ('--activation', 'relu', '--activation-only', 'model.77'): 'matches no quantized layer',
+    ('--activation', 'relu', '--activation-epochs', '0'): 'must be 1 or more',
+    ('--activation', 'gelu'): 'must be one of keep, hardswish, relu',
+}
+
+
+@pytest.mark.parametrize('words', BAD)
+def test_bad_input_gets_one_line(small, words, tmp_path):
+    said = command(
+        'qat.py', 'quantize', '--weights', small.single, '--data', small.data, '--project', tmp_path, *words, code=2
+    )
+    [line] = [line for line in said.splitlines() if 'error: ' in line]
+    assert BAD[words] in line, said
+
+
+def test_a_model_with_relu_already_is_refused(small, tmp_path):
+    checkpoint.save_float(tmp_path / 'relu.pt', exchanged_model(small, 'relu'), '0' * 64)
+    options = '--data', small.data, '--project', tmp_path, '--activation', 'relu'
+    said = command('qat.py', 'quantize', '--weights', tmp_path / 'relu.pt', *options, code=2)
+    assert 'has no SiLU, Hardswish, FittedHardswish to exchange for it' in said
+
+
+OPTIONS = '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--calib-images', 8, '--iters', 3
+
+
+@pytest.fixture(scope='module')
+def run(small, tmp_path_factory):
+    """The folder of a run with ReLU, to its end."""
+    folder = tmp_path_factory.mktemp('runs')
+    words = '--weights', small.single, '--data', small.data, '--project', folder, '--name', 'a'
+    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 1
+    said = command('qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    assert 'float with relu' in said
+    return folder / 'a'
+
+
+def test_the_float_row_is_the_unchanged_model(small, run):
+    report = json.loads((run / 'report.json').read_text())
+    for file, key in ((small.single, 'origin'), (run / report['adapted']['file'], 'adapted')):
+        options = '--data', small.data, '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu'
+        command('qat.py', 'eval', '--weights', file, *options, '--project', run / 'eval', '--name', key)
+        found = json.loads((run / 'eval' / key / 'metrics.json').read_text())
+        assert found['ap'] == pytest.approx(report[key]['ap'], abs=1e-6)
+    assert not exchangeable(load_any(run / report['ptq']['file'])[0], 'relu')
+
+
+def test_the_file_computes_what_pytorch_does(small, run, tmp_path):
+    import onnxruntime as ort
+
+    report = json.loads((run / 'report.json').read_text())
+    file = tmp_path / 'q.pt'
+    file.write_bytes((run / report['ptq']['file']).read_bytes())
+    command('export_qat.py', '--weights', file, '--include', 'onnx', 'openvino', '--imgsz', 64)
+    session = ort.InferenceSession(file.with_suffix('.onnx'), providers=['CPUExecutionProvider'])
+    x = image(64, 1)
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    wanted = tensors(load_any(file)[0](x))[0].detach().numpy()
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.02
+    said = command('scripts/audit_onnx.py', file.with_suffix('.onnx'), '--strict')
+    assert 'no findings' in said or '0 findings' in said or 'none' in said.lower()

@@ -82,7 +82,7 @@ def report(export: Export) -> None:
 
 def verify_all(export: Export, images: tuple[Any, Any]) -> bool:
     """Compare each file that runs here with PyTorch. Returns whether all keep the limits."""
-    from models.deploy.verify import verify
+    from models.deploy.formats.format import verify
 
     backends = {each: each.backend(export) for each in export.formats}
     kept = [verify(export, each, backend, *images) for each, backend in backends.items() if backend]

@@ -7,8 +7,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
+from utils.qat.backends.onnxruntime import rounding
 from utils.qat.core.machine import onnx_options
-from utils.qat.graph.ort_rounding import rounding
 
 FLOAT = TensorProto.FLOAT
 

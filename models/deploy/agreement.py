@@ -1,5 +1,7 @@
 """Agreement of a written file with PyTorch: the model to trace, test images, and the allowed differences of the outputs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass

@@ -30,8 +30,7 @@ from utils.qat.core.files import require_file, sha256, write_torch
 from utils.qat.core.log import LOGGER
 from utils.qat.core.machine import versions
 from utils.qat.untrusted.names import require_names
-from utils.qat.untrusted.pickle_records import Refused
-from utils.qat.untrusted.torch_archive import read_archive
+from utils.qat.untrusted.torch_archive import Refused, read_archive
 from utils.qat.untrusted.torchvision_weights import network_of, network_with, old_state
 
 NEEDED = 'give a checkpoint of upstream train.py or train_dual.py'

@@ -20,9 +20,8 @@ from typing_extensions import override
 
 import models
 from utils.qat.untrusted.model_yaml import WHOLE_MODELS
-from utils.qat.untrusted.pickle_records import Call, Name, Refused, without_collector
 from utils.qat.untrusted.plain_values import TRUST, Values, is_empty
-from utils.qat.untrusted.torch_archive import Archive
+from utils.qat.untrusted.torch_archive import Archive, Call, Name, Refused, without_collector
 
 TWINS = 'models.quantize.blocks', 'models.quantize.class_blocks', 'models.quantize.quantizers'  # of this toolkit
 OURS = *TWINS, 'models.quantize.activations'  # all files of this toolkit with classes that a checkpoint may name

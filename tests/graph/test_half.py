@@ -30,10 +30,10 @@ from models.deploy.agreement import LIMITS, output_differences, traceable_copy
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.blocks import QuantConv2d
 from utils.qat.backends.file_model import open_file
+from utils.qat.backends.onnxruntime import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
 from utils.qat.graph.half import to_half
-from utils.qat.graph.ort_rounding import quantize_in_fp32, rounding, rounds_fp16
 from utils.qat.graph.passes import store_int8_weights
 
 HALF, INT64 = TensorProto.FLOAT16, TensorProto.INT64

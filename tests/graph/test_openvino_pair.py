@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from graphs import graph_of, node
 
-from models.deploy import openvino_pair
-from models.deploy.openvino_pair import atomic_pair
+from models.deploy.formats import openvino
+from models.deploy.formats.openvino import atomic_pair
 from utils.qat.core import files
 from utils.qat.graph.openvino_model import one_core, write_ir
 
 pytestmark = pytest.mark.faults
 pytest.importorskip('openvino')
-CODE = {module.__file__ for module in (openvino_pair, files)}
+CODE = {module.__file__ for module in (openvino, files)}
 SHAPE = (1, 3, 40, 40)
 KILLED = 9  # exit status of a child that did not come to its end
 

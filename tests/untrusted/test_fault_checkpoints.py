@@ -17,8 +17,8 @@ from zoo import build, full, image, load_dual_or_float, load_float, load_quantiz
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import sha256
-from utils.qat.untrusted.pickle_records import read_pickle
 from utils.qat.untrusted.plain_values import Values
+from utils.qat.untrusted.torch_archive import read_pickle
 
 COMMANDS = {  # each takes FILE; OTHER is data of another number of classes, so that what does load does not go on for long
     'qat.py quantize': ('quantize', '--dry-run', '--weights', 'FILE'),

@@ -1,11 +1,12 @@
-"""The interface of an export format. config/formats.py lists the formats."""
+"""The interface of an export format, and --verify of a written file. config/tables.py lists the formats."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,10 +14,15 @@ from typing import Any
 import torch
 
 from models.quantize.quantizers import has_zero_points
+from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import BACKENDS, FORMATS
+from utils.qat.core.files import sha256, write_json
+from utils.qat.core.log import LOGGER, RESULT, bar
+from utils.qat.core.machine import versions
 from utils.qat.engine.next_step import after_scoring
+from utils.qat.evaluation.compare import compare_models
 from utils.qat.targets.target import Target, target_of_recipe
 
 
@@ -160,3 +166,52 @@ def with_sources(names: Mapping[str, object] | Sequence[str]) -> list[Format]:
 def size_of(*files: Path) -> str:
     """Format the total size of files in MB."""
     return f'{sum(file.stat().st_size for file in files) / 1e6:.1f} MB'
+
+
+def verify(export: Export, file_format: Format, backend: str, data: Any, loader: Any) -> bool:
+    """Compare a written file with PyTorch: log the verdict, write a .verify.json beside it, and tell whether the limits are kept.
+
+    backend: runs the file. data: of --verify. loader: its images.
+    """
+    config, path, task = export.config, export.written[file_format.name].path, export.predict.task
+    device, limits, title = export.predict.device, config.limits(export.int8), BACKENDS[backend].title
+    model = open_file(path, device, backend)
+    [comparison] = compare_models(
+        file_format.reference(export),
+        [model],
+        loader,
+        device,
+        data.names,
+        progress=lambda it: bar(it, 'verifying'),
+        task=task,
+    )
+    beyond = task.comparing().beyond_limits(comparison, limits)
+    # MODEL.verify.json, but MODEL.xml.verify.json: both files may be verified
+    file = path.with_name(f'{path.stem if path.suffix == ".onnx" else path.name}.verify.json')
+    library = find_spec(backend) and import_module(backend)  # PyTorch runs the other files
+    write_json(
+        file,
+        {
+            'settings': {**config.plain(), 'opset': config.onnx_opset},
+            'versions': {**versions(), **({backend: library.__version__} if library else {})},
+            'onnx': {'file': path, 'sha256': sha256(path)},
+            'limits': asdict(limits),
+            'above_limits': beyond,
+            **comparison,
+        },
+    )
+    how, names = task.comparing(), ('PyTorch', title)
+    seen = f'{comparison["images"]} images of {config.verify}, {task.seen_as(config.imgsz, True)}'
+    lines = [
+        f'\n{title} ({path.name}) against PyTorch on {seen}: {how.in_a_clause(comparison)}.',
+        f'limits: {how.limits_text(limits, comparison)}: {"exceeded" if beyond else "kept"}',
+        *model.notes,
+    ]
+    scores = how.scores_table([comparison], names)
+    LOGGER.log(RESULT, '\n'.join(lines) + f'\n\n{scores}' * bool(scores) + f'\nresults {file}\n')
+    if beyond:
+        LOGGER.error(
+            f'{path}: above the limits of --verify: {"; ".join(beyond)}. The file stays. AP is uncertain on few images: '
+            'use more (--verify-images 0 takes all), or set its limit with --max-ap-diff'
+        )
+    return not beyond

@@ -9,9 +9,8 @@ from typing import Any
 from typing_extensions import override
 
 from models.quantize.origins.origin import Origin, Weights
-from utils.qat.untrusted.pickle_records import Call
 from utils.qat.untrusted.plain_values import Values
-from utils.qat.untrusted.torch_archive import Archive
+from utils.qat.untrusted.torch_archive import Archive, Call
 
 MODELS = 'ema.model.', 'model.model.', ''  # prefixes of a model's names; the first that a file has is taken
 HEAD = re.compile(r'(\d+)\.heads\.0\.class_conv\.2\.weight')

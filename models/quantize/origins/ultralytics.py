@@ -13,8 +13,7 @@ from typing_extensions import override
 from models.quantize.origins.origin import Origin, Weights
 from utils.qat.core.text import visible
 from utils.qat.untrusted.module_tensors import ModuleTensors
-from utils.qat.untrusted.pickle_records import Call, Refused
-from utils.qat.untrusted.torch_archive import Archive
+from utils.qat.untrusted.torch_archive import Archive, Call, Refused
 
 DETECTOR = 'ultralytics.nn.tasks.DetectionModel'
 SEGMENTER = 'ultralytics.nn.tasks.SegmentationModel'

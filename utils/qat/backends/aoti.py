@@ -18,9 +18,8 @@ from typing_extensions import override
 from utils.qat.backends.pt2 import Pt2, image_shape
 from utils.qat.core.errors import QatError
 from utils.qat.core.machine import instruction_flags
-from utils.qat.untrusted.pickle_records import Refused
 from utils.qat.untrusted.program_archive import is_package, read_metadata
-from utils.qat.untrusted.torch_archive import plain_archive
+from utils.qat.untrusted.torch_archive import Refused, plain_archive
 
 AGAIN = 'export it here with export_qat.py --include aoti'
 MEMBERS = re.compile(r'[^/]+/.+')

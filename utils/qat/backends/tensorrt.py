@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from utils.qat.backends.session import Session, Signature
+from utils.qat.backends.file_model import Session, Signature
 from utils.qat.engine.runner import EngineRunner
 
 

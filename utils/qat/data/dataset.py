@@ -28,8 +28,8 @@ from utils.qat.core.log import LOGGER, quiet_upstream
 from utils.qat.data.image_folders import ImageFolders, open_images
 from utils.qat.data.images import check_copies, check_images, held_out_files, unreadable
 from utils.qat.untrusted.names import class_names
-from utils.qat.untrusted.pickle_records import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.plain_values import ARRAYS, MULTIARRAY, Values, array_state
+from utils.qat.untrusted.torch_archive import Call, Refused, read_pickle, without_collector
 from utils.qat.untrusted.yaml_file import read_yaml
 
 OBJECT = ('O8', False, True), (3, '|', None, None, None, -1, -1, 63)  # NumPy's dtype of objects, as it is pickled

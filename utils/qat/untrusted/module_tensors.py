@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from utils.qat.untrusted.pickle_records import Call, Refused
 from utils.qat.untrusted.plain_values import Values
+from utils.qat.untrusted.torch_archive import Call, Refused
 
 
 class ModuleTensors(Values):

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from utils.qat.core.errors import QatError
-from utils.qat.untrusted.pickle_records import Call, Name, Refused, Stored
-from utils.qat.untrusted.torch_archive import read_archive
+from utils.qat.untrusted.torch_archive import Call, Name, Refused, Stored, read_archive
 
 DEEPEST = 100  # levels of nesting
 # Each value counts once per reference: nested lists can grow exponentially without growing the file.
@@ -63,7 +62,7 @@ class Values:
         self.count = 0  # values so far
 
     def value(self, record: Any) -> Any:
-        """Build a value from a record of pickle_records, or a plain value.
+        """Build a value from a record of torch_archive, or a plain value.
 
         Raises:
             Refused: the value is not on the list of this file, is damaged, or is too large.

@@ -21,8 +21,7 @@ from typing import Any
 
 from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
-from utils.qat.untrusted.pickle_records import Refused
-from utils.qat.untrusted.torch_archive import plain_archive
+from utils.qat.untrusted.torch_archive import Refused, plain_archive
 
 MEMBERS = re.compile(
     r'[^/]+/(archive_format|archive_version|version|byteorder|\.data/(version|serialization_id)|models/model\.json|'

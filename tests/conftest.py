@@ -121,6 +121,8 @@ def pytest_addoption(parser):
     parser.addoption('--slow', action='store_true', help='also run the tests marked slow')
     parser.addoption('--gpu', action='store_true', help='run the tests marked gpu, and only these')
     parser.addoption('--faults', action='store_true', help='run the tests marked faults, and only these')
+    parser.addoption('--mutations', type=int, default=3, metavar='N', help='random changes of each kind of file')
+    parser.addoption('--seed', type=int, default=0, help='what these follow from')
 
 
 def asks_for_tensorrt(config):
@@ -137,6 +139,11 @@ def pytest_configure(config):
         os.environ['CUDA_VISIBLE_DEVICES'] = (
             ''  # the others are the same on every machine; some fork, after which CUDA fails
         )
+
+
+def pytest_sessionstart(session):
+    if session.config.getoption('--faults'):
+        session.config.forker = Forker()
 
 
 def keep(items, mark, wanted=True):
@@ -181,4 +188,6 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f'{vars(config)[LEFT]} {LEFT}')
 
 
-from zoo import demo, demo_seg, small  # noqa: E402, F401  fixtures; they need the tree on sys.path
+# fixtures, which need the tree on sys.path
+from faults import Forker, material, told  # noqa: E402, F401
+from zoo import demo, demo_seg, small  # noqa: E402, F401

@@ -1,6 +1,6 @@
 """Files changed a little, each way that their format offers: (content, chance) → (what was done, content). `chance` is a random.Random.
 
-Half of the changes know the format, so that they get past the first look at a file; the others are those of faults.damage.
+Half of the changes know the format, so that they get past the first look at a file; the others are those of `damage`.
 """
 
 import io
@@ -13,66 +13,77 @@ import zlib
 import numpy as np
 import onnx
 import yaml
-from faults import damage, pickle_in, with_pickle
+from faults import pickle_in, with_pickle
 from graphs import behind_functions
 from onnx import AttributeProto, helper
 
 ODD = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    3,
-    1 << 70,
-    0.5,
-    -0.0,
-    1e308,
-    float('nan'),
-    float('inf'),
-    '',
-    'x',
-    'ä\0\n',
-    '../../x',
-    '9' * 400,
-    [],
-    {},
-    [None],
-    [[]],
-    {'x': 1},
-    {'': None},
-    [1, 'x'],
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        3,
+        1 << 70,
+        0.5,
+        -0.0,
+        1e308,
+        float('nan'),
+        float('inf'),
+        '',
+        'x',
+        'ä\0\n',
+        '../../x',
+    ),
+    *('9' * 400, [], {}, [None], [[]], {'x': 1}, {'': None}, [1, 'x']),
 )
 WORDS = (
-    'nan',
-    '-inf',
-    'inf',
-    '-1',
-    '1e400',
-    '',
-    'x',
-    '0x1',
-    '1_0',
-    '٣',
-    '1.0.0',
-    '9' * 400,
-    '1e-400',
-    '-0',
-    '#',
-    '0,5',
-    '\0',
-    '1e30',
-    '"',
-    '- ',
+    *(
+        'nan',
+        '-inf',
+        'inf',
+        '-1',
+        '1e400',
+        '',
+        'x',
+        '0x1',
+        '1_0',
+        '٣',
+        '1.0.0',
+        '9' * 400,
+        '1e-400',
+        '-0',
+        '#',
+        '0,5',
+        '\0',
+    ),
+    *('1e30', '"', '- '),
 )
 
 
 def mutated(kind, whole, chance):
     """(what was done, the content of a file of `kind` that was `whole`)."""
-    if whole and chance.random() < 0.5:
-        return damage(whole, chance, chance.randrange(5))
+    if whole and (chance.random() < 0.5 or FORMATS[kind] is None):
+        return damage(whole, chance)
     return FORMATS[kind](whole, chance)
+
+
+def damage(whole, chance):
+    """Cut short, overwritten by noise, a bit flipped, a part left out or doubled; where the file says what the rest is, or anywhere."""
+    length, size = chance.choice([1, 4, 16, 300]), len(whole)
+    at = chance.choice(
+        [chance.randrange(size), chance.randrange(256) % size, (size - 1 - chance.randrange(512)) % size]
+    )
+    how = chance.choice(('cut', 'noise', 'bit', 'without', 'doubled'))
+    return f'{how} at {at}, {length}', {
+        'cut': lambda: whole[:at],
+        'noise': lambda: whole[:at] + chance.randbytes(length) + whole[at + length :],
+        'bit': lambda: whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :],
+        'without': lambda: whole[:at] + whole[at + length :],
+        'doubled': lambda: whole[: at + length] + whole[at:],
+    }[how]()
 
 
 # ---- trees: JSON and YAML ---------------------------------------------------------------------------------------------------
@@ -132,15 +143,8 @@ def change_lines(whole, chance):
     at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
     how = chance.choice(
         (
-            'line gone',
-            'line doubled',
-            'lines swapped',
-            'lines joined',
-            'word gone',
-            'word doubled',
-            'word replaced',
-            'word replaced',
-            'word replaced',
+            *('line gone', 'line doubled', 'lines swapped', 'lines joined', 'word gone', 'word doubled'),
+            *['word replaced'] * 3,
         )
     )
     words, word = lines[at].split(b' '), chance.choice(WORDS).encode()
@@ -227,26 +231,11 @@ def change_onnx(whole, chance):
     model = onnx.load_from_string(whole)
     graph, size = model.graph, chance.choice((0, 1, -1, 7, 1 << 40, -(1 << 63)))
     node, weights = chance.choice(graph.node), chance.choice(graph.initializer)
-    attributes = [a for n in graph.node for a in n.attribute]
+    attribute = chance.choice([a for n in graph.node for a in n.attribute])
     values = [v for v in (*graph.input, *graph.output) if v.type.tensor_type.shape.dim]
-    dims = [d for v in values for d in v.type.tensor_type.shape.dim]
+    value, dim = chance.choice(values), chance.choice([d for v in values for d in v.type.tensor_type.shape.dim])
     names = [name for n in graph.node for name in (*n.input, *n.output)]
-
-    def attribute():
-        a = chance.choice(attributes)
-        made = helper.make_attribute(
-            a.name, chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights))
-        )
-        a.CopyFrom(made)
-
-    def untyped():
-        chance.choice(attributes).type = chance.choice(AttributeProto.AttributeType.values())
-
-    def metadata():
-        chance.choice(model.metadata_props).value = str(chance.choice((*ODD, *WORDS)))
-
-    def node_gone():
-        graph.node.remove(node)
+    kind, raw = value.type.tensor_type, weights.raw_data
 
     def moved():
         graph.node.remove(node)
@@ -256,78 +245,54 @@ def change_onnx(whole, chance):
         names_of = chance.choice([part for part in (node.input, node.output) if part] or [graph.node[0].output])
         names_of[chance.randrange(len(names_of))] = chance.choice((*names, '', 'x'))
 
-    def operator():
-        node.op_type = chance.choice((*(n.op_type for n in graph.node), '', 'x', 'Identity', 'Loop', 'If'))
-
     def shaped():
         weights.dims[:] = chance.choice(([], [size], [size, size], [*weights.dims, 1], [d + 1 for d in weights.dims]))
-
-    def typed():
-        weights.data_type = chance.choice(list(range(25)))
-
-    def cut():
-        weights.raw_data = chance.choice(
-            (b'', weights.raw_data[:-1], weights.raw_data * 2, chance.randbytes(len(weights.raw_data)))
-        )
-
-    def dimension():
-        d = chance.choice(dims)
-        if chance.random() < 0.3:
-            d.dim_param = chance.choice(('', 'x', 'batch'))
-        else:
-            d.dim_value = size
-
-    def value():
-        v = chance.choice(values)
-        chance.choice(
-            (
-                lambda: setattr(v, 'name', 'x'),
-                lambda: setattr(v.type.tensor_type, 'elem_type', chance.randrange(25)),
-                lambda: v.ClearField('type'),
-                lambda: v.type.tensor_type.shape.dim.pop(),
-                lambda: v.type.tensor_type.ClearField('shape'),
-            )
-        )()
-
-    def versions():
-        chance.choice(
-            (
-                lambda: setattr(model, 'ir_version', size),
-                lambda: setattr(model.opset_import[0], 'version', size),
-                lambda: setattr(model.opset_import[0], 'domain', 'x'),
-                lambda: model.ClearField('opset_import'),
-            )
-        )()
-
-    def functions():
-        behind_functions(model, node, *chance.choice(((2, 40), (1, 3000), (1, 2))))
 
     def repeated():
         for field in (graph.node, graph.initializer, graph.input, graph.output, model.metadata_props):
             if field and chance.random() < 0.4:
                 field.add().CopyFrom(chance.choice(field))
 
-    change = chance.choice(
-        (
-            attribute,
-            untyped,
-            metadata,
-            node_gone,
-            moved,
-            renamed,
-            operator,
-            shaped,
-            typed,
-            cut,
-            dimension,
-            value,
-            versions,
-            repeated,
-            functions,
-        )
-    )
-    change()
-    return f'{change.__name__} ({node.name}, {weights.name}, {size})', model.SerializeToString()
+    other = chance.choice((size, [size], [size] * 4, 0.5, float('nan'), 'x', [0.5], weights))
+    operator = chance.choice((*(n.op_type for n in graph.node), '', 'x', 'Identity', 'Loop', 'If'))
+    of_values = {
+        'name': lambda: setattr(value, 'name', 'x'),
+        'element': lambda: setattr(kind, 'elem_type', chance.randrange(25)),
+        'type': lambda: value.ClearField('type'),
+        'dimension': lambda: kind.shape.dim.pop(),
+        'shape': lambda: kind.ClearField('shape'),
+    }
+    of_versions = {
+        'ir': lambda: setattr(model, 'ir_version', size),
+        'opset': lambda: setattr(model.opset_import[0], 'version', size),
+        'domain': lambda: setattr(model.opset_import[0], 'domain', 'x'),
+        'none': lambda: model.ClearField('opset_import'),
+    }
+    changes = {
+        'attribute': lambda: attribute.CopyFrom(helper.make_attribute(attribute.name, other)),
+        'type of an attribute': lambda: setattr(
+            attribute, 'type', chance.choice(AttributeProto.AttributeType.values())
+        ),
+        'metadata': lambda: setattr(chance.choice(model.metadata_props), 'value', str(chance.choice((*ODD, *WORDS)))),
+        'node gone': lambda: graph.node.remove(node),
+        'moved': moved,
+        'renamed': renamed,
+        'operator': lambda: setattr(node, 'op_type', operator),
+        'shape of weights': shaped,
+        'type of weights': lambda: setattr(weights, 'data_type', chance.randrange(25)),
+        'weights': lambda: setattr(
+            weights, 'raw_data', chance.choice((b'', raw[:-1], raw * 2, chance.randbytes(len(raw))))
+        ),
+        'size': lambda: setattr(dim, 'dim_value', size),
+        'name of a size': lambda: setattr(dim, 'dim_param', chance.choice(('', 'x', 'batch'))),
+        'value': chance.choice([*of_values.values()]),
+        'version': chance.choice([*of_versions.values()]),
+        'functions': lambda: behind_functions(model, node, *chance.choice(((2, 40), (1, 3000), (1, 2)))),
+        'repeated': repeated,
+    }
+    what = chance.choice([*changes])
+    changes[what]()
+    return f'{what} ({node.name}, {weights.name}, {size})', model.SerializeToString()
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------------------
@@ -357,25 +322,14 @@ def change_array(whole, chance):
     return f'{kind} {shape}', out.getvalue()
 
 
-FORMATS = {
-    'checkpoint': change_archive,
+FORMATS = {  # of faults.KINDS; None: nothing is known of it
+    **dict.fromkeys(['float checkpoint', 'dual checkpoint', 'quantized checkpoint', 'resume', 'pth'], change_archive),
+    **dict.fromkeys(['sensitivity', 'coco', 'convert', 'sidecar', 'layers', 'profile', 'report'], change_json),
+    **dict.fromkeys(['data', 'network', 'hyp'], change_yaml),
+    **dict.fromkeys(['label', 'manifest', 'openvino'], change_lines),
+    **dict.fromkeys(['image', 'class image'], change_image),
     'onnx': change_onnx,
-    'data': change_yaml,
-    'network': change_yaml,
-    'label': change_lines,
-    'image': change_image,
-    'resume': change_archive,
-    'sensitivity': change_json,
-    'manifest': change_lines,
-    'coco': change_json,
-    'convert': change_json,
     'copy': change_array,
-    'sidecar': change_json,
-    'pth': change_archive,
-    'class image': change_image,
-    'openvino': change_lines,
-    'openvino weights': lambda whole, chance: damage(whole, chance, chance.randrange(5)),
     'program': change_program,
-    'hyp': change_yaml,
-    'layers': change_json,
+    'openvino weights': None,
 }

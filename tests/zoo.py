@@ -1,10 +1,10 @@
 """Models for the tests: real upstream models with weights of a useful size, and the trained demo.
 
-conftest.py puts the patched tree on sys.path before it imports this file. Each pytest-xdist worker makes the session
-fixtures anew, so keep them cheap.
+conftest.py puts the patched tree on sys.path before it imports this file. The processes of a run share what `once` makes.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import io
 import os
@@ -223,13 +223,13 @@ class Demo:
 
 
 def calibrated_demo(demo):
-    """Write demo.quantized, calibrated on a few images; returns `demo`."""
-    model, options = demo.float_model(), settings()
+    """Write demo.quantized, calibrated on a few images, and upstream's caches of labels; returns `demo`."""
+    model, options, data = demo.float_model(), settings(), load_data(demo.data)
     quantize_model(model)
     tie_scales(model)
-    images = calibration_images(load_data(demo.data), options, 32, torch.device('cpu'))
-    calibrate(model, images, options)
+    calibrate(model, calibration_images(data, options, 32, torch.device('cpu')), options)
     checkpoint.save_quantized(demo.quantized, model, {'imgsz': list(options.imgsz)}, sha256(demo.single))
+    val_loader(data, EvalConfig(demo.single, demo.data, imgsz=128, workers=0), 32)
     return demo
 
 
@@ -241,20 +241,39 @@ def reparameterized_demo(demo):
     return demo
 
 
-def make_demo(folder):
-    """The demo with its trained weights, on a few images, in `folder`."""
-    demo = Demo.in_folder(folder)
-    program('demo/make_data.py').make_data(demo.data.parent, train=12, val=12)
+def packed(name, file):
+    """Write the checkpoint of trained weights in demo/."""
     with quiet_upstream():
         import models.yolo as upstream
 
-        program('demo/weights.py').build(REPO / 'demo' / 'demo-weights.pt', demo.dual, upstream)
-    return calibrated_demo(reparameterized_demo(demo))
+        program('demo/weights.py').build(REPO / 'demo' / f'{name}-weights.pt', file, upstream)
 
 
-@pytest.fixture(scope='session')
-def demo(tmp_path_factory):
-    return make_demo(tmp_path_factory.mktemp('demo files'))
+def once(factory, make):
+    """The files that make(demo) writes: in the first process of this run that asks for them, and it returns them in all."""
+    root = factory.getbasetemp()
+    root = root.parent if 'PYTEST_XDIST_WORKER' in os.environ else root
+    demo = Demo.in_folder(root / make.__name__)
+    with open(root / f'.{make.__name__}', 'a+') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not lock.tell():
+            demo.data.parent.parent.mkdir()
+            make(demo)
+            lock.write('made')
+    return demo
+
+
+def make_demo(demo):
+    """The demo with its trained weights, on a few images."""
+    program('demo/make_data.py').make_data(demo.data.parent, train=12, val=12)
+    packed('demo', demo.dual)
+    calibrated_demo(reparameterized_demo(demo))
+
+
+def make_demo_seg(demo):
+    program('demo/make_data.py').make_data(demo.data.parent, train=12, val=12, task='segment')
+    packed('demo-seg', demo.single)
+    calibrated_demo(demo)
 
 
 SMALL = {  # a quarter of the demo's convolutions: every idea of placement once, three strides
@@ -293,29 +312,47 @@ def learn(dual, data, steps=50):
     dual.eval()
 
 
-@pytest.fixture(scope='session')
-def small(tmp_path_factory):
-    """The same files of a small network, trained on its validation images for seconds: AP is 0.04 to 0.1."""
-    files = Demo.in_folder(tmp_path_factory.mktemp('small files'))
-    program('demo/make_data.py').make_data(files.data.parent, train=12, val=12)
+def make_small(demo):
+    """A small network, trained on its validation images for seconds: AP is 0.04 to 0.1."""
+    program('demo/make_data.py').make_data(demo.data.parent, train=12, val=12)
     dual = build('demo', **SMALL)
-    learn(dual, files.data)
+    learn(dual, demo.data)
     dual.names = {i: str(i) for i in range(dual.nc)}  # the data's
-    torch.save({'model': dual.half(), 'ema': None}, files.dual)
-    return calibrated_demo(reparameterized_demo(files))
+    torch.save({'model': dual.half(), 'ema': None}, demo.dual)
+    calibrated_demo(reparameterized_demo(demo))
+
+
+@pytest.fixture(scope='session')
+def demo(tmp_path_factory):
+    return once(tmp_path_factory, make_demo)
 
 
 @pytest.fixture(scope='session')
 def demo_seg(tmp_path_factory):
-    """The same of the demo's segmentation model."""
-    folder = tmp_path_factory.mktemp('demo masks')
-    demo = Demo(folder / 'data' / 'data.yaml', None, folder / 'single.pt', folder / 'quantized.pt')
-    program('demo/make_data.py').make_data(folder / 'data', train=12, val=12, task='segment')
-    with quiet_upstream():
-        import models.yolo as upstream
+    return once(tmp_path_factory, make_demo_seg)
 
-        program('demo/weights.py').build(REPO / 'demo' / 'demo-seg-weights.pt', demo.single, upstream)
-    return calibrated_demo(demo)
+
+@pytest.fixture(scope='session')
+def small(tmp_path_factory):
+    return once(tmp_path_factory, make_small)
+
+
+def interrupted_run(weights, data, project, name, size=64):
+    """Run `qat.py quantize`, interrupted in its second epoch."""
+    from models.quantize.run import stages
+
+    finish_epoch = stages.finish_epoch
+
+    def interrupted(student, epoch, *others):
+        if epoch.number == 2:
+            raise KeyboardInterrupt
+        finish_epoch(student, epoch, *others)
+
+    words = f'--imgsz {size} --calib-images 2 --calib-method max --batch-size 2 --device cpu --workers 0 --epochs 2 --iters 1'
+    given = '--weights', weights, '--data', data, '--project', project, '--name', name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, 'finish_epoch', interrupted)
+        command('qat.py', 'quantize', *given, *words.split(), code=130)
 
 
 def rows_of(text, title):

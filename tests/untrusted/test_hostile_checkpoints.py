@@ -20,7 +20,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.data.dataset import check_cache
 from utils.qat.untrusted.plain_values import read_values
 
-RANDOM, ARCHIVES, CACHES = 1500, 24, 325  # cases; the two others are asserted where they are made
+RANDOM = 1500  # programs
 
 
 # ---- an assembler of pickles: each function gives bytes that leave one object on the stack --------------------------------------
@@ -118,17 +118,7 @@ def routes(function, argument):
             ('__setitem__', text('k') + argument + b's'),
         ):
             found[f'{method} of {holder.rpartition(".")[2]}'] = made(holder, mapping(**{method: function})) + use
-        for method in (
-            'forward',
-            'float',
-            'eval',
-            'modules',
-            'model',
-            'hook',
-            '_forward_hooks',
-            '_compiled_call_impl',
-            '__class__',
-        ):
+        for method in 'forward float eval modules model hook _forward_hooks _compiled_call_impl __class__'.split():
             found[f'a {holder.rpartition(".")[2]} whose {method} is another'] = made(
                 holder, mapping(**{method: function, '_modules': b'}', '_parameters': b'}', '_buffers': b'}'})
             )
@@ -174,41 +164,9 @@ def test_random_programs_call_nothing(tmp_path):
     """Operations in any order, on objects of any kind: the property does not hang on a list of attacks."""
     chance, file, sprung = random.Random(0), tmp_path / 'weights.pt', tmp_path / 'sprung'
     pieces = [piece for pair in payloads(sprung).values() for piece in pair]
-    pieces += [made(holder) for holder in HOLDERS] + [
-        b'(',
-        b')',
-        b'}',
-        b']',
-        b'\x8f',
-        b'N',
-        b'K\1',
-        text('append'),
-        text('__setstate__'),
-        named('builtins.getattr'),
-        named('collections.OrderedDict'),
-        b'q\0',
-        b'h\0',
-        b'0',
-    ]
-    acts = [
-        b'R',
-        b'\x81',
-        b'b',
-        b'a',
-        b'e',
-        b's',
-        b'u',
-        b'\x90',
-        b't',
-        b'\x85',
-        b'\x86',
-        b'\x87',
-        b'Q',
-        b'\x93',
-        b'\x94',
-        b'o',
-        b'\x92',
-    ]
+    pieces += [made(holder) for holder in HOLDERS] + [text('append'), text('__setstate__'), named('builtins.getattr')]
+    pieces += [named('collections.OrderedDict'), b'(', b')', b'}', b']', b'\x8f', b'N', b'K\1', b'q\0', b'h\0', b'0']
+    acts = [bytes([act]) for act in b'R\x81baesu\x90t\x85\x86\x87Q\x93\x94o\x92']
     for _ in range(RANDOM):
         content = b''.join(
             chance.choice(pieces) + b''.join(chance.choices(acts, k=chance.randrange(3)))
@@ -230,80 +188,46 @@ class Reduced:
         return self.what
 
 
-def spoilt(small, change):
-    """The content of a checkpoint whose model `change` has spoilt."""
-    model = small.float_model()
-    change(model)
-    return {'model': model}
+def replaced(**values):
+    return lambda model: model.__dict__.update(values)
 
 
-def attributes(sprung):
-    """name → what is done to a model before it is saved: each attribute hides code, or makes code of the tree run something."""
+def layer_of(name):
+    """Make the second layer a module of upstream that has no state."""
 
-    def hook(model):
-        model.register_forward_hook(print)
+    def change(model):
+        import models.common
 
-    def state_hook(model):
-        model.model[0].register_state_dict_pre_hook(print)
+        layer = model.model[1] = object.__new__(getattr(models.common, name))
+        torch.nn.Module.__init__(layer)
 
-    def replaced(name, value):
-        return lambda model: model.__dict__.update({name: value})
-
-    return {
-        'a hook': hook,
-        'a hook of the state dict': state_hook,
-        **{
-            f'{name} replaced': replaced(name, torch.nn.Identity())
-            for name in (
-                'float',
-                'eval',
-                'modules',
-                'parameters',
-                'fuse',
-                'forward',
-                'type',
-                'half',
-                'to',
-                '_apply',
-                'state_dict',
-                'named_modules',
-            )
-        },
-        'a module among the data': replaced('extra', torch.nn.Identity()),
-        'modules in a list': replaced('extra', [torch.nn.Identity()]),
-        'a class among the data': replaced('extra', torch.nn.Conv2d),
-        'a function': replaced('extra', torch.relu),
-        'a forward of a stranger': replaced('forward', Reduced(getattr, (demo_class(), 'fuse'))),
-        'a bound method of itself': lambda model: replaced('forward', model.fuse)(model),
-        'a stride of gigabytes': lambda model: setattr(model, 'stride', torch.tensor([8.0, 16.0, 1e6])),
-        'a model that holds itself': lambda model: model.model.append(model),
-        'a string for layers': lambda model: model._modules.update(model='x'),
-    }
+    return change
 
 
-def demo_class():
-    from models.yolo import DetectionModel
+METHODS = 'float eval modules parameters fuse forward type half to _apply state_dict named_modules'
+ATTRIBUTES = {  # what is done to a model before it is saved: each hides code, or makes code of the tree run something
+    'a hook': lambda model: model.register_forward_hook(print),
+    'a hook of the state dict': lambda model: model.model[0].register_state_dict_pre_hook(print),
+    **{f'{name} replaced': replaced(**{name: torch.nn.Identity()}) for name in METHODS.split()},
+    'a module among the data': replaced(extra=torch.nn.Identity()),
+    'modules in a list': replaced(extra=[torch.nn.Identity()]),
+    'a class among the data': replaced(extra=torch.nn.Conv2d),
+    'a function': replaced(extra=torch.relu),
+    'a forward of a stranger': lambda model: replaced(forward=Reduced(getattr, (type(model), 'fuse')))(model),
+    'a bound method of itself': lambda model: replaced(forward=model.fuse)(model),
+    'a stride of gigabytes': lambda model: setattr(model, 'stride', torch.tensor([8.0, 16.0, 1e6])),
+    'a model that holds itself': lambda model: model.model.append(model),
+    'a string for layers': lambda model: model._modules.update(model='x'),
+    **{f'{name} for a layer': layer_of(name) for name in ('AutoShape', 'DetectMultiBackend')},  # they read files
+}
 
-    return DetectionModel
 
-
-@pytest.mark.parametrize('name', sampled(attributes(''), 4))
+@pytest.mark.parametrize('name', sampled(ATTRIBUTES, 3))
 def test_attributes_that_hide_code(small, tmp_path, name):
-    torch.save(spoilt(small, attributes(tmp_path / 'sprung')[name]), tmp_path / 'weights.pt')
+    model = small.float_model()
+    ATTRIBUTES[name](model)
+    torch.save({'model': model}, tmp_path / 'weights.pt')
     refused(tmp_path / 'weights.pt', LOADERS[:1])
-
-
-def test_modules_of_the_tree_that_read_files_are_no_layers(small, tmp_path):
-    from models.common import AutoShape, DetectMultiBackend
-
-    for cls in AutoShape, DetectMultiBackend:
-
-        def change(model):
-            model.model[1] = object.__new__(cls)
-            torch.nn.Module.__init__(model.model[1])
-
-        torch.save(spoilt(small, change), tmp_path / 'weights.pt')
-        refused(tmp_path / 'weights.pt', LOADERS[:1])
 
 
 # ---- tensors and arrays ------------------------------------------------------------------------------------------------------------
@@ -325,6 +249,15 @@ def tensor(storage='torch.FloatStorage', key='0', length=4, offset=0, size=(2, 2
         b'\x89',
         hooks or called(named('collections.OrderedDict')),
     )
+
+
+MINUS = [b'J\xff\xff\xff\xff'] * 2
+
+
+def dtype(name, order=None, *rest):
+    """The pickle of a type of NumPy, with its state if `order` is given."""
+    made = called(named('numpy.dtype'), text(name), b'\x89', b'\x88')
+    return made if order is None else made + many(b'K\3', text(order), b'N', b'N', b'N', *rest) + b'b'
 
 
 TENSORS = {
@@ -351,22 +284,12 @@ TENSORS = {
     'a parameter of no tensor': called(
         named('torch._utils._rebuild_parameter'), b'K\1', b'\x88', called(named('collections.OrderedDict'))
     ),
-    'objects of NumPy': called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88'),
+    'objects of NumPy': dtype('O8'),
+    'fields of NumPy': dtype('V8'),
     'a pointer for a number': called(
-        named('numpy._core.multiarray.scalar'),
-        called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88')
-        + many(b'K\3', text('|'), b'N', b'N', b'N', b'K\0', b'K\0', b'K\0')
-        + b'b',
-        b'C\x08AAAAAAAA',
+        named('numpy._core.multiarray.scalar'), dtype('O8', '|', *[b'K\0'] * 3), b'C\x08AAAAAAAA'
     ),
-    'fields of NumPy': called(named('numpy.dtype'), text('V8'), b'\x89', b'\x88'),
-    'short number': called(
-        named('numpy._core.multiarray.scalar'),
-        called(named('numpy.dtype'), text('f8'), b'\x89', b'\x88')
-        + many(b'K\3', text('<'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\0')
-        + b'b',
-        b'C\x02AA',
-    ),
+    'short number': called(named('numpy._core.multiarray.scalar'), dtype('f8', '<', *MINUS, b'K\0'), b'C\x02AA'),
 }
 
 
@@ -406,7 +329,7 @@ def test_many_tensors_over_the_same_data(tmp_path):
 # ---- archives ----------------------------------------------------------------------------------------------------------------------
 
 
-def archives(small, folder):
+def archives(small):
     """name → bytes of an archive that is none of torch.save, or whose members lie about themselves."""
     whole = small.single.read_bytes()
     with zipfile.ZipFile(io.BytesIO(whole)) as file:
@@ -430,7 +353,6 @@ def archives(small, folder):
     directory = whole.rindex(b'PK\1\2')
     return {
         'TorchScript': script.getvalue(),
-        'TorchScript with a decoy': script.getvalue() + b'',
         'legacy': old.getvalue(),
         'a tar': tar.getvalue(),
         'a tar with a pipe, and a zip': tar.getvalue() + whole,
@@ -457,8 +379,7 @@ def archives(small, folder):
 
 
 def test_only_archives_of_torch_save(small, tmp_path):
-    found = archives(small, tmp_path)
-    assert len(found) == ARCHIVES
+    found = archives(small)
     for name, content in found.items():
         (tmp_path / 'weights.pt').write_bytes(content)
         refused(tmp_path / 'weights.pt', LOADERS[:1])
@@ -509,9 +430,7 @@ def held(content):
         + many(
             b'K\1',
             b')',
-            called(named('numpy.dtype'), text('O8'), b'\x89', b'\x88')
-            + many(b'K\3', text('|'), b'N', b'N', b'N', b'J\xff\xff\xff\xff', b'J\xff\xff\xff\xff', b'K\x3f')
-            + b'b',
+            dtype('O8', '|', *MINUS, b'K\x3f'),
             b'\x89',
             b'](' + content + b'e',
         )
@@ -523,13 +442,8 @@ def test_caches_of_labels(tmp_path):
     (tmp_path / 'images').mkdir()
     (tmp_path / 'labels').mkdir()
     image, cache, sprung = tmp_path / 'images' / 'a.jpg', tmp_path / 'labels.cache', tmp_path / 'sprung'
-    good = {
-        str(image): [np.zeros((1, 5), np.float32), (64, 48), [np.ones((3, 2), np.float32)]],
-        'hash': 'x',
-        'results': (1, 0, 0, 0, 1),
-        'msgs': [],
-        'version': 0.6,
-    }
+    labels = [np.zeros((1, 5), np.float32), (64, 48), [np.ones((3, 2), np.float32)]]
+    good = {str(image): labels, 'hash': 'x', 'results': (1, 0, 0, 0, 1), 'msgs': [], 'version': 0.6}
 
     def check():
         check_cache([str(image)], [str(tmp_path / 'images')])
@@ -546,18 +460,11 @@ def test_caches_of_labels(tmp_path):
         for content in routes(function, argument).values()
     ]
     hostile += [cache_of(held(mapping(hash=content))) for content in TENSORS.values()]
-    hostile += [
-        cache_of(b'\x80\x04' + called(*payloads(sprung)['os.system']) + b'.'),
-        b'\x80\x02' + called(*payloads(sprung)['eval']) + b'.',
-        b'',
-        b'x',
-        b'PK\3\4',
-        cache_of(b''),
-        cache_of(held(b'N')),
-        cache_of(held(mapping() + mapping())),
-        cache_of(held(mapping(a=made('pathlib.PosixPath', mapping(x=b'N'))))),
-    ]
-    assert len(hostile) == CACHES
+    path = made('pathlib.PosixPath', mapping(x=b'N'))
+    hostile += [cache_of(content) for content in (b'', held(b'N'), held(mapping() + mapping()), held(mapping(a=path)))]
+    hostile += [cache_of(b'\x80\x04' + called(*payloads(sprung)['os.system']) + b'.'), b'', b'x', b'PK\3\4']
+    hostile += [b'\x80\x02' + called(*payloads(sprung)['eval']) + b'.']
+    assert len(hostile) > 300
     for content in hostile:
         cache.write_bytes(content)
         with pytest.raises(QatError, match='labels.cache: no cache of labels.*delete it'):
@@ -632,7 +539,7 @@ def test_a_layer_of_ones_own_loads_without_a_call(small, tmp_path, monkeypatch):
         file.unlink()
 
 
-def test_the_pickle_of_a_real_checkpoint_has_room_below_every_limit(demo):
+def test_the_pickle_of_a_real_checkpoint_has_room_below_every_limit(small):
     from utils.qat.untrusted import plain_values, torch_archive
 
-    assert 20 * len(pickle_in(demo.dual.read_bytes())) < torch_archive.MOST_PICKLE and plain_values.DEEPEST == 100
+    assert 80 * len(pickle_in(small.dual.read_bytes())) < torch_archive.MOST_PICKLE and plain_values.DEEPEST == 100

@@ -12,11 +12,10 @@ import pytest
 import torch
 import yaml
 from conftest import REPO, TREE
-from faults import answer, sampled
+from faults import sampled
 from models.common import Conv
 from zoo import build, config, full, program, python
 
-from models.quantize import checkpoint
 from models.quantize.reparameterize import parameter_shapes, reparameterize, require_small_maps
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
@@ -149,145 +148,87 @@ def with_row(row, at=1):
 
 
 SPRING = '__import__("os").system("touch sprung")'
+CALLED = (  # what upstream would call, each with an argument or two
+    'open exit input print eval exec compile os.system os.abort contextlib.suppress torch.load torch.hub.load '
+    'nn.Module.__init_subclass__ nn.modules.conv.os.abort Path LOGGER.info attempt_load parse_model check_yaml check_version '
+    'select_device DetectionModel SegmentationModel ClassificationModel Model BaseModel DetectMultiBackend AutoShape Ensemble End2End '
+    'ONNX_TRT Detections autopad nn.DataParallel nn.Sequential torch.nn.Conv2d d m Conv.default_act Conv()'
+)
+ROWS = {  # what a row is instead
+    'no name': [-1, 1, '', []],
+    'a name with a space': [-1, 1, 'Conv ', [64]],
+    'a call': [-1, 1, SPRING, []],
+    'a comprehension': [-1, 1, f'[{SPRING} for _ in "a"]', []],
+    'a lambda': [-1, 1, f'(lambda *a: {SPRING})', []],
+    'a long list': [-1, 1, 'SPP', [64, list(range(1000))]],
+    'a layer that is a number': [-1, 1, 3, []],
+    'a layer that is a list': [-1, 1, ['Conv'], [64]],
+    'from text': ['-1', 1, 'Conv', [64, 3, 2]],
+    'from nothing': [[], 1, 'Concat', [1]],
+    'from a fraction': [-1.5, 1, 'Conv', [64, 3, 2]],
+    'from far': [10**6, 1, 'Conv', [64, 3, 2]],
+    'many repeats': [-1, 10**9, 'Conv', [64, 3, 2]],
+    'repeats that are text': [-1, '1', 'Conv', [64, 3, 2]],
+    'no repeats': [-1, 0, 'Conv', [64, 3, 2]],
+    'layers within layers': [-1, 1, 'RepNCSPELAN4', [64, 64, 64, 99_999]],
+    'terabytes of weights': [-1, 1, 'Conv', [99_999, 9_999]],
+    'terabytes of maps': [-1, 1, 'nn.Upsample', ['None', 9_999, 'nearest']],
+    'hours of pooling': [-1, 1, 'SP', [99_999]],
+    'hours in a list': [-1, 1, 'SPP', [64, [5, 99_999]]],
+    'a border of miles': [-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]],
+}
+ARGUMENTS = (  # of a Conv
+    *(
+        [SPRING, 3, 2],
+        [64, 3, 2, 'exit()'],
+        ['layers', 3, 2],
+        ['nearest', 3, 2],
+        [{'a': 1}, 3],
+        [64, [SPRING]],
+        [b'64', 3],
+    ),
+    *([math.nan, 3], [64, math.inf], [10**30, 3], ['10**10**10', 3], [1] * 1000),
+)
+ACTIVATIONS = (
+    *(
+        SPRING,
+        f'nn.ReLU({SPRING})',
+        'nn.ReLU(inplace=exit())',
+        'nn.Sequential()',
+        'nn.LeakyReLU("0.1")',
+        'nn.ReLU',
+        'nn.ReLU()()',
+    ),
+    *(
+        'nn.ReLU() or exit()',
+        'exit()',
+        'ReLU()',
+        'nn.LeakyReLU(*[0.1])',
+        'nn.LeakyReLU(**{})',
+        'nn.LeakyReLU(9e99)',
+        ' nn.ReLU()',
+    ),
+    *('nn.PReLU(999999999)', 'nn.modules.os.abort()', '(' * 50, 3, ['nn.ReLU()'], ''),
+)
+VALUES = {  # of other keys
+    'nc': (SPRING, 0, 10**9, True, 1.5),
+    'depth_multiple': (10**9, 'a', math.nan),
+    'width_multiple': (math.inf, 0, None),
+    'anchors': (SPRING, [], [[]], [[1, 'a']], 10**9, [[1] * 1000]),
+    'ch': (10**9, 'c'),
+    'inplace': (SPRING,),
+    'more': (b'a', {'a': (1, 2)}),
+    3: (4,),
+    'head': ([], [[-1, 1, 'Conv']], {'a': 1}, CFG['head'] * 1000),
+}
 NETWORKS = {  # name → content that upstream would run, or that builds no network, or a huge one
-    **{
-        f'a call of {name}': with_row([-1, 1, name, arguments])
-        for name, arguments in {
-            'open': ['sprung', 'w'],
-            'exit': [],
-            'input': [],
-            'print': ['nc'],
-            'eval': [SPRING],
-            'exec': [SPRING],
-            'compile': [SPRING, 'nc', 'nc'],
-            'os.system': ['touch sprung'],
-            'os.abort': [],
-            'contextlib.suppress': [],
-            'torch.load': ['sprung'],
-            'torch.hub.load': ['a/b', 'c'],
-            'nn.Module.__init_subclass__': [],
-            'nn.modules.conv.os.abort': [],
-            'Path': ['sprung'],
-            'LOGGER.info': [3],
-            'attempt_load': ['sprung'],
-            'parse_model': [{}, [3]],
-            'check_yaml': ['sprung'],
-            'check_version': [],
-            'select_device': [],
-            'DetectionModel': [{**CFG, 'activation': SPRING}],
-            'SegmentationModel': ['sprung'],
-            'ClassificationModel': [],
-            'Model': [],
-            'BaseModel': [],
-            'DetectMultiBackend': ['nearest'],
-            'AutoShape': ['nc'],
-            'Ensemble': [],
-            'End2End': ['nc'],
-            'ONNX_TRT': [],
-            'Detections': [3, 3, 3],
-            'autopad': [3],
-            'nn.DataParallel': ['nc'],
-            'nn.Sequential': ['nc'],
-            'torch.nn.Conv2d': [3, 3, 1],
-            'd': [],
-            'm': [],
-            'Conv.default_act': [],
-            'Conv ': [64],
-            'Conv()': [],
-            '': [],
-        }.items()
-    },
-    'a call': with_row([-1, 1, SPRING, []]),
-    'a comprehension': with_row([-1, 1, f'[{SPRING} for _ in "a"]', []]),
-    'a lambda': with_row([-1, 1, f'(lambda *a: {SPRING})', []]),
-    'a call for an argument': with_row([-1, 1, 'Conv', [SPRING, 3, 2]]),
-    'a name for an argument': with_row([-1, 1, 'Conv', [64, 3, 2, 'exit()']]),
-    'a local name': with_row([-1, 1, 'Conv', ['layers', 3, 2]]),
-    'a mode of another layer': with_row([-1, 1, 'Conv', ['nearest', 3, 2]]),
-    'a map for an argument': with_row([-1, 1, 'Conv', [{'a': 1}, 3]]),
-    'text in a list': with_row([-1, 1, 'Conv', [64, [SPRING]]]),
-    'bytes': with_row([-1, 1, 'Conv', [b'64', 3]]),
-    'a number that is none': with_row([-1, 1, 'Conv', [math.nan, 3]]),
-    'infinity': with_row([-1, 1, 'Conv', [64, math.inf]]),
-    'a huge number': with_row([-1, 1, 'Conv', [10**30, 3]]),
-    'a number as text': with_row([-1, 1, 'Conv', ['10**10**10', 3]]),
-    'a long list': with_row([-1, 1, 'SPP', [64, list(range(1000))]]),
-    'many arguments': with_row([-1, 1, 'Conv', [1] * 1000]),
-    'a layer that is a number': with_row([-1, 1, 3, []]),
-    'a layer that is a list': with_row([-1, 1, ['Conv'], [64]]),
-    'from text': with_row(['-1', 1, 'Conv', [64, 3, 2]]),
-    'from nothing': with_row([[], 1, 'Concat', [1]]),
-    'from a fraction': with_row([-1.5, 1, 'Conv', [64, 3, 2]]),
-    'from far': with_row([10**6, 1, 'Conv', [64, 3, 2]]),
-    'many repeats': with_row([-1, 10**9, 'Conv', [64, 3, 2]]),
-    'repeats that are text': with_row([-1, '1', 'Conv', [64, 3, 2]]),
-    'no repeats': with_row([-1, 0, 'Conv', [64, 3, 2]]),
-    'many layers': {**CFG, 'head': CFG['head'] * 1000},
-    'layers within layers': with_row([-1, 1, 'RepNCSPELAN4', [64, 64, 64, 99_999]]),
-    'terabytes of weights': with_row([-1, 1, 'Conv', [99_999, 9_999]]),
-    'terabytes of maps': with_row([-1, 1, 'nn.Upsample', ['None', 9_999, 'nearest']]),
-    'hours of pooling': with_row([-1, 1, 'SP', [99_999]]),
-    'hours in a list': with_row([-1, 1, 'SPP', [64, [5, 99_999]]]),
-    'a border of miles': with_row([-1, 1, 'nn.ZeroPad2d', [[9_999] * 4]]),
+    **{f'a call of {name}': with_row([-1, 1, name, ['sprung', 'w']]) for name in CALLED.split()},
+    **{name: with_row(row) for name, row in ROWS.items()},
+    **{f'arguments {it!r:.30}': with_row([-1, 1, 'Conv', it]) for it in ARGUMENTS},
+    **{f'activation {it!r:.30}': {**CFG, 'activation': it} for it in ACTIVATIONS},
+    **{f'{key} {value!r:.30}': {**CFG, key: value} for key, values in VALUES.items() for value in values},
+    **{f'no {key}': {k: v for k, v in CFG.items() if k != key} for key in ('anchors', 'backbone')},
     'a branch of its own': {**CFG, 'head': CFG['head'] + [[-1, 1, 'nn.Upsample', ['None', 99_999, 'nearest']]]},
-    **{
-        f'activation {text!r}'[:40]: {**CFG, 'activation': text}
-        for text in (
-            SPRING,
-            f'nn.ReLU({SPRING})',
-            'nn.ReLU(inplace=exit())',
-            'nn.Sequential()',
-            'nn.LeakyReLU("0.1")',
-            'nn.ReLU',
-            'nn.ReLU()()',
-            'nn.ReLU() or exit()',
-            'exit()',
-            'ReLU()',
-            'nn.LeakyReLU(*[0.1])',
-            'nn.LeakyReLU(**{})',
-            'nn.LeakyReLU(9e99)',
-            'nn.PReLU(999999999)',
-            'nn.modules.os.abort()',
-            ' nn.ReLU()',
-            '(' * 50,
-            3,
-            ['nn.ReLU()'],
-            '',
-        )
-    },
-    **{
-        f'{key} {value!r}'[:40]: {**CFG, key: value}
-        for key, value in (
-            ('nc', SPRING),
-            ('nc', 0),
-            ('nc', 10**9),
-            ('nc', True),
-            ('nc', 1.5),
-            ('depth_multiple', 10**9),
-            ('depth_multiple', 'a'),
-            ('depth_multiple', math.nan),
-            ('width_multiple', math.inf),
-            ('width_multiple', 0),
-            ('width_multiple', None),
-            ('anchors', SPRING),
-            ('anchors', []),
-            ('anchors', [[]]),
-            ('anchors', [[1, 'a']]),
-            ('anchors', 10**9),
-            ('anchors', [[1] * 1000]),
-            ('ch', 10**9),
-            ('ch', 'c'),
-            ('inplace', SPRING),
-            ('more', b'a'),
-            ('more', {'a': (1, 2)}),
-            (3, 4),
-        )
-    },
-    'no anchors': {k: v for k, v in CFG.items() if k != 'anchors'},
-    'no backbone': {k: v for k, v in CFG.items() if k != 'backbone'},
-    'an empty head': {**CFG, 'head': []},
-    'rows of three': {**CFG, 'head': [[-1, 1, 'Conv']]},
-    'a map for rows': {**CFG, 'head': {'a': 1}},
     'a list': [1],
     'nothing': None,
 }
@@ -328,24 +269,14 @@ def test_they_would_have():
         del upstream.sprung
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'BaseModel',
-        'DetectionModel',
-        'SegmentationModel',
-        'ClassificationModel',
-        'DetectMultiBackend',
-        'AutoShape',
-        'Ensemble',
-    ],
-)
-def test_a_whole_model_is_no_layer(name):
+def test_a_whole_model_is_no_layer():
     """Whatever it calls: upstream's may call something else tomorrow. Ensemble is in a file of which parse_model knows nothing."""
-    with pytest.raises(
-        QatError, match=f'{name} is a whole model' if hasattr(sys.modules['models.yolo'], name) else f'no layer {name}'
-    ):
-        require_network(with_row([-1, 1, name, []]), 'x')
+    for (
+        name
+    ) in 'BaseModel DetectionModel SegmentationModel ClassificationModel DetectMultiBackend AutoShape Ensemble'.split():
+        says = f'{name} is a whole model' if hasattr(sys.modules['models.yolo'], name) else f'no layer {name}'
+        with pytest.raises(QatError, match=says):
+            require_network(with_row([-1, 1, name, []]), 'x')
 
 
 class Layer(torch.nn.Module):
@@ -369,73 +300,36 @@ def test_what_a_pickle_may_bring_is_no_yaml(thing):
             require_network(content, 'x')
 
 
-COMMON = {
-    'merges': '--cfg',
-    'a call of open': '--cfg',
-    'a call of DetectionModel': '--cfg',
-    'terabytes of weights': '--cfg',
-    'terabytes of maps': '--cfg',
-    "activation 'exit()'": '--cfg',
-    'lists within each other': '--model',
-    'a call of exit': '--model',
-    'a call of eval': '--model',
-}  # a case → the flag that names the file
+def refused_by(told, says, line):
+    code, said = told(line)
+    assert code == 2 and says in said and not Path('sprung').exists() and not Path('out').exists(), said
 
 
-@pytest.mark.parametrize('name', sampled(COMMON, 9, 1))
-def test_from_a_file(demo, tmp_path, monkeypatch, capfd, name):
-    monkeypatch.chdir(tmp_path)
-    cfg = tmp_path / ('models/detect/gelan-t.yaml' if COMMON[name] == '--model' else 'cfg.yaml')
-    cfg.parent.mkdir(parents=True, exist_ok=True)
-    cfg.write_text(DEAR[name] if name in DEAR else yaml.safe_dump(NETWORKS[name]))
-    argv = (
-        '--weights',
-        demo.dual,
-        '--save',
-        tmp_path / 'out.pt',
-        COMMON[name],
-        't' if COMMON[name] == '--model' else cfg,
-    )
-    code, line = answer('reparameterization.py', argv, capfd, tmp_path)
-    assert code == 2 and cfg.name in line and not (tmp_path / 'sprung').exists()
+SOME = 'a call of open', 'a call of DetectionModel', 'terabytes of weights', "activation 'exit()'", 'nothing'
 
 
-INSIDE = {
-    'a call of open',
-    'a call of DetectionModel',
-    'a call',
-    'a call for an argument',
-    'text in a list',
-    'nc 0',
-    'terabytes of weights',
-    'hours of pooling',
-    'many repeats',
-    'no backbone',
-    'nothing',
-    "activation 'exit()'",
-    'a branch of its own',
-}
+@pytest.mark.parametrize('name', sampled([*SOME, 'merges', 'lists within each other'], 7))
+def test_a_model_of_the_tree(told, tmp_path, name):
+    """--model t is a file in the current folder first. What --cfg names is in test_damages.py."""
+    file = tmp_path / 'models/detect/gelan-t.yaml'
+    file.parent.mkdir(parents=True)
+    file.write_text(DEAR[name] if name in DEAR else yaml.safe_dump(NETWORKS[name]))
+    refused_by(told, file.name, 'reparameterization.py --weights @dual.pt --save out/x.pt --model t')
 
 
-@pytest.mark.parametrize('name', sampled(sorted(INSIDE), 6))
-def test_from_inside_a_checkpoint(demo, tmp_path, monkeypatch, capfd, name):
+@pytest.mark.parametrize(
+    'name', sampled([*SOME, 'a call', 'nc 0', 'hours of pooling', 'many repeats', 'a branch of its own'], 5)
+)
+def test_inside_a_checkpoint(material, told, tmp_path, name):
     """The network itself is fine, so that it is loaded; what is built anew of it comes from its YAML."""
-    monkeypatch.chdir(tmp_path)
-    with quiet_upstream():
-        ckpt, model = checkpoint.CheckpointFile(demo.dual).load_dual_or_float()
-    model.yaml = deepcopy(NETWORKS[name])
-    torch.save({'model': model}, tmp_path / 'weights.pt')
-    code, line = answer(
-        'reparameterization.py', ('--weights', tmp_path / 'weights.pt', '--save', tmp_path / 'out.pt'), capfd, tmp_path
-    )
-    assert code == 2 and not (tmp_path / 'sprung').exists() and not (tmp_path / 'out.pt').exists(), line
+    content = torch.load(material['dual.pt'], weights_only=False)
+    content['model'].yaml = deepcopy(NETWORKS[name])
+    torch.save(content, tmp_path / 'weights.pt')
+    refused_by(told, '', 'reparameterization.py --weights weights.pt --save out/x.pt')
 
 
-PACKED = ['a call of open', 'a call', "activation 'exit()'", 'terabytes of weights', 'a list', 'nothing']
-
-
-@pytest.mark.parametrize('name', sampled(PACKED, 3))
-def test_from_a_packed_file(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize('name', sampled([*SOME, 'a call', 'a list'], 4))
+def test_in_a_packed_file(tmp_path, monkeypatch, name):
     """demo/weights.py builds a network of the YAML in a file of tensors."""
     import models.yolo as upstream
 
@@ -500,16 +394,7 @@ def test_the_shapes_are_those_of_the_model(name):
 
 
 @pytest.mark.parametrize(
-    'text',
-    [
-        None,
-        'nn.SiLU()',
-        'nn.ReLU()',
-        'nn.LeakyReLU(0.1)',
-        'nn.ReLU(inplace=True)',
-        'nn.Hardswish()',
-        'nn.LeakyReLU(negative_slope=0.1, inplace=True)',
-    ],
+    'text', [None, 'nn.SiLU()', 'nn.LeakyReLU(0.1)', 'nn.LeakyReLU(negative_slope=0.1, inplace=True)', 'nn.Hardswish()']
 )
 def test_activations(text):
     require_network({**CFG, 'activation': text}, 'x')
@@ -593,7 +478,7 @@ def test_each_layer_of_the_list_is_one_of_upstreams():
     assert sys.modules['models.yolo'].Conv is Conv and Path(sys.modules['models.yolo'].__file__).is_relative_to(TREE)
 
 
-def test_a_network_with_a_layer_of_ones_own_is_reparameterized(own, demo):
+def test_a_network_with_a_layer_of_ones_own_is_reparameterized(own):
     """Its YAML inside the checkpoint names the layer."""
     content = deepcopy(CFG)
     content['backbone'][0] = [-1, 1, 'Mine', [1]]

@@ -1,13 +1,15 @@
 """Laws of checkpoints that another training wrote: upstream's network computes what theirs does, and nothing of them runs."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from faults import damaged, pickle_in, with_pickle
+from faults import pickle_in, with_pickle
+from mutations import damage
 from origins import gelan, mit_state, ultralytics_file
 from zoo import command, image, load_any, load_dual_or_float, load_quantized, output, same, state
 
@@ -183,8 +185,8 @@ def test_nothing_in_a_file_runs(tmp_path):
 
 def test_damaged_files_get_one_line(tmp_path):
     whole = ultralytics_file(tmp_path / 'best.pt', gelan('t', 1, 'Detect')).read_bytes()
-    file, read = tmp_path / 'damaged.pt', 0
-    for _, content in damaged(pickle_in(whole), 10):
+    file, read, chance = tmp_path / 'damaged.pt', 0, random.Random(0)
+    for _, content in (damage(pickle_in(whole), chance) for _ in range(10)):
         file.write_bytes(with_pickle(whole, content))
         try:
             CheckpointFile(file).load_float()

@@ -43,7 +43,7 @@ class ClassScores:
     def probe(self, draw: Callable[[Sequence[int]], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a random v whose covariance is the Fisher information of the logits, and its weight, FP32 [].
 
-        See fisher.probe.
+        See divergence.probe.
         """
         p = self.logits.detach().softmax(1)
         one = (len(p), 1)

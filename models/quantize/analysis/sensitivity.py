@@ -1,7 +1,7 @@
 """The cost of INT8 in each unit of a network: estimated for all units at once, and measured for some.
 
 Rounding moves the output of a place by δ, and the outputs of the model by J δ. With a probe v of the outputs (see
-fisher.py) one backward pass gives v · J δ for every place. To second order, half its mean square is the divergence that
+divergence.py) one backward pass gives v · J δ for every place. To second order, half its mean square is the divergence that
 this place alone causes. Each image has its own probe: n images estimate a figure to sqrt(2 / n) of itself. The places
 of a unit are added before they are squared. For a large δ, or if one rounding changes another, only a measurement
 tells: see partly_float.py.

@@ -141,7 +141,7 @@ class TrainingStep:
     Args:
         student: calibrated; all its weights will learn.
         teacher: the float model.
-        layers: indices of the top-level layers that are compared, by losses.relative_error, with equal weights.
+        layers: indices of the top-level layers that are compared, by `relative_error`, with equal weights.
         lr: highest learning rate of the weights, see `set_rate`.
         amp: a key of DTYPES. With 'bf16' or 'fp16' the student runs under autocast, beside a copy of the teacher in
             that precision. Weights, scales, loss and update stay FP32.

@@ -23,7 +23,7 @@ from utils.qat.core.machine import select_device
 from utils.qat.data.dataset import VARIED, Data, load_hyp
 from utils.qat.data.image_folders import ImageFolders
 from utils.qat.data.loaders import Images, TrainingImages, calibration_images, training_images, val_loader
-from utils.qat.evaluation.coco import require_annotations
+from utils.qat.evaluation.detection_scores import require_annotations
 from utils.qat.targets.target import load_target
 
 

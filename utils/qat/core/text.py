@@ -96,5 +96,5 @@ def literal(text: str) -> str:
 
 
 def is_printable_text(text: str) -> bool:
-    """Tell whether all characters of a text are printable, see printable.is_printable."""
+    """Tell whether all characters of a text are printable, see is_printable."""
     return text.isprintable() or all(map(is_printable, text))

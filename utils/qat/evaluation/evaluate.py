@@ -13,7 +13,7 @@ from utils.qat.backends.detections import prepared
 from utils.qat.config.tasks import load_task
 from utils.qat.core.distributed import from_first, is_first, merged
 from utils.qat.core.files import write_text
-from utils.qat.evaluation.coco import coco_figures
+from utils.qat.evaluation.detection_scores import coco_figures
 
 
 class Stopwatch:

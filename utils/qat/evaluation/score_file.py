@@ -24,8 +24,7 @@ from utils.qat.data.loaders import val_loader
 from utils.qat.engine.next_step import after_scoring
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
 from utils.qat.evaluation.classes import ClassMetrics, distance
-from utils.qat.evaluation.coco import require_annotations
-from utils.qat.evaluation.detection_scores import Metrics
+from utils.qat.evaluation.detection_scores import Metrics, require_annotations
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.evaluation.plots import plot_classes
 from utils.qat.evaluation.score_tables import class_table, merit_title, models_table

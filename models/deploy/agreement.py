@@ -61,11 +61,9 @@ class Agreement:
 
 
 def traceable_copy(model: nn.Module, inplace: bool = False) -> nn.Module:
-    """Copy `model` for tracing: eval mode, and a head that returns only predictions and prototypes.
+    """Copy a fused model, float or quantized, for tracing: eval mode, and a head that returns only predictions and prototypes.
 
-    Args:
-        model: fused; float or quantized.
-        inplace: whether the head decodes boxes in place.
+    `inplace`: whether the head decodes boxes in place.
     """
     model = deepcopy(model).float().eval().requires_grad_(False)
     head = head_of(model)  # a classifier's last layer reads none of these
@@ -89,20 +87,10 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> dict[str, float]:
-    """Compare the outputs of two runtimes.
+    """Compare the outputs of `engine` with PyTorch's: predictions [B, 4 + nc, N], or with masks (predictions, prototypes).
 
-    Args:
-        ours: predictions [B, 4 + nc, N]; for a segmentation model the pair of predictions [B, 4 + nc + nm, N] and
-            prototypes [B, nm, h, w].
-        theirs: of PyTorch, the same form.
-        engine: that computed `ours`, for the message.
-
-    Returns:
-        Figures of Agreement: 'boxes', 'scores', 'boxes_max', 'scores_max', and for masks 'coefficients' and
-        'prototypes'; for a classifier 'logits' and 'logits_max'.
-
-    Raises:
-        QatError: the shapes differ.
+    Returns figures of Agreement: 'boxes', 'scores', 'boxes_max', 'scores_max', and for masks 'coefficients' and 'prototypes';
+    for a classifier 'logits' and 'logits_max'. Raises QatError if the shapes differ.
     """
     ours, theirs = ({name: part.cpu() for name, part in split_outputs(outputs).items()} for outputs in (ours, theirs))
     shapes = [[tuple(part.shape) for part in model.values()] for model in (ours, theirs)]
@@ -119,12 +107,8 @@ def output_differences(ours: Any, theirs: Any, engine: str = 'ONNX Runtime') -> 
 def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bits: float, seed: int) -> float:
     """Randomize the last bits of each convolution's output, and return the largest error of RELATIVE in the model's outputs.
 
-    Args:
-        model: in the form of `traceable_copy`.
-        images: FP32 [B, 3, H, W] in 0..1.
-        theirs: outputs of `model` without the change.
-        last_bits: largest change, relative to the largest output of a convolution.
-        seed: of the change.
+    `model` is in the form of `traceable_copy`, and `theirs` are its outputs without the change. `last_bits` is the largest change,
+    relative to the largest output of a convolution.
     """
     generator = torch.Generator(images.device).manual_seed(seed)
 
@@ -144,19 +128,10 @@ def rounding_noise(model: nn.Module, images: torch.Tensor, theirs: Any, last_bit
 def require_agreement(
     traced: nn.Module, images: torch.Tensor, ours: Any, theirs: Any, engine: str, typing: str, quantized: bool
 ) -> Agreement:
-    """Compare the outputs of a written file with PyTorch's.
+    """Compare `ours`, the outputs of a written file in `engine`, with `theirs`, those of `traced`, on the same images.
 
-    Args:
-        traced: the model, in the form of `traceable_copy`.
-        images: FP32 [B, 3, H, W] in 0..1.
-        ours: outputs of the file.
-        theirs: outputs of `traced`.
-        engine: that computed `ours`.
-        typing: 'FP32' or 'FP16', the type of everything that is not INT8.
-        quantized: whether the model is quantized.
-
-    Raises:
-        QatError: they differ by more than LIMITS, and by more than MARGIN times the rounding noise of the model.
+    `traced` is in the form of `traceable_copy`. `typing`, 'FP32' or 'FP16', is the type of everything that is not INT8. Raises
+    QatError if they differ by more than LIMITS, and by more than MARGIN times the rounding noise of the model.
     """
     figures = output_differences(ours, theirs, engine)
     limit, noise = LIMITS['INT8' if quantized else 'float', typing], 0.0
@@ -181,10 +156,7 @@ def require_agreement(
 def metadata_of(model: nn.Module, kept_float: Sequence[str] = (), target: str = DEFAULT_TARGET) -> dict[str, Any]:
     """Return the metadata of an exported file: stride, class names, task, and settings that differ from their defaults.
 
-    Args:
-        model: fused; float or quantized.
-        kept_float: paths of blocks that are float by choice.
-        target: the engine of a quantized model, a key of TARGETS.
+    `kept_float` are paths of blocks that are float by choice; `target` is a key of TARGETS.
     """
     masks = getattr(head_of(model), 'nm', None)
     return {

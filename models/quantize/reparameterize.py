@@ -58,9 +58,8 @@ class Weightless(TorchFunctionMode):
 def network_layers(content: Any, source: str, weights: bool = False) -> tuple[nn.Sequential, list[int]]:
     """Build the layers of a YAML, with memory for their weights only if told, and list those that later layers read.
 
-    Raises:
-        QatError: `source` does not describe a network by numbers alone (see require_network), its layers do not fit
-            together, or there are too many of them or of their weights.
+    Raises QatError if `source` does not describe a network by numbers alone (see require_network), its layers do not fit together,
+    or there are too many of them or of their weights.
     """
     require_network(content, source)
     count = 0
@@ -114,8 +113,7 @@ def parameter_shapes(content: Any, source: str) -> dict[str, tuple[int, ...]]:
 def require_small_maps(content: Any, source: str) -> None:
     """Check that a network whose weights fit into memory can run on one image, before upstream runs it.
 
-    Raises:
-        QatError: as `network_layers` does; or the outputs of its layers are too large.
+    Raises QatError as `network_layers` does, or if the outputs of its layers are too large.
     """
     layers, read = network_layers(content, source, weights=True)
     x: Any = torch.zeros(0, content.get('ch') or 3, SIDE, SIDE)  # a batch of none has shapes and no values
@@ -196,9 +194,8 @@ def _single_yaml(model: nn.Module, kept: Sequence[int], inputs: Sequence[int], h
 def reparameterize(model: nn.Module) -> Reparameterized:
     """Make a single-branch model that computes the main outputs of `model`, which is on the CPU and becomes FP32.
 
-    Raises:
-        QatError: the head has no auxiliary branch, or no single twin in this upstream tree; the YAML in the checkpoint
-            does not fit; or a parameter is missing or left over.
+    Raises QatError if the head has no auxiliary branch, or no single twin in this upstream tree; if the YAML in the checkpoint does
+    not fit; or if a parameter is missing or left over.
     """
     old_head = model.model[-1]
     if type(old_head).__name__ not in HEADS:
@@ -247,12 +244,8 @@ def reparameterize(model: nn.Module) -> Reparameterized:
 def main_branch(model: nn.Module, source: str) -> tuple[Reparameterized, float]:
     """Reparameterize a model, and check the result. source: of the model, for messages.
 
-    Returns:
-        What `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and the
-        `largest_difference` before the rounding.
-
-    Raises:
-        QatError: see `reparameterize`; or the outputs differ.
+    Returns what `reparameterize` returns, its model rounded to FP16, as checkpoints are, and in FP32 again; and the
+    `largest_difference` before the rounding. Raises QatError as `reparameterize` does, or if the outputs differ.
     """
     result = reparameterize(model)
     difference = largest_difference(model, result.model)

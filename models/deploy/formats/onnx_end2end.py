@@ -71,15 +71,9 @@ def torch_nms(predictions: Iterable[torch.Tensor], nms: Nms, nm: int = 0) -> lis
 
 
 def torch_masks(rows: Iterable[torch.Tensor], prototypes: torch.Tensor, pooling: Pooling) -> list[torch.Tensor]:
-    """Compute the masks that a file with NMS inside must return.
+    """Compute the masks that a file with NMS inside must return, of `rows` of `torch_nms`: [n, R * R] per image, in 0..1.
 
-    Args:
-        rows: of `torch_nms`.
-        prototypes: [B, nm, h, w].
-        pooling: settings; R is its mask_resolution.
-
-    Returns:
-        [n, R * R] per image, in 0..1.
+    `prototypes` are [B, nm, h, w]; R is pooling.mask_resolution.
     """
     found = []
     for each, p in zip(rows, prototypes):
@@ -149,15 +143,9 @@ def nms_part(model: onnx.ModelProto, predictions: Sequence[str]) -> onnx.ModelPr
 
 
 def made_predictions(nms: Nms, side: int, shape: Sequence[int], *prototypes: Sequence[int]) -> list[torch.Tensor]:
-    """Make predictions, and prototypes, deterministically.
+    """Make predictions of `shape` [batch, rows, number], and `prototypes` of that shape for masks, deterministically.
 
-    Every second image has more boxes than nms.topk_all, some of several classes; the other images are empty.
-
-    Args:
-        nms: settings.
-        side: of the images, in pixels.
-        shape: of the predictions, [batch, rows, number].
-        *prototypes: shape of the prototypes, for a segmentation model.
+    Every second image (`side` px) has more boxes than nms.topk_all, some of several classes; the other images are empty.
     """
     batch, rows, number = shape
     nm = sum(p[1] for p in prototypes)
@@ -186,17 +174,10 @@ def _run(model: onnx.ModelProto, values: Mapping[str, torch.Tensor]) -> list[tor
 def check_detections(
     outputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor], nms: Nms, pooling: Pooling, engine: str
 ) -> None:
-    """Compare a file's outputs with torchvision.
+    """Raise QatError unless a file's outputs are those of `torch_nms` and `torch_masks`.
 
-    Args:
-        outputs: END2END, and MASKS of a segmentation model.
-        made: outputs of the file without NMS, from which `outputs` follow.
-        nms: settings.
-        pooling: settings.
-        engine: name of the engine that computed `outputs`, for the message.
-
-    Raises:
-        QatError: detections or masks differ from `torch_nms` and `torch_masks`.
+    `outputs` are END2END, and MASKS of a segmentation model. They follow from `made`, the outputs of the file without NMS.
+    `engine` computed them.
     """
     predictions, *prototypes = made
     rows = torch_nms(predictions, nms, sum(p.shape[1] for p in prototypes))

@@ -29,13 +29,9 @@ UNSCORED = 'weights/.unscored.pt'  # a model before its name is known
 
 
 class Keeper:
-    """Writes and reads the files of a run.
+    """Writes and reads the files of a run in `folder`, PROJECT/NAME.
 
-    Args:
-        folder: PROJECT/NAME.
-        weights: file of the float model.
-        sha256: of that file, hex digits.
-        device: of the models that are loaded.
+    `weights` is the file of the float model, `sha256` its hash in hex digits, and `device` that of the models that are loaded.
     """
 
     def __init__(self, folder: Path, weights: Path, sha256: str, device: torch.device) -> None:
@@ -44,8 +40,7 @@ class Keeper:
     def start(self, state: State) -> None:
         """Delete an earlier run's unfinished files from the folder, and write the first report.
 
-        Raises:
-            QatError: the float model has the name that the run gives its best model.
+        Raises QatError if the float model has the name that the run gives its best model.
         """
         if (self.folder / DELIVERED).resolve() == self.weights.resolve():
             raise QatError(f'--weights {self.weights}: the run would write its best model there; choose another --name')
@@ -57,13 +52,8 @@ class Keeper:
     def resume(self, images: Mapping[str, int], data: Path, device: str) -> State:
         """Read the state of the interrupted run. The numbers of images must match; other library versions change figures slightly.
 
-        Args:
-            images: 'val', 'held out' and 'train' → number of images now.
-            data: the data YAML or folder.
-            device: the device now, in words.
-
-        Raises:
-            QatError: the run cannot be resumed.
+        `images` has the numbers now, of 'val', 'held out' and 'train'; `data` and `device` are for messages. Raises QatError if the run
+        cannot be resumed.
         """
         state = read_state(self.folder)  # read again, because now no other process writes it
         if images != state.images:
@@ -115,11 +105,7 @@ class Keeper:
         return {**metrics, 'file': file}
 
     def load(self, stage: dict[str, Any]) -> nn.Module:
-        """Load the model of a stage.
-
-        Raises:
-            QatError: it was made from another float checkpoint.
-        """
+        """Load the model of a stage. Raises QatError if it was made from another float checkpoint."""
         model, source = self._load(self.folder / stage['file'])
         if source != self.sha256:
             raise QatError(

@@ -47,14 +47,9 @@ class Detections:
 
 
 def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Any]:
-    """Prepare a batch for a model and its scorer.
+    """Prepare a batch of a loader (loaders.val_loader) for a model on `device`, and for its scorer.
 
-    Args:
-        batch: of a loader, see loaders.val_loader.
-        device: where the model takes images.
-
-    Returns:
-        Images, FP32 [B, 3, H, W] in 0..1, and their Truth; for a classifier normalized images and a ClassTruth.
+    Returns images, FP32 [B, 3, H, W] in 0..1, and their Truth; for a classifier normalized images and a ClassTruth.
     """
     images, targets, paths, *rest = batch
     images = unit_images(images, device)
@@ -73,14 +68,10 @@ def detect(
     iou_thres: float = 0.7,
     max_det: int = 300,
 ) -> list[Detections]:
-    """Convert the outputs of a model to the detections of each image, by upstream's NMS.
+    """Convert the outputs of a model (see file_model.py) to the detections of each image, by upstream's NMS.
 
-    Args:
-        outputs: see file_model.py; detections of NMS inside the model are returned as they are.
-        shape: height and width of the images, in pixels.
-        conf_thres: lowest score of a detection.
-        iou_thres: IoU above which NMS drops the box with the lower score.
-        max_det: most detections of an image.
+    `shape` is height and width of the images, in pixels. Above the IoU `iou_thres` NMS drops the box with the lower score. Detections of
+    NMS inside the model are returned as they are.
     """
     if isinstance(outputs, list):
         return outputs

@@ -57,11 +57,7 @@ class Session(ABC):
 
     @classmethod
     def open(cls, file: Path, device: torch.device, backend: str) -> Session:
-        """Load a file for exact results rather than speed.
-
-        Raises:
-            QatError: it cannot be loaded here.
-        """
+        """Load a file for exact results rather than speed. Raises QatError if it cannot be loaded here."""
         return cls(file, device)
 
     @staticmethod
@@ -76,18 +72,13 @@ class Session(ABC):
 
     @abstractmethod
     def signature(self) -> Signature:
-        """Describe the file.
-
-        Raises:
-            QatError: the names or the metadata in the file cannot be read.
-        """
+        """Describe the file. Raises QatError if its names or metadata cannot be read."""
 
     @abstractmethod
     def run(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the outputs for inputs on any device.
+        """Compute the outputs, by name, for inputs on any device.
 
-        Returns:
-            Tensors on the session's device, by name, valid until the next call.
+        They are on the session's device, and valid until the next call.
         """
 
     def __enter__(self) -> Session:
@@ -118,15 +109,9 @@ def require_named(path: Path, backend: str) -> None:
 
 
 def open_session(path: Path, device: torch.device, backend: str | None = None) -> Session:
-    """Open an exported file.
+    """Open an exported file in `backend`; None = the first that takes such files.
 
-    Args:
-        path: the file.
-        device: where it is computed.
-        backend: what computes it; None = the first that takes such files.
-
-    Raises:
-        QatError: the file is invalid or cannot run here; or the backend does not take such files, or must be named.
+    Raises QatError if the file is invalid or cannot run here; or if the backend does not take such files, or must be named.
     """
     able = backends_of(path)
     if backend is not None and backend not in able:
@@ -192,11 +177,7 @@ class FileModel:
     quantized_for = None
 
     def __init__(self, session: Session) -> None:
-        """Wrap a session of the file.
-
-        Raises:
-            QatError: the file has none of the layouts above, or its metadata cannot be read.
-        """
+        """Wrap a session. Raises QatError if its file has none of the layouts above, or its metadata cannot be read."""
         path, signature = session.file, session.signature()
         inputs, outputs = signature.inputs, signature.outputs
         if len(inputs) != 1:
@@ -276,14 +257,10 @@ def open_file(path: Path, device: torch.device = torch.device('cpu'), backend: s
 
 
 def split_outputs(outputs: torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split predictions by meaning.
+    """Split predictions, and of a segmentation model prototypes, by meaning.
 
-    Args:
-        outputs: predictions, and of a segmentation model prototypes, see file_model.py.
-
-    Returns:
-        'boxes' [B, 4, N] and 'scores' [B, nc, N], and of a segmentation model 'coefficients' [B, nm, N] and
-        'prototypes' [B, nm, h, w]. Of a classifier 'logits' [B, nc].
+    Returns 'boxes' [B, 4, N] and 'scores' [B, nc, N], and of a segmentation model 'coefficients' [B, nm, N] and 'prototypes'
+    [B, nm, h, w]. Of a classifier 'logits' [B, nc].
     """
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 2:
         return {'logits': outputs}

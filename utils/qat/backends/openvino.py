@@ -51,16 +51,10 @@ class OpenVINO(Session):
     def __init__(
         self, file: Path, device: torch.device, precision: str = 'fp32', settings: dict[str, Any] | None = None
     ) -> None:
-        """Read the file.
+        """Read an .onnx file, or an .xml with its .bin beside it. Raises QatError without OpenVINO, or if it cannot read the file.
 
-        Args:
-            file: an .onnx file, or an .xml with its .bin beside it.
-            device: of the outputs; the CPU computes.
-            precision: a key of HINTS.
-            settings: of OpenVINO, besides those for precision and threads.
-
-        Raises:
-            QatError: no OpenVINO, or it cannot read the file.
+        `device` is that of the outputs; the CPU computes. `precision` is a key of HINTS; `settings` are of OpenVINO, besides those for
+        precision and threads.
         """
         super().__init__(file, device)
         self.library = load_openvino(str(file))
@@ -117,12 +111,7 @@ class OpenVINO(Session):
         }
 
     def profile(self, shapes: dict[str, tuple[int, ...]], runs: int = 20) -> Int8Layers:
-        """Time each layer of a quantized model.
-
-        Args:
-            shapes: input name → shape.
-            runs: number of runs; the time of a layer is the mean over them, in ms.
-        """
+        """Time each layer of a quantized model on inputs of `shapes`: the mean over `runs`, in ms."""
         self.settings['PERF_COUNT'] = True
         self.compile_for(shapes)
         arrays = {name: torch.rand(shape).numpy() for name, shape in shapes.items()}

@@ -60,15 +60,10 @@ def resampled_ap(images: Sequence[tuple[np.ndarray, ...]]) -> np.ndarray:
 
 
 def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Compute AP (0..1) of one class on each of R resamples.
+    """Compute AP (0..1) of one class on each of R resamples, as upstream's compute_ap does: the mean over 101 recalls and all IoU.
 
-    The definition is that in upstream's compute_ap: the mean over 101 recalls and all IoU.
-
-    Args:
-        hits: bool [n, 10], whether a detection is correct at each IoU; highest score first.
-        image: integer [n], index of the image of each detection.
-        labels: FP64 [R], number of labels in each resample.
-        counts: FP64 [images, R], how often each image is in each resample.
+    `hits`, bool [n, 10], has whether a detection is correct at each IoU, highest score first, and `image` [n] the index of its image.
+    `labels`, FP64 [R], is the number of labels in each resample, `counts`, FP64 [images, R], how often each image is in it.
     """
     labels, ap = np.maximum(labels, 1), np.zeros(len(labels))
     useful = hits.any(1)  # precision rises only at these detections; the others are only counted
@@ -91,10 +86,8 @@ def average_precision(hits: np.ndarray, image: np.ndarray, labels: np.ndarray, c
 def difference(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     """Compare two `resampled_ap` of the same images: AP `after` minus AP `before`, and its 95 % confidence interval.
 
-    'chance' is half the width of the interval.
-
-    Returns:
-        {'difference', 'chance'} of boxes, in AP (0..1); with masks also {'mask': the same of masks}.
+    Returns {'difference', 'chance'} of boxes, in AP (0..1); 'chance' is half the width of the interval. With masks also {'mask': the
+    same of masks}.
     """
     gain = after - before
     chance = CERTAIN * gain[1:].std(0) if len(gain) > 1 else np.ones(gain.shape[1])  # from one image nothing is known

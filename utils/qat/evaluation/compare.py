@@ -31,10 +31,8 @@ def ranks_tables(
 ) -> list[str]:
     """Make a table of mean scores with all models side by side, and one of the differences of each model from the first.
 
-    Args:
-        comparisons: plain comparisons; their 'ranks' have the figures.
-        names: of the first model, then the others.
-        columns: further keys of a rank → (title, format).
+    `comparisons` have the figures in 'ranks'; `names` are those of the first model, then of the others; `columns` are further keys of
+    a rank → (title, format).
     """
     differences = {'score_error': ('score difference', '.3g'), **columns}
     first = max((c['ranks'] for c in comparisons), key=len)
@@ -94,22 +92,10 @@ def compare_models(
 ) -> list[dict[str, Any]]:
     """Compare models of one task with a reference, and return the comparison of each of `others` as plain values.
 
-    Args:
-        reference: takes images FP32 [B, 3, H, W] in 0..1 on `device`.
-        others: likewise; their predictions have the same shape.
-        loader: of images, see loaders.val_loader.
-        device: where the models take images.
-        names: class index → name, to score the models too.
-        rtol: relative tolerance, as in numpy.isclose.
-        atol: absolute tolerance.
-        top: number of ranks to compare.
-        progress: wraps the loader.
-        look: takes each image, FP32 [3, H, W] in 0..1, its path, and the detections [n, 6] or the scores [C] of each
-            model, the reference first.
-        task: of the models.
-
-    Returns:
-        See compare_detections.Differences.comparison, and compare_classes for classifiers.
+    Models take images FP32 [B, 3, H, W] in 0..1 on `device`, and their predictions have the same shape. With `names`, class index →
+    name, they are scored too. `rtol` and `atol` are those of numpy.isclose, `top` is the number of ranks, and `progress` wraps the
+    loader. `look` takes each image, FP32 [3, H, W], its path, and the detections [n, 6] or the scores [C] of each model, the
+    reference first. For the result see compare_detections.Differences.comparison, and compare_classes for classifiers.
     """
     differences = [task.comparing().Differences(rtol, atol, top) for _ in others]
     scorers, seen = [task.scorer(names) for _ in (reference, *others)] if names else [], 0

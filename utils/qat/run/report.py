@@ -32,14 +32,10 @@ NARROWEST = 0.02  # of the AP axis, so that differences below two points do not 
 
 
 def plot_ap(path: Path, report: dict[str, Any]) -> None:
-    """Draw AP, or top-1, of every fine-tuning epoch, with lines for the float and the PTQ model.
+    """Draw AP, or top-1, of every fine-tuning epoch (one at least), with lines for the float and the PTQ model.
 
     A band around the float model is as wide as chance: inside it an epoch differs from the float model no more than by the choice
     of images.
-
-    Args:
-        path: the picture to write.
-        report: report of a `quantize` run with at least one epoch.
     """
     figure = Figure(figsize=(8, 4.5), layout='constrained')
     axes = figure.subplots()
@@ -96,12 +92,7 @@ def sqnr_cells(metrics: dict[str, Any] | None, parts: Iterable[str]) -> list[str
 
 
 def against_float_cells(metrics: dict[str, Any] | None, masks: bool) -> list[str]:
-    """Format a model's AP difference from the float model in points, with chance; '-' if unknown.
-
-    Args:
-        metrics: plain metrics of the model.
-        masks: whether the table has a column for masks as well.
-    """
+    """Format a model's AP difference from the float model in points, with chance; '-' if unknown. masks: for two columns."""
     found = (metrics or {}).get('against_float')
     return [in_points(part) for part in (found, found.get('mask')) if part] if found else ['-'] * (1 + masks)
 
@@ -299,14 +290,9 @@ def dry_run_tables(
 ) -> tuple[str, str]:
     """Describe a quantization as `quantize --dry-run` prints it.
 
-    Args:
-        layers: path → class, of each layer of the network.
-        swapped: path → kind, of each quantized block.
-        kept_float: path → reason, of each convolution that stays float.
-        groups: groups of quantizers with one scale, as lists of paths.
-
-    Returns:
-        All layers, the float convolutions and the number of shared scales; and for --verbose the members of each group.
+    `layers` maps path → class, of each layer of the network, `swapped` path → kind, of each quantized block, `kept_float` path →
+    reason, of each convolution that stays float. `groups` are quantizers (paths) with one scale. Returns all layers, the float
+    convolutions and the number of shared scales; and for --verbose the members of each group.
     """
 
     def inside(layer: str, paths: Iterable[str]) -> list[str]:

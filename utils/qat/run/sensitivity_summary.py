@@ -73,12 +73,7 @@ SUMMARY = {  # see json_schema.misfit
 
 
 def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
-    """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line.
-
-    Args:
-        path: the picture to write.
-        summary: a sensitivity summary, see sensitivity_summary.py.
-    """
+    """Draw the distortion of each unit as bars in the order of the network, coloured by kind, and of all in INT8 as a line."""
     units = summary['units']
     kinds = sorted({u['kind'] for u in units})
     colours = {kind: f'C{i}' for i, kind in enumerate(kinds)}
@@ -121,19 +116,10 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
 
 
 def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) -> dict[str, Any]:
-    """Read and check the summary of --sensitive.
+    """Read and check the summary of --sensitive, for the content see SUMMARY.
 
-    Args:
-        path: file of the summary.
-        source: SHA-256 of the float checkpoint to quantize.
-        twins: paths of the blocks in it that can be quantized.
-        target: the engine that the checkpoint is quantized for.
-
-    Returns:
-        The content, see SUMMARY.
-
-    Raises:
-        QatError: the file is no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
+    `source` is the SHA-256 of the float checkpoint, `twins` are paths of the blocks in it that can be quantized. Raises QatError if the
+    file is no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
     """
     again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
@@ -218,13 +204,7 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
 
 
 def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
-    """Write a summary as a Markdown report: all units in a table, and the meaning of the figures.
-
-    Args:
-        path: the report to write.
-        summary: the summary.
-        following: the next command for the user.
-    """
+    """Write a summary as a Markdown report: all units in a table, the meaning of the figures, and the next command."""
     title, task, settings = merit_title(summary['int8']), task_in(summary['int8']), summary['settings']
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '

@@ -178,15 +178,10 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
-    """Read the settings of an interrupted run, with `resume` set.
+    """Read the settings of an interrupted run in `folder`, with `resume` set; `given` has the options beside --resume.
 
-    Args:
-        folder: folder of the run, PROJECT/NAME.
-        given: setting → value, for the options beside --resume.
-
-    Raises:
-        QatError: an option contradicts the run; or the folder has no run, or a run that is still active, is finished, or was
-            interrupted before its calibrated model was saved.
+    Raises QatError if an option contradicts the run; or if the folder has no run, or a run that is still active, is finished, or was
+    interrupted before its first model was saved.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -212,11 +207,7 @@ def resumed(folder: str | Path, given: Mapping[str, Any]) -> QuantizeConfig:
 
 
 def read_state(folder: Path) -> State:
-    """Read and check the state of an interrupted run.
-
-    Raises:
-        QatError: there is none, or it is not what a run writes.
-    """
+    """Read and check the state of an interrupted run. Raises QatError if there is none, or it is not what a run writes."""
     file = folder / STATE
     if not os.path.lexists(file):
         raise _not_interrupted(folder)

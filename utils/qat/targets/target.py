@@ -57,11 +57,9 @@ class Target:
         return mine == theirs
 
     def require_tensorrt(self, what: str, zero_points: bool) -> None:
-        """Raise QatError if TensorRT cannot read the file of a checkpoint.
+        """Raise QatError, which names the file or flag `what`, if TensorRT cannot read the file of a checkpoint.
 
-        Args:
-            what: the file or flag that is for TensorRT.
-            zero_points: whether the checkpoint has zero points other than 0.
+        `zero_points`: whether the checkpoint has zero points other than 0.
         """
         if zero_points:
             raise QatError(
@@ -72,8 +70,7 @@ class Target:
 def simulated_note(metadata: Mapping[str, str], backend: str) -> list[str]:
     """Return a line if `backend` only simulates the INT8 of an exported file, by the file's metadata; else nothing.
 
-    Raises:
-        QatError: the metadata name no target.
+    Raises QatError if the metadata name no target.
     """
     if backend not in metadata.get('simulated_in', '').split(','):
         return []
@@ -85,32 +82,17 @@ def simulated_note(metadata: Mapping[str, str], backend: str) -> list[str]:
 
 
 def load_target(name: Any) -> Target:
-    """Import the module of a target and return its TARGET.
-
-    Args:
-        name: a key of TARGETS, unless the file or checkpoint from which it comes is invalid.
-
-    Raises:
-        QatError: there is no such target.
-    """
+    """Import the module of a target and return its TARGET. Raises QatError if `name`, which may come from a file, is no key of TARGETS."""
     if not isinstance(name, str) or name not in TARGETS:
         raise QatError(f'its target is {str(name)[:50]!r}, not {", ".join(TARGETS)}; quantize or export the model anew')
     return import_module(f'{__package__}.{name}').TARGET
 
 
 def target_of_recipe(recipe: Mapping[str, Any] | None) -> Target:
-    """Return the target of a checkpoint. recipe: settings of its quantization; None for a float model.
-
-    Raises:
-        QatError: see `load_target`.
-    """
+    """Return the target of a checkpoint by the settings of its quantization (None for a float model); see `load_target`."""
     return load_target((recipe or {}).get('target', DEFAULT_TARGET))
 
 
 def target_of(model: onnx.ModelProto) -> Target:
-    """Return the target that the metadata of a graph names.
-
-    Raises:
-        QatError: there is no such target.
-    """
+    """Return the target that the metadata of a graph names; see `load_target`."""
     return load_target(metadata_value(model, 'target', DEFAULT_TARGET))

@@ -52,15 +52,9 @@ CALIBRATION = {'method': str, 'biases?': str, 'divergence': {str: NUMBER}}
 
 
 def misfit(value: Any, kind: Any, place: str = '') -> str | None:
-    """Find the first part of a value that is not of its kind.
+    """Find the first part of a value of JSON, at `place` in its file, that is not of its kind; for kinds see the head of this file.
 
-    Args:
-        value: a value as json.loads returns it.
-        kind: see the head of this file.
-        place: where the value stands in the file.
-
-    Returns:
-        Its place, such as 'epochs[2].ap'; None if everything fits.
+    Returns its place, such as 'epochs[2].ap'; None if everything fits.
     """
     wrong = _wrong(value, kind)
     return None if wrong is None else f'{place}{wrong}'.lstrip('.') or 'all of it'
@@ -108,15 +102,9 @@ def anything(value: Any) -> bool:
 
 
 def read_json(file: Path, kind: Any = anything) -> Any:
-    """Read a JSON file.
+    """Read a JSON file. kind: expected content, see the head of this file.
 
-    Args:
-        file: the file.
-        kind: expected content, see the head of this file.
-
-    Raises:
-        ValueError: it is no JSON, or no file, or of another kind.
-        OSError: it cannot be read.
+    Raises ValueError if it is no JSON, no file, or of another kind, and OSError if it cannot be read.
     """
     if file.exists() and not file.is_file():  # reading a pipe would wait
         raise ValueError('not a file')

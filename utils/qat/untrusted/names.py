@@ -22,19 +22,10 @@ def is_name(name: str) -> bool:
 
 
 def class_names(names: Any, source: str) -> dict[int, str]:
-    """Check the names of classes.
+    """Check the names of classes, a list or a map from 0..n-1, and return them by index. source: the file or flag, for messages.
 
-    labels.txt has one name on each line, so a line break in a name would shift all that follow.
-
-    Args:
-        names: a list of names, or a map from 0..n-1.
-        source: the file or flag, for the message.
-
-    Returns:
-        Class index → name.
-
-    Raises:
-        QatError: `names` is something else, or a name is too long or not printable.
+    Raises QatError if `names` is something else, or a name is too long or not printable: labels.txt has one name on each line, so a
+    line break in a name would shift all that follow.
     """
     names = dict(enumerate(names)) if isinstance(names, (list, tuple)) else names
     if (
@@ -55,12 +46,7 @@ def class_names(names: Any, source: str) -> dict[int, str]:
 def require_names(model: nn.Module, source: str) -> None:
     """Check the names of a loaded model's classes and layers, and keep its class names as a map from 0..n-1.
 
-    Args:
-        model: a model with `names`.
-        source: the file or flag, for the message.
-
-    Raises:
-        QatError: a name is too long or not printable.
+    Raises QatError, which begins with `source`, if a name is too long or not printable.
     """
     model.names = class_names(model.names, source)  # upstream's attribute
     for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):

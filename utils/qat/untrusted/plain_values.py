@@ -64,8 +64,7 @@ class Values:
     def value(self, record: Any) -> Any:
         """Build a value from a record of torch_archive, or a plain value.
 
-        Raises:
-            Refused: the value is not on the list of this file, is damaged, or is too large.
+        Raises Refused if the value is not on the list of this file, is damaged, or is too large.
         """
         build = BUILDERS.get(type(record))
         if build is None:
@@ -215,11 +214,7 @@ class Values:
 
 
 def read_values(path: str | Path, flag: str) -> Any:
-    """Read a torch.save file of plain values and tensors. flag: the option that named it.
-
-    Raises:
-        QatError: the file holds anything else, or is damaged.
-    """
+    """Read a torch.save file of plain values and tensors, which `flag` named. Raises QatError for anything else, or a damaged file."""
     archive = read_archive(path, flag)
     try:
         return Values(archive.members).value(archive.content)
@@ -230,8 +225,7 @@ def read_values(path: str | Path, flag: str) -> Any:
 def array_state(values: Values, call: Call) -> Any:
     """Return the state of a NumPy array: (1, shape, record of its dtype, whether it is Fortran-ordered, elements).
 
-    Raises:
-        ValueError, TypeError: it is no array.
+    Raises ValueError or TypeError if it is no array.
     """
     kind, shape, code = call.arguments
     if (

@@ -69,17 +69,10 @@ def is_package(path: str | Path) -> bool:
 
 
 def read_program(path: str | Path, flag: str = '--weights') -> tuple[dict[str, bytes], dict[str, str]]:
-    """Read an exported program and check it.
+    """Read an exported program, which `flag` named, and check it.
 
-    Args:
-        path: the file.
-        flag: the option that named it.
-
-    Returns:
-        The members of an archive for torch.export.load, name → bytes, without example inputs; and the metadata of the export.
-
-    Raises:
-        QatError: it is no such file, is damaged, or needs more than our programs do.
+    Returns the members of an archive for torch.export.load, name → bytes, without example inputs; and the metadata of the export.
+    Raises QatError if it is no such file, is damaged, or needs more than our programs do.
     """
     require_file(path, flag)
     try:
@@ -129,8 +122,7 @@ def _check_tensors(config: Any, files: set[str]) -> None:
 def _checked_graph(program: Any) -> Any:
     """Return a program without the parts that no computation needs, if all others are allowed.
 
-    Raises:
-        Refused: it names another operator, or has text that is no name.
+    Raises Refused if it names another operator, or has text that is no name.
     """
     module = program['graph_module']
     graph = module['graph']

@@ -26,14 +26,9 @@ def network_of(weights: Path) -> str | None:
 
 
 def network_with(state: Any, weights: Path) -> nn.Module:
-    """Build the network of a file of weights, with its class names.
+    """Build the network of a file of weights, with its class names. `state` has the tensors by name.
 
-    Args:
-        state: content of the file: tensors by name.
-        weights: the file, whose name starts with the network's.
-
-    Raises:
-        QatError: the weights belong to another network.
+    Raises QatError if they are not of the network with which the name of the file starts.
     """
     name: Any = network_of(weights)
     known: Any = torchvision.models.get_model_weights(name).DEFAULT
@@ -55,8 +50,7 @@ def network_with(state: Any, weights: Path) -> nn.Module:
 def old_state(weights: Path) -> Any:
     """Read a file of weights in the format of PyTorch before 1.6, which some of torchvision's have; None for another file.
 
-    Raises:
-        QatError: this PyTorch has no reader that is safe for such a file.
+    Raises QatError if this PyTorch has no reader that is safe for such a file.
     """
     with weights.open('rb') as file:
         if file.read(4) == ZIP:
@@ -73,14 +67,10 @@ def old_state(weights: Path) -> Any:
 
 
 def fetched(network: Path, folder: Path | None = None) -> Path:
-    """Return the file of a network's pretrained weights in torchvision's cache; download it if it is missing.
+    """Return the file of a network's pretrained weights; download it if it is missing. The path of a file is returned as it is.
 
-    Args:
-        network: its name, such as resnet18. The path of a file is returned as it is.
-        folder: for the download; None = torchvision's cache.
-
-    Raises:
-        QatError: there is no such network, or its weights cannot be fetched.
+    `folder` is for the download; None = torchvision's cache. Raises QatError if there is no such network, or its weights cannot be
+    fetched.
     """
     if not is_network(network):
         return network

@@ -36,18 +36,10 @@ Loader.add_constructor('tag:yaml.org,2002:int', Loader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:
-    """Read the one document of a YAML text.
+    """Read the one document of a YAML text, as plain values; None if the text is empty.
 
-    Args:
-        text: YAML.
-
-    Returns:
-        The document as plain values, None if the text is empty.
-
-    Raises:
-        yaml.YAMLError: no valid YAML, or TooMuch.
-        ValueError, ArithmeticError, LookupError, TypeError, AttributeError: an invalid date or number, for which PyYAML does
-            not convert the error.
+    Raises yaml.YAMLError for no valid YAML, or TooMuch; and ValueError, ArithmeticError, LookupError, TypeError or AttributeError for an
+    invalid date or number, for which PyYAML does not convert the error.
     """
     _require_bounded(text)
     return yaml.load(text, Loader)
@@ -85,15 +77,7 @@ def _require_bounded(text: str) -> None:
 
 
 def read_yaml(file: Path, flag: str) -> Any:
-    """Read a YAML file.
-
-    Args:
-        file: the file, which exists.
-        flag: the option that named it.
-
-    Raises:
-        QatError: it is no YAML, or beyond the limits.
-    """
+    """Read the YAML file that `flag` named. Raises QatError if it is no YAML, or beyond the limits."""
     if file.stat().st_size > LARGEST_YAML:
         raise QatError(
             f'{flag} {file}: {file.stat().st_size / 1e6:.1f} MB, at most {LARGEST_YAML / 1e6:.0f} MB are read; is it another file?'

@@ -29,7 +29,7 @@ from utils.qat.evaluation.score_tables import is_scored, merit_title, score_cell
 from utils.qat.run.state import ADAPTED, BEST, EPOCH, FLOAT, PTQ, State, unfit_state
 
 
-class Scorer:
+class StageScorer:
     """Scores models as plain metrics, with 'against_float' once the float model is scored.
 
     Args:
@@ -117,7 +117,7 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
     else:
         state = new_state(inputs, images)
         keeper.start(state)
-    scorers = {split: Scorer(inputs, state, split, loader, bar) for split, loader in of_run.scored.items()}
+    scorers = {split: StageScorer(inputs, state, split, loader, bar) for split, loader in of_run.scored.items()}
     scorer = scorers[state.chosen_on]
 
     again = repeated('qat.py', 'quantize', '--resume', folder)
@@ -126,11 +126,11 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
         if of_run.adaptation:
             with resumable(again):
                 model = adapt_activations(inputs, of_run.calibration, of_run.adaptation, state, scorer, keeper)
-        calibrate(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
+        run_ptq(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
     of_run.calibration = of_run.adaptation = None  # ends the processes that load their images
     with resumable(again) if of_run.training else nullcontext():
         if of_run.training:
-            fine_tune(inputs, of_run.training, state, scorer, keeper)
+            run_qat(inputs, of_run.training, state, scorer, keeper)
         if state.chosen_on != 'val':
             state.val = scored_on_val(state, scorers['val'], keeper)
         keeper.finish(state)
@@ -151,7 +151,7 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
 
 
 def adapt_activations(
-    inputs: Inputs, calibration: Images, images: TrainingImages, state: State, scorer: Scorer, keeper: Keeper
+    inputs: Inputs, calibration: Images, images: TrainingImages, state: State, scorer: StageScorer, keeper: Keeper
 ) -> nn.Module:
     """Exchange activation functions, teach the float model to work with them, save and score it, and return it.
 
@@ -188,13 +188,13 @@ def adapt_activations(
     return keeper.load(state.adapted)
 
 
-def calibrate(
+def run_ptq(
     inputs: Inputs,
     reference: nn.Module,
     images: Images,
     float_blocks: FloatBlocks,
     state: State,
-    scorer: Scorer,
+    scorer: StageScorer,
     keeper: Keeper,
 ) -> None:
     """Run PTQ: score the float model, calibrate a quantized copy of `reference`, save the copy and score it.
@@ -234,7 +234,7 @@ def calibrate(
         keeper.report(state)
 
 
-def fine_tune(inputs: Inputs, images: TrainingImages, state: State, scorer: Scorer, keeper: Keeper) -> None:
+def run_qat(inputs: Inputs, images: TrainingImages, state: State, scorer: StageScorer, keeper: Keeper) -> None:
     """Run QAT: fine-tune the calibrated model from the last finished epoch on, and save and score it after each epoch."""
     config = inputs.config
     student, teacher = keeper.load(state.ptq), deepcopy(inputs.model)
@@ -255,7 +255,7 @@ def fine_tune(inputs: Inputs, images: TrainingImages, state: State, scorer: Scor
         raise unfit_state(keeper.folder, str(e)) from e
 
 
-def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: Scorer, keeper: Keeper) -> None:
+def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: StageScorer, keeper: Keeper) -> None:
     """Save, score and report the model as an epoch left it."""
     name = EPOCH.format(epoch.number)
     result = keeper.save(student, f'qat_ep_{epoch.number}', state, lambda saved: scorer.of_quantized(saved, name))
@@ -268,7 +268,7 @@ def finish_epoch(student: nn.Module, epoch: Epoch, state: State, scorer: Scorer,
     keeper.report(state)
 
 
-def scored_on_val(state: State, scorer: Scorer, keeper: Keeper) -> dict[str, Any]:
+def scored_on_val(state: State, scorer: StageScorer, keeper: Keeper) -> dict[str, Any]:
     """Score float, PTQ and best on val, after held-out images have chosen the best. Skip models without a score there."""
     scored = {'origin': scorer.of_float()} if state.origin else {}
     report = state.report()

@@ -34,7 +34,7 @@ def painted(text: str, style: int, stream: IO[str]) -> str:
     return text if plain else f'\033[{style}m{text}\033[0m'
 
 
-class Line(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """A formatter that puts 'warning:' or 'error:' before a line, and escapes characters that control a terminal."""
 
     def __init__(self, *args: Any, coloured: bool = False) -> None:
@@ -72,7 +72,7 @@ class Terminal(logging.StreamHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(Line(coloured=True))
+        self.setFormatter(LineFormatter(coloured=True))
         self.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -141,7 +141,7 @@ def log_to(path: str | Path) -> None:
         LOGGER.removeHandler(earlier)
         earlier.close()
     handler = LogFile(path, encoding='utf-8', errors='backslashreplace')
-    handler.setFormatter(Line('%(asctime)s %(message)s', '%H:%M:%S'))
+    handler.setFormatter(LineFormatter('%(asctime)s %(message)s', '%H:%M:%S'))
     LOGGER.addHandler(handler)
 
 

@@ -74,7 +74,7 @@ def _loader(dataset: Any, config: LoaderConfig, batches: Any, world: int = 1) ->
     )
 
 
-def in_order(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
+def unshuffled(dataset: Any, config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
     """Make batches of a dataset in its order. shard: (rank, world), for the batches rank, rank + world, ..."""
     rank, world = shard
     batches = list(BatchSampler(range(len(dataset)), config.batch_size, drop_last=False))
@@ -111,7 +111,7 @@ def val_loader(
     dataset = open_dataset(data, split, config, stride, masks, rect=rect, pad=0.5)
     if scored and isinstance(data, Data):
         require_labels(dataset, 'val' if split == 'val' else 'train', data)
-    return in_order(spread(dataset, limit) if limit else dataset, config, shard)
+    return unshuffled(spread(dataset, limit) if limit else dataset, config, shard)
 
 
 def labelled_images(data: Data | ImageFolders, config: LabelledConfig, model: Any, imgsz: Sides) -> DataLoader:
@@ -148,12 +148,12 @@ def calibration_images(
 ) -> Images:
     """Make the batches of the calibration: `calib_images` of the training images, letterboxed, without augmentation."""
     dataset = spread(open_dataset(data, 'train', config, stride), config.calib_images)
-    return Images(in_order(dataset, config, shard), device)
+    return Images(unshuffled(dataset, config, shard), device)
 
 
 def spread_images(images: Images, limit: int, config: LoaderConfig) -> Images:
     """Select at most `limit` of the calibration images, evenly spread, the same in every process."""
-    return Images(in_order(spread(images.loader.dataset, limit), config), images.device)
+    return Images(unshuffled(spread(images.loader.dataset, limit), config), images.device)
 
 
 class Seeded:

@@ -13,7 +13,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.files import require_file
 from utils.qat.core.text import visible
 from utils.qat.data.images import check_images, read_rgb
-from utils.qat.data.loaders import in_order, spread
+from utils.qat.data.loaders import spread, unshuffled
 from utils.qat.untrusted.names import class_names
 
 LARGEST_LIST = 1_000_000  # bytes of --classes
@@ -96,4 +96,4 @@ def class_images(config: LabelledConfig, imgsz: Sides, model: Any) -> DataLoader
     outputs = outputs_of(dataset.classes, model.nc, model.names, config.classes, config.data)
     dataset.target_transform = outputs.__getitem__
     settings = LoaderConfig(batch_size=config.batch_size, workers=config.workers, device=model.device.type)
-    return in_order(spread(dataset, config.images) if config.images else dataset, settings)
+    return unshuffled(spread(dataset, config.images) if config.images else dataset, settings)

@@ -21,7 +21,7 @@ def number(value: float | None, form: str = '.3g') -> str:
     return '-' if value is None else format(value, form)
 
 
-def within(settings: Mapping[str, Any]) -> str:
+def tolerance_title(settings: Mapping[str, Any]) -> str:
     """Name the tolerance of a comparison, for the title of a column."""
     return f'within rtol {settings["rtol"]:g}, atol {settings["atol"]:g}'
 

@@ -10,7 +10,7 @@ from utils.qat.config.export import Limits
 from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
 from utils.qat.evaluation.classes import ClassMetrics
-from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, within
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
 
 
 class Differences:
@@ -109,7 +109,7 @@ def scores_table(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) ->
         points = (f'{100 * (c["other"][key] - first[key]):+.2f}' for key in keys)
         rows.append((f'{name} - {names[0]}, points', *points, *['-'] * 4))
     titles = (
-        f'scores {within(settings)}',
+        f'scores {tolerance_title(settings)}',
         'mean difference',
         'same best class',
         f'other class at a rank of the top {settings["top"]}',

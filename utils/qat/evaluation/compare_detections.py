@@ -15,7 +15,7 @@ from utils.qat.core.errors import QatError
 from utils.qat.core.text import markdown_table
 from utils.qat.data.masks import Masks, same_place_iou
 from utils.qat.evaluation.chance import EXPLAINED, difference, in_words, plus_minus
-from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, within
+from utils.qat.evaluation.compare import NUMPY_TOLERANCE, ElementDifferences, number, ranks_tables, tolerance_title
 from utils.qat.evaluation.detection_scores import Metrics
 from utils.qat.evaluation.score_tables import models_table
 
@@ -243,7 +243,7 @@ def details(comparisons: Sequence[dict[str, Any]], names: Sequence[str]) -> list
         for part, title in PREDICTED.items()
         if (e := comparison[part])
     ]
-    titles = 'model', 'all predictions', 'max difference', 'mean difference', within(comparisons[0])
+    titles = 'model', 'all predictions', 'max difference', 'mean difference', tolerance_title(comparisons[0])
     written = [f'{markdown_table(titles, predictions)}\n\n{NUMPY_TOLERANCE}'] if predictions else []
     return [*written, *ranks_tables(comparisons, names, RANK_COLUMNS)]
 

@@ -22,7 +22,7 @@ class TooMuch(yaml.YAMLError):
     """The error for a YAML file beyond these limits."""
 
 
-class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ignore[misc]  # one of the two, by the build
+class BoundedLoader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ignore[misc]  # one of the two, by the build
     """PyYAML's safe loader, in C where there is one; its integers have a bounded length."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -32,7 +32,7 @@ class Loader(getattr(yaml, 'CSafeLoader', yaml.SafeLoader)):  # type: ignore[mis
         return super().construct_yaml_int(node)
 
 
-Loader.add_constructor('tag:yaml.org,2002:int', Loader.construct_yaml_int)
+BoundedLoader.add_constructor('tag:yaml.org,2002:int', BoundedLoader.construct_yaml_int)
 
 
 def load_yaml(text: str) -> Any:
@@ -42,14 +42,14 @@ def load_yaml(text: str) -> Any:
     invalid date or number, for which PyYAML does not convert the error.
     """
     _require_bounded(text)
-    return yaml.load(text, Loader)
+    return yaml.load(text, BoundedLoader)
 
 
 def _require_bounded(text: str) -> None:
     """Raise TooMuch if a text is beyond the limits; an alias has the size of the part that it names."""
     sizes: dict[str, int | None] = {}  # anchor → nodes; None while its list or map is open
     open_nodes: list[list[Any]] = [[None, 0]]  # (anchor, nodes so far) of the lists and maps around
-    for event in yaml.parse(text, Loader):
+    for event in yaml.parse(text, BoundedLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append([event.anchor, 1])
             if event.anchor:

@@ -8,6 +8,7 @@ too. See docs/deploy.md.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the patched tree; PYTHONSAFEPATH leaves it out
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with quiet_upstream():
         predict = TorchModel(*CheckpointFile(config.weights).load_any())
+        config = replace(config, size=config.size or predict.quantized_for or predict.task.imgsz)
         require_multiples(config.size, predict.stride, '--size')
         export = Export(config.export(), predict)
         FORMAT.require_model(export)

@@ -102,12 +102,12 @@ class BuildConfig(Settings):
     trtexec: bool = option(True, 'use the Python package even if trtexec is found')
     tune_build_routes: str | None = option(
         None,
-        "trtexec of TensorRT 11.1 and later: time these build routes, such as --tune-build-routes='-copy_ppg=[on|off]', and keep the fastest engine",
+        "trtexec 11.1 and later: keep the fastest engine of these build routes, such as --tune-build-routes='-copy_ppg=[on|off]'",
         metavar='ROUTES',
     )
     accuracy_threshold: float | None = option(
         None,
-        "with --tune-build-routes: largest cosine distance of an output from ONNX Runtime's, such as 0.01",
+        "with it: largest cosine distance of an output from ONNX Runtime's, such as 0.01",
         allowed=Range(0),
     )
 
@@ -132,7 +132,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
 
     models: tuple[Path, ...] = option(
         MISSING,
-        '.onnx or .xml (any network), .tflite, .engine, .pt2 of export_qat.py, or .pt (YOLOv9)',
+        '.onnx or .xml (any network), .engine, .pt2 of export_qat.py, or .pt (YOLOv9)',
         metavar='MODEL',
         positional=True,
     )
@@ -215,7 +215,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
 class CompareConfig(LabelledConfig, FolderConfig):
     """Settings of `compare_outputs.py`."""
 
-    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml, .tflite or .engine', metavar='A', positional=True)
+    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='A', positional=True)
     others: tuple[Path, ...] = option(
         MISSING, 'one or more like it; each is compared with A', metavar='B', positional=True
     )

@@ -237,7 +237,9 @@ class DeepStreamConfig(OnnxConfig):
     """Settings of `export_yoloV9.py`."""
 
     weights: Path = option(MISSING, 'quantized or float checkpoint (.pt); auxiliary branches are left out', '-w')
-    size: Sides = option((640, 640), 'height and width in pixels, or one number for both', '-s')
+    size: Sides = option(  # None until the model is known
+        None, 'height and width in pixels, or one number for both; default: that of the quantization, else 640', '-s'
+    )
     _: KW_ONLY
     batch: int = option(1, 'images per run of a graph with a fixed batch', allowed=Range(1))
 

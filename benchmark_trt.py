@@ -42,8 +42,8 @@ def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path,
     from utils.qat.engine.sidecar import read_sidecar
     from utils.qat.untrusted.program_archive import is_package
 
-    onnx, xml, pt2, engines = (
-        [m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.pt2', '.engine')
+    onnx, *others, engines = (
+        [m for m in models if m.suffix.lower() == suffix] for suffix in ('.onnx', '.xml', '.tflite', '.pt2', '.engine')
     )
     if onnx:
         return command('scripts/audit_onnx.py', onnx[-1])
@@ -52,8 +52,8 @@ def next_command(models: Sequence[Path], data: Path | None, tasks: Mapping[Path,
         size = ['--imgsz', next(iter(built['inputs'].values()))['opt'][-1]] if built else []
         scored = data or tasks[engines[-1]].placeholder
         return command('val_trt.py', '--engine-file', engines[-1], '--data', scored, *size)
-    if xml or pt2:
-        file = (xml or pt2)[-1]
+    if found := next(filter(None, others), None):
+        file = found[-1]
         backend = ['--backend', 'aoti'] * is_package(file)
         return command('val_trt.py', '--weights', file, '--data', data or tasks[file].placeholder, *backend)
     return command('export_qat.py', '--weights', models[-1])

@@ -4,7 +4,7 @@
     python compare_outputs.py yolov9-c.onnx ptq.onnx qat.onnx --data data/coco.yaml --show 5
     python compare_outputs.py resnet50.onnx resnet50-int8.onnx --random 100
 
-A model is a checkpoint (.pt), an ONNX file in ONNX Runtime or OpenVINO, an .xml of OpenVINO, or an engine. Each is compared with
+A model is a checkpoint (.pt), an ONNX file in ONNX Runtime or OpenVINO, an .xml of OpenVINO, a .tflite of LiteRT, or an engine. Each is compared with
 the first.
 """
 

@@ -1,9 +1,9 @@
-"""Detect objects in images with an exported file, by ONNX Runtime or OpenVINO: a reference client for you to copy.
+"""Detect objects in images with an exported file, by ONNX Runtime, OpenVINO or LiteRT: a reference client for you to copy.
 
-It needs ONNX Runtime or OpenVINO, NumPy and OpenCV, and nothing of this toolkit.
+It needs ONNX Runtime, OpenVINO or ai-edge-litert, NumPy and OpenCV, and nothing of this toolkit.
 
     python scripts/infer_onnx.py MODEL.onnx IMAGE|FOLDER [--backend onnxruntime|openvino] [--save]
-    python scripts/infer_onnx.py MODEL.xml IMAGE|FOLDER [--save]
+    python scripts/infer_onnx.py MODEL.xml|MODEL.tflite IMAGE|FOLDER [--save]
 
     image, BGR uint8 [h, w, 3] → letterbox → RGB FP32 [1, 3, H, W] in 0..1 → the file → its outputs → detections [n, 6] → the image
 
@@ -23,12 +23,14 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
+import json
 import os
 import shlex
 import shutil
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -378,7 +380,51 @@ class OpenVINOModel:
         return {name: found[port] for name, port in zip(self.outputs, self.compiled.outputs)}
 
 
-BACKENDS: dict[str, Callable[[Path, str], Any]] = {'onnxruntime': OnnxModel, 'openvino': OpenVINOModel}
+class LiteRTModel:
+    """A .tflite file of export_qat.py, or of Ultralytics' package, in LiteRT, with the attributes of OnnxModel."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        """Load a file. device: 'cpu'."""
+        if device != 'cpu':
+            fail(f'--device {device}: LiteRT runs on the CPU here; leave it out')
+        try:
+            from ai_edge_litert.interpreter import Interpreter
+        except ImportError as e:
+            missing(e, 'LiteRT: pip install ai-edge-litert')
+        try:
+            self.model = Interpreter(str(path), num_threads=os.cpu_count())
+            self.model.allocate_tensors()
+            (self.input,), self.outputs = self.model.get_input_details(), self.model.get_output_details()
+            shape = self.input['shape'].tolist()
+            self.channels_last = shape[-1] == 3
+            self.shape = [shape[i] for i in (0, 3, 1, 2)] if self.channels_last else shape
+            with zipfile.ZipFile(path) as archive:  # appended to the file
+                self.names = class_names(str(json.loads(archive.read('metadata.json')).get('names', '{}')))
+        except Exception as e:  # several inputs, another number of dimensions, no metadata, names that are no names
+            fail(f'{path}: LiteRT cannot load it, or it is no detector: {" ".join(str(e).split())[:300]}')
+        if {t['dtype'] for t in (self.input, *self.outputs)} != {np.float32}:
+            fail(f'{path}: takes or returns integers; export it with export_qat.py --include litert')
+
+    def __call__(self, image: np.ndarray) -> dict[str, np.ndarray]:
+        """Run the file on an image, as OnnxModel does. Its boxes are relative to the image."""
+        images = np.repeat(image[None], self.shape[0], 0)
+        self.model.set_tensor(self.input['index'], images.transpose(0, 2, 3, 1) if self.channels_last else images)
+        self.model.invoke()
+        found = {each['name']: self.model.get_tensor(each['index']) for each in self.outputs}
+        for name, values in found.items():
+            if values.ndim == 3:
+                values[:, :4] *= np.float32((image.shape[:0:-1]) * 2)[:, None]
+            elif self.channels_last:
+                found[name] = values.transpose(0, 3, 1, 2)
+        return found
+
+
+# --backend → what opens a file, and the suffixes that it takes
+BACKENDS: dict[str, tuple[Callable[[Path, str], Any], tuple[str, ...]]] = {
+    'onnxruntime': (OnnxModel, ('.onnx',)),
+    'openvino': (OpenVINOModel, ('.onnx', '.xml')),
+    'litert': (LiteRTModel, ('.tflite',)),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -417,13 +463,16 @@ def parse_args(description: str, suffix: str, argv: Sequence[str] | None) -> arg
     )
     if suffix == '.onnx':
         parser.add_argument(
-            '--backend', choices=BACKENDS, help='what runs the file; default: onnxruntime, for an .xml openvino'
+            '--backend',
+            choices=BACKENDS,
+            help='what runs the file; default: onnxruntime, for an .xml openvino, for a .tflite litert',
         )
     args = parser.parse_args(argv)
-    takes = [suffix]
+    takes: Sequence[str] = [suffix]
     if suffix == '.onnx':
-        args.backend = args.backend or ('openvino' if args.model.suffix == '.xml' else 'onnxruntime')
-        takes += ['.xml'] * (args.backend == 'openvino')
+        able = (name for name, (_, suffixes) in BACKENDS.items() if args.model.suffix in suffixes)
+        args.backend = args.backend or next(able, 'onnxruntime')
+        _, takes = BACKENDS[args.backend]
     if not args.model.is_file() or args.model.suffix not in takes:
         fail(f'{args.model}: expected a file ending in {" or ".join(takes)}')
     for flag, value in (('--conf-thres', args.conf_thres), ('--iou-thres', args.iou_thres)):
@@ -456,7 +505,7 @@ def main(
     args = parse_args(description, suffix, argv)
     if args.model.suffix == '.onnx' and has_functions(args.model):
         fail(f'{args.model}: defines functions, which no export of export_qat.py does; export it again')
-    model = (open_model or BACKENDS[args.backend])(args.model, args.device)
+    model = (open_model or BACKENDS[args.backend][0])(args.model, args.device)
     if len(model.shape) != 4 or not all(isinstance(n, int) and n > 0 for n in model.shape):
         fail(f'{args.model}: takes {model.shape}; expected images [B, 3, height, width] of a fixed size')
     unread = total = skipped = saved = 0

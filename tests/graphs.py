@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
@@ -13,8 +14,44 @@ from utils.qat.core.machine import onnx_options
 FLOAT = TensorProto.FLOAT
 
 
+def nodes_of(text, scale='scale', zero='zero'):
+    """Nodes in ONNX's own text syntax, such as 'c = Conv(x, w) y = Relu(c)', each with the name of its first output.
+
+    Beside ONNX's operators: QDQ(x, SCALE, ZERO) is a Q and a DQ; Int8Conv(x) has its weight `w` behind a pair with the scales `ws`;
+    QConv(x, SCALE) is both; SiLU(x) is a Sigmoid and a Mul.
+    """
+
+    def qdq(given, out, of_scale=scale, of_zero=zero, **attributes):
+        return pair(given, out, scale=of_scale, zero=of_zero, **attributes)
+
+    def int8(op, given, out, axis=0):
+        return [*qdq('w', f'{out} w', 'ws', 'wz', axis=axis), node(op, given, f'{out} w', out)]
+
+    made = []
+    for n in onnx.parser.parse_graph(f'by_hand () => () {{ {text} }}').node:
+        given, out = list(n.input), n.output[0]
+        attributes = {a.name: helper.get_attribute_value(a) for a in n.attribute}
+        if n.op_type == 'QDQ':
+            made += qdq(given[0], out, *given[1:], **attributes)
+        elif n.op_type == 'QConv':
+            made += [*qdq(given[0], f'{out}1', *given[1:]), *int8('Conv', f'{out}1', out)]
+        elif n.op_type.startswith('Int8'):
+            made += int8(n.op_type.removeprefix('Int8'), given[0], out, **attributes)
+        elif n.op_type == 'SiLU':
+            made += [node('Sigmoid', *given, f'{out} gate'), node('Mul', *given, f'{out} gate', out)]
+        else:
+            made.append(n)
+    for n in made:
+        n.name = n.output[0]
+    return made
+
+
 def graph_of(nodes, outputs=('y',), initializers=None, shape=(2, 3), returns=None, opset=17, given=FLOAT):
-    """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`."""
+    """A checked model that reads `x` (`given`: its element type) and returns `outputs`, FP32 of shape `returns`.
+
+    nodes: a list, or a text, see nodes_of.
+    """
+    nodes = nodes_of(nodes) if isinstance(nodes, str) else nodes
     values = {
         'scale': np.float32(0.1),
         'same scale': np.float32(0.1),
@@ -65,8 +102,8 @@ FEATURES = {
     'roi': np.float32([]),
     'scales': np.float32([1, 1, 2, 2]),
     'sizes': np.int64([1, 4, 8, 8]),
-    'per channel': np.float32([0.01, 0.02, 0.03, 0.04]),
-    'zeros': np.zeros(4, np.int8),
+    'ws': np.float32([0.01, 0.02, 0.03, 0.04]),
+    'wz': np.zeros(4, np.int8),
 }
 
 
@@ -75,7 +112,7 @@ def nchw(nodes, opset=20, returns=(1, 4, 4, 4), **options):
     return graph_of(nodes, shape=(1, 4, 4, 4), returns=returns, initializers=FEATURES, opset=opset, **options)
 
 
-WEIGHT = pair('w', 'dw', scale='per channel', zero='zeros', axis=0)
+WEIGHT = pair('w', 'dw', scale='ws', zero='wz', axis=0)
 INT8_BLOCK = nchw(
     [
         *pair('x', 'a'),

@@ -358,53 +358,6 @@ def test_a_sweep_leaves_out_what_a_file_cannot_and_says_so(files):
     assert len(out) == 1 and '--batch 4' in out[0] and 'fixed batch of 1' in out[0]
 
 
-BAD = [
-    ('no.onnx', 'MODEL no.onnx: no such file'),
-    ('{}/demo.onnx --precision int8', 'has no Q/DQ'),
-    ('{}/int8.onnx --precision fp32,fp16', '--precision fp32,fp16: .*is INT8'),
-    ('{}/demo.onnx --precision fp16 --backend onnxruntime', 'Runtime computes in the types of the file'),
-    ('{}/demo.pt --precision fp16', 'FP16 is for GPUs'),
-    ('{}/demo.onnx --precision int4', 'must be of fp32, bf16, fp16, int8'),
-    ('{}/demo.onnx --backend tensorrt', 'TensorRT: needs an NVIDIA GPU'),
-    ('{}/demo.onnx --backend opencv', 'must be of tensorrt, rtx, onnxruntime, openvino, pt2, aoti, pytorch'),
-    ('{}/demo.onnx --backend openvino --precision int8', 'has no Q/DQ, so nothing in it can be INT8'),
-    ('{}/int8.onnx --backend openvino --precision fp32', 'give the float model for FP32'),
-    ('{}/half.onnx --backend openvino --batch 2', 'fixed batch of 1'),
-    ('{}/demo.pt --backend onnxruntime', 'ONNX Runtime does not run .pt'),
-    ('{}/net.onnx --imgsz 64 --backend pytorch', 'there is no net.pt beside it'),
-    ('{}/net.onnx', '--imgsz: .*leaves the image size of image open'),
-    ('{}/demo.onnx --imgsz 96', '--imgsz 96 96: .*takes 64 x 64'),
-    ('{}/demo.onnx --imgsz 96 64 32', '--imgsz'),
-    ('{}/demo.pt --imgsz 100', 'must be multiples of 32'),
-    ('{}/half.onnx --batch 8', 'fixed batch of 1'),
-    ('{}/demo.onnx --baseline none.onnx', '--baseline none.onnx: no such file'),
-    ('{}/demo.onnx --data none.yaml', '--data none.yaml: no such file'),
-    ('{}/demo.pt --imgsz 64,no', '--imgsz 64,no: must be one number'),
-    ('{}/demo.onnx --formats xml', '--formats xml: must be of md, csv, json, png'),
-    ('{}/demo.onnx --batch 1,two', '--batch 1,two: must be numbers'),
-    ('{}/demo.onnx --batch 0', '--batch 0: must be numbers'),
-    ('{}/demo.onnx --duration 0', '--duration 0.0: must be more than 0'),
-    ('{}/demo.onnx --warmup 5min', '--warmup 5min: must be a time such as 500ms'),
-    ('{}/demo.onnx --warmup -1', '--warmup'),
-    ('{}/broken.onnx', 'no valid ONNX file'),
-    ('{}/broken.pt', 'not a PyTorch checkpoint'),
-    ('{}/notes.txt', r'expected a file ending in .onnx or .xml or .engine or .pt2 or .pt or .pth'),
-]
-
-
-@pytest.mark.parametrize('arguments, says', BAD, ids=[arguments.replace('{}/', '') for arguments, _ in BAD])
-def test_bad_input_is_one_line_and_exit_code_2(files, tmp_path, capsys, monkeypatch, arguments, says):
-    monkeypatch.chdir(tmp_path)
-    for name in ('broken.onnx', 'broken.pt', 'notes.txt'):
-        (files / name).write_bytes(b'not what its name says')
-    if NO_OPENVINO and '--backend openvino' in arguments:
-        says = 'no package openvino that can be loaded here'
-    assert run_command(program('benchmark_trt.py').main, [a.format(files) for a in arguments.split()]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and re.search(says, lines[0]), lines
-    assert not list(tmp_path.rglob('benchmark.*'))
-
-
 @pytest.mark.parametrize('text, ms', [('500ms', 500), ('0.5s', 500), ('2s', 2000), ('250', 250), ('0', 0)])
 def test_warmup_takes_a_unit(text, ms):
     assert milliseconds(text) == ms

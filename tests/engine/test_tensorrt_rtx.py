@@ -310,9 +310,9 @@ def insert(model, op, **attributes):
     'broken, message',
     [
         (with_values(INT8_BLOCK, zero=3), 'Non-zero zero point is not supported'),
-        (with_values(INT8_BLOCK, zeros=1), 'Non-zero zero point is not supported'),
+        (with_values(INT8_BLOCK, wz=1), 'Non-zero zero point is not supported'),
         (with_values(INT8_BLOCK, scale=0), 'Scale coefficients must all be positive'),
-        (with_values(INT8_BLOCK, **{'per channel': -1}), 'Scale coefficients must all be positive'),
+        (with_values(INT8_BLOCK, ws=-1), 'Scale coefficients must all be positive'),
         (with_values(to_half(copy(INT8_BLOCK)), scale_fp16=0), 'Scale coefficients must all be positive'),
         (insert(to_half(copy(INT8_BLOCK)), 'Cast', to=FLOAT), '`input` and `kernel` must be of same type'),
     ],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import cv2
 import torch
 
 from utils.qat.config.qat import EvalConfig
@@ -23,6 +24,15 @@ def labels_of(batches, images):
     images_of_batch = next(b for b in batches if b[0].shape == images.shape and torch.equal(b[0].float() / 255, images))
     targets, masks = images_of_batch[1], [*images_of_batch[4:], [None] * len(images)][0]
     return [(targets[targets[:, 0] == i], masks[i]) for i in range(len(images))]
+
+
+def boxes_of(image):
+    """(height, width) of an image file, and (class, left, top, width, height) of each of its labels, in pixels."""
+    height, width = cv2.imread(str(image)).shape[:2]
+    label = image.parents[2] / 'labels' / image.parent.name / f'{image.stem}.txt'
+    rows = [map(float, line.split()) for line in label.read_text().splitlines()]
+    boxes = [(int(c), (x - w / 2) * width, (y - h / 2) * height, w * width, h * height) for c, x, y, w, h in rows]
+    return (height, width), boxes
 
 
 def words(line, **values):

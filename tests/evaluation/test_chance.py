@@ -126,17 +126,6 @@ def test_swapping_models_swaps_the_sign():
         assert a['difference'] == -b['difference'] < 0 and 0 < a['chance'] == pytest.approx(b['chance'])
 
 
-def test_a_pair_knows_more_than_two_models_apart():
-    one, other = map(resampled_ap, images_of(100, 0, found=(0.85, 0.8)))
-    apart = chance.CERTAIN * np.hypot(one[1:].std(), other[1:].std())
-    assert difference(one, other)['chance'] < 0.6 * apart
-
-
-def test_more_images_know_more():
-    few, more, many = (compared(n, 5, found=(0.85, 0.8))['chance'] for n in (50, 200, 800))
-    assert few > 1.5 * more > 1.5 * 1.5 * many > 0
-
-
 def test_one_image_tells_nothing():
     found = compared(1, 3, found=(0.9, 0.2))
     assert found['chance'] == 1 and within_chance(found) and points_lost(found) == 0
@@ -183,7 +172,7 @@ def test_the_best_is_chosen_by_boxes_and_masks_alike():
 
 def qat(verb, options, files, folder):
     line = (
-        '--weights {s.single} --data {s.data} --imgsz 96 --device cpu --workers 0 --batch-size 4 --calib-images 8 '
+        '--weights {s.single} --data {s.data} --imgsz 64 --device cpu --workers 0 --batch-size 4 --calib-images 8 '
         '--calib-method mse --project {f} '
     )
     command('qat.py', verb, *words(line + options, s=files, f=folder))

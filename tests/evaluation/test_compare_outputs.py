@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from graphs import graph_of, node
+from graphs import graph_of
 from PIL import Image
 from zoo import command
 
@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
     """Two classifiers of mean colours, which differ in the third class; images of red and green in a folder each."""
     folder = tmp_path_factory.mktemp('classes')
     for name, last, side in (('a', 1, SIZE), ('b', 2, SIZE), ('open', 1, 'side')):
-        pooled = [node('GlobalAveragePool', 'x', 'p'), node('Flatten', 'p', 'f'), node('Mul', 'f', 'factor', 'y')]
+        pooled = 'p = GlobalAveragePool(x) f = Flatten(p) y = Mul(f, factor)'
         factor, shape = {'factor': np.float32([1, 1, last])}, ('n', 3, side, side)
         onnx.save(graph_of(pooled, shape=shape, returns=('n', 3), initializers=factor), folder / f'{name}.onnx')
     colours = {
@@ -161,27 +161,3 @@ def test_a_checkpoint_and_its_export(small, tmp_path):
     assert near['scores']['mean'] < far['scores']['mean'] and near['reference']['ap'] > 0 and far['other']['ap'] > 0
     _, noise = compared(tmp_path, '{s.single} {s.single} --random 3 --imgsz {size}', s=small, size=SIZE)
     assert noise['images'] == 3 and noise['boxes']['max'] == 0 and noise['reference'] is None
-
-
-@pytest.mark.parametrize(
-    'line, says',
-    [
-        ('{f}/a.onnx {f}/b.onnx', ['--data, --random', 'one of the two']),
-        ('{f}/a.onnx {f}/b.onnx --random 0', ['--random 0']),
-        ('{f}/a.onnx {f}/none.onnx --random 1', ['B', 'none.onnx', 'no such file']),
-        ('{f}/a.onnx {f}/data --random 1', ['B', 'not a file']),
-        ('{f}/a.onnx {f}/b.onnx --random 1 --imgsz 32', ['--imgsz 32', '64']),
-        ('{f}/a.onnx {f}/b.onnx --data {f}/data/nothing', ['--data', 'one folder of images for each class']),
-        ('{f}/a.onnx {f}/b.onnx --data {f}/some', ['--data', '1 folders (n01, ...)', '3 outputs', '--classes']),
-        ('{f}/a.onnx {f}/b.onnx --random 1 --std 0 1 1', ['--std']),
-        ('{f}/a.onnx {s.single} --random 1', ['one is a detector', 'classifier']),
-    ],
-)
-def test_bad_input(folder, small, line, says):
-    said = command('compare_outputs.py', *words(f'{line} --device cpu', f=folder, s=small), code=2).strip()
-    assert len(said.splitlines()) == 1 and all(text in said for text in says), said
-
-
-def test_a_classifier_is_not_evaluated_as_a_detector(folder, small):
-    line = '--weights {f}/a.onnx --data {s.data} --imgsz 64 --device cpu'
-    assert 'a classifier' in command('val_trt.py', *words(line, f=folder, s=small), code=2)

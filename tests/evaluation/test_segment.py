@@ -362,9 +362,9 @@ def checkpoint(tmp_path_factory):
     return file
 
 
-def test_labels_without_outlines_are_named(demo, checkpoint, tmp_path):
+def test_labels_without_outlines_are_named(small, checkpoint, tmp_path):
     line = '--weights {w} --data {data} --device cpu --project {f}/runs'
-    said = command('qat.py', 'quantize', *words(line, w=checkpoint, data=demo.data, f=tmp_path), code=2)
+    said = command('qat.py', 'quantize', *words(line, w=checkpoint, data=small.data, f=tmp_path), code=2)
     last = said.strip().splitlines()[-1]  # behind upstream's progress bar
     assert 'error: label ' in last and '.txt: has boxes, and the model gives masks' in last and 'use data with' in last
     assert not (tmp_path / 'runs').exists()
@@ -381,18 +381,11 @@ def test_a_line_without_outline_among_others_is_named(data, tmp_path):
 
 
 @pytest.mark.parametrize('verb', sampled(['quantize', 'sensitive', 'eval', 'quantize --dry-run'], 4, 2))
-def test_the_entry_point_for_segmentation_refuses_detectors(demo, verb, tmp_path):
-    weights = demo.quantized if verb == 'eval' else demo.single
+def test_the_entry_point_for_segmentation_refuses_detectors(small, verb, tmp_path):
+    weights = small.quantized if verb == 'eval' else small.single
     line = f'{verb} --weights {{w}} --data {{data}} --device cpu --project {{f}}/runs'
-    said = fresh('segment/qat_seg.py', *words(line, w=weights, data=demo.data, f=tmp_path), code=2)
+    said = fresh('segment/qat_seg.py', *words(line, w=weights, data=small.data, f=tmp_path), code=2)
     last = said.strip().splitlines()[-1]
     assert last.startswith('qat_seg.py: error: --weights ')
     assert 'a detector (its head is DDetect)' in last and 'use: python qat.py' in last
     assert not (tmp_path / 'runs').exists()
-
-
-@pytest.mark.parametrize('option', ['--overlap', '--mask-ratio 4', '--mask-downsample-ratio 2'])
-def test_options_of_masks_are_refused_without_masks(demo, option, tmp_path):
-    line = f'--weights {{d.quantized}} --data {{d.data}} --device cpu {option} --project {{f}}/runs'
-    said = command('qat.py', 'eval', *words(line, d=demo, f=tmp_path), code=2)
-    assert option.split()[0].replace('-downsample', '') in said and 'only for a segmentation model' in said

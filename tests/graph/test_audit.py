@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REPO
 from faults import answer
+from graphs import nodes_of
 from onnx import TensorProto, helper, numpy_helper
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import command, image, python, settings
@@ -41,38 +42,16 @@ VALUES = {
 }
 
 
-def node(op, given, out, **attributes):
-    """A node with the name of its first output."""
-    given, out = ([names] if isinstance(names, str) else names for names in (given, out))
-    return helper.make_node(op, given, out, name=out[0], **attributes)
-
-
-def pair(given, out, s='s', z='z', dq_scale=None, **attributes):
-    """given → 'OUT q' → out: a Q and a DQ."""
-    zero = [z] if z else []
-    return [
-        node('QuantizeLinear', [given, s, *zero], f'{out} q', **attributes),
-        node('DequantizeLinear', [f'{out} q', dq_scale or s, *zero], out, **attributes),
-    ]
-
-
-def conv(given, out, op='Conv', **attributes):
-    """A convolution with a quantized weight. It runs in INT8 if `given` is the output of a DQ."""
-    return [*pair('w', f'{out} w', 'ws', 'wz', **{'axis': 0, **attributes}), node(op, [given, f'{out} w'], out)]
-
-
-def pool(op, given, out):
-    return node(op, given, out, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
-
-
-def graph_of(nodes, outputs=('y',), values=None, opset=17, dtype=TensorProto.FLOAT, batch=1):
-    values = {**VALUES, **(values or {})}
-    used = {name for n in nodes for name in n.input} - {name for n in nodes for name in n.output}
+def graph_of(text, outputs=(), values=None, opset=17, dtype=TensorProto.FLOAT, batch=1):
+    """A model of a text, see graphs.nodes_of. It returns y and y2, as far as they are made, and `outputs`."""
+    nodes, values = nodes_of(text, 's', 'z'), {**VALUES, **(values or {})}
+    made = {name for n in nodes for name in n.output}
+    used = {name for n in nodes for name in n.input} - made
     graph = helper.make_graph(
         nodes,
         'by hand',
         [helper.make_tensor_value_info('x', dtype, [batch, C, SIZE, SIZE])],
-        [helper.make_tensor_value_info(name, dtype, [None] * 4) for name in outputs],
+        [helper.make_tensor_value_info(n, dtype, [None] * 4) for n in (*sorted({'y', 'y2'} & made), *outputs)],
         [numpy_helper.from_array(np.asarray(v), k) for k, v in values.items() if k in used],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=9)
@@ -80,251 +59,173 @@ def graph_of(nodes, outputs=('y',), values=None, opset=17, dtype=TensorProto.FLO
     return model
 
 
-START = [*pair('x', 'x1'), *conv('x1', 'c')]  # c: what an INT8 convolution computes
-START2 = [*START, *conv('x1', 'd')]  # and d
-QUANTIZED = [*START, *pair('c', 'c1')]  # c1: c behind Q and DQ
-QUANTIZED2 = [*START2, *pair('c', 'c1'), *pair('d', 'd1')]  # and d1
-TWO = ('y', 'y2')
+X = 'x1 = QDQ(x) '
+INT8 = f'{X} c = Int8Conv(x1) '  # c: what an INT8 convolution computes
+INT8S = f'{INT8} d = Int8Conv(x1) '  # and d
+QUANTIZED = f'{INT8} c1 = QDQ(c) '  # c1: c behind Q and DQ
+BOTH = f'{INT8S} c1 = QDQ(c) d1 = QDQ(d) '  # and d1
+POOLED = '<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>'
+NEAREST, LINEAR = (f'Resize<mode = "{mode}">(c1, "", "", sizes)' for mode in ('nearest', 'linear'))
 
-
-def end(given, s='s', out='y'):
-    """An INT8 convolution at the end of the graph, which reads `given` with scale `s`."""
-    return [*pair(given, f'{out}1', s), *conv(f'{out}1', out)]
-
-
-def float_conv(given, out):
-    return node('Conv', [given, 'w'], out)
-
-
-def silu(given, out):
-    return [node('Sigmoid', given, f'{out} gate'), node('Mul', [given, f'{out} gate'], out)]
-
-
-def concat(*given, out='k'):
-    return node('Concat', [*given], out, axis=2)
-
-
-def resize(given, out, mode='nearest'):
-    return node('Resize', [given, '', '', 'sizes'], out, mode=mode)
-
-
-def cast(given):
-    return node('Cast', given, 'i', to=TensorProto.FLOAT)
-
-
-def softmax(given):
-    return node('Softmax', given, 'p', axis=1)
-
-
-GRAPHS = {  # name → nodes, findings as {kind: where}, and what graph_of needs besides
-    'clean': ([*START, *end('c')], {}),
-    'clean: pre-quantized weight': (
-        [*pair('x', 'x1'), node('DequantizeLinear', ['w8', 'ws', 'wz'], 'w1', axis=0), node('Conv', ['x1', 'w1'], 'y')],
-        {},
-    ),
-    'clean: ReLU': ([*START, node('Relu', 'c', 'r'), *end('r')], {}),
-    'clean: SiLU': ([*START, *silu('c', 'r'), *end('r')], {}),
-    'float input': ([*START, *conv('c', 'f'), *end('f')], {'float conv': 'f'}),
-    'float weight': ([*QUANTIZED, float_conv('c1', 'f'), *end('f')], {'float conv': 'f'}),
-    'float in the middle': ([*START, float_conv('c', 'f'), *end('f')], {'float conv': 'f'}),
-    'float weight at the end': ([*QUANTIZED, float_conv('c1', 'y')], {'float conv': 'y'}),
-    'one float convolution at the end': ([*START, float_conv('c', 'y')], {}),
-    'two float convolutions at the end': ([*START, float_conv('c', 'f'), float_conv('f', 'y')], {'float conv': 'f'}),
-    'DFL': (
-        [
-            *(*START, float_conv('c', 'f'), softmax('f')),
-            *(node('Transpose', 'p', 'm', perm=[0, 1, 3, 2]), float_conv('m', 'y')),
-        ],
-        {},
-    ),
+GRAPHS = {  # name → text, findings as {kind: where}, and what graph_of needs besides
+    'clean': (f'{INT8} y = QConv(c)', {}),
+    'clean: pre-quantized weight': (f'{X} w1 = DequantizeLinear<axis = 0>(w8, ws, wz) y = Conv(x1, w1)', {}),
+    'clean: ReLU': (f'{INT8} r = Relu(c) y = QConv(r)', {}),
+    'clean: SiLU': (f'{INT8} r = SiLU(c) y = QConv(r)', {}),
+    'float input': (f'{INT8} f = Int8Conv(c) y = QConv(f)', {'float conv': 'f'}),
+    'float weight': (f'{QUANTIZED} f = Conv(c1, w) y = QConv(f)', {'float conv': 'f'}),
+    'float in the middle': (f'{INT8} f = Conv(c, w) y = QConv(f)', {'float conv': 'f'}),
+    'float weight at the end': (f'{QUANTIZED} y = Conv(c1, w)', {'float conv': 'y'}),
+    'one float convolution at the end': (f'{INT8} y = Conv(c, w)', {}),
+    'two float convolutions at the end': (f'{INT8} f = Conv(c, w) y = Conv(f, w)', {'float conv': 'f'}),
+    'DFL': (f'{INT8} f = Conv(c, w) p = Softmax<axis = 1>(f) m = Transpose<perm = [0, 1, 3, 2]>(p) y = Conv(m, w)', {}),
     'attention, no DFL': (
-        [*START, float_conv('c', 'f'), softmax('f'), node('Mul', ['p', 'c'], 'm'), float_conv('m', 'y')],
+        f'{INT8} f = Conv(c, w) p = Softmax<axis = 1>(f) m = Mul(p, c) y = Conv(m, w)',
         {'float conv': 'f'},
     ),
-    'nothing quantized': (
-        [float_conv('x', 'f'), float_conv('f', 'y')],
-        {'not quantized': 'the graph', 'float conv': 'f'},
-    ),
-    'two scales': ([*START, *end('c'), *end('c', 't', 'y2')], {'two scales': 'c'}, {'outputs': TWO}),
-    'two scales of the image': (
-        [*pair('x', 'a'), *conv('a', 'y'), *pair('x', 'b', 't'), *conv('b', 'y2')],
-        {'two scales': 'x'},
-        {'outputs': TWO},
-    ),
+    'nothing quantized': ('f = Conv(x, w) y = Conv(f, w)', {'not quantized': 'the graph', 'float conv': 'f'}),
+    'two scales': (f'{INT8} y = QConv(c) y2 = QConv(c, t)', {'two scales': 'c'}),
+    'two scales of the image': ('a = QDQ(x) y = Int8Conv(a) b = QDQ(x, t) y2 = Int8Conv(b)', {'two scales': 'x'}),
     'two scales behind a move': (
-        [*START, pool('MaxPool', 'c', 'm'), *end('m'), *end('c', 't', 'y2')],
+        f'{INT8} m = MaxPool{POOLED}(c) y = QConv(m) y2 = QConv(c, t)',
         {'two scales': 'c', 'unequal move': 'm'},
-        {'outputs': TWO},
     ),
-    'one scale, two readers': ([*QUANTIZED, *conv('c1', 'y'), *conv('c1', 'y2')], {}, {'outputs': TWO}),
+    'one scale, two readers': (f'{QUANTIZED} y = Int8Conv(c1) y2 = Int8Conv(c1)', {}),
     'one scale by two names': (
-        [*QUANTIZED, *conv('c1', 'y'), pool('MaxPool', 'c1', 'm'), *end('m', 'same', 'y2')],
+        f'{QUANTIZED} y = Int8Conv(c1) m = MaxPool{POOLED}(c1) y2 = QConv(m, same)',
         {},
-        {'outputs': TWO, 'values': {'same': np.float32(0.1)}},
+        {'values': {'same': np.float32(0.1)}},
     ),
-    'also returned': ([*START, *end('c')], {'mixed': 'c'}, {'outputs': ('y', 'c')}),
-    'also read in float': ([*START, *end('c'), node('Sigmoid', 'c', 'y2')], {'mixed': 'c'}, {'outputs': TWO}),
-    'also read in float behind a move': (
-        [*START, *end('c'), node('Reshape', ['c', 'flat'], 'r'), node('Sigmoid', 'r', 'y2')],
-        {'mixed': 'c'},
-        {'outputs': TWO},
-    ),
+    'also returned': (f'{INT8} y = QConv(c)', {'mixed': 'c'}, {'outputs': 'c'}),
+    'also read in float': (f'{INT8} y = QConv(c) y2 = Sigmoid(c)', {'mixed': 'c'}),
+    'also read in float behind a move': (f'{INT8} y = QConv(c) r = Reshape(c, flat) y2 = Sigmoid(r)', {'mixed': 'c'}),
     'two scales and float': (
-        [*START, *end('c'), *end('c', 't', 'y2')],
+        f'{INT8} y = QConv(c) y2 = QConv(c, t)',
         {'two scales': 'c', 'mixed': 'c'},
-        {'outputs': (*TWO, 'c')},
+        {'outputs': 'c'},
     ),
-    'only its shape is read': ([*START, *end('c'), node('Shape', 'c', 'y2')], {}, {'outputs': TWO}),
-    'concat': ([*QUANTIZED2, concat('c1', 'd1'), *end('k')], {}),
+    'only its shape is read': (f'{INT8} y = QConv(c) y2 = Shape(c)', {}),
+    'concat': (f'{BOTH} k = Concat<axis = 2>(c1, d1) y = QConv(k)', {}),
     'concat of two scales': (
-        [*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), concat('c1', 'd1'), *end('k')],
+        f'{INT8S} c1 = QDQ(c) d1 = QDQ(d, t) k = Concat<axis = 2>(c1, d1) y = QConv(k)',
         {'unequal concat': 'k'},
     ),
-    'concat to another scale': ([*QUANTIZED2, concat('c1', 'd1'), *end('k', 't')], {'unequal concat': 'k'}),
+    'concat to another scale': (f'{BOTH} k = Concat<axis = 2>(c1, d1) y = QConv(k, t)', {'unequal concat': 'k'}),
     'concat with a float input': (
-        [*START2, *pair('c', 'c1'), concat('c1', 'd'), *end('k')],
+        f'{INT8S} c1 = QDQ(c) k = Concat<axis = 2>(c1, d) y = QConv(k)',
         {'unequal concat': 'k'},
     ),
-    'concat of float to a scale': ([*START2, concat('c', 'd'), *end('k')], {'unequal concat': 'k'}),
-    'concat to float': (
-        [*QUANTIZED2, concat('c1', 'd1', out='y')],
-        {'unequal concat': 'y', 'not absorbed': ('c1', 'd1')},
-    ),
-    'concat wholly in float': ([*START2, concat('c', 'd', out='y')], {}),
+    'concat of float to a scale': (f'{INT8S} k = Concat<axis = 2>(c, d) y = QConv(k)', {'unequal concat': 'k'}),
+    'concat to float': (f'{BOTH} y = Concat<axis = 2>(c1, d1)', {'unequal concat': 'y', 'not absorbed': ('c1', 'd1')}),
+    'concat wholly in float': (f'{INT8S} y = Concat<axis = 2>(c, d)', {}),
     'concat with a constant': (
-        [*QUANTIZED, concat('c1', 'zeros'), *end('k')],
+        f'{QUANTIZED} k = Concat<axis = 2>(c1, zeros) y = QConv(k)',
         {},
         {'values': {'zeros': np.zeros((1, C, SIZE, SIZE), np.float32)}},
     ),
     'moves in a row': (
-        [
-            *(*QUANTIZED, node('Split', ['c1', 'halves'], ['a', 'b'], axis=1), pool('MaxPool', 'b', 'm')),
-            *(node('Concat', ['a', 'm'], 'k', axis=1), *end('k')),
-        ],
+        f'{QUANTIZED} a, b = Split<axis = 1>(c1, halves) m = MaxPool{POOLED}(b) k = Concat<axis = 1>(a, m) y = QConv(k)',
         {},
     ),
-    'max pool to another scale': ([*QUANTIZED, pool('MaxPool', 'c1', 'm'), *end('m', 't')], {'unequal move': 'm'}),
-    'max pool in float': ([*START, pool('MaxPool', 'c', 'm'), *end('m')], {'unequal move': 'm'}),
-    'nearest resize': ([*QUANTIZED, resize('c1', 'r'), *end('r')], {}),
-    'linear resize': ([*QUANTIZED, resize('c1', 'r', 'linear'), *end('r')], {'not absorbed': ('c1', 'y1 q')}),
-    'add': ([*QUANTIZED2, node('Add', ['c1', 'd1'], 'a'), *end('a')], {}),
-    'add of two scales': (
-        [*START2, *pair('c', 'c1'), *pair('d', 'd1', 't'), node('Add', ['c1', 'd1'], 'a'), *end('a')],
-        {'unequal add': 'a'},
-    ),
-    'shortcut quantized': ([*START2, *pair('c', 'c1'), node('Add', ['c1', 'd'], 'a'), *end('a')], {}),
-    'shortcut quantized, SiLU': (
-        [*START2, *pair('c', 'c1'), *silu('d', 'e'), node('Add', ['e', 'c1'], 'a'), *end('a')],
-        {},
-    ),
-    'half of an add': (
-        [*START2, *pair('c', 'c1'), node('Exp', 'd', 'e'), node('Add', ['c1', 'e'], 'a'), *end('a')],
-        {'half add': 'a'},
-    ),
+    'max pool to another scale': (f'{QUANTIZED} m = MaxPool{POOLED}(c1) y = QConv(m, t)', {'unequal move': 'm'}),
+    'max pool in float': (f'{INT8} m = MaxPool{POOLED}(c) y = QConv(m)', {'unequal move': 'm'}),
+    'nearest resize': (f'{QUANTIZED} r = {NEAREST} y = QConv(r)', {}),
+    'linear resize': (f'{QUANTIZED} r = {LINEAR} y = QConv(r)', {'not absorbed': ('c1', 'y1 int8')}),
+    'add': (f'{BOTH} a = Add(c1, d1) y = QConv(a)', {}),
+    'add of two scales': (f'{INT8S} c1 = QDQ(c) d1 = QDQ(d, t) a = Add(c1, d1) y = QConv(a)', {'unequal add': 'a'}),
+    'shortcut quantized': (f'{INT8S} c1 = QDQ(c) a = Add(c1, d) y = QConv(a)', {}),
+    'shortcut quantized, SiLU': (f'{INT8S} c1 = QDQ(c) e = SiLU(d) a = Add(e, c1) y = QConv(a)', {}),
+    'half of an add': (f'{INT8S} c1 = QDQ(c) e = Exp(d) a = Add(c1, e) y = QConv(a)', {'half add': 'a'}),
     'half of an add, float convolution': (
-        [*START2, *pair('c', 'c1'), float_conv('d', 'f'), node('Add', ['c1', 'f'], 'a'), *end('a')],
+        f'{INT8S} c1 = QDQ(c) f = Conv(d, w) a = Add(c1, f) y = QConv(a)',
         {'float conv': 'f', 'half add': 'a'},
     ),
-    'add in float': ([*START2, node('Add', ['c', 'd'], 'a'), *end('a')], {}),
-    'add a constant': ([*QUANTIZED, node('Add', ['c1', 'one'], 'a'), *end('a')], {}),
-    'add that makes float': ([*QUANTIZED2, node('Add', ['c1', 'd1'], 'y')], {'not absorbed': ('c1', 'd1')}),
-    'sum of three': (
-        [
-            *(*QUANTIZED2, *conv('x1', 'e'), *pair('e', 'e1')),
-            *(node('Add', ['c1', 'd1'], 'a'), node('Add', ['a', 'e1'], 'b'), *end('b')),
-        ],
-        {},
-    ),
+    'add in float': (f'{INT8S} a = Add(c, d) y = QConv(a)', {}),
+    'add a constant': (f'{QUANTIZED} a = Add(c1, one) y = QConv(a)', {}),
+    'add that makes float': (f'{BOTH} y = Add(c1, d1)', {'not absorbed': ('c1', 'd1')}),
+    'sum of three': (f'{BOTH} e = Int8Conv(x1) e1 = QDQ(e) a = Add(c1, d1) b = Add(a, e1) y = QConv(b)', {}),
     'sum of three, one in float': (
-        [
-            *(*QUANTIZED2, node('Exp', 'd', 'e')),
-            *(node('Add', ['c1', 'd1'], 'a'), node('Add', ['a', 'e'], 'b'), *end('b')),
-        ],
+        f'{BOTH} e = Exp(d) a = Add(c1, d1) b = Add(a, e) y = QConv(b)',
         {'mixed': 'd', 'half add': 'b'},
     ),
     'sum of three, two of them of convolutions': (
-        [
-            *(*START2, *pair('c', 'c1'), *conv('x1', 'e')),
-            *(node('Add', ['c1', 'd'], 'a'), node('Add', ['a', 'e'], 'b'), *end('b')),
-        ],
+        f'{INT8S} c1 = QDQ(c) e = Int8Conv(x1) a = Add(c1, d) b = Add(a, e) y = QConv(b)',
         {'half add': 'b'},
     ),
-    'sum behind a resize': (
-        [*QUANTIZED2, resize('c1', 'r'), resize('d1', 'q'), node('Add', ['r', 'q'], 'a'), *end('a')],
-        {},
+    'sum behind a resize': (f'{BOTH} r = {NEAREST} q = {NEAREST.replace("c1", "d1")} a = Add(r, q) y = QConv(a)', {}),
+    'average pool': (f'{QUANTIZED} a = AveragePool{POOLED}(c1) y = QConv(a, t)', {}),
+    'average pool of float': (f'{INT8} a = AveragePool{POOLED}(c) y = QConv(a)', {'not absorbed': 'y1 int8'}),
+    'average pool to float': (f'{QUANTIZED} y = AveragePool{POOLED}(c1)', {'not absorbed': 'c1'}),
+    'Q/DQ before ReLU': (f'{QUANTIZED} r = Relu(c1) y = QConv(r)', {'not absorbed': 'c1'}),
+    'Q/DQ before SiLU': (f'{QUANTIZED} r = SiLU(c1) y = QConv(r)', {'not absorbed': 'c1'}),
+    'Q/DQ around a softmax': (
+        f'{QUANTIZED} p = Softmax<axis = 1>(c1) y = QConv(p)',
+        {'not absorbed': ('c1', 'y1 int8')},
     ),
-    'average pool': ([*QUANTIZED, pool('AveragePool', 'c1', 'a'), *end('a', 't')], {}),
-    'average pool of float': ([*START, pool('AveragePool', 'c', 'a'), *end('a')], {'not absorbed': 'y1 q'}),
-    'average pool to float': ([*QUANTIZED, pool('AveragePool', 'c1', 'y')], {'not absorbed': 'c1'}),
-    'Q/DQ before ReLU': ([*QUANTIZED, node('Relu', 'c1', 'r'), *end('r')], {'not absorbed': 'c1'}),
-    'Q/DQ before SiLU': ([*QUANTIZED, *silu('c1', 'r'), *end('r')], {'not absorbed': 'c1'}),
-    'Q/DQ around a softmax': ([*QUANTIZED, softmax('c1'), *end('p')], {'not absorbed': ('c1', 'y1 q')}),
     'Q/DQ around a reduction': (
-        [
-            *(*QUANTIZED, node('ReduceSum', ['c1', 'axes'], 'r')),
-            *(node('Concat', ['r'] * C, 'k', axis=1), node('Sigmoid', 'k', 'y')),
-        ],
+        f'{QUANTIZED} r = ReduceSum(c1, axes) k = Concat<axis = 1>({", ".join("r" * C)}) y = Sigmoid(k)',
         {'not absorbed': 'c1'},
     ),
-    'DQ returned': ([*START, *pair('c', 'y')], {'not absorbed': 'y'}),
-    'DQ not read': ([*START, *end('c'), *pair('c', 'unread', 't')], {'two scales': 'c', 'not absorbed': 'unread'}),
-    'Q not read': ([*START, *end('c'), pair('c', 'unread')[0]], {'not absorbed': 'unread q', 'duplicate': 'c'}),
-    'Q after DQ': ([*QUANTIZED, *end('c1')], {'not absorbed': 'c1'}),
-    'INT8 returned': ([*START, pair('c', 'y2')[0], *end('c', 't')], {'two scales': 'c', 'not absorbed': 'y2 q'}),
+    'DQ returned': (f'{INT8} y = QDQ(c)', {'not absorbed': 'y'}),
+    'DQ not read': (f'{INT8} y = QConv(c) unread = QDQ(c, t)', {'two scales': 'c', 'not absorbed': 'unread'}),
+    'Q not read': (
+        f'{INT8} y = QConv(c) unread = QuantizeLinear(c, s, z)',
+        {'not absorbed': 'unread', 'duplicate': 'c'},
+    ),
+    'Q after DQ': (f'{QUANTIZED} y = QConv(c1)', {'not absorbed': 'c1'}),
+    'Q of another scale not read': (
+        f'{INT8} i = QuantizeLinear(c, s, z) y = QConv(c, t)',
+        {'two scales': 'c', 'not absorbed': 'i'},
+    ),
     'bias quantized': (
-        [
-            *(*QUANTIZED, *pair('b', 'b1'), *pair('w', 'w1', 'ws', 'wz', axis=0)),
-            node('Conv', ['c1', 'w1', 'b1'], 'y'),
-        ],
+        f'{QUANTIZED} b1 = QDQ(b) w1 = QDQ<axis = 0>(w, ws, wz) y = Conv(c1, w1, b1)',
         {'not absorbed': 'b1'},
         {'values': {'b': np.ones(C, np.float32)}},
     ),
-    'two equal Q': ([*START, *end('c'), *end('c', 's', 'y2')], {'duplicate': 'c'}, {'outputs': TWO}),
+    'two equal Q': (f'{INT8} y = QConv(c) y2 = QConv(c, s)', {'duplicate': 'c'}),
     'Identity in a pair': (
-        [
-            *(*START, node('QuantizeLinear', ['c', 's', 'z'], 'q'), node('Identity', 'q', 'i')),
-            *(node('DequantizeLinear', ['i', 's', 'z'], 'd'), *conv('d', 'y')),
-        ],
+        f'{INT8} q = QuantizeLinear(c, s, z) i = Identity(q) d = DequantizeLinear(i, s, z) y = Int8Conv(d)',
         {'in the way': 'i'},
     ),
-    'Cast before a convolution': ([*QUANTIZED, cast('c1'), *conv('i', 'y')], {'float conv': 'y', 'in the way': 'i'}),
-    'Cast before a Q': ([*START, cast('c'), *end('i')], {'in the way': 'i'}),
-    'Cast of the image': ([cast('x'), *end('i')], {}),
-    'Constant as scale': ([*START, node('Constant', [], 'u', value_float=0.1), *end('c', 'u')], {'in the way': 'u'}),
-    'Identity as zero point': (
-        [*START, node('Identity', 'z', 'u'), *pair('c', 'c1', z='u'), *conv('c1', 'y')],
-        {'in the way': 'u'},
+    'Cast before a convolution': (
+        f'{QUANTIZED} i = Cast<to = 1>(c1) y = Int8Conv(i)',
+        {'float conv': 'y', 'in the way': 'i'},
+    ),
+    'Cast before a Q': (f'{INT8} i = Cast<to = 1>(c) y = QConv(i)', {'in the way': 'i'}),
+    'Cast of the image': ('i = Cast<to = 1>(x) y = QConv(i)', {}),
+    'Constant as scale': (f'{INT8} u = Constant<value_float = 0.1>() y = QConv(c, u)', {'in the way': 'u'}),
+    'Identity as zero point': (f'{INT8} u = Identity(z) c1 = QDQ(c, s, u) y = Int8Conv(c1)', {'in the way': 'u'}),
+    'zero point': (f'{INT8} y = QConv(c, s, u)', {'zero point': 'y1'}, {'values': {'u': np.int8(3)}}),
+    'UINT8': (f'{INT8} y = QConv(c, s, u)', {'zero point': 'y1'}, {'values': {'u': np.uint8(0)}}),
+    'no zero point': (
+        f'{INT8} q = QuantizeLinear(c, s) d = DequantizeLinear(q, s) y = Int8Conv(d)',
+        {'zero point': 'd'},
+    ),
+    'DQ with another scale': (
+        f'{INT8} q = QuantizeLinear(c, s, z) d = DequantizeLinear(q, t, z) y = Int8Conv(d)',
+        {'scale': 'd'},
     ),
     **{
-        name: ([*START, *pair('c', 'c1', z=z), *conv('c1', 'y')], {'zero point': 'c1'}, {'values': {'u': value}})
-        for name, z, value in (
-            ('zero point', 'u', np.int8(3)),
-            ('UINT8', 'u', np.uint8(0)),
-            ('no zero point', None, np.int8(0)),
-        )
-    },
-    'DQ with another scale': ([*START, *pair('c', 'c1', dq_scale='t'), *conv('c1', 'y')], {'scale': 'c1'}),
-    **{
-        f'scale {value!r}': ([*START, *end('c', 'v')], {'scale': 'y1'} if bad else {}, {'values': {'v': value}})
+        f'scale {value!r}': (f'{INT8} y = QConv(c, v)', {'scale': 'y1'} if bad else {}, {'values': {'v': value}})
         for bad, values in ((True, (0, -1, 1e-39, np.inf, np.nan)), (False, (2e-38, 1e-5)))
         for value in map(np.float32, values)
     },
     'a weight with a dead channel': (
-        [*QUANTIZED, *pair('w', 'w1', 'v', 'wz', axis=0), node('Conv', ['c1', 'w1'], 'y')],
+        f'{QUANTIZED} w1 = QDQ<axis = 0>(w, v, wz) y = Conv(c1, w1)',
         {'scale': 'w1'},
         {'values': {'v': np.float32([0] + [0.1] * (C - 1))}},
     ),
-    'no axis': ([*QUANTIZED, *pair('w', 'w1', 'ws', 'wz'), node('Conv', ['c1', 'w1'], 'y')], {'axis': 'w1'}),
-    'wrong axis': ([*QUANTIZED, *conv('c1', 'y', axis=1)], {'axis': 'y w'}),
-    'transposed convolution': ([*QUANTIZED, *conv('c1', 'y', 'ConvTranspose', axis=1)], {}),
-    'wrong axis, transposed convolution': ([*QUANTIZED, *conv('c1', 'y', 'ConvTranspose', axis=0)], {'axis': 'y w'}),
-    'activation per channel': ([*START, *pair('c', 'c1', 'ws', 'wz', axis=1), *conv('c1', 'y')], {'axis': 'c1'}),
+    'no axis': (f'{QUANTIZED} w1 = QDQ(w, ws, wz) y = Conv(c1, w1)', {'axis': 'w1'}),
+    'wrong axis': (f'{QUANTIZED} y = Int8Conv<axis = 1>(c1)', {'axis': 'y w'}),
+    'transposed convolution': (f'{QUANTIZED} y = Int8ConvTranspose<axis = 1>(c1)', {}),
+    'wrong axis, transposed convolution': (f'{QUANTIZED} y = Int8ConvTranspose(c1)', {'axis': 'y w'}),
+    'activation per channel': (f'{INT8} c1 = QDQ<axis = 1>(c, ws, wz) y = Int8Conv(c1)', {'axis': 'c1'}),
 }
 
 
 def graph_named(name):
-    nodes, _, *options = GRAPHS[name]
-    return graph_of(nodes, **(options[0] if options else {}))
+    text, _, *options = GRAPHS[name]
+    return graph_of(text, **(options[0] if options else {}))
 
 
 def audit_of(name):
@@ -351,9 +252,8 @@ FP16_SCALES = {2.0**-14: False, 6e-5: True, 1e-8: True}  # below 2^-14 a FP16 nu
 @pytest.mark.parametrize('value', FP16_SCALES)
 def test_fp16_scales(value):
     half = {k: v.astype(np.float16) for k, v in VALUES.items() if v.dtype == np.float32}
-    model = graph_of(
-        [*START, *end('c', 'v')], values={**half, 'v': np.float16(value)}, opset=19, dtype=TensorProto.FLOAT16
-    )
+    values = {**half, 'v': np.float16(value)}
+    model = graph_of(f'{INT8} y = QConv(c, v)', values=values, opset=19, dtype=TensorProto.FLOAT16)
     found = audit.audit(model)
     assert [(f.kind, f.where) for f in found.findings] == ([('scale', 'y1')] if FP16_SCALES[value] else [])
     assert found.typing == {'FP16': 2} and found.opset == 19
@@ -383,23 +283,12 @@ def test_a_pair_between_convolution_and_activation_is_called_that(name, inside):
 
 def test_channels_are_counted_per_group():
     weights = {'w1': (24, 16), 'w2': (16, 12), 'w3': (48, 16)}  # 16 -> 24, two groups of 12 -> 8, 16 -> 48
-    nodes, given = [*pair('x', 'x1')], 'x1'
-    for i, (name, group) in enumerate(zip(weights, (1, 2, 1))):
-        nodes += [
-            *pair(name, f'{name} dq', 's'),
-            node('Conv', [given, f'{name} dq'], f'c{i}', group=group),
-            *pair(f'c{i}', f'd{i}'),
-        ]
-        given = f'd{i}'
-    found = audit.audit(
-        graph_of(
-            [*nodes, node('Conv', [given, 'last'], 'y')],
-            values={
-                **{k: np.ones((*v, 1, 1), np.float32) for k, v in weights.items()},
-                'last': np.ones((1, 48, 1, 1), np.float32),
-            },
-        )
+    text = (
+        'x1 = QDQ(x) q1 = QDQ(w1, s) c0 = Conv(x1, q1) d0 = QDQ(c0) q2 = QDQ(w2, s) c1 = Conv<group = 2>(d0, q2)'
+        'd1 = QDQ(c1) q3 = QDQ(w3, s) c2 = Conv(d1, q3) d2 = QDQ(c2) y = Conv(d2, last)'
     )
+    shapes = {**weights, 'last': (1, 48)}
+    found = audit.audit(graph_of(text, values={k: np.ones((*v, 1, 1), np.float32) for k, v in shapes.items()}))
     assert [c.channels for c in found.convs] == [(16, 24), (12, 8), (16, 48), (48, 1)]
     assert [c.name for c in found.misaligned] == ['c1'], 'c0 reads the image, the last is float'
     assert [c.flops for c in found.convs] == [2 * SIZE**2 * n for n in (24 * 16, 16 * 12, 48 * 16, 48)]
@@ -411,7 +300,7 @@ def test_an_open_batch_counts_as_one():
 
 
 def test_open_image_axes_give_no_flops_but_findings():
-    model = graph_of(GRAPHS['two scales'][0], ('y', 'y2'))
+    model = graph_named('two scales')
     for dim in model.graph.input[0].type.tensor_type.shape.dim[2:]:
         dim.dim_param = 'any'
     found = audit.audit(model)
@@ -420,15 +309,13 @@ def test_open_image_axes_give_no_flops_but_findings():
 
 
 def test_operators_of_others_are_float():
-    plugin = helper.make_node('NMS', ['c'], ['y'], name='plugin', domain='somebody')
-    model = graph_of([*START, *end('c', out='y2')], ('y2',))
-    model.graph.node.append(plugin)
+    model = graph_of(f'{INT8} y2 = QConv(c)')
+    model.graph.node.append(helper.make_node('NMS', ['c'], ['y'], name='plugin', domain='somebody'))
     model.graph.output.append(helper.make_tensor_value_info('y', TensorProto.FLOAT, [None]))
     model.opset_import.append(helper.make_opsetid('somebody', 1))
     found = audit.audit(model)
-    assert [(f.kind, f.where) for f in found.findings] == [('mixed', 'c')] and audit.coverage(found)['flops'][
-        'ratio'
-    ] == 1
+    assert [(f.kind, f.where) for f in found.findings] == [('mixed', 'c')]
+    assert audit.coverage(found)['flops']['ratio'] == 1
 
 
 # ---- whole models -------------------------------------------------------------------------------------------------------
@@ -553,7 +440,7 @@ def test_strict_is_the_exit_code(tmp_path, name, strict, code):
 
 def contradictory():
     """A graph that passes ONNX's checker: a Concat of 8 x 8 with 1 x 1 pixels."""
-    return graph_of([node('Concat', ['x', 'w'], 'y', axis=1)]).SerializeToString()
+    return graph_of('y = Concat<axis = 1>(x, w)').SerializeToString()
 
 
 BAD = [

@@ -4,9 +4,10 @@ import signal
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from faults import sampled
-from graphs import dq, node, pair
+from graphs import dq, node, nodes_of, pair
 from onnx import TensorProto, helper, numpy_helper
 from zoo import program
 
@@ -33,6 +34,8 @@ VALUES = dict(
 
 
 def graph(nodes, outputs=('y',), constants=(), inputs=(('x', [1, C, 8, 8]),), opset=17, **metadata):
+    """A model of a text, see graphs.nodes_of, or of a list of nodes."""
+    nodes = nodes_of(nodes) if isinstance(nodes, str) else nodes
     used = {name for n in nodes for name in n.input} | {'w'}
     model = helper.make_model(
         helper.make_graph(
@@ -49,114 +52,75 @@ def graph(nodes, outputs=('y',), constants=(), inputs=(('x', [1, C, 8, 8]),), op
     return model
 
 
-def chain(n, step, end='y'):
-    """step(i, given, out) n times in a row; each call returns a node or several."""
-    nodes = []
-    for i in range(n):
-        made = step(i, f't{i}' if i else 'x', f't{i + 1}' if i < n - 1 else end)
-        nodes += made if isinstance(made, list) else [made]
-    return nodes
+def chain(n, step, end='y', first='x'):
+    """step(i, given, out) n times in a row."""
+    return ' '.join(step(i, f't{i}' if i else first, f't{i + 1}' if i < n - 1 else end) for i in range(n))
 
 
-NAMES = [f'y{i}' for i in range(MANY // 2)]
+def doubled(i, x, y):
+    return f'{y}_two = Concat<axis = 1>({x}, {x}) {y} = Slice({y}_two, starts, ends, axes)'
 
 
-def many(make):
-    """make(given, out) of x for each of NAMES."""
-    return [make('x', name) for name in NAMES]
-
-
-def doubled(i, given, out):
-    return [
-        node('Concat', given, given, f'{out} two', axis=1),
-        node('Slice', f'{out} two', 'starts', 'ends', 'axes', out),
-    ]
+def relu(i, x, y):
+    return f'{y} = Relu({x})'
 
 
 def branch(op, given, out):
     """The body of an If that applies `op` to a tensor of the outer graph."""
     return helper.make_graph(
-        [node(op, given, out)], 'branch', [], [helper.make_tensor_value_info(out, TensorProto.FLOAT, [1, C, 8, 8])]
+        nodes_of(f'{out} = {op}({given})'),
+        'branch',
+        [],
+        [helper.make_tensor_value_info(out, TensorProto.FLOAT, [1, C, 8, 8])],
     )
 
 
-LOOP = helper.make_graph(
-    [node('Identity', 'go', 'going'), node('Relu', 'before', 'after')],
-    'body',
-    [
-        helper.make_tensor_value_info('i', TensorProto.INT64, []),
-        helper.make_tensor_value_info('go', TensorProto.BOOL, []),
-        helper.make_tensor_value_info('before', TensorProto.FLOAT, [C, C, 1, 1]),
-    ],
-    [
-        helper.make_tensor_value_info('going', TensorProto.BOOL, []),
-        helper.make_tensor_value_info('after', TensorProto.FLOAT, [C, C, 1, 1]),
-    ],
-)
-
-
-def sum_of(names, out='y'):
-    return node('Sum', *names, out)
-
-
-def conv(given, out='y'):
-    return node('Conv', given, 'w', out)
-
-
-RELU = node('Relu', 'x', 'y')
+LOOP = onnx.parser.parse_graph("""
+    body (int64 i, bool go, float[4, 4, 1, 1] before) => (bool going, float[4, 4, 1, 1] after) {
+        going = Identity(go)
+        after = Relu(before)
+    }""")
+NAMES = [f'y{i}' for i in range(MANY // 2)]
+EACH = ', '.join(NAMES)
+CONVS = ' '.join(f'{name} = Conv(x, w)' for name in NAMES)
+CONV, RELU = 'y = Conv(x, w)', 'y = Relu(x)'
 FINE = {  # name → a graph with a report
     'doubled 40 times': lambda: graph(chain(40, doubled)),
-    'doubled, then quantized': lambda: graph([*chain(40, doubled, 'd'), *pair('d', 'd1'), conv('d1')]),
+    'doubled, then quantized': lambda: graph(f'{chain(40, doubled, "d")} d1 = QDQ(d) y = Conv(d1, w)'),
     'doubled weights': lambda: graph(
-        [
-            node('Concat', 'w', 'w', 'w0', axis=0),
-            *(node('Concat', f'w{i}', f'w{i}', f'w{i + 1}', axis=0) for i in range(40)),
-            *(node('Identity', 'x', 'y'), node('Shape', 'w40', 's')),
-        ]
+        chain(40, lambda i, x, y: f'{y} = Concat<axis = 0>({x}, {x})', 'w40', 'w') + ' y = Identity(x) s = Shape(w40)'
     ),
-    'transposed many times': lambda: graph(chain(MANY, lambda i, x, y: node('Transpose', x, y, perm=[0, 1, 3, 2]))),
-    'many activations': lambda: graph(chain(MANY, lambda i, x, y: node('Relu', x, y))),
+    'transposed many times': lambda: graph(chain(MANY, lambda i, x, y: f'{y} = Transpose<perm = [0, 1, 3, 2]>({x})')),
+    'many activations': lambda: graph(chain(MANY, relu)),
     'a sum of many': lambda: graph(
-        [
-            *pair('x', 'a'),
-            *chain(MANY, lambda i, x, y: node('Add', 'a' if x == 'x' else x, 'a', y), 's'),
-            *(*pair('s', 's1'), conv('s1')),
-        ]
+        f'a = QDQ(x) {chain(MANY, lambda i, x, y: f"{y} = Add({x}, a)", "s", "a")} s1 = QDQ(s) y = Conv(s1, w)'
     ),
     'a sum of many, each read once': lambda: graph(
-        [
-            *(*pair('x', 'a'), *(node('Identity', 'a', f'a{i}') for i in range(MANY // 2))),
-            *chain(MANY // 2, lambda i, x, y: node('Add', x, f'a{i}', y)),
-        ]
+        f'a = QDQ(x) {chain(MANY // 2, lambda i, x, y: f"a{i} = Identity(a) {y} = Add({x}, a{i})")}'
     ),
-    'many Q and DQ': lambda: graph(chain(MANY // 2, lambda i, x, y: pair(x, y))),
+    'many Q and DQ': lambda: graph(chain(MANY // 2, lambda i, x, y: f'{y} = QDQ({x})')),
     'many Q and DQ, read by convolutions': lambda: graph(
-        chain(MANY // 4, lambda i, x, y: [*pair(x, y), conv(y, f'c{i}')])
+        chain(MANY // 4, lambda i, x, y: f'{y} = QDQ({x}) c{i} = Conv({y}, w)')
     ),
-    'many convolutions side by side': lambda: graph([*many(conv), sum_of(NAMES)]),
-    'many convolutions in a row': lambda: graph(chain(MANY, lambda i, x, y: conv(x, y))),
-    'convolutions before a long tail': lambda: graph(
-        [
-            *(*many(conv), sum_of(NAMES, 't')),
-            *chain(MANY // 2, lambda i, x, y: node('Relu', 't' if x == 'x' else x, y)),
-        ]
-    ),
-    'one concat of many': lambda: graph([*many(lambda x, y: node('Relu', x, y)), node('Concat', *NAMES, 'y', axis=1)]),
-    'one concat of one, many times': lambda: graph([*pair('x', 'a'), node('Concat', *(['a'] * MANY), 'y', axis=1)]),
-    'one sum of one, many times': lambda: graph([node('Relu', 'x', 'a'), sum_of(['a'] * MANY)]),
+    'many convolutions side by side': lambda: graph(f'{CONVS} y = Sum({EACH})'),
+    'many convolutions in a row': lambda: graph(chain(MANY, lambda i, x, y: f'{y} = Conv({x}, w)')),
+    'convolutions before a long tail': lambda: graph(f'{CONVS} t = Sum({EACH}) {chain(MANY // 2, relu, "y", "t")}'),
+    'one concat of many': lambda: graph(f'{CONVS.replace("Conv(x, w)", "Relu(x)")} y = Concat<axis = 1>({EACH})'),
+    'one concat of one, many times': lambda: graph(f'a = QDQ(x) y = Concat<axis = 1>({", ".join(["a"] * MANY)})'),
+    'one sum of one, many times': lambda: graph(f'a = Relu(x) y = Sum({", ".join(["a"] * MANY)})'),
     'many outputs': lambda: graph([*pair('x', 'a'), *(dq('a int8', name) for name in NAMES)], NAMES),
     'much shape arithmetic': lambda: graph(
-        [node('Shape', 'x', 'x0'), *(node('Add', f'x{i}', f'x{i}', f'x{i + 1}') for i in range(MANY)), RELU]
+        f'x0 = Shape(x) {chain(MANY, lambda i, x, y: f"{y} = Add({x}, {x})", "end", "x0")} {RELU}'
     ),
-    'a constant of 2^33 values': lambda: graph([node('ConstantOfShape', 'huge', 'c'), node('Relu', 'c', 'd'), RELU]),
-    'an input of 2^60 values': lambda: graph([conv('x')], inputs=[('x', [1, C, 2**30, 2**30])]),
-    'an input of negative size': lambda: graph([conv('x')], inputs=[('x', [1, C, -8, -8])]),
+    'a constant of 2^33 values': lambda: graph(f'c = ConstantOfShape(huge) d = Relu(c) {RELU}'),
+    'an input of 2^60 values': lambda: graph(CONV, inputs=[('x', [1, C, 2**30, 2**30])]),
+    'an input of negative size': lambda: graph(CONV, inputs=[('x', [1, C, -8, -8])]),
     'a loop of 2^40 rounds': lambda: graph(
-        [helper.make_node('Loop', ['trips', 'true', 'w'], ['l'], body=LOOP), conv('x')]
+        [helper.make_node('Loop', ['trips', 'true', 'w'], ['l'], body=LOOP), *nodes_of(CONV)]
     ),
     'an If of what is outside': lambda: graph(
         [
-            *(*pair('x', 'a'), node('Relu', 'a', 'r')),
+            *nodes_of('a = QDQ(x) r = Relu(a)'),
             helper.make_node(
                 'If', ['true'], ['y'], then_branch=branch('Relu', 'r', 'y1'), else_branch=branch('Abs', 'r', 'y2')
             ),
@@ -165,10 +129,8 @@ FINE = {  # name → a graph with a report
     'no names of nodes': lambda: graph(
         [helper.make_node('Split', ['x', ''], ['', 'b'], axis=1, num_outputs=2), node('Relu', 'b', 'y')], opset=18
     ),
-    'kept_float, a layer': lambda: graph([conv('x')], kept_float="['model.0']"),
-    'division by zero in a shape': lambda: graph(
-        [node('Shape', 'x', 's'), node('Sub', 's', 's', 'o'), node('Div', 's', 'o', 'd'), RELU]
-    ),
+    'kept_float, a layer': lambda: graph(CONV, kept_float="['model.0']"),
+    'division by zero in a shape': lambda: graph(f's = Shape(x) o = Sub(s, s) d = Div(s, o) {RELU}'),
 }
 KEPT_FLOAT = ['None', '3', '[1]', '{', '', "'model.0'", '[[]]', '(' * 5000, '[' * 100_000, '-' * 100_000 + '1']
 KEPT_FLOAT += ["__import__('os')", '{}', "[b'a']", '1' * 10_000]
@@ -185,22 +147,20 @@ def constant(**changes):
 
 
 BROKEN = {  # name → a graph that is refused
-    **{f'kept_float, {text[:12]}': lambda text=text: graph([conv('x')], kept_float=text) for text in KEPT_FLOAT},
-    **{name: lambda of=of: graph([conv('x')], constants=[constant(**of)]) for name, of in CONSTANT.items()},
+    **{f'kept_float, {text[:12]}': lambda text=text: graph(CONV, kept_float=text) for text in KEPT_FLOAT},
+    **{name: lambda of=of: graph(CONV, constants=[constant(**of)]) for name, of in CONSTANT.items()},
     'a constant of a negative shape': lambda: graph(
-        [helper.make_node('Constant', [], ['c'], value=constant(dims=[-1], raw_data=b'1' * 4)), conv('x')]
+        [helper.make_node('Constant', [], ['c'], value=constant(dims=[-1], raw_data=b'1' * 4)), *nodes_of(CONV)]
     ),
-    'too many ways': lambda: graph(
-        chain(MANY, lambda i, x, y: [node('Relu', 'x', f'r{i}'), node('Concat', x, f'r{i}', y, axis=1)])
-    ),
-    'a cycle': lambda: graph([node('Add', 'x', 'b', 'a'), node('Relu', 'a', 'b'), node('Relu', 'b', 'y')]),
-    'itself': lambda: graph([node('Concat', 'x', 'y', 'y', axis=1)]),
-    'one name twice': lambda: graph([RELU, node('Abs', 'x', 'y')]),
-    'no opset': lambda: without(graph([conv('x')]), 'opset_import'),
+    'too many ways': lambda: graph(chain(MANY, lambda i, x, y: f'r{i} = Relu(x) {y} = Concat<axis = 1>({x}, r{i})')),
+    'a cycle': lambda: graph('a = Add(x, b) b = Relu(a) y = Relu(b)'),
+    'itself': lambda: graph('y = Concat<axis = 1>(x, y)'),
+    'one name twice': lambda: graph(f'{RELU} y = Abs(x)'),
+    'no opset': lambda: without(graph(CONV), 'opset_import'),
     'inputs left out': lambda: foreign('QuantizeLinear', []),
     'outputs left out': lambda: foreign('Any', ['x'], []),
-    'an operator without its inputs': lambda: graph([helper.make_node('Conv', ['x'], ['y'])]),
-    'an index out of range': lambda: graph([node('Shape', 'x', 's'), node('Gather', 's', 'ends', 'i'), RELU]),
+    'an operator without its inputs': lambda: graph('y = Conv(x)'),
+    'an index out of range': lambda: graph(f's = Shape(x) i = Gather(s, ends) {RELU}'),
 }
 
 
@@ -211,7 +171,7 @@ def without(model, field):
 
 def foreign(op, inputs, outputs=('o',)):
     """A graph with a custom operator, unknown to ONNX's checker."""
-    model = graph([helper.make_node(op, inputs, outputs, domain='somebody'), conv('x')])
+    model = graph([helper.make_node(op, inputs, outputs, domain='somebody'), *nodes_of(CONV)])
     model.opset_import.append(helper.make_opsetid('somebody', 1))
     return model
 
@@ -244,17 +204,8 @@ def test_every_graph(tmp_path, capfd, clock, name):
 
 def test_ways_that_meet_again_count_once():
     """Each use and each origin is named once, in the order of the graph, even if many paths lead to it."""
-    model = graph(
-        [
-            *pair('x', 'a'),
-            node('Concat', 'a', 'a', 'k', axis=1),
-            node('Transpose', 'k', 'm', perm=[0, 1, 3, 2]),
-            node('Concat', 'k', 'm', 'n', axis=1),
-            node('Relu', 'n', 'y'),
-            node('Abs', 'm', 'y2'),
-        ],
-        ('y', 'y2'),
-    )
+    text = 'a = QDQ(x) k = Concat<axis = 1>(a, a) m = Transpose<perm = [0, 1, 3, 2]>(k) n = Concat<axis = 1>(k, m)'
+    model = graph(f'{text} y = Relu(n) y2 = Abs(m)', ('y', 'y2'))
     onnx.checker.check_model(model)
     found = Graph(model)
     assert found.origins('n') == {'a'} and [(n.op_type, i) for n, i in found.uses('a')] == [('Relu', 0), ('Abs', 0)]

@@ -9,7 +9,7 @@ import torch
 from faults import sampled
 from graphs import copy, dims, metadata, run_onnx
 from onnx import TensorProto, helper
-from zoo import build, full, output, program, same
+from zoo import output, program, same
 
 from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
 from models.deploy.formats.onnx import export_onnx
@@ -196,43 +196,9 @@ def test_the_main_branch_of_a_dual_checkpoint(small):
     assert same(output(dual, images), output(single, images))
 
 
-BAD = {
-    'a size between strides': (
-        ['-s', '100'],
-        '--size 100: must be multiples of 32, the stride of the model, such as 96 or 128',
-    ),
-    'a width between strides': (['-s', '64', '70'], '--size 64 70: must be multiples'),
-    'no size': (['-s', '0'], '--size 0: must be multiples of 32, the stride of the model, such as 32'),
-    'three sizes': (['-s', '64', '64', '64'], '--size 64 64 64: one number, or height and width'),
-    'dynamic and a batch': (['--dynamic', '--batch', '4'], '--dynamic, --batch 4: give one of the two'),
-    'batch 0': (['--batch', '0'], '--batch 0: must be 1 or more'),
-    'opset': (['--opset', '12'], '--opset 12: must lie in 13 to 20 for --trt 10'),
-    'opset of TensorRT 8': (['--trt', '8', '--opset', '18'], '--opset 18: must lie in 13 to 17 for --trt 8'),
-    'trt': (['--trt', '9'], '--trt 9: must be one of 8, 10, 11'),
-    'weights': (['-w', 'missing.pt'], '--weights missing.pt: no such file'),
-}
-
-
-@pytest.mark.parametrize('arguments, says', BAD.values(), ids=BAD)
-def test_bad_input_is_one_line(small, tmp_path, monkeypatch, capsys, arguments, says):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(export_yolov9, ['-w', str(small.single), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count('\n') == 1 and says in said
-    assert not list(tmp_path.iterdir())
-
-
 def test_dynamic_with_a_batch_of_1_is_what_it_was(small, tmp_path, monkeypatch):
     """DeepStream-Yolo's script allows these two options together."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'm.pt').write_bytes(small.single.read_bytes())
     assert run_command(export_yolov9, ['-w', 'm.pt', '-s', '64', '--dynamic', '--batch', '1']) == 0
     assert dims(onnx.load('m.pt.onnx').graph.input[0])[0] == 'batch'
-
-
-@pytest.mark.parametrize('name', full('gelan-c-dseg'))
-def test_masks_are_refused(tmp_path, monkeypatch, capsys, name):
-    torch.save({'model': build(name, width_multiple=0.25), 'ema': None}, tmp_path / 'seg.pt')
-    monkeypatch.chdir(tmp_path)
-    assert run_command(export_yolov9, ['-w', 'seg.pt', '-s', '64']) == 2
-    assert 'its head is DSegment' in capsys.readouterr().err

@@ -3,14 +3,13 @@
 import ast
 import json
 import re
-import shutil
 
 import numpy as np
 import onnx
 import pytest
 import torch
 from conftest import REPO
-from faults import answer, sampled
+from faults import sampled
 from graphs import copy, dims, metadata, node, run_onnx
 from onnx import TensorProto, helper
 from segmenters import NM, SEGMENTERS, segmenter
@@ -623,15 +622,6 @@ def test_ap_with_nms_inside_is_that_of_nms_outside(small, exported, tmp_path, na
     assert outside.ap > 0.05
 
 
-def test_the_plugin_in_a_whole_model(exported, images, tmp_path):
-    """A quantized file of open batch, run with the standard nodes in place of the plugin."""
-    for kind in ('plugin', 'standard'):
-        export_end2end(exported(DETECTOR, 'int8 open'), tmp_path / f'{kind}.onnx', Nms(kind))
-    onnx.save(with_plugin_as_function(onnx.load(tmp_path / 'plugin.onnx'), STANDARD, 10), tmp_path / 'function.onnx')
-    found, wanted = (open_file(tmp_path / f'{name}.onnx')(images) for name in ('function', 'standard'))
-    assert all(torch.equal(f.rows, w.rows) for f, w in zip(found, wanted)) and sum(map(len, wanted)) > 20
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------------
 
 
@@ -672,21 +662,6 @@ def test_the_command(checkpoint, trt):
     assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+%; allowed', said)
     assert 'det_masks of up to 20 detections; NMS standard' in said and 'output0, output1\n' in said
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: [20, 784]' in (folder / 'seg-end2end.pbtxt').read_text()
-
-
-@pytest.mark.parametrize(
-    'masks, arguments, says',
-    [
-        (True, '--nms plugin', '--nms plugin: EfficientNMS_TRT does not tell'),
-        (True, '--pooler-scale 0.5', '--pooler-scale 0.5: must be one of 0.25'),
-        (False, '--mask-resolution 28', '--mask-resolution: only for a segmentation model, which '),
-    ],
-)
-def test_the_command_refuses(checkpoint, small, tmp_path, capfd, masks, arguments, says):
-    weights = checkpoint if masks else shutil.copy(small.single, tmp_path)
-    argv = ['--weights', weights, '--include', 'onnx_end2end', '--imgsz', 64, *arguments.split()]
-    code, line = answer('export_qat.py', argv, capfd, tmp_path)
-    assert code == 2 and says in line
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------------

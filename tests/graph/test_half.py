@@ -8,21 +8,7 @@ import onnx
 import pytest
 import torch
 from faults import sampled
-from graphs import (
-    FLOAT,
-    INT8_BLOCK,
-    WEIGHT,
-    between_quantized,
-    copy,
-    dq,
-    graph_of,
-    nchw,
-    node,
-    pair,
-    q,
-    run_onnx,
-    with_values,
-)
+from graphs import FLOAT, INT8_BLOCK, between_quantized, copy, graph_of, nchw, run_onnx, with_values
 from onnx import TensorProto, numpy_helper
 from zoo import build, fuse, image
 
@@ -63,131 +49,74 @@ def casts(model):
 
 # ---- graphs made by hand ------------------------------------------------------------------------------------------------
 
-CONV = node('Conv', 'x', 'w', 'b', 'c')
-FEATURE = [('x', HALF), ('c', FLOAT)]  # of a graph whose only feature convolution is CONV
-
-RELU_D = node('Relu', 'd', 'y')
+CONV = 'c = Conv(x, w, b)'
+FEATURE = [('x', HALF), ('c', FLOAT)]  # of a graph whose only feature convolution makes c
+TWO = [('x', HALF), ('d', FLOAT)]  # of one whose last makes d
 TALL = {'returns': (1, 4, 8, 8)}
-RESIZED = [('x', HALF), ('d', FLOAT)]
+WEIGHT = 'dw = QDQ<axis = 0>(w, ws, wz)'
 GRAPHS = {  # name → graph, its Casts, and how many Q and DQ are left
-    'convolution, then decoding': (nchw([CONV, node('Sigmoid', 'c', 'y')]), FEATURE, (0, 0)),
-    'softmax, then the DFL': (
-        nchw([CONV, node('Softmax', 'c', 's', axis=1), node('Conv', 's', 'w', 'y')]),
-        FEATURE,
-        (0, 0),
-    ),
-    'activation between convolutions': (
-        nchw(
-            [
-                *(CONV, node('Sigmoid', 'c', 's'), node('Mul', 'c', 's', 'm')),
-                *(node('Conv', 'm', 'w', 'd'), node('Add', 'd', 'x', 'y')),
-            ]
-        ),
-        RESIZED,
-        (0, 0),
-    ),
-    'no convolution': (nchw([node('Relu', 'x', 'y')]), [], (0, 0)),
-    'a constant on both sides': (
-        nchw([node('Mul', 'x', 'two', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'two', 'y')]),
-        FEATURE,
-        (0, 0),
-    ),
+    'convolution, then decoding': (nchw(f'{CONV} y = Sigmoid(c)'), FEATURE, (0, 0)),
+    'softmax, then the DFL': (nchw(f'{CONV} s = Softmax<axis = 1>(c) y = Conv(s, w)'), FEATURE, (0, 0)),
+    'activation between convolutions': (nchw(f'{CONV} m = SiLU(c) d = Conv(m, w) y = Add(d, x)'), TWO, (0, 0)),
+    'no convolution': (nchw('y = Relu(x)'), [], (0, 0)),
+    'a constant on both sides': (nchw('m = Mul(x, two) c = Conv(m, w) y = Mul(c, two)'), FEATURE, (0, 0)),
     'constants as nodes': (
-        nchw(
-            [
-                onnx.helper.make_node('Constant', [], ['k'], value=numpy_helper.from_array(np.float32(3))),
-                *(node('Mul', 'x', 'k', 'm'), node('Conv', 'm', 'w', 'c'), node('Mul', 'c', 'k', 'y')),
-            ]
-        ),
+        nchw('k = Constant<value = float {3}>() m = Mul(x, k) c = Conv(m, w) y = Mul(c, k)'),
         FEATURE,
         (0, 0),
     ),
     'a feature is returned': (
-        nchw(
-            [
-                *(node('Conv', 'x', 'w', 'b', 'y'), node('Conv', 'y', 'w', 'c')),
-                *(node('Relu', 'y', 'r'), node('Add', 'c', 'r', 'z')),
-            ],
-            outputs=('y', 'z'),
-        ),
+        nchw('y = Conv(x, w, b) c = Conv(y, w) r = Relu(y) z = Add(c, r)', outputs=('y', 'z')),
         [('x', HALF), ('y_fp16', FLOAT), ('c', FLOAT)],
         (0, 0),
     ),
     'bytes in': (
-        nchw(
-            [
-                *(node('Cast', 'x', 'f', to=FLOAT), node('Div', 'f', 'two', 'd')),
-                *(node('Conv', 'd', 'w', 'c'), node('Relu', 'c', 'y')),
-            ],
-            given=TensorProto.UINT8,
-        ),
+        nchw('f = Cast<to = 1>(x) d = Div(f, two) c = Conv(d, w) y = Relu(c)', given=TensorProto.UINT8),
         FEATURE,
         (0, 0),
     ),
-    'Resize by scales': (
-        nchw([CONV, node('Resize', 'c', 'roi', 'scales', 'r'), node('Conv', 'r', 'w', 'd'), RELU_D], **TALL),
-        RESIZED,
-        (0, 0),
-    ),
+    'Resize by scales': (nchw(f'{CONV} r = Resize(c, roi, scales) d = Conv(r, w) y = Relu(d)', **TALL), TWO, (0, 0)),
     'Resize by sizes, CBFuse': (
-        nchw(
-            [
-                *(CONV, node('Resize', 'c', '', '', 'sizes', 'r'), node('Conv', 'r', 'w', 'd')),
-                *(node('Add', 'r', 'd', 'e'), node('Conv', 'e', 'w', 'f'), node('Relu', 'f', 'y')),
-            ],
-            **TALL,
-        ),
-        [('x', HALF), ('f', FLOAT)],
+        nchw(f'{CONV} r = Resize(c, "", "", sizes) e = Conv(r, w) f = Add(r, e) d = Conv(f, w) y = Relu(d)', **TALL),
+        TWO,
         (0, 0),
     ),
     'sizes computed in floats': (
         nchw(
-            [
-                *(CONV, node('Shape', 'c', 'shape'), node('Cast', 'shape', 'f', to=FLOAT)),
-                *(node('Mul', 'f', 'scales', 'g'), node('Cast', 'g', 'i', to=TensorProto.INT64)),
-                *(node('Resize', 'c', '', '', 'i', 'r'), node('Conv', 'r', 'w', 'd'), RELU_D),
-            ],
+            f'{CONV} shape = Shape(c) f = Cast<to = 1>(shape) g = Mul(f, scales) i = Cast<to = 7>(g)'
+            'r = Resize(c, "", "", i) d = Conv(r, w) y = Relu(d)',
             **TALL,
         ),
-        RESIZED,
+        TWO,
         (0, 0),
     ),
-    'INT8': (INT8_BLOCK, RESIZED, (3, 4)),
+    'INT8': (INT8_BLOCK, TWO, (3, 4)),
     'INT8, images with a scale that is an FP16 number': (with_values(INT8_BLOCK, scale=0.125), [('d', FLOAT)], (3, 4)),
     'moved, then decoding': (
-        nchw(
-            [CONV, node('Concat', 'c', 'c', 'm', axis=2), node('Transpose', 'm', 't'), node('Sigmoid', 't', 'y')],
-            returns=(4, 8, 4, 1),
-        ),
+        nchw(f'{CONV} m = Concat<axis = 2>(c, c) t = Transpose(m) y = Sigmoid(t)', returns=(4, 8, 4, 1)),
         [('x', HALF), ('t', FLOAT)],
         (0, 0),
     ),
     'moved with something else': (
-        nchw([CONV, node('Concat', 'c', 'x', 'm', axis=2), node('Sigmoid', 'm', 'y')], returns=(1, 4, 8, 4)),
+        nchw(f'{CONV} m = Concat<axis = 2>(c, x) y = Sigmoid(m)', returns=(1, 4, 8, 4)),
         FEATURE,
         (0, 0),
     ),
     'INT8 moved between Q and DQ': (
         nchw(
-            [
-                *(q('x', 'a'), node('MaxPool', 'a', 'p', kernel_shape=[3, 3], pads=[1, 1, 1, 1]), dq('p', 'e')),
-                *(*WEIGHT, node('Conv', 'e', 'dw', 'c'), node('Relu', 'c', 'y')),
-            ]
+            'a = QuantizeLinear(x, scale, zero) p = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(a)'
+            f'e = DequantizeLinear(p, scale, zero) {WEIGHT} c = Conv(e, dw) y = Relu(c)'
         ),
         FEATURE,
         (1, 2),
     ),
     'a DQ that both sides read': (
-        nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Mul', 'a', 'c', 'y')]),
+        nchw('a = QDQ(x) c = Conv(a, w) y = Mul(a, c)'),
         [('x', HALF), ('a', FLOAT), ('c', FLOAT)],
         (1, 1),
     ),
-    'Q/DQ in the decoding': (nchw([CONV, *pair('c', 'a'), node('Relu', 'a', 'y')]), FEATURE, (1, 1)),
-    'opset 21': (
-        nchw([*pair('x', 'a'), *WEIGHT, node('Conv', 'a', 'dw', 'c'), node('Relu', 'c', 'y')], opset=21),
-        FEATURE,
-        (1, 2),
-    ),
+    'Q/DQ in the decoding': (nchw(f'{CONV} a = QDQ(c) y = Relu(a)'), FEATURE, (1, 1)),
+    'opset 21': (nchw(f'a = QDQ(x) {WEIGHT} c = Conv(a, dw) y = Relu(c)', opset=21), FEATURE, (1, 2)),
 }
 
 
@@ -234,7 +163,7 @@ def test_every_law_on_every_graph(name):
         ('INT8', {'scale': 6e-5}, '^a int8: scale 6e-05 is no normal FP16 number'),
         ('INT8', {'scale': 0}, '^a: scale 0 is no normal'),
         ('INT8', {'scale': 7e4}, '^a int8: scale 7e[+]04 is no normal'),
-        ('INT8', {'per channel': 1e-9}, '^dw: scale 1e-09 is no normal'),
+        ('INT8', {'ws': 1e-9}, '^dw: scale 1e-09 is no normal'),
         ('INT8', {'b': -65505}, '^b: 65505 is beyond FP16'),
         ('convolution, then decoding', {'w': 1e5}, '^w: 100000 is beyond FP16'),
         ('INT8', {'scale': 2**-14}, None),
@@ -251,20 +180,15 @@ def test_what_has_no_place_in_fp16_is_named(name, values, refusal):
 
 
 def test_an_opset_without_fp16_scales_is_refused():
-    model = nchw([*pair('x', 'a'), node('Conv', 'a', 'w', 'c'), node('Relu', 'c', 'y')], opset=18)
+    model = nchw('a = QDQ(x) c = Conv(a, w) y = Relu(c)', opset=18)
     with pytest.raises(QatError, match='^opset 18: .*--trt 11, which takes opset 19'):
         to_half(model)
-    to_half(nchw([CONV, node('Relu', 'c', 'y')], opset=13))
+    to_half(nchw(f'{CONV} y = Relu(c)', opset=13))
 
 
 def test_a_cast_before_a_convolution_is_refused():
     """One DQ feeds a feature convolution (FP16) and one behind a Softmax (FP32), which TensorRT could not fuse."""
-    model = nchw(
-        [
-            *(CONV, *WEIGHT, node('Conv', 'x', 'dw', 'd')),
-            *(node('Add', 'c', 'd', 'e'), node('Softmax', 'e', 's'), node('Conv', 's', 'dw', 'y')),
-        ]
-    )
+    model = nchw(f'{CONV} {WEIGHT} d = Conv(x, dw) e = Add(c, d) s = Softmax(e) y = Conv(s, dw)')
     with pytest.raises(QatError, match='please report this model'):
         to_half(model)
 
@@ -291,11 +215,10 @@ def test_weights_are_what_their_q_computes(axis, scale):
     shape = (2, 4, 2)
     along = scale.reshape([-1 if axis is not None and i == axis % 3 else 1 for i in range(3)])
     weight = STEPS.reshape(shape) * along
-    options = {} if axis is None else {'axis': axis}
     initializers = {'weight': weight, 'scale': scale, 'zero': np.zeros(scale.shape, np.int8)}
-    model = graph_of(
-        [*pair('weight', 'w', **options), node('Add', 'x', 'w', 'y')], shape=shape, initializers=initializers
-    )
+    along_axis = '' if axis is None else f'<axis = {axis}>'
+    text = f'w = QDQ{along_axis}(weight) y = Add(x, w)'
+    model = graph_of(text, shape=shape, initializers=initializers)
     before = run_onnx(model, {'x': np.zeros(shape, np.float32)})[0]
     stored = store_int8_weights(copy(model))
     onnx.checker.check_model(stored, full_check=True)
@@ -307,16 +230,8 @@ def test_weights_are_what_their_q_computes(axis, scale):
 
 def test_only_the_q_of_weights_go():
     """A weight with two readers is stored for each; a reader in float still finds it."""
-    model = graph_of(
-        [
-            *pair('x', 'a'),
-            *pair('weight', 'b'),
-            *pair('weight', 'c', scale='other scale'),
-            node('MatMul', 'a', 'b', 'd'),
-            node('MatMul', 'd', 'c', 'e'),
-            node('MatMul', 'e', 'weight', 'y'),
-        ]
-    )
+    text = 'a = QDQ(x) b = QDQ(weight) c = QDQ(weight, "other scale") d = MatMul(a, b) e = MatMul(d, c) y = MatMul(e, weight)'
+    model = graph_of(text)
     stored, x = store_int8_weights(copy(model)), {'x': np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)}
     assert onnx_graph.count_qdq(model) == (3, 3) and onnx_graph.count_qdq(stored) == (1, 3)
     assert np.array_equal(run_onnx(stored, x)[0], run_onnx(model, x)[0])
@@ -327,7 +242,7 @@ def test_weights_are_not_rounded_twice():
     """Rounding to FP16 before INT8 would give other steps."""
     steps = np.random.default_rng(0).integers(-100, 100, (4, 4, 1, 1)) + np.float32(0.4995)
     weight = steps.astype(np.float32) * np.float32(0.01)
-    stored = onnx_graph.constants(to_half(with_values(INT8_BLOCK, w=weight, **{'per channel': 0.01})))['dw int8']
+    stored = onnx_graph.constants(to_half(with_values(INT8_BLOCK, w=weight, ws=0.01)))['dw int8']
     assert np.array_equal(stored, np.floor(steps))
     assert not np.array_equal(stored, np.rint(weight.astype(np.float16) / np.float16(0.01)))
 
@@ -341,13 +256,8 @@ def test_every_version_of_onnx_runtime_rounds_fp16_values(scale):
     x = np.arange(2**16, dtype=np.uint16).view(np.float16)
     x = x[np.isfinite(x)].reshape(1, -1)
     typed = graph_of(
-        [
-            node('Cast', 'x', 'f', to=HALF),
-            q('f', 'one'),
-            q('f', 'two'),
-            dq('one', 'd'),
-            node('Cast', 'd', 'y', to=FLOAT),
-        ],
+        'f = Cast<to = 10>(x) one = QuantizeLinear(f, scale, zero) two = QuantizeLinear(f, scale, zero)'
+        'd = DequantizeLinear(one, scale, zero) y = Cast<to = 1>(d)',
         shape=x.shape,
         opset=19,
         initializers={'scale': np.float16(scale)},

@@ -18,7 +18,8 @@ import torch
 from conftest import TREE
 from faults import sampled
 from fresh import fresh
-from graphs import assert_same_outputs, copy, dq, graph_of, node, pair, q, run_onnx
+from graphs import assert_same_outputs, copy, graph_of, run_onnx
+from segmenters import segmenter
 from zoo import DUAL, SEGMENT, SINGLE, command, full, program
 
 from models.deploy.agreement import LIMITS, RELATIVE, made_images, output_differences
@@ -90,12 +91,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize('kind', sampled([*KINDS, 'end2end'], 3))
-@pytest.mark.parametrize('task', ['small', 'demo_seg'])
-def test_each_kind_of_export(task, kind, tmp_path, request):
-    if (task, kind) == ('demo_seg', 'DeepStream'):
+@pytest.mark.parametrize('task', ['detect', 'segment'])
+def test_each_kind_of_export(small, task, kind, tmp_path):
+    if (task, kind) == ('segment', 'DeepStream'):
         pytest.skip('a layout of detectors')
-    files, file = request.getfixturevalue(task), tmp_path / 'model.onnx'
-    export_onnx(files.quantized_model(), file, (SIDE, SIDE), **KINDS.get(kind, {}))
+    model, file = small.quantized_model() if task == 'detect' else segmenter(quantized=True), tmp_path / 'model.onnx'
+    export_onnx(model, file, (SIDE, SIDE), **KINDS.get(kind, {}))
     if kind == 'end2end':
         export_end2end(file, file, Nms('standard'))
     assert_integers(file)
@@ -107,7 +108,7 @@ def test_each_kind_of_export(task, kind, tmp_path, request):
 # ---- rightly --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('task', ['demo', 'demo_seg'])
+@pytest.mark.parametrize('task', ['small', 'demo_seg'])
 def test_it_computes_what_onnx_runtime_computes(task, tmp_path, request):
     """An .onnx file, its .xml, and the float model. Read as it is, the .onnx file is computed wrong on CPUs without AMX."""
     demo, images = request.getfixturevalue(task), made_images(1, (128, 128))
@@ -132,22 +133,19 @@ def test_batches_and_order_do_not_matter(small, tmp_path):
 
 XS = np.linspace(-15, 15, 64, dtype=np.float32).reshape(1, 4, 4, 4)
 by_hand = partial(graph_of, shape=(1, 4, 4, 4), returns=(1, None, None, None))
-POOL, RELU = node('MaxPool', 'a', 'm', kernel_shape=[1, 1]), node('Relu', 'b', 'y')
-REPEATED = {  # nodes → the pairs that are left: a scale is repeated, another one is not
-    'behind a move': ([*pair('x', 'a'), POOL, *pair('m', 'b', scale='same scale'), RELU], 1),
-    'another scale': ([*pair('x', 'a'), POOL, *pair('m', 'b', scale='other scale'), RELU], 2),
-    'behind arithmetic': ([*pair('x', 'a'), node('Relu', 'a', 'm'), *pair('m', 'b'), RELU], 2),
-    'in part': ([*pair('x', 'a'), node('Concat', 'a', 'x', 'm', axis=1), *pair('m', 'b'), RELU], 2),
-    'several in a row': (
-        [*pair('x', 'a'), *pair('a', 'b'), node('Transpose', 'b', 'f'), *pair('f', 'c'), node('Relu', 'c', 'y')],
-        1,
-    ),
+POOL = 'm = MaxPool<kernel_shape = [1, 1]>(a)'
+REPEATED = {  # a graph → the pairs that are left: a scale is repeated, another one is not
+    f'a = QDQ(x) {POOL} b = QDQ(m, "same scale") y = Relu(b)': 1,
+    f'a = QDQ(x) {POOL} b = QDQ(m, "other scale") y = Relu(b)': 2,
+    'a = QDQ(x) m = Relu(a) b = QDQ(m) y = Relu(b)': 2,
+    'a = QDQ(x) m = Concat<axis = 1>(a, x) b = QDQ(m) y = Relu(b)': 2,
+    'a = QDQ(x) b = QDQ(a) f = Transpose(b) c = QDQ(f) y = Relu(c)': 1,
 }
 
 
-@pytest.mark.parametrize('nodes, left', REPEATED.values(), ids=REPEATED)
-def test_only_a_repeated_scale_is_dropped(nodes, left):
-    model = graph_of(nodes, shape=(1, 4, 4, 4), returns=(None,) * 4)
+@pytest.mark.parametrize('text, left', REPEATED.items())
+def test_only_a_repeated_scale_is_dropped(text, left):
+    model = graph_of(text, shape=(1, 4, 4, 4), returns=(None,) * 4)
     dropped = passes.drop_repeated_qdq(copy(model))
     assert count_qdq(dropped) == (left, left)
     onnx.checker.check_model(dropped, full_check=True)
@@ -157,12 +155,12 @@ def test_only_a_repeated_scale_is_dropped(nodes, left):
 @pytest.mark.parametrize('changed', ['', 'opset', 'perm', 'axis', 'read twice'])
 def test_the_integral_over_boxes_is_a_product(changed):
     """The values stay, and what is not its pattern stays as it is."""
-    turn = node('Transpose', 'x', 't', perm=[0, 2, 1, 3] if changed != 'perm' else [0, 1, 2, 3])
-    conv = node('Conv', 's', 'weight', 'y' if changed != 'read twice' else 'c')
-    nodes = [turn, node('Softmax', 't', 's', axis=1 if changed != 'axis' else 3), conv]
-    nodes += [node('Add', 'c', 's', 'y')] * (changed == 'read twice')
+    perm = '[0, 2, 1, 3]' if changed != 'perm' else '[0, 1, 2, 3]'
+    axis = 1 if changed != 'axis' else 3
+    text = f't = Transpose<perm = {perm}>(x) s = Softmax<axis = {axis}>(t)'
+    text += ' c = Conv(s, weight) y = Add(c, s)' if changed == 'read twice' else ' y = Conv(s, weight)'
     integers = np.arange(4, dtype=np.float32).reshape(1, 4, 1, 1)
-    model = by_hand(nodes, initializers={'weight': integers})
+    model = by_hand(text, initializers={'weight': integers})
     if changed == 'opset':
         model.opset_import[0].version = 12
         assert passes.multiply_dfl(copy(model)) == model
@@ -175,7 +173,9 @@ def test_the_integral_over_boxes_is_a_product(changed):
 @pytest.mark.parametrize('scale, tolerance', [('scale', 0), ('other scale', 1e-6)])
 def test_fake_quantize_has_the_limits_of_the_pair(scale, tolerance, tmp_path):
     """Bit for bit as ONNX Runtime computes Q and DQ, beyond both limits too; the last bit may differ if their scales do."""
-    model = by_hand([*pair('x', 'a'), q('x', 'i'), dq('i', 'k', scale=scale), node('Add', 'a', 'k', 'y')])
+    model = by_hand(
+        f'a = QDQ(x) i = QuantizeLinear(x, scale, zero) k = DequantizeLinear(i, "{scale}", zero) y = Add(a, k)'
+    )
     onnx.save(model, tmp_path / 'model.onnx')
     ops = [n.op_type for n in passes.fake_quantize(copy(model)).graph.node]
     assert ops.count('FakeQuantize') == 2 and not {'QuantizeLinear', 'DequantizeLinear'} & set(ops)

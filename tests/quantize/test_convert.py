@@ -15,6 +15,7 @@ from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same
 from models.quantize.blocks import TWINS, QuantConv2d, Twin
 from models.quantize.convert import dequantize_model, is_quantized, quantize_model
 from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.errors import QatError
 
 
@@ -33,6 +34,7 @@ def test_every_law_on_every_model(name):
         nothing_is_unknown_but_a_dual_head,
         upstream_finds_its_attributes,
         and_back,
+        tying_scales_changes_no_float_value,
     ):
         law(unfused=unfused, model=model, quantized=quantized, done=done)
 
@@ -107,6 +109,21 @@ def and_back(model, quantized, **_):
     assert [(n, type(m)) for n, m in back.named_modules()] == [(n, type(m)) for n, m in model.named_modules()]
     assert same(back.state_dict(), model.state_dict())
     assert same(output(back, image()), output(model, image()))
+
+
+def tying_scales_changes_no_float_value(model, quantized, **_):
+    tied, before = deepcopy(quantized), activations(quantized)
+    groups = scale_groups(tied)
+    assert sorted(p for g in groups for p in g) == sorted(before), 'each quantizer is in one group'
+    with quantizers_off(tied):
+        assert tie_scales(tied) == groups
+        assert same(output(tied, image()), output(model, image()))
+    assert len(activations(tied)) == len(groups) < len(before)
+    assert [len(g) for g in scale_groups(tied)] == [1] * len(groups), 'nothing is left to tie'
+
+
+def activations(model):
+    return [n for n, q in named_quantizers(model) if q._axis is None]
 
 
 def test_quantized_model_has_only_quantizers_more():

@@ -3,9 +3,11 @@
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import REPO
 from faults import sampled
 from zoo import build, image, output, same, settings, state, tensors
 
@@ -16,12 +18,17 @@ from models.quantize.finetuning.training_step import (
     GraphedStep,
     NotFinite,
     TrainingStep,
+    head_emits_raw_maps,
     relative_error,
 )
 from models.quantize.quantizers import FixedScales, named_quantizers, quantizers_off
 from models.quantize.run.inputs import with_precision
 from utils.qat.core.errors import QatError
+from utils.qat.data.dataset import load_data, load_hyp
+from utils.qat.data.loaders import training_images
+from utils.qat.tasks.label_losses import LabelLoss
 
+CPU = torch.device('cpu')
 LOADER = [image(96, 2, seed) for seed in range(4)]
 
 
@@ -159,9 +166,9 @@ def test_after_a_fault_no_step_is_taken_until_someone_looks(small):
 # ---- precision and speed ------------------------------------------------------------------------------------------------
 
 
-def new_step(small, amp='off'):
+def new_step(small, amp='off', **options):
     student = small.quantized_model()
-    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), 1e-4, amp)
+    return TrainingStep(student, small.float_model(), supervised_layers(student, 1), 1e-4, amp, **options)
 
 
 def test_the_gradient_is_clipped_as_pytorch_does_it(small):
@@ -180,10 +187,10 @@ def test_the_gradient_is_clipped_as_pytorch_does_it(small):
         assert all(torch.allclose(a, g * share, rtol=1e-5, atol=0) for a, g in zip(got, expected, strict=True))
 
 
-def test_bf16_learns_and_leaves_fp32(demo):
-    student, epochs = run(demo, epochs=3, amp='bf16')
+def test_bf16_learns_and_leaves_fp32(small):
+    student, epochs = run(small, epochs=3, amp='bf16')
     assert epochs[2].loss < epochs[1].loss < epochs[0].loss
-    reference = run(demo, epochs=3)[1]
+    reference = run(small, epochs=3)[1]
     assert epochs[2].loss != reference[2].loss and epochs[2].loss == pytest.approx(reference[2].loss, rel=0.5)
     assert {v.dtype for v in state(student).values() if v.is_floating_point()} == {torch.float32}
 
@@ -343,3 +350,89 @@ def test_fixed_scales_change_nothing(small, share):
     assert same(plain, fixed) and torch.allclose(gradient, other, rtol=1e-4, atol=1e-4 * gradient.abs().max().item())
     assert share or torch.equal(gradient, other)
     assert not any('_fixed' in q.__dict__ for _, q in named_quantizers(model)), 'nothing of it is left for a checkpoint'
+
+
+# ---- the labels ---------------------------------------------------------------------------------------------------------
+
+
+def labelled(small, task_loss=1.0):
+    """Batches with labels, as `quantize` loads them."""
+    return list(
+        training_images(load_data(small.data), settings(task_loss=task_loss), 32, CPU, load_hyp(REPO / 'demo/hyp.yaml'))
+    )
+
+
+def raw_maps(model, images):
+    """The raw maps that the head gives in training mode; the model stays in that mode."""
+    head_emits_raw_maps(model)
+    return model(images)
+
+
+def test_the_loader_gives_the_labels_of_its_images(small):
+    batches, images_alone = labelled(small), labelled(small, 0.0)
+    assert len(batches) == 3
+    for (images, labels), alone in zip(batches, images_alone, strict=True):
+        assert (
+            torch.equal(images, alone) and images.shape == (4, 3, 128, 128) and 0 <= images.min() and images.max() <= 1
+        )
+        assert labels.shape[1] == 6 and len(labels) > 4 and set(labels[:, 0].tolist()) <= {0, 1, 2, 3}
+        assert labels[:, 2:].min() >= 0 and labels[:, 2:].max() <= 1
+
+
+def test_the_loss_on_the_labels_knows_right_from_wrong(demo):
+    """The loss is per image: a doubled batch has the same loss. The right labels have a lower loss."""
+    model = demo.float_model()
+    loss = LabelLoss(model)
+    images, labels = labelled(demo)[0]
+    maps = raw_maps(model, images)
+    value = loss(maps, labels).item()
+    second = labels + torch.tensor([len(images), 0, 0, 0, 0, 0])
+    assert loss([m.repeat(2, 1, 1, 1) for m in maps], torch.cat((labels, second))).item() == pytest.approx(
+        value, rel=1e-3
+    )
+    assert LabelLoss(model, 3.0)(maps, labels).item() == pytest.approx(3 * value)
+    wrong = torch.cat(((labels[:, :1] + 1) % len(images), labels[:, 1:]), 1)
+    assert loss(maps, wrong).item() > 1.5 * value
+    assert 0 < loss(maps, labels[:0]).item() < math.inf, 'images without an object'
+
+
+@pytest.mark.parametrize('amp', sampled(['off', 'bf16'], 2))
+def test_the_labels_add_to_the_loss(small, amp):
+    batches = labelled(small)
+    step = new_step(small, amp, label_loss=LabelLoss(small.quantized_model()))
+    terms = step._compare(*batches[0])
+    assert list(terms) == [*step.layers, 'labels'] and terms['labels'].dtype == torch.float32
+    total = step(*batches[0]).item()
+    assert total == pytest.approx(sum(terms[i].item() for i in step.layers) / len(step.layers) + terms['labels'].item())
+
+
+def test_the_labels_are_learnt(small):
+    batches = labelled(small)
+
+    def on_labels(task_loss):
+        model, _ = run(
+            small, batches if task_loss else [images for images, _ in batches], epochs=2, task_loss=task_loss
+        )
+        with torch.no_grad():
+            return sum(LabelLoss(model)(raw_maps(model, images), labels).item() for images, labels in batches)
+
+    assert on_labels(1.0) < on_labels(0.0)
+
+
+def test_labels_that_cannot_be_learnt_are_named(small):
+    step = new_step(small, label_loss=lambda maps, labels: maps[0].sum() * math.inf)
+    with pytest.raises(NotFinite, match='the loss is not finite on the labels'):
+        step(LOADER[0], None)
+
+
+@pytest.mark.parametrize(
+    'changes, says',
+    [
+        ({'task_loss': 1.0, 'compile': True}, r'--task-loss 1\.0: not with --compile.*leave one of the two out'),
+        ({'task_loss': -1.0}, r'--task-loss -1\.0: must be 0 \(labels do not count\) or more'),
+        ({'task_loss': math.nan}, '--task-loss nan'),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, says):
+    with pytest.raises(QatError, match=says):
+        replace(settings(), **changes)

@@ -4,14 +4,13 @@ from copy import deepcopy
 
 import onnx
 import pytest
-from faults import sampled
-from zoo import DUAL, SEGMENT, SINGLE, build, fuse, image, output, same, settings
+from zoo import build, fuse, image, output, same, settings
 
 from models.deploy.formats.onnx import export_onnx
 from models.quantize.calibration.calibrate import calibrate
 from models.quantize.checkpoint import CheckpointFile, save_quantized
 from models.quantize.convert import quantize_model
-from models.quantize.quantizers import named_quantizers, quantizers_off
+from models.quantize.quantizers import named_quantizers
 from models.quantize.scales import scale_groups, tie_scales
 from utils.qat.core.files import sha256
 from utils.qat.graph.onnx_graph import constants
@@ -27,19 +26,6 @@ def quantized(name):
 
 def activations(model):
     return [n for n, q in named_quantizers(model) if q._axis is None]
-
-
-@pytest.mark.parametrize('name', sampled(['demo', *SINGLE, *[d for d in DUAL if d != 'demo'], *SEGMENT], 6))
-def test_groups_are_a_partition_and_tying_changes_no_float_value(name):
-    model = quantized(name)
-    before, groups = activations(model), scale_groups(model)
-    assert sorted(p for g in groups for p in g) == sorted(before)
-    with quantizers_off(model):
-        expected = output(model, image())
-        assert tie_scales(model) == groups
-        assert same(output(model, image()), expected)
-    assert len(activations(model)) == len(groups) < len(before)
-    assert [len(g) for g in scale_groups(model)] == [1] * len(groups), 'nothing is left to tie'
 
 
 def test_what_is_known_of_the_blocks():

@@ -3,26 +3,21 @@
 import filecmp
 import hashlib
 import json
-import pickle
 import re
 import shutil
-import zipfile
 
 import pytest
 import torch
-import yaml
-from conftest import REPO, TREE
+from conftest import REPO
 from fresh import fresh
-from PIL import Image
 from utils.general import coco80_to_coco91_class
 from zoo import command, holds, program, rows_of
 
-from models.deploy.formats.onnx_end2end import export_end2end
+from labelled import boxes_of
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.pytorch import TorchModel
-from utils.qat.config.export import Nms
 from utils.qat.config.qat import EvalConfig
-from utils.qat.core.command import explain_out_of_memory, run_command
+from utils.qat.core.command import explain_out_of_memory
 from utils.qat.core.errors import QatError
 from utils.qat.core.log import quiet_upstream
 from utils.qat.data.dataset import load_data
@@ -186,13 +181,11 @@ def coco_annotations(data):
     """The boxes of the validation images as COCO annotations."""
     categories, images, boxes = coco80_to_coco91_class(), [], []
     for file in sorted((data / 'images/val').glob('*.jpg')):
-        width, height = Image.open(file).size
+        (height, width), found = boxes_of(file)
         images.append({'id': int(file.stem), 'width': width, 'height': height})
-        for line in (data / f'labels/val/{file.stem}.txt').read_text().splitlines():
-            c, x, y, w, h = map(float, line.split())
-            box = {'id': len(boxes) + 1, 'image_id': int(file.stem), 'category_id': categories[int(c)], 'iscrowd': 0}
-            of_pixels = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
-            boxes.append({**box, 'bbox': of_pixels, 'area': of_pixels[2] * of_pixels[3]})
+        for c, *box in found:
+            of_image = {'image_id': int(file.stem), 'category_id': categories[c], 'iscrowd': 0}
+            boxes.append({'id': len(boxes) + 1, **of_image, 'bbox': box, 'area': box[2] * box[3]})
     named = [{'id': i, 'name': str(i)} for i in categories[:10]]
     return {'info': {}, 'images': images, 'annotations': boxes, 'categories': named}
 
@@ -296,193 +289,10 @@ def test_dry_run_tells_the_plan_and_writes_nothing(job, tmp_path):
     assert f'share {len(shared)} scales' in tied and '  scale ' not in tied, 'only --verbose lists them'
 
 
-# ---- bad input ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def wrong(job, tmp_path_factory):
-    """A folder of wrong files."""
-    folder = tmp_path_factory.mktemp('wrong')
-    good = yaml.safe_load((job / 'data/data.yaml').read_text())
-    (folder / 'empty').mkdir()
-    changes = {
-        'no_train': {'train': None},
-        'no_names': {'names': None},
-        'classes': {'names': ['a', 'b'], 'nc': 2},
-        'nc': {'nc': 3},
-        'missing': {'val': 'images/nowhere'},
-        'empty': {'val': str(folder / 'empty')},
-    }
-    labels = {'coordinates': '1 0.5 0.5 1.5 0.1', 'class': '10 0.5 0.5 0.1 0.1', 'text': 'one 0.5 0.5 0.1 0.1'}
-    for name, line in labels.items():
-        shutil.copytree(job / 'data', folder / name, ignore=shutil.ignore_patterns('*.cache'))
-        (folder / name / 'labels/val/00003.txt').write_text(line + '\n')
-        changes[name] = {'path': str(folder / name)}
-    for name, change in changes.items():
-        content = {key: value for key, value in {**good, **change}.items() if value is not None}
-        (folder / f'{name}.yaml').write_text(yaml.safe_dump(content))
-    texts = {'not_yaml.yaml': 'train: [\n', 'list.yaml': '- 1\n', 'hyp.yaml': 'mosaic: 1.0\n'}
-    for name, text in {**texts, 'text.pt': 'none', 'broken.onnx': 'no graph', 'model.engine': 'no engine'}.items():
-        (folder / name).write_text(text)
-    whole = (job / 'single.pt').read_bytes()
-    (folder / 'cut.pt').write_bytes(whole[: len(whole) // 2])
-    torch.save({'a': 1}, folder / 'dict.pt')
-    # what the pickle of the other tool's checkpoint refers to
-    pickled('foreign', b'cpytorch_quantization.nn.modules.quant_conv\nQuantConv2d\n.', folder)
-    export_end2end(job / BEST_ONNX, folder / 'plugin.onnx', Nms('plugin'))
-    return folder
-
-
-def pickled(name, content, folder):
-    """Write NAME.pt, an archive as torch.save writes it, with this pickle; return its path."""
-    with zipfile.ZipFile(folder / f'{name}.pt', 'w') as archive:
-        archive.writestr(f'{name}/data.pkl', content)
-    return folder / f'{name}.pt'
-
-
-LOADED = f'--data {{job}}/data/data.yaml --imgsz {SIZE} --workers 0'
-QUANTIZE = f'qat quantize --weights {{job}}/single.pt --hyp {{repo}}/demo/hyp.yaml {LOADED}'
-EVAL = f'qat eval --weights {{job}}/{BEST} {LOADED}'
-VAL = f'val_trt --weights {{job}}/{BEST_ONNX} --device cpu {LOADED}'
-EXPORT = f'export_qat --weights {{job}}/{BEST} --imgsz {SIZE}'
-REPARAMETERIZE = 'reparameterization --weights {job}/dual.pt --save {job}/other.pt'
-
-BAD = [  # command, the arguments added to it, what the line must say
-    (QUANTIZE, '--weights {wrong}/none.pt', ['--weights', 'no such file']),
-    (QUANTIZE, '--weights {wrong}', ['--weights', 'not a file']),
-    (QUANTIZE, '--weights {wrong}/text.pt', ['text.pt', 'not a PyTorch checkpoint']),
-    (QUANTIZE, '--weights {wrong}/cut.pt', ['cut.pt', 'not a PyTorch checkpoint']),
-    (QUANTIZE, '--weights {wrong}/dict.pt', ['dict.pt', 'no YOLOv9 model']),
-    (QUANTIZE, '--weights {job}/runs/exp/weights/qat_best_single.pt', ['already quantized', 'qat.py eval']),
-    (QUANTIZE, '--weights {wrong}/foreign.pt', ['another yolov9-qat tool', 'qat.py quantize']),
-    (QUANTIZE, '--data {wrong}/none.yaml', ['--data', 'no such file']),
-    (QUANTIZE, '--data {wrong}/not_yaml.yaml', ['not valid YAML']),
-    (QUANTIZE, '--data {wrong}/list.yaml', ['train:', 'names:']),
-    (QUANTIZE, '--data {wrong}/no_train.yaml', ['train: missing']),
-    (QUANTIZE, '--data {wrong}/no_names.yaml', ['names: missing']),
-    (QUANTIZE, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
-    (QUANTIZE, '--data {wrong}/nc.yaml', ['nc: 3', '10 names']),
-    (QUANTIZE, '--data {wrong}/missing.yaml', ['val:', 'does not exist', 'correct it']),
-    (QUANTIZE, '--data {wrong}/empty.yaml', ['val:', 'no images']),
-    (QUANTIZE, '--data {wrong}/coordinates.yaml', ['00003.txt:1', 'coordinates in 0..1']),
-    (QUANTIZE, '--data {wrong}/text.yaml', ['00003.txt:1', 'class x y width height']),
-    (QUANTIZE, '--data {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
-    (
-        QUANTIZE,
-        '--hyp {wrong}/none.yaml --data {wrong}/list.yaml',
-        ['--hyp', 'no such file'],
-    ),  # before the content of any
-    (QUANTIZE, '--hyp {wrong}/none.yaml', ['--hyp', 'no such file']),
-    (QUANTIZE, '--hyp {wrong}/hyp.yaml', ['--hyp', 'hsv_h', 'missing']),
-    (QUANTIZE, '--iters 0', ['--iters 0', '1 or more', '--epochs 0']),
-    (QUANTIZE, '--iters -3 --batch-size 0', ['--iters -3', '--batch-size 0']),
-    (QUANTIZE, '--iters many', ['--iters', "'many'"]),
-    (QUANTIZE, '--calib-method best', ['--calib-method', 'mse', 'percentile']),
-    (QUANTIZE, '--val-split 1', ['--val-split 1.0', '[0, 1)']),
-    (QUANTIZE, '--val-split 0.01', ['--val-split 0.01', '16 images, of which 0']),
-    (QUANTIZE, '--val-split 0.1 --epochs 0', ['--val-split 0.1', '--epochs 0']),
-    ('qat quantize', '', ['required: --weights']),
-    ('qat quantize', '--resume {job}/runs/exp', ['--resume', 'is finished']),
-    (QUANTIZE, '--device 7', ['--device 7', '--device cpu']),
-    (QUANTIZE, '--device gpu', ['--device gpu', "'cpu'"]),
-    (QUANTIZE, '--project {job}/single.pt', ['single.pt']),
-    (EVAL, '--weights {job}/single.pt {job}/none.pt', ['none.pt', 'no such file']),
-    (EVAL, '--weights {job}/single.pt {job}/single.pt --exist-ok', ['single.pt', 'leave --exist-ok out']),
-    (EVAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'no valid ONNX file']),
-    (
-        EVAL,
-        '--weights {wrong}/plugin.onnx',
-        ['plugin.onnx', 'EfficientNMS_TRT', 'TensorRT alone', '--include onnx_end2end --nms standard'],
-    ),
-    (EVAL, '--weights {job}/runs/exp/weights/qat_best_single.onnx --imgsz 640', ['--imgsz 640', '128 x 128']),
-    (EVAL, '--conf-thres 2', ['--conf-thres', '[0, 1]']),
-    (EVAL, '--data {wrong}/classes.yaml', ['2 classes', 'the model has 10']),
-    (VAL, '--weights {job}/single.pt', ['single.pt', '.engine or .onnx']),
-    (VAL, '--weights {wrong}/broken.onnx', ['broken.onnx', 'no valid ONNX file']),
-    (VAL, '--weights {wrong}/model.engine', ['model.engine', 'ONNX Runtime evaluates the .onnx']),
-    (VAL, '--weights {wrong}/model.engine --backend rtx', ['model.engine']),
-    (VAL, '--imgsz 640', ['--imgsz 640', '128 x 128']),
-    (VAL, '--iou-thres 2', ['--iou-thres', '[0, 1]']),
-    (EXPORT, '--opset 9', ['--opset 9', '13']),
-    (EXPORT, '--include engine', ['--include engine', 'onnx, onnx_end2end']),
-    (EXPORT, '--imgsz 100', ['--imgsz 100:', 'multiples of 32', '96 or 128']),
-    (QUANTIZE, '--imgsz 641', ['--imgsz 641:', 'multiples of 32', '640 or 672']),
-    (EVAL, '--imgsz 100 128', ['--imgsz 100 128:', '96 128 or 128']),
-    (QUANTIZE, '--imgsz 128 96', ['--hyp', 'augmented images are squares', 'one number for --imgsz']),
-    (EXPORT, '--imgsz 64 100', ['--imgsz 64 100', '64 96 or 64 128']),
-    (EXPORT, '--nms plugin --topk-all 10', ['--topk-all, --nms: only with --include onnx_end2end']),
-    (EXPORT, '--nms fast --include onnx_end2end', ['--nms fast', 'plugin, standard']),
-    (
-        EXPORT,
-        '--include onnx_end2end --conf-thres -0.1 --iou-thres 1.1',
-        ['--conf-thres -0.1', '--iou-thres 1.1', '[0, 1]'],
-    ),
-    (EXPORT, '--include onnx_end2end --conf-thres nan', ['--conf-thres nan', '[0, 1]']),
-    (
-        EXPORT,
-        '--include onnx_end2end --nms plugin --iou-thres 0',
-        ['--iou-thres 0', 'EfficientNMS_TRT', '--nms standard'],
-    ),
-    (EXPORT, '--include onnx_end2end --nms plugin --topk-all 4097', ['--topk-all 4097', '1 to 4096', '--nms plugin']),
-    (EXPORT, '--include onnx_end2end --topk-all 3841', ['--topk-all 3841', '1 to 3840', '--nms standard']),
-    (EXPORT, '--include onnx_end2end --topk-all 0', ['--topk-all 0']),
-    (
-        EXPORT,
-        '--include onnx_end2end --topk-all 500 --class-agnostic',
-        ['--topk-all 500', 'only 336 candidates'],
-    ),
-    (
-        EXPORT,
-        '--include onnx_end2end --nms plugin --verify {job}/data/data.yaml',
-        ['--verify', 'EfficientNMS_TRT', '--include onnx onnx_end2end', '--nms standard'],
-    ),
-    (EXPORT, '--imgsz 8', ['--imgsz', '32 or more']),
-    (EXPORT, '--verify {wrong}/none.yaml', ['--verify', 'no such file']),
-    (EXPORT, '--verify {wrong}/classes.yaml', ['--verify', '2 classes', 'the model has 10']),
-    (EXPORT, '--verify {wrong}/class.yaml', ['00003.txt', 'class 10', '0..9']),
-    (
-        EXPORT,
-        '--verify {job}/data/data.yaml --verify-images -1 --max-ap-diff 2',
-        ['--verify-images -1', '--max-ap-diff 2'],
-    ),
-    (REPARAMETERIZE, '--weights {job}/single.pt', ['has one branch', 'go on with: python qat.py quantize --weights']),
-    (REPARAMETERIZE, '--classes_num 80', ['--classes_num 80', '10 classes']),
-    (REPARAMETERIZE, '--save {job}/dual.pt', ['--save', 'choose another']),
-    (REPARAMETERIZE, '--cfg {wrong}/none.yaml', ['--cfg', 'no such file']),
-]
-
-
-def unchanged(folder):
-    """Each file of a folder and when it was written; but for caches, which are ours."""
-    files = [p for p in folder.rglob('*') if p.is_file() and p.suffix != '.cache' and p.name != '.lock']
-    return {p: p.stat().st_mtime_ns for p in files}
-
-
-@pytest.mark.parametrize('base, more, says', BAD, ids=[f'{base.split()[0]} {more}' for base, more, _ in BAD])
-def test_bad_input_is_one_line_and_exit_code_2(job, wrong, tmp_path, capsys, monkeypatch, base, more, says):
-    monkeypatch.chdir(TREE)
-    file, *words = [word.format(job=job, wrong=wrong, repo=REPO) for word in f'{base} {more}'.split()]
-    if base in (QUANTIZE, EVAL, VAL) and '--project' not in more:
-        words += ['--project', str(tmp_path / 'runs')]
-    before = unchanged(job)
-    assert run_command(program(f'{file}.py').main, words) == 2
-    said = capsys.readouterr().err
-    line = said.strip().splitlines()[-1]
-    assert ': error: ' in line and all(text in line for text in says) and 'Traceback' not in said, said
-    assert unchanged(job) == before
-    assert not (tmp_path / 'runs').exists(), 'nothing is written before the input has been checked'
+# ---- failures ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('batch_size, advice', [(10, '--batch-size 5'), (1, '--imgsz')])
 def test_out_of_gpu_memory_says_what_to_try(batch_size, advice):
     with pytest.raises(QatError, match=advice), explain_out_of_memory(batch_size):
         raise torch.cuda.OutOfMemoryError('CUDA out of memory')
-
-
-def test_a_wrong_checkpoint_is_judged_without_running_it(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (open, (str(tmp_path / 'sprung'), 'w'))
-
-    trap = pickled('trap', pickle.dumps({'model': Trap()}, protocol=2), tmp_path)
-    assert CheckpointFile(trap).kind == 'other' and not (tmp_path / 'sprung').exists()

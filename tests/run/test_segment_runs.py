@@ -8,28 +8,22 @@ import pytest
 import torch
 from faults import sampled
 from fresh import fresh
-from zoo import build, command, full, fuse, image, output, program, same, settings
+from zoo import command, program
 
 from models.deploy.formats.onnx import export_onnx
-from models.quantize import checkpoint
-from models.quantize.calibration.calibrate import calibrate
 from models.quantize.calibration.ptq import CANDIDATES, CORRECTED
-from models.quantize.convert import quantize_model
 from models.quantize.quantizers import named_quantizers
-from models.quantize.reparameterize import reparameterize
-from models.quantize.scales import tie_scales
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.qat import EvalConfig
 from utils.qat.core.command import run_command
-from utils.qat.core.files import sha256
 from utils.qat.data.dataset import load_data
 from utils.qat.data.loaders import val_loader
 from utils.qat.evaluation.evaluate import evaluate
 from utils.qat.graph.onnx_graph import constants
 
 CPU = torch.device('cpu')
-SIZE, BATCH = 320, 4
+SIZE, BATCH = 160, 4
 QUICK = '--imgsz 160 --device cpu --workers 0'.split()  # of the commands
 FIGURES = 'precision', 'recall', 'ap50', 'ap'
 
@@ -78,43 +72,6 @@ def test_figures_are_those_of_upstreams_val(demo_seg, options, tmp_path):
 
 
 # ---- laws of DESIGN.md --------------------------------------------------------------------------------------------------
-
-RELOAD = """
-import sys, torch
-import utils
-from models.quantize.checkpoint import CheckpointFile
-torch.set_num_threads(1)
-model, _ = CheckpointFile(sys.argv[1]).load_quantized()
-with torch.no_grad():
-    predictions, (maps, coefficients, prototypes) = model(torch.load(sys.argv[2]))
-torch.save([predictions, *maps, coefficients, prototypes], sys.argv[3])
-"""
-
-
-def same_in_a_fresh_process(model, file, images, folder):
-    torch.save(images, folder / 'images.pt')
-    fresh('-c', RELOAD, file, folder / 'images.pt', folder / 'theirs.pt')
-    return same(output(model, images), torch.load(folder / 'theirs.pt'))
-
-
-def test_a_reload_in_a_fresh_process_is_the_same_bit_for_bit(demo_seg, tmp_path):
-    assert same_in_a_fresh_process(demo_seg.quantized_model(), demo_seg.quantized, image(SIZE), tmp_path)
-    _, stored = checkpoint.CheckpointFile(demo_seg.quantized).load_quantized()
-    assert any('proto' in path for group in stored['scale_groups'] for path in group)
-
-
-@pytest.mark.parametrize('name', sampled(full('gelan-c-dseg', 'yolov9-c-dseg'), 2))
-def test_so_it_is_with_the_other_heads(name, demo_seg, tmp_path):
-    """DSegment, and DualDSegment, which reparameterization turns into a DSegment."""
-    model = build(name)
-    if type(model.model[-1]).__name__ == 'DualDSegment':
-        model = reparameterize(model).model
-    quantize_model(fuse(model))
-    tie_scales(model)
-    calibrate(model, [image(batch=2)], settings())
-    checkpoint.save_quantized(tmp_path / 'model.pt', model, {}, sha256(demo_seg.single))
-    assert type(model.model[-1]).__name__ == 'DSegment'
-    assert same_in_a_fresh_process(model, tmp_path / 'model.pt', image(), tmp_path)
 
 
 def test_int8_in_onnx_runtime_is_int8_in_pytorch(demo_seg, tmp_path):
@@ -203,9 +160,3 @@ def test_compare_outputs_has_masks(demo_seg, tmp_path):
     [found] = read(tmp_path / 'exp/compare.json')['comparisons']
     assert 0.5 < found['matched_mask'] < 1 and found['reference']['mask']['ap'] > 0.2
     assert found['prototypes']['mean'] > 0
-
-
-def test_a_detector_is_not_compared_with_a_segmentation_model(demo, demo_seg, tmp_path):
-    given = demo.single, demo_seg.single, '--random', 2, '--project', tmp_path
-    said = command('compare_outputs.py', *given, *QUICK, code=2)
-    assert 'one is a detector and the other a segmentation model' in said

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from utils.qat.backends.litert import LiteRT, load_litert
 from utils.qat.backends.onnxruntime import AS_WRITTEN, OnnxRuntime, cuda_missing
 from utils.qat.backends.openvino import OpenVINO, float_precisions
 from utils.qat.backends.tensorrt import TensorRT
@@ -199,6 +200,32 @@ class MeasuredOpenVINO(MeasuredSession):
         return ordered, time.perf_counter() - start, sum(busy) / 1000
 
 
+class MeasuredLiteRT(MeasuredSession):
+    """LiteRT, whose input is written before the time is taken."""
+
+    session: LiteRT
+
+    @staticmethod
+    @override
+    def missing(backend: str, device: torch.device) -> str:
+        if device.type != 'cpu':
+            return f'LiteRT: computes on the CPU, and this is --device {device}; --device cpu measures it'
+        try:
+            load_litert('LiteRT')
+        except QatError as e:
+            return str(e)
+        return ''
+
+    @override
+    def bind(self, host: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.session.give(*host.values())
+        return host
+
+    @override
+    def compute(self) -> None:
+        self.outputs = list(self.session.compute().values())
+
+
 class MeasuredTensorRT(MeasuredSession):
     """An engine of TensorRT or TensorRT-RTX, with its own buffers, optionally as a CUDA graph."""
 
@@ -289,6 +316,7 @@ MEASURED: dict[str, type[Measured]] = {  # --backend → its class; others are m
     'rtx': MeasuredTensorRT,
     'onnxruntime': MeasuredOnnxRuntime,
     'openvino': MeasuredOpenVINO,
+    'litert': MeasuredLiteRT,
     'pytorch': MeasuredPyTorch,
 }
 

@@ -1,6 +1,6 @@
 """Describe a model file before it runs: inputs, types, size.
 
-in:  any .onnx, an .xml of OpenVINO, an .engine, a .pt2, a YOLOv9 checkpoint
+in:  any .onnx, an .xml of OpenVINO, a .tflite, an .engine, a .pt2, a YOLOv9 checkpoint
 out: a ModelFile, and the shapes of its inputs for a batch
 """
 
@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto
 
 from utils.qat.backends.aoti import package_metadata
+from utils.qat.backends.litert import LiteRT
 from utils.qat.backends.pt2 import IMAGES, image_shape
 from utils.qat.backends.pytorch import TorchModel
 from utils.qat.config.settings import Sides
@@ -66,7 +67,7 @@ class ModelFile:
 
 
 def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> list[ModelFile]:
-    """Read the files to measure: .onnx, .xml, .engine, .pt2 or checkpoints; a repeated one counts once.
+    """Read the files to measure: .onnx, .xml, .tflite, .engine, .pt2 or checkpoints; a repeated one counts once.
 
     PyTorch runs the checkpoint of an .onnx file: the .pt of the same name beside it (export_qat.py's source), unless `files`
     has it already.
@@ -76,8 +77,10 @@ def read_model_files(files: Sequence[Path], kind_of: Callable[[Path], str]) -> l
     """
     found = []
     for file in dict.fromkeys(files):
-        require_file(file, 'MODEL', ('.onnx', '.xml', '.engine', '.pt2', '.pt', '.pth'))
-        read = {'.onnx': _onnx, '.xml': _xml, '.engine': _engine, '.pt2': _pt2}.get(file.suffix.lower())
+        require_file(file, 'MODEL', ('.onnx', '.xml', '.tflite', '.engine', '.pt2', '.pt', '.pth'))
+        read = {'.onnx': _onnx, '.xml': _xml, '.tflite': _tflite, '.engine': _engine, '.pt2': _pt2}.get(
+            file.suffix.lower()
+        )
         found.append(read(file) if read else _checkpoint(file, kind_of(file)))
     for model in found:
         if model.file.suffix.lower() == '.onnx':
@@ -182,6 +185,16 @@ def _xml(file: Path) -> ModelFile:
     own = fixed_batch(inputs)
     task = metadata(model).get('task', '')
     return ModelFile(file, inputs, types, (own,) if own else BATCHES, task=task)
+
+
+def _tflite(file: Path) -> ModelFile:
+    """Describe a .tflite file."""
+    session = LiteRT(file, torch.device('cpu'))
+    found = session.signature()
+    inputs: OpenInputs = {name: (torch.float32, tuple(shape)) for name, shape in found.inputs.items()}
+    types = 'INT8 and FP32' if session.int8 else 'FP32'
+    own = fixed_batch(inputs)
+    return ModelFile(file, inputs, types, (own,) if own else BATCHES, task=found.metadata.get('task', ''))
 
 
 def _pt2(file: Path) -> ModelFile:

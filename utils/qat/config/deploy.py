@@ -132,7 +132,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
 
     models: tuple[Path, ...] = option(
         MISSING,
-        '.onnx or .xml (any network), .engine, .pt2 of export_qat.py, or .pt (YOLOv9)',
+        '.onnx or .xml (any network), .tflite, .engine, .pt2 of export_qat.py, or .pt (YOLOv9)',
         metavar='MODEL',
         positional=True,
     )
@@ -215,7 +215,7 @@ class BenchmarkConfig(LabelledConfig, FolderConfig):
 class CompareConfig(LabelledConfig, FolderConfig):
     """Settings of `compare_outputs.py`."""
 
-    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml or .engine', metavar='A', positional=True)
+    reference: Path = option(MISSING, 'checkpoint (.pt), .onnx, .xml, .tflite or .engine', metavar='A', positional=True)
     others: tuple[Path, ...] = option(
         MISSING, 'one or more like it; each is compared with A', metavar='B', positional=True
     )

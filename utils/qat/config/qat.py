@@ -76,7 +76,7 @@ class EvalConfig(ModelConfig):
 
     SUFFIXES = CHECKPOINTS + EXPORTED
     weights: Path = option(
-        MISSING, 'checkpoint (.pt, quantized or float), .onnx or .xml; of several each is scored', each=True
+        MISSING, 'checkpoint (.pt, quantized or float), .onnx, .xml or .tflite; of several each is scored', each=True
     )
     _: KW_ONLY
     project: Path = Path('runs/qat_eval')
@@ -112,7 +112,7 @@ class FileEvalConfig(EvalConfig):
     SUFFIXES = EXPORTED
     weights: Path = option(
         MISSING,
-        'MODEL.engine, MODEL.onnx or MODEL.xml; of several each is scored',
+        'MODEL.engine, MODEL.onnx, MODEL.xml or MODEL.tflite; of several each is scored',
         '--engine-file',
         metavar='FILE',
         each=True,

@@ -27,6 +27,10 @@ TARGETS = {  # --target → Engine. utils/qat/targets/ has a file for each
     'onnxruntime': Engine(
         'ONNX Runtime', 'also around activation functions, which it does not fuse, and with zero points'
     ),
+    'litert': Engine(
+        'LiteRT',
+        'as for ONNX Runtime, and each addend of a residual Add has a scale',
+    ),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = (
@@ -50,6 +54,7 @@ FORMATS = {  # --include → FileKind
     'onnx_end2end': FileKind('-end2end.onnx', 'onnx_end2end', NMS),
     'openvino': FileKind('.xml', 'openvino'),
     'openvino_end2end': FileKind('-end2end.xml', 'openvino_end2end', NMS),
+    'litert': FileKind('.tflite', 'litert'),
     'pt2': FileKind('.pt2', 'pt2'),
     'aoti': FileKind('-aoti.pt2', 'aoti'),
     'torch_tensorrt': FileKind('.ep', 'torch_tensorrt', TORCH_TENSORRT),
@@ -80,6 +85,7 @@ BACKENDS = {  # --backend → Backend
     ),  # its wheels have only the second
     'onnxruntime': Backend('ONNX Runtime', 'onnxruntime', ('.onnx',), ('.onnx',)),
     'openvino': Backend('OpenVINO', 'openvino', ('.onnx', '.xml'), ('.onnx', '.xml')),
+    'litert': Backend('LiteRT', 'litert', ('.tflite',), ('.tflite',)),
     'pt2': Backend('torch.export', 'pt2', ('.pt2',), ('.pt2',)),
     'aoti': Backend('AOTInductor', 'aoti', ('.pt2',), ('.pt2',), native=True),
     'pytorch': Backend(

@@ -173,6 +173,13 @@ def versions() -> dict[str, str]:
     return {'python': platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}}
 
 
+def _version(package: str) -> str | None:
+    """Return the version of an installed package; None if there is none."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
 def nvml_of(device: torch.device) -> tuple[Any, Any]:
     """Find a CUDA device in NVML: the module pynvml, initialized, and its handle of the device."""
     import torch
@@ -261,7 +268,6 @@ def machine(device: torch.device) -> dict[str, Any]:
     """
     import torch
 
-    installed = {d.name: d.version for d in metadata.distributions()}
     gpu, cpu = device.type == 'cuda', cpu_name()
     return {
         'device': describe(device) if gpu else f'CPU {cpu}',
@@ -274,7 +280,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         **_cpu_clock_and_memory(),
         'system': f'{platform.system()} {platform.machine()}, Python {platform.python_version()}',
         'versions': {
-            **{p: installed[p] for p in ENGINES if p in installed},
+            **{name: version for name in ENGINES if (version := _version(name))},
             **({'CUDA': torch.version.cuda} if gpu else {}),
         },
         'tf32': torch.backends.cudnn.allow_tf32,

@@ -20,11 +20,11 @@ def can_build(backend: str = 'tensorrt') -> bool:
 def after_scoring(model: Path, imgsz: Iterable[int], backend: str | None = None) -> str:
     """Make the command that follows a good score.
 
-    .pt → export; .onnx → build the engine, or audit it where nothing builds engines; .engine, .xml or .pt2 → benchmark.
+    .pt → export; .onnx → build the engine, or audit it where nothing builds engines; .engine, .xml, .tflite or .pt2 → benchmark.
     `backend` is the key of BACKENDS that scored the file. A file that OpenVINO ran needs no engine.
     """
     by = [] if backend in (None, 'tensorrt', 'onnxruntime') else ['--backend', backend]
-    if model.suffix in ('.engine', '.xml', '.pt2') or backend == 'openvino':
+    if model.suffix in ('.engine', '.xml', '.tflite', '.pt2') or backend == 'openvino':
         return command('benchmark_trt.py', model, *by)
     if model.suffix == '.onnx':
         return command('scripts/build_engine.py' if can_build() else 'scripts/audit_onnx.py', model)

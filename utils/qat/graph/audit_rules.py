@@ -345,6 +345,7 @@ RULES: dict[str, Rules] = {  # target → the rules for its files, where they ar
         partial(numbers, zero_points='any'),
     ),
 }
+RULES['litert'] = RULES['onnxruntime']
 
 
 def rules_of(target: str) -> Rules:

@@ -408,4 +408,4 @@ def integers_in_onnxruntime(model: ModelProto) -> ModelProto:
     return unsigned_activations(absorb_relus(drop_repeated_qdq(model, behind_moves=False)))
 
 
-LAST = {'onnxruntime': integers_in_onnxruntime}  # target → last pass over its graphs
+LAST = {'onnxruntime': integers_in_onnxruntime, 'litert': integers_in_onnxruntime}  # target → last pass over its graphs

@@ -1,0 +1,18 @@
+"""LiteRT (TensorFlow Lite): each operator is an integer kernel, which reads and writes INT8 tensors with any zero point.
+
+No kernel fuses SiLU, so it is a LOGISTIC, whose result has the fixed scale 1/256, and a MUL. A ReLU is the lower end of the range of its
+convolution. ADD reads two scales; the kernels that only move values, such as CONCATENATION and MAX_POOL_2D, want one
+(https://ai.google.dev/edge/litert/conversion/tensorflow/quantization/quantization_spec).
+"""
+
+from utils.qat.targets.target import Target
+
+TARGET = Target(
+    'litert',
+    activations=True,
+    zero_points='any',
+    add_policies={'both': 'each', 'residual': 'each'},
+    only_here='TensorRT reads no zero points, and in OpenVINO the file is slower',
+    in_openvino='the Q/DQ around SiLU cost OpenVINO a quarter more time',
+    in_openvino_classes='OpenVINO needs no Q/DQ around activation functions, and no zero points but those behind a ReLU',
+)

@@ -58,11 +58,10 @@ class QuantizeOps(FixedScales):
 
 
 class Detector(nn.Module):
-    """A model with the name of the ONNX file's input. Torch-TensorRT names the inputs of an engine after those of forward.
+    """A model with the name of the ONNX file's input: Torch-TensorRT names the inputs of an engine after those of forward.
 
-    Args:
-        model: in the form of `traceable_copy`.
-        half: FP16 up to the convolutions whose outputs are decoded; inputs, decoding and outputs stay FP32.
+    `model` is in the form of `traceable_copy`. half: FP16 up to the convolutions whose outputs are decoded; inputs, decoding and
+    outputs stay FP32.
     """
 
     def __init__(self, model: nn.Module, half: bool) -> None:
@@ -85,12 +84,10 @@ class Detector(nn.Module):
 def quantize_op_program(
     model: nn.Module, imgsz: Sequence[int], batch: int = 1, dynamic: bool = False, half: bool = False
 ) -> ExportedProgram:
-    """Export a model with `quantize_op` where the ONNX file has Q/DQ.
+    """Export a fused model, float or quantized, with `quantize_op` where the ONNX file has Q/DQ.
 
-    model: fused; float or quantized. batch: with `dynamic`, which leaves the axis open, the largest. half: see `Detector`.
-
-    Raises:
-        QatError: the head of the model has no FP16 form.
+    batch: with `dynamic`, which leaves the axis open, the largest. half: see `Detector`. Raises QatError if the head of the model has
+    no FP16 form.
     """
     detector = Detector(traceable_copy(model), half)
     images = torch.zeros(batch, 3, *imgsz, device=next(detector.parameters()).device)

@@ -205,13 +205,9 @@ def save_float(path: Path, model: nn.Module, source: str) -> None:
 
 
 def save_quantized(path: Path, model: nn.Module, recipe: dict[str, Any], source: str) -> None:
-    """Write a checkpoint that `load_quantized`, and upstream's val.py and detect.py, can load.
+    """Write a checkpoint of a calibrated model that `load_quantized`, and upstream's val.py and detect.py, can load.
 
-    Args:
-        path: of the new file.
-        model: quantized, calibrated.
-        recipe: settings as plain values, with the policies.
-        source: SHA-256 of the float checkpoint, hex digits.
+    `recipe` has the settings as plain values, with the policies; `source` is the SHA-256 of the float checkpoint, in hex digits.
     """
     quant = {
         'format': FORMAT,

@@ -46,13 +46,9 @@ CPU = torch.device('cpu')
 
 @contextlib.contextmanager
 def atomic_pair(path: Path) -> Iterator[Path]:
-    """Yield a temporary .xml path; if the block succeeds, rename its .xml and .bin to their final names.
+    """Yield a temporary .xml path; if the block succeeds, rename its .xml and .bin to their final names, those of `path`.
 
-    Args:
-        path: the .xml to write; the .bin lies beside it.
-
-    Raises:
-        OSError: from the block, or a file cannot be written. A pair that loads stays.
+    After an error of the block, or if a file cannot be written, a pair that loads stays.
     """
     weights = path.with_suffix('.bin')
     with atomic(weights) as new_weights, atomic(path) as new:  # the .xml is renamed first
@@ -91,16 +87,10 @@ def _write_pointing_behind(new: Path, behind: int, step: Path, path: Path) -> No
 
 
 def export_openvino(source: Path, path: Path, model: nn.Module, typing: str = 'FP32') -> list[str]:
-    """Convert an .onnx file to OpenVINO's files, and return notes on how OpenVINO runs it.
+    """Convert `source`, a file of export_onnx, to OpenVINO's .xml at `path` and its .bin; return notes on how OpenVINO runs it.
 
-    Args:
-        source: a file of export_onnx.
-        path: the .xml; the .bin is written beside it.
-        model: of the file, fused; float or quantized.
-        typing: of the file, see `require_agreement`.
-
-    Raises:
-        QatError: OpenVINO is missing, cannot read the graph, or computes something else. No file is written.
+    `model` is that of the file, fused; for `typing` see `require_agreement`. Raises QatError if OpenVINO is missing, cannot read the
+    graph, or computes something else. Then no file is written.
     """
     return write_checked(source, path, lambda session: _compare(session, source, model, typing))
 

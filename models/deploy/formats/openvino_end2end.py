@@ -21,17 +21,9 @@ from utils.qat.graph.openvino_model import one_core
 
 
 def export_openvino_end2end(source: Path, plain: Path, path: Path, nms: Nms, pooling: Pooling = Pooling()) -> list[str]:
-    """Convert an .onnx file with NMS to OpenVINO's files, and return notes on how OpenVINO runs it.
+    """Convert `source`, a file of export_end2end with NMS of the kind `standard`, to OpenVINO's files; see `export_openvino`.
 
-    Args:
-        source: a file of export_end2end, of the kind `standard`.
-        plain: the file of export_onnx that `source` was made from.
-        path: the .xml; the .bin is written beside it.
-        nms: settings inside `source`.
-        pooling: of the masks inside `source`.
-
-    Raises:
-        QatError: as export_openvino.
+    `plain` is the file of export_onnx that `source` was made from; `nms` and `pooling` are the settings inside.
     """
     return write_checked(source, path, lambda session: _compare_nms(session, source, plain, nms, pooling))
 

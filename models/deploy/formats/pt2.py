@@ -53,13 +53,9 @@ class Deployed(nn.Module):
 def trace(
     model: nn.Module, images: torch.Tensor, half: bool = False, dynamic: bool = False
 ) -> torch.export.ExportedProgram:
-    """Trace a model.
+    """Trace a model in the form of `traceable_copy`, which has run on such images. It is changed.
 
-    Args:
-        model: in the form of `traceable_copy`, which has run on such images; it is changed.
-        images: FP32 [B, 3, H, W]; two or more with `dynamic`.
-        half: FP16 between images and outputs.
-        dynamic: leave the batch axis open.
+    `images` are FP32 [B, 3, H, W], two or more with `dynamic`, which leaves the batch axis open. half: FP16 between images and outputs.
     """
     batch = torch.export.Dim('batch', min=1, max=4096) if dynamic else None
     program = torch.export.export(

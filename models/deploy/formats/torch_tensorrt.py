@@ -37,8 +37,7 @@ MIB = 1 << 20
 def load_torch_tensorrt(device: torch.device) -> ModuleType:
     """Import ModelOpt, then Torch-TensorRT, which registers its converter of quantize_op only in this order.
 
-    Raises:
-        QatError: a package, the GPU or the CUDA compiler is missing, or Torch-TensorRT is older than OLDEST.
+    Raises QatError if a package, the GPU or the CUDA compiler is missing, or Torch-TensorRT is older than OLDEST.
     """
     own = '.'.join(torch.__version__.split('.')[:2])
     get = f"pip install 'torch-tensorrt=={own}.*' nvidia-modelopt huggingface_hub ninja"
@@ -162,15 +161,10 @@ def write_engine(path: Path, engine: bytes, built_by: str, check: Callable[[Path
 def compile_settings(
     tt: Any, device: torch.device, smallest: Sequence[int], largest: Sequence[int], options: TorchTensorRT, path: Path
 ) -> dict[str, Any]:
-    """Return the arguments that both compilers of Torch-TensorRT take.
+    """Return the arguments that both compilers of Torch-TensorRT (`tt`) take.
 
-    Args:
-        tt: module torch_tensorrt.
-        device: a CUDA device.
-        smallest: shape of the images.
-        largest: likewise; the kernels are chosen for it.
-        options: of the command.
-        path: MODEL.ep; the timing cache is beside it, so that the second build reuses the timings of the first.
+    `smallest` and `largest` are shapes of the images; the kernels are chosen for the largest. The timing cache lies beside `path`,
+    MODEL.ep, so that the second build reuses the timings of the first.
     """
     shapes = {'min_shape': smallest, 'opt_shape': largest, 'max_shape': largest}
     return {

@@ -32,12 +32,8 @@ from utils.qat.run.state import ADAPTED, BEST, EPOCH, FLOAT, PTQ, State, unfit_s
 class StageScorer:
     """Scores models as plain metrics, with 'against_float' once the float model is scored.
 
-    Args:
-        inputs: the float model and its data.
-        state: gets the times, and the AP on resamples of each model.
-        split: the images, a key of state.resampled.
-        loader: their batches, see loaders.val_loader.
-        progress: wraps an iterable, with a text, such as log.bar.
+    It scores on the images `split`, a key of state.resampled, in the batches of `loader` (loaders.val_loader). `state` gets the
+    times, and the AP on resamples of each model. `progress` wraps an iterable, with a text, such as log.bar.
     """
 
     def __init__(
@@ -97,15 +93,9 @@ class StageScorer:
 
 
 def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
-    """Calibrate and fine-tune a float model, and score each stage. Results of finished stages stay on disk.
+    """Calibrate and fine-tune a float model, score each stage, and return the content of report.json.
 
-    Args:
-        inputs: the float model and its data. With config.resume only the rest of the interrupted run is computed.
-        of_run: images of the run, and blocks that stay in float.
-        folder: PROJECT/NAME, which no other process writes to.
-
-    Returns:
-        The content of report.json.
+    Results of finished stages stay in `folder`, PROJECT/NAME. With config.resume only the rest of the interrupted run is computed.
     """
     config = inputs.config
     keeper = Keeper(folder, config.weights, inputs.sha256, inputs.device)

@@ -97,17 +97,10 @@ def onnx_session(
     threads: int | None = None,
     **settings: str,
 ) -> onnxruntime.InferenceSession:
-    """Load a file or a serialized model.
+    """Load a file by its name, or a serialized model; on the CPU if ONNX Runtime has no CUDA.
 
-    Args:
-        source: name of the file, or the model's bytes.
-        device: where it runs; the CPU if ONNX Runtime has no CUDA.
-        entries: of the session's configuration. By default Q and DQ are computed as written.
-        threads: on a CPU; None = ONNX Runtime's choice.
-        settings: of its CUDA provider.
-
-    Raises:
-        Exception: ONNX Runtime cannot load the model; its exceptions share no public base class.
+    `entries` are those of the session's configuration: by default Q and DQ are computed as written. `threads` are on a CPU, None =
+    ONNX Runtime's choice; `settings` are of its CUDA provider. Raises what ONNX Runtime raises: its exceptions share no public base.
     """
     import onnxruntime as ort
 

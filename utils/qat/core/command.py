@@ -214,15 +214,9 @@ def typed_sides(imgsz: Iterable[int]) -> list[int]:
 
 
 def run_apart(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a subprocess that imports nothing from the current folder.
+    """Run Python code, with `sys` imported, in a subprocess that imports nothing from the current folder.
 
-    Args:
-        code: the code; `sys` is imported.
-        *arguments: sys.argv[1:].
-        **options: as subprocess.run takes them.
-
-    Returns:
-        Its exit code, standard output and errors.
+    `arguments` are its sys.argv[1:]; `options` are those of subprocess.run. Returns its exit code, standard output and errors.
     """
     line = [sys.executable, '-c', ALONE + code, *map(str, arguments)]
     return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options)

@@ -83,13 +83,9 @@ class Call:
 
 
 def read_pickle(content: bytes) -> tuple[Any, set[str]]:
-    """Read a pickle of protocol 2 to 5.
+    """Read a pickle of protocol 2 to 5: its object, of records, plain values, lists, tuples, dictionaries and sets, and all names in it.
 
-    Returns:
-        Its object, of records, plain values, lists, tuples, dictionaries and sets; and all names in it.
-
-    Raises:
-        Refused: the pickle is damaged, or does something that no file of ours needs.
+    Raises Refused if the pickle is damaged, or does something that no file of ours needs.
     """
     machine = _Machine(content)
     try:
@@ -226,11 +222,7 @@ class Archive:
 
 
 def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
-    """Read a torch.save file. flag: the option that named it.
-
-    Raises:
-        QatError: it is no such file, is damaged, or holds anything else.
-    """
+    """Read a torch.save file, which `flag` named. Raises QatError if it is no such file, is damaged, or holds anything else."""
     import torch  # here, because `-h` must not load it
 
     require_file(path, flag)
@@ -261,13 +253,8 @@ def read_archive(path: str | Path, flag: str = '--weights') -> Archive:
 def plain_archive(path: str | Path, members: re.Pattern[str], needed: str) -> dict[str, memoryview]:
     """Read another kind of zip file from PyTorch: name without the leading folder → bytes.
 
-    Args:
-        path: of the file.
-        members: allowed names.
-        needed: a required name, without the leading folder.
-
-    Raises:
-        Refused, zipfile.BadZipFile: it is no such archive, or is damaged.
+    `members` are the allowed names, `needed` is a required one. Raises Refused or zipfile.BadZipFile if it is no such archive, or is
+    damaged.
     """
     with open(path, 'rb') as file:
         content = memoryview(file.read())
@@ -283,8 +270,7 @@ def _members(
 ) -> tuple[dict[str, memoryview], dict[str, int]]:
     """Check that each member of a zip file is a plain, separate part of its `content`; see `plain_archive`.
 
-    Returns:
-        Name without the leading folder → bytes, and name → CRC-32.
+    Returns name without the leading folder → bytes, and name → CRC-32.
     """
     if content[:4] != b'PK\3\4':
         raise zipfile.BadZipFile(

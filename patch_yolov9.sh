@@ -289,7 +289,7 @@ lay() { # what `patch` found to do
     for f in $(folders_of "${FILES[@]}"); do mkdir -p "$f"; done
     for f in "${changed[@]}"; do
         mv -fT "$NEW/$f" "$f"
-        if among "$f" "${HOOKED[@]}"; then echo "  $f (block at the top)"; else echo "  $f"; fi
+        ! among "$f" "${HOOKED[@]}" || echo "  $f (block at the top)"
     done
     mv -fT "$NEW/manifest" "$MANIFEST"
 }

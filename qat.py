@@ -131,7 +131,7 @@ def quantize(config: QuantizeConfig, folder: Path | None) -> None:
     report = run(inputs, of_run, folder)
 
     seen = f'images {inputs.task.seen_as(inputs.config.imgsz, False)}'
-    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report), '', *conclusions(report), '')))
+    LOGGER.log(RESULT, '\n'.join(('', seen, '', run_table(report, brief=True), '', *conclusions(report), '')))
     finish(export_command(folder, report), report=folder / 'report.md', weights=folder / DELIVERED)
 
 

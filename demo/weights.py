@@ -77,11 +77,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 def classifier_from(state: dict[str, Any], upstream: ModuleType) -> nn.Module:
     """Build upstream's ClassificationModel in FP16, cut from the demo's detector as classify/train.py does; see `model_from`."""
-    from utils.qat.core.log import quiet_upstream
-
     names, cutoff = state['names'], state['yaml']['cutoff']
-    with quiet_upstream():
-        detector = upstream.DetectionModel(str(Path(__file__).parent / 'yolov9-demo.yaml'))
+    detector = upstream.DetectionModel(str(Path(__file__).parent / 'yolov9-demo.yaml'))
     model = upstream.ClassificationModel(model=detector, nc=len(names), cutoff=cutoff)
     try:
         model.load_state_dict(state['state_dict'], strict=True)
@@ -183,12 +180,14 @@ def main() -> None:
     except Mistake as error:
         parser.error(str(error))
     from utils.qat.core.errors import QatError
+    from utils.qat.core.log import quiet_upstream
 
     try:
         if args.verb == 'pack':
             pack(args.source, args.out)
         else:
-            build(args.source, args.out, upstream)
+            with quiet_upstream():  # it prints a table of the layers
+                build(args.source, args.out, upstream)
     except (Mistake, QatError) as error:
         # keys and names come from the file
         parser.error(''.join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)))

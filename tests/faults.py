@@ -308,7 +308,7 @@ def call(command, argv):
         if command == PATCH:
             return subprocess.run([REPO / PATCH, *argv]).returncode
         main = program(command).main
-        return main(argv=argv) if command == 'scripts/infer_onnx.py' else run_command(main, argv)
+        return run_command(main, argv)
     except SystemExit as e:
         return e.code
 

@@ -49,14 +49,13 @@ class Agreement:
 
     def __str__(self) -> str:
         if self.logits is not None:
-            return f'logits {self.logits:.3%} (at most {self.logits_max:.3g}); allowed {self.limit:.1%}'
+            return f'logits {self.logits:.3%}; rounding explains up to {self.limit:.1%}'
         masks = ''
         if self.prototypes is not None:
             masks = f', mask coefficients {self.coefficients:.3%}, prototypes {self.prototypes:.3%}'
         return (
-            f'boxes {self.boxes:.3%} (at most {self.boxes_max:.3g} px), '
-            f'scores {self.scores:.3%} (at most {self.scores_max:.3g})'
-            f'{masks}; allowed {self.limit:.1%}'
+            f'boxes {self.boxes:.3%}, scores {self.scores:.3%}{masks} of their spread; '
+            f'rounding explains up to {self.limit:.1%}'
         )
 
 

@@ -112,7 +112,8 @@ class CheckpointFile:
                     'start again from its float model: python qat.py quantize --weights FLOAT.pt --data DATA.yaml',
                     'quantized': 'is already quantized; evaluate it with: python qat.py eval, export it with: python export_qat.py',
                     'float': f'is not quantized; quantize it first: {command("qat.py", "quantize", "--weights", self.path)}',
-                    'state_dict': f'has weights without their network (a state_dict); {NEEDED}',
+                    'state_dict': 'has weights without their network (a state_dict); if they are of a network of torchvision, rename the '
+                    f'file to its name and .pth, such as resnet50-mine.pth, else {NEEDED}',
                     'other': f'holds no YOLOv9 model; {NEEDED}',
                 }[self.kind]
             )

@@ -245,21 +245,6 @@ def test_quiet_or_verbose(line):
     TERMINAL.setLevel(logging.INFO)
 
 
-def test_the_reference_client_too(chain, small):
-    given = onnx_of(chain), small.data.parent / 'images/val'
-
-    def run(*more):
-        typed = [sys.executable, REPO / 'scripts/infer_onnx.py', *given, *more]
-        return subprocess.run(typed, capture_output=True, text=True, cwd=chain['folder'])
-
-    plain, quiet, verbose, both = run(), run('--quiet'), run('--verbose', '--save'), run('--quiet', '--verbose')
-    assert re.fullmatch(r'\d+ detections in 12 images\n', quiet.stdout)
-    assert quiet.stdout.strip() in plain.stdout and NEXT.findall(plain.stdout)[0].endswith('--save')
-    assert len(re.findall(r'(?m) pixels, [\d.]+ ms$', verbose.stdout)) == 12
-    assert 'pictures in runs/infer' in verbose.stdout
-    assert both.returncode == 2 and 'not allowed with' in both.stderr
-
-
 # ---- a terminal ---------------------------------------------------------------------------------------------------------
 
 

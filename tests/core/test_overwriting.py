@@ -57,7 +57,7 @@ OTHERS = {  # the other commands: they write what the user named, or under the n
     *('scripts/val_trt.sh', 'scripts/audit_onnx.py', 'scripts/draw_engine.py', 'scripts/test_matrix.sh'),
     *('demo/summary.py', 'demo/weights.py', 'demo/train.sh', 'demo/setup.sh', 'quickstart.sh', 'run_tests.sh'),
     *('scripts/verify_tensorrt.py', 'scripts/verify_tensorrt.sh'),  # a run's folder
-    'examples/infer_engine.py',  # with the main of infer_onnx.py
+    'examples/infer_engine.py',  # it writes nothing
     'patch_yolov9.sh',  # tests/repository/test_patch.py
 }
 TASKS = {'segment/qat_seg.py': 'segment', 'classify/qat_cls.py': 'classify'}  # qat.py for one task only
@@ -114,8 +114,8 @@ def answer(capfd, small, onnx_file, monkeypatch):
         needs = {'only_task': TASKS[file]} if file in TASKS else {}
         main = partial(program('qat.py' if file in TASKS else file).main, **needs)
         monkeypatch.setattr(sys, 'argv', [file, *words])
-        try:  # two programs are for themselves, without a line of ours
-            code = main() if file in ('demo/make_data.py', 'scripts/infer_onnx.py') else run_command(main, words)
+        try:  # one program is for itself, without a line of ours
+            code = main() if file == 'demo/make_data.py' else run_command(main, words)
         except SystemExit as e:
             code = e.code
         return code or 0, ''.join(capfd.readouterr())

@@ -22,7 +22,6 @@ WITHOUT = {  # why it is not here → files
     ],
     'runs the other commands in processes of their own': ['scripts/verify_tensorrt.py'],
     'loads it when an engine is built, long after utils.qat': ['scripts/build_engine.py'],
-    'has its own session, below': ['scripts/infer_onnx.py'],
 }
 ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONNX Runtime
     **dict.fromkeys(['qat.py', 'segment/qat_seg.py', 'classify/qat_cls.py'], 'eval --weights w.pt --data data.yaml'),
@@ -32,6 +31,7 @@ ARGUMENTS = {  # with which a file gets to the point where it loads torch or ONN
     'val_trt.py': '--weights w.onnx --data data.yaml',
     'benchmark_trt.py': 'w.onnx',
     'compare_outputs.py': 'w.pt w.onnx --random 1',
+    'scripts/infer_onnx.py': 'w.onnx images',
     'demo/weights.py': f'build w.pt out.pt --yolov9 {TREE}',
     **dict.fromkeys(BENCHMARKS, ''),
 }
@@ -189,10 +189,10 @@ def test_threads_of_onnx_runtime_sleep():
 
 
 def test_every_session_has_them():
-    """Each session uses `onnx_options`; a client that people copy has the same entries."""
+    """Each session uses `onnx_options`."""
     folders = 'utils', 'models', 'scripts', 'demo', 'benchmarks'
     texts = {file: file.read_text() for folder in folders for file in (REPO / folder).rglob('*.py')}
     made = [file for file in texts if 'InferenceSession(' in texts[file]]
-    assert len(made) == 3
+    assert len(made) == 2
     for file in made:
-        assert 'onnx_options(' in texts[file] or 'allow_spinning' in texts[file], file
+        assert 'onnx_options(' in texts[file], file

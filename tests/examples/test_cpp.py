@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from zoo import program
+from zoo import command
 
 from models.deploy.formats.aoti import export_aoti
 from models.deploy.formats.onnx import export_onnx
 from models.deploy.formats.onnx_end2end import export_end2end
 from models.deploy.formats.openvino import export_openvino
 from models.deploy.formats.openvino_end2end import export_openvino_end2end
-from utils.qat.backends.file_model import open_file
 from utils.qat.config.export import Nms
 
 SOURCES = REPO / 'examples/cpp'
@@ -132,24 +131,12 @@ def files(small, tmp_path_factory):
     return folder
 
 
-class Package:
-    """A package of AOTInductor as a model of scripts/infer_onnx.py."""
-
-    shape, names = [2, 3, SIZE, SIZE], {i: str(i) for i in range(10)}
-
-    def __init__(self, path, device):
-        self.call = open_file(path)
-
-    def __call__(self, image):
-        return {'output0': self.call(torch.from_numpy(image).repeat(2, 1, 1, 1)).numpy()}
-
-
 def python_finds(model, images, capsys):
     """The lines of scripts/infer_onnx.py for detections."""
-    client = program('scripts/infer_onnx.py')
-    options = [str(model), str(images), '--conf-thres', str(CONF), '--iou-thres', str(IOU)]
-    assert not (client.main(Package, '.pt2', '', options) if model.suffix == '.pt2' else client.main(argv=options))
-    return [line for line in capsys.readouterr().out.splitlines() if not line.startswith(('next: ', 'warning: '))]
+    options = '--conf-thres', CONF, '--iou-thres', IOU, '--device', 'cpu'
+    by = ['--backend', 'aoti'] * (model.suffix == '.pt2')
+    said = command('scripts/infer_onnx.py', model, images, *options, *by).splitlines()
+    return [line for line in said if re.match(r'\S+: \S+ [\d.]+  |\d+ detections', line)]
 
 
 def assert_same_lines(ours, theirs, score=0.002, pixels=0.2):

@@ -659,7 +659,7 @@ def test_the_command(checkpoint, trt):
     )
     folder = checkpoint.parent
     assert {p.name for p in folder.iterdir()} == {'seg-end2end.onnx', 'seg-end2end.pbtxt', 'seg.onnx', 'seg.pt'}
-    assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+%; allowed', said)
+    assert re.search(r'mask coefficients 0\.\d+%, prototypes 0\.\d+% of their spread; rounding', said)
     assert 'det_masks of up to 20 detections; NMS standard' in said and 'output0, output1\n' in said
     assert 'name: "det_masks", data_type: TYPE_FP32, dims: [20, 784]' in (folder / 'seg-end2end.pbtxt').read_text()
 

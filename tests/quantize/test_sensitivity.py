@@ -28,7 +28,7 @@ from utils.qat.data.dataset import load_data
 from utils.qat.data.images import channels_last
 from utils.qat.data.loaders import val_loader
 from utils.qat.graph.audit import audit
-from utils.qat.run.sensitivity_summary import FILE, by_distortion_per_flop, worst
+from utils.qat.run.sensitivity_summary import FILE, by_distortion_per_flop, summary_table, worst
 
 CPU = torch.device('cpu')
 
@@ -291,6 +291,19 @@ QUICK = '--imgsz 128 --device cpu --workers 0 --batch-size 4 --calib-images 8 --
 
 def common(demo, weights, folder):
     return '--weights', weights, '--data', demo.data, '--project', folder, *QUICK
+
+
+def test_a_short_table_has_the_measured_units_first():
+    """A measured unit may come out below one that was only estimated, and a row of dashes says nothing."""
+    found = {way: {'divergence': 0.1} for way in ('only', 'without')}
+    common = {'kind': 'Conv2d', 'flops': 1, 'estimated': {'only': 0.2}}
+    units = [
+        {**common, 'unit': 'a', 'distortion': 0.1, 'measured': found},
+        {**common, 'unit': 'b', 'distortion': 0.2, 'measured': None},
+    ]
+    summary = {'units': units, 'flops': 2, 'int8': {'ap': 0.5}}
+    assert '| a ' in summary_table(summary, 1) and '| b ' not in summary_table(summary, 1)
+    assert summary_table(summary).index('| b ') < summary_table(summary).index('| a ')
 
 
 @pytest.fixture(scope='module')

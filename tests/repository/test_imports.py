@@ -10,10 +10,7 @@ COMMANDS = sorted([*REPO.glob('*.py'), *REPO.glob('scripts/*.py')])
 DEPLOY, QUANTIZE, QAT = (
     sorted((REPO / folder).rglob('*.py')) for folder in ('models/deploy', 'models/quantize', 'utils/qat')
 )
-CLIENTS = [
-    REPO / 'scripts/infer_onnx.py',
-    *REPO.glob('examples/*.py'),
-]  # to be copied out of this tree: they stand alone
+CLIENTS = [*REPO.glob('examples/*.py')]  # to be copied out of this tree: they stand alone
 TREES = {file: ast.parse(file.read_text(encoding='utf-8')) for file in (*COMMANDS, *DEPLOY, *QUANTIZE, *QAT, *CLIENTS)}
 OURS = [*COMMANDS, *DEPLOY, *QUANTIZE, *QAT]
 
@@ -79,7 +76,7 @@ def lines(files, breaks):
 
 def test_the_walk_finds_the_files():
     assert {'qat', 'reparameterization', 'export_qat'} <= {file.stem for file in COMMANDS}
-    assert DEPLOY and QUANTIZE and QAT and len(CLIENTS) > 1
+    assert DEPLOY and QUANTIZE and QAT and CLIENTS
     assert not [p for p in ('models/__init__.py', 'utils/__init__.py') if (REPO / p).exists()], (
         'they would replace those of upstream'
     )
@@ -202,7 +199,6 @@ PRINTS = {
     'utils/qat/compat.py': "stands in for IPython's display(), whose job is to print",
 }
 SWALLOWS = {
-    'scripts/infer_onnx.py': 'ends the program with one line; what ONNX Runtime raises shares no base class',
     'models/quantize/quantizers.py': 'logs the error and goes on with the kernels of PyTorch; Triton calls a C compiler',
 }  # file → reason
 FORWARD_SET = {

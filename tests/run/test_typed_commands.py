@@ -293,15 +293,15 @@ def test_an_ap_that_compares_with_no_other_is_said_to_be_so(small, tmp_path):
 
 @pytest.mark.parametrize('sides', [(96, 160), (160, 96), (64, 256), (128, 128)])
 def test_the_images_and_their_labels_lie_where_the_client_puts_them(small, sides):
-    """The evaluation letterboxes pixel by pixel as scripts/infer_onnx.py, and maps its boxes back to the image."""
+    """The evaluation letterboxes pixel by pixel as scripts/infer_onnx.py does, and maps its boxes back to the image."""
     letterbox = program('scripts/infer_onnx.py').letterbox
     config = EvalConfig(small.single, small.data, batch_size=3, imgsz=sides, workers=0)
     for images, targets, paths, shapes in val_loader(load_data(small.data), config, 32, square=True):
         assert tuple(images.shape[2:]) == sides
         for i, (image, path) in enumerate(zip(images, paths)):
             original = cv2.imread(path)
-            theirs, gain, border = letterbox(original, *sides)
-            assert torch.equal(image, torch.from_numpy(np.round(theirs * 255).astype(np.uint8)))
+            theirs, (_, ((gain, _), _)) = letterbox(original, sides)
+            assert torch.equal(image, (theirs[0] * 255).round().byte())
             boxes = xywh2xyxy(targets[targets[:, 0] == i, 2:] * torch.tensor([*sides[::-1]] * 2))
             back = scale_boxes(sides, boxes, *shapes[i])
             label = Path(path.replace('images', 'labels')).with_suffix('.txt').read_text().split()

@@ -209,14 +209,13 @@ def test_of_a_data_yaml(material, tmp_path, refuses, name):
     refuses(VAL, 'the name of class 3')
 
 
-def test_of_an_onnx_file(material, refuses, says):
-    """In its metadata. The client that is copied elsewhere shows them with escapes."""
+def test_of_an_onnx_file(material, refuses):
+    """In its metadata."""
     given, val = material['quantized.onnx'], f'val_trt.py --weights model.onnx --data @set/data.yaml {RUN}'
     for name in FOUR:
         with_metadata(given, names=repr(ten(name)))
-        refuses(val, 'the name of class 3')
-    with_metadata(given, names=repr(dict.fromkeys(range(10), FOUR[0])))
-    assert '\\x1b[2J' in says('scripts/infer_onnx.py model.onnx @set/images/val/00000.jpg --conf-thres 0.01')
+        for line in (val, 'scripts/infer_onnx.py model.onnx @set/images/val/00000.jpg'):
+            refuses(line, 'the name of class 3')
     with_metadata(given, names='[' + 'a,' * 1_000_000 + ']', stride='\x1b[2J')
     refuses(val, 'cannot be read')
 

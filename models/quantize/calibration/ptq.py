@@ -217,11 +217,12 @@ def calibrated(
         LOGGER.warning(f'{layer}: {channels} range(s) raised to the smallest that an FP16 scale covers')
     outputs = task_of(model).found
     compared = ', '.join(f'{name} {value:.4f}' for name, value in found.items())
-    biases = 'biases corrected' if corrected else 'no bias corrected'
+    closest = f': the closest to float of {len(found)} calibrations' if len(found) > 1 else ''
     LOGGER.info(
-        f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, {method}'
-        f'{f" (divergence of the {outputs}: {compared})" if found else ""}, {biases}'
+        f'calibrated on {min(config.calib_images, len(images.loader.dataset))} images, ranges by {method}, '
+        f'{"biases corrected" if corrected else "no bias corrected"}{closest}'
     )
+    LOGGER.debug(f'divergence of the {outputs}: {compared or "not measured"}')
     divergence = found.get(method + CORRECTED * corrected, 0)
     if not divergence < UNUSABLE:
         LOGGER.warning(

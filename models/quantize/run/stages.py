@@ -64,7 +64,7 @@ class StageScorer:
                 f'{"":<14} the same class as float for {same:.2%} of the images, divergence of the scores {apart:.5f}'
             )
         sqnr = ', '.join(f'{part} {value:.2f} dB' for part, value in metrics['sqnr'].items())
-        LOGGER.info(f'{"":<14} SQNR of the head: {sqnr}')
+        LOGGER.debug(f'{"":<14} SQNR of the head: {sqnr}')
         return metrics
 
     def _score(self, predict: TorchModel, name: str) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class Detections:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, which: Any) -> Detections:
+        return Detections(self.rows[which], self.masks[which] if self.masks else None)
+
 
 def prepared(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Any]:
     """Prepare a batch of a loader (loaders.val_loader) for a model on `device`, and for its scorer.

@@ -6,7 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from utils.qat.config.common import DEVICE, ENGINE_BACKEND, SEED, SIZE, TOLERANCE, FolderConfig, LabelledConfig, scores
+from utils.qat.config.common import (
+    DEVICE,
+    ENGINE_BACKEND,
+    SEED,
+    SHARE,
+    SIZE,
+    TOLERANCE,
+    FolderConfig,
+    LabelledConfig,
+    scores,
+)
 from utils.qat.config.settings import Range, Settings, Sides, option, run
 from utils.qat.config.tables import BACKENDS, ENGINES, PREDICTING
 from utils.qat.core.errors import QatError
@@ -286,3 +296,28 @@ class VerifyConfig(FolderConfig):
         for task in ('segment', 'classify'):
             given = getattr(self, task), getattr(self, f'{task}_data')
             yield given.count(None) == 1, f'--{task}, --{task}-data: give both or none'
+
+
+@dataclass(frozen=True)
+class InferConfig(FolderConfig):
+    """Settings of `scripts/infer_onnx.py`."""
+
+    model: Path = option(MISSING, 'checkpoint (.pt) or exported file', metavar='MODEL', positional=True)
+    images: Path = option(
+        MISSING, 'an image, or a folder: all images in it and in its folders', metavar='IMAGE|FOLDER', positional=True
+    )
+    _: KW_ONLY
+    save: bool = option(False, 'draw the detections into copies of the images, in PROJECT/NAME')
+    imgsz: Sides | None = option(
+        None,
+        'height and width in pixels, or one number for both; default: that of the file or of the quantization, else 640',
+        *SIZE,
+        allowed=Range(32),
+    )
+    conf_thres: float = scores(0.25, 'lowest score; a file with NMS inside has one of its own besides', allowed=SHARE)
+    iou_thres: float = scores(0.45, 'IoU above which NMS drops a box; not of a file with NMS inside', allowed=SHARE)
+    backend: str | None = option(
+        None, 'what runs an exported file; default: the first that takes it', allowed=PREDICTING
+    )
+    device: str = run('', DEVICE)
+    name: str = 'infer'

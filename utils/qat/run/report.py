@@ -108,17 +108,18 @@ def mean_of(stages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_table(report: dict[str, Any]) -> str:
+def run_table(report: dict[str, Any], brief: bool = False) -> str:
     """Format the models of a `quantize` run as a Markdown table: float, PTQ, every epoch, the mean of the last, best; '' if none is scored.
 
-    For the columns in dB see models/quantize/head_outputs.py. With --val-split there are two tables, each with its images.
+    brief: without the columns in dB, for which see models/quantize/head_outputs.py. With --val-split there are two tables, each
+    with its images.
     """
     stages = [report['origin'], report.get('adapted'), report['ptq'], *report['epochs']]
     if not any(map(is_scored, stages)):
         return ''
     titles, masks = score_titles(*stages)
     title = merit_title(*stages)
-    outputs = next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
+    outputs = [] if brief else next((list(s['sqnr']) for s in stages if s and 'sqnr' in s), ['boxes', 'classes'])
 
     def row(what: str, metrics: dict[str, Any] | None, *loss: str) -> list[str]:
         return [

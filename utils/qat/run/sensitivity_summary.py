@@ -168,7 +168,7 @@ def share_int8(summary: dict[str, Any], kept: Container[dict[str, Any]]) -> floa
 
 
 def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
-    """Format the units of the largest distortion, at most `limit`, as a Markdown table."""
+    """Format the units of the largest distortion, at most `limit`, the measured ones first, as a Markdown table."""
 
     def gain(unit: dict[str, Any]) -> str:
         found = (unit['measured'] or {}).get('without', {}).get('against_int8')
@@ -187,7 +187,7 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
             number(u, 'without'),
             gain(u),
         ]
-        for u in worst(summary)[:limit]
+        for u in sorted(worst(summary), key=lambda u: limit is not None and not u['measured'])[:limit]
     ]
     return markdown_table(
         (

@@ -160,7 +160,7 @@ benchmark_trt.py --device cpu
     {files}/float.pt --precision fp16  | FP16 is for GPUs
     {files}/float.onnx --precision int4 | must be of fp32, bf16, fp16, int8
     {files}/float.onnx --backend tensorrt | TensorRT: needs an NVIDIA GPU
-    {files}/float.onnx --backend opencv | must be of tensorrt, rtx, onnxruntime, openvino, pt2, aoti, pytorch
+    {files}/float.onnx --backend opencv | must be of tensorrt, rtx, onnxruntime, openvino
     {files}/float.onnx --backend openvino --precision int8      | has no Q/DQ, so nothing in it can be INT8
     {files}/int8.onnx --backend openvino --precision fp32       | give the float model for FP32
     {files}/half.onnx --backend openvino --batch 2              | fixed batch of 1
@@ -182,7 +182,7 @@ benchmark_trt.py --device cpu
     {files}/float.onnx --warmup -1     | --warmup
     {wrong}/broken.onnx                | no valid ONNX file
     {wrong}/text.pt                    | not a PyTorch checkpoint
-    {wrong}/notes.txt                  | expected a file ending in .onnx or .xml or .engine or .pt2 or .pt or .pth
+    {wrong}/notes.txt                  | expected a file ending in .onnx or .xml
     {classifier} --data {data}         | takes a folder with train/ and val/
     {single} --data {classes}          | takes a data YAML
 scripts/verify_tensorrt.py --weights {quantized} --float {single} --data {data}

@@ -1,9 +1,9 @@
-"""Export a checkpoint to ONNX for DeepStream-Yolo, with labels.txt and config_infer_primary_yoloV9.txt.
+"""Export a checkpoint to ONNX for DeepStream-Yolo or -Seg, with labels.txt and config_infer_primary_yoloV9.txt.
 
     python export_yoloV9.py -w runs/qat/exp/weights/best.pt --dynamic
 
-The options are those of DeepStream-Yolo's script of the same name (parser: NvDsInferParseYolo). Quantized checkpoints are exported
-too. See docs/deploy.md.
+The options are those of DeepStream-Yolo's script of the same name (parser: NvDsInferParseYolo, of a
+segmentation model NvDsInferParseYoloSeg). Quantized checkpoints are exported too. See docs/deploy.md.
 """
 
 import sys
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(argv)
     require_source(config.weights, '--weights', CHECKPOINTS)
 
-    from models.deploy.formats.deepstream import FORMAT
+    from models.deploy.formats import deepstream, deepstream_masks
     from models.deploy.formats.format import Export
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = replace(config, size=config.size or predict.quantized_for or predict.task.imgsz)
         require_multiples(config.size, predict.stride, '--size')
         export = Export(config.export(), predict)
-        FORMAT.require_model(export)
-        written = FORMAT.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
+        layout = (deepstream_masks if predict.task.masks else deepstream).FORMAT
+        layout.require_model(export)
+        written = layout.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
     LOGGER.info('\n'.join(written.lines))
-    finish(*FORMAT.next_commands(export, written, ''), **written.files)
+    finish(*layout.next_commands(export, written, ''), **written.files)
 
 
 if __name__ == '__main__':

@@ -2,6 +2,8 @@
 
 import configparser
 
+import classifiers
+import cv2
 import numpy as np
 import onnx
 import pytest
@@ -13,8 +15,10 @@ from zoo import output, program, same
 
 from models.deploy.formats.deepstream import deepstream_config, deepstream_layout
 from models.deploy.formats.onnx import export_onnx
+from models.deploy.formats.onnx_end2end import torch_masks, torch_nms
 from models.quantize.checkpoint import CheckpointFile
 from utils.qat.backends.file_model import open_file
+from utils.qat.config.export import Nms, Pooling
 from utils.qat.core.command import run_command
 from utils.qat.core.errors import QatError
 from utils.qat.graph import onnx_graph
@@ -202,3 +206,45 @@ def test_dynamic_with_a_batch_of_1_is_what_it_was(small, tmp_path, monkeypatch):
     (tmp_path / 'm.pt').write_bytes(small.single.read_bytes())
     assert run_command(export_yolov9, ['-w', 'm.pt', '-s', '64', '--dynamic', '--batch', '1']) == 0
     assert dims(onnx.load('m.pt.onnx').graph.input[0])[0] == 'batch'
+
+
+def test_masks_in_the_layout_of_its_other_parser(demo_seg, tmp_path, monkeypatch):
+    """The four outputs, by their order; detections and masks are those of NMS in PyTorch."""
+    (tmp_path / 'seg.pt').write_bytes(demo_seg.quantized.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert run_command(export_yolov9, ['-w', 'seg.pt', '-s', '160', '--dynamic', '--simplify']) == 0
+    settings, classes = settings_of((tmp_path / 'config_infer_primary_yoloV9_seg.txt').read_text())
+    assert settings['parse-bbox-instance-mask-func-name'] == 'NvDsInferParseYoloSeg' and settings['cluster-mode'] == '4'
+    assert settings['network-type'] == '3' and settings['output-instance-mask'] == '1' and classes['topk'] == '100'
+    graph = onnx.load('seg.pt.onnx').graph
+    assert [(o.name, dims(o)[1:]) for o in graph.output] == [
+        ('boxes', [100, 4]),
+        ('scores', [100, 1]),
+        ('classes', [100, 1]),
+        ('masks', [100, 160, 160]),
+    ]
+    assert {o.type.tensor_type.elem_type for o in graph.output} == {TensorProto.FLOAT}
+    export_onnx(
+        CheckpointFile('seg.pt').load_any()[0], tmp_path / 'plain.onnx', (160, 160), dynamic=True, simplify=True
+    )
+    images = np.stack(
+        [cv2.resize(cv2.imread(str(f)), (160, 160)) for f in sorted(demo_seg.data.parent.glob('images/val/*'))[:2]]
+    )
+    images = np.ascontiguousarray(images[..., ::-1].transpose(0, 3, 1, 2), np.float32) / 255
+    plain = tuple(map(torch.from_numpy, run_onnx(tmp_path / 'plain.onnx', {'images': images})))
+    boxes, scores, classes, masks = run_onnx(tmp_path / 'seg.pt.onnx', {'input': images})
+    wanted = torch_nms(plain[0], Nms('standard'), plain[1].shape[1])
+    shapes = torch_masks(wanted, plain[1], Pooling())
+    assert sum(map(len, wanted)) > 4
+    for i, (rows, of_rows) in enumerate(zip(wanted, shapes)):
+        n = len(rows)
+        found = np.concatenate((boxes[i], scores[i], classes[i]), 1)
+        assert np.abs(found[:n] - rows[:, :6].numpy()).max() < 1e-3 and not found[n:].any() and not masks[i, n:].any()
+        assert np.abs(masks[i, :n].reshape(n, -1) - of_rows.numpy()).max() < 1e-3
+
+
+def test_a_classifier_is_refused(tmp_path, monkeypatch, capsys):
+    classifiers.save(classifiers.build('mobilenet_v2'), tmp_path / 'cls.pt')
+    monkeypatch.chdir(tmp_path)
+    assert run_command(export_yolov9, ['-w', 'cls.pt', '-s', '64']) == 2
+    assert 'a classifier' in capsys.readouterr().err

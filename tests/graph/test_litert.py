@@ -192,3 +192,52 @@ def test_from_checkpoint_to_file(small, tmp_path):
 def test_a_checkpoint_of_another_target_is_refused(small, capfd, tmp_path):
     code, line = answer('export_qat.py', ('--weights', small.quantized, '--include', 'litert'), capfd, tmp_path)
     assert code == 2 and line.endswith('quantize with --target litert')
+
+
+@pytest.fixture(scope='module')
+def written(small, tmp_path_factory):
+    """A .tflite file of the small float model."""
+    file = tmp_path_factory.mktemp('litert') / 'good.tflite'
+    export_litert(small.float_model(), file, (SIDE, SIDE))
+    return file
+
+
+@needs_litert
+@pytest.mark.parametrize('share', [0, 0.1, 0.9])
+def test_a_file_that_is_cut_short_is_refused_in_one_line(share, written, small, capfd, tmp_path):
+    cut = tmp_path / 'cut.tflite'
+    cut.write_bytes(written.read_bytes()[: int(share * written.stat().st_size)])
+    argv = '--weights', cut, '--data', small.data, '--imgsz', SIDE, '--device', 'cpu', '--project', tmp_path / 'runs'
+    code, line = answer('val_trt.py', argv, capfd, tmp_path, leaves=['runs'])
+    assert code == 2 and f'{cut}: LiteRT' in line
+
+
+@needs_litert
+def test_an_operator_that_litert_lacks_is_refused(written, tmp_path):
+    """Custom operators are code of others."""
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    model = flatbuffer_utils.read_model(str(written))
+    code = model.operatorCodes[0]
+    code.builtinCode = code.deprecatedBuiltinCode = 32  # CUSTOM
+    code.customCode = b'evil'
+    flatbuffer_utils.write_model(model, str(tmp_path / 'custom.tflite'))
+    with pytest.raises(QatError, match='LiteRT cannot run it: .*evil'):
+        LiteRT(tmp_path / 'custom.tflite', CPU)
+
+
+@needs_litert
+def test_a_damaged_file_runs_or_is_refused(written, tmp_path):
+    """Never a crash, for LiteRT meets a file in a process apart first."""
+    rng, whole, file = np.random.default_rng(0), written.read_bytes(), tmp_path / 'damaged.tflite'
+    refused = 0
+    for _ in range(8):
+        damaged = bytearray(whole)
+        for at in rng.integers(0, min(len(whole), 60_000), 20):
+            damaged[at] = rng.integers(256)
+        file.write_bytes(damaged)
+        try:
+            LiteRT(file, CPU)
+        except QatError as e:
+            refused += str(e).startswith(f'{file}: LiteRT cannot run it: ')
+    assert refused

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import yaml
 from conftest import TREE
 from faults import sampled
 from fresh import fresh
@@ -257,7 +258,7 @@ def whole(small, tmp_path_factory):
 
 def test_files_of_openvino(whole, small):
     """Weights in INT8, the metadata of the export, the values of the .onnx file; and nothing else is left."""
-    assert {f.suffix for f in whole.iterdir()} == {'.pt', '.onnx', '.xml', '.bin'}
+    assert {f.suffix for f in whole.iterdir()} == {'.pt', '.onnx', '.xml', '.bin', ''}
     weights = sum(i.numel() for i in CheckpointFile(whole / 'model.pt').load_quantized()[0].parameters())
     assert weights < (whole / 'model.bin').stat().st_size < 1.5 * weights
     ours, theirs = (FileModel(compiled(whole / f'model.{suffix}')) for suffix in ('xml', 'onnx'))
@@ -267,6 +268,25 @@ def test_files_of_openvino(whole, small):
     assert str(ours.session.int8) == str(theirs.session.int8)
     inside = open_file(whole / 'model-end2end.xml')
     assert inside.end2end and len(inside(images)) == 1
+
+
+def test_the_folder_for_ultralytics(whole, small, tmp_path):
+    """The same pair, and the metadata as YAML; such a folder of another program is not replaced."""
+    folder = whole / 'model_openvino_model'
+    assert {f.name for f in folder.iterdir()} == {'model.xml', 'model.bin', 'metadata.yaml'}
+    assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in ('model.xml', 'model.bin'))
+    names = small.quantized_model().names
+    found = yaml.safe_load((folder / 'metadata.yaml').read_text())
+    assert (found['stride'], found['task'], found['names']) == (32, 'detect', names)
+    assert (found['batch'], found['channels'], found['imgsz'], found['dynamic']) == (1, 3, [SIDE, SIDE], False)
+    (tmp_path / 'model.pt').write_bytes(small.quantized.read_bytes())
+    (tmp_path / 'model_openvino_model').mkdir()
+    theirs = tmp_path / 'model_openvino_model' / 'metadata.yaml'
+    theirs.write_text('author: another program')
+    said = command(
+        'export_qat.py', '--weights', tmp_path / 'model.pt', '--include', 'openvino', '--imgsz', SIDE, code=2
+    )
+    assert f'{theirs}: is there already' in said and not (tmp_path / 'model.xml').exists()
 
 
 def test_one_score_from_each_engine(whole, small, tmp_path):

@@ -127,7 +127,6 @@ export_yoloV9.py -w {single}
     --trt 9                            | --trt 9: must be one of 8, 10, 11
     -w missing.pt                      | --weights missing.pt: no such file
     -w {classifier}                    | reads detections only
-    -w {segmenter} -s 64               | its head is Segment
 reparameterization.py --save {out}/saved.pt --weights {dual}
     --weights {single}                 | has one branch; DDetect; go on with: python qat.py quantize --weights
     --weights {quantized}              | already quantized

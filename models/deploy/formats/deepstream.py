@@ -4,6 +4,7 @@ Its parser NvDsInferParseYolo reads one output [B, N, 6]. DeepStream itself runs
 """
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from utils.qat.graph.onnx_graph import axes_of
 from utils.qat.graph.passes import set_output_shapes
 
 INPUT, OUTPUT = 'input', 'output'  # names that DeepStream-Yolo's library expects
-LABELS, CONFIG = 'labels.txt', 'config_infer_primary_yoloV9.txt'
+LABELS = 'labels.txt'
 
 
 def deepstream_layout(model: ModelProto) -> ModelProto:
@@ -61,19 +62,40 @@ def deepstream_layout(model: ModelProto) -> ModelProto:
     return model
 
 
-def deepstream_config(onnx: str, classes: int, batch: int = 1, int8: bool = False) -> str:
-    """Write the configuration of nvinfer, the element that runs an ONNX file, for DeepStream-Yolo's folder.
+DETECTIONS = """\
+network-type=0
+# NMS
+cluster-mode=2
+parse-bbox-func-name=NvDsInferParseYolo
+custom-lib-path=nvdsinfer_custom_impl_Yolo/libnvdsinfer_custom_impl_Yolo.so
+engine-create-func-name=NvDsInferYoloCudaEngineGet
+
+[class-attrs-all]
+nms-iou-threshold=0.45
+pre-cluster-threshold=0.25
+topk=300
+"""
+
+
+def deepstream_config(
+    onnx: str,
+    classes: int,
+    batch: int = 1,
+    int8: bool = False,
+    parser: str = DETECTIONS,
+    folder: str = 'DeepStream-Yolo',
+) -> str:
+    """Write the configuration of nvinfer, the element that runs an ONNX file, for the `folder` of a `parser`.
 
     A batch above 1 needs a file that takes it. With int8 (Q/DQ) there is no calibration and no calibration table;
-    else nvinfer builds an FP16 engine.
+    else nvinfer builds an FP16 engine. parser: the settings that belong to it.
     """
     return f"""\
-# {onnx} in DeepStream-Yolo, by yolov9-qat: put both files and {LABELS} into its folder. Paths are relative to this file.
+# {onnx} in {folder}, by yolov9-qat: put both files and {LABELS} into its folder. Paths are relative to this file.
 [property]
 gpu-id=0
 gie-unique-id=1
 process-mode=1
-network-type=0
 interval=0
 onnx-file={onnx}
 # built at the first start, unless it is there: docs/deploy.md of yolov9-qat tells how to build it beforehand
@@ -88,30 +110,35 @@ net-scale-factor=0.0039215697906911373
 model-color-format=0
 maintain-aspect-ratio=1
 symmetric-padding=1
-# NMS
-cluster-mode=2
-parse-bbox-func-name=NvDsInferParseYolo
-custom-lib-path=nvdsinfer_custom_impl_Yolo/libnvdsinfer_custom_impl_Yolo.so
-engine-create-func-name=NvDsInferYoloCudaEngineGet
-
-[class-attrs-all]
-nms-iou-threshold=0.45
-pre-cluster-threshold=0.25
-topk=300
-"""
+{parser}"""
 
 
 class DeepStream(Format):
-    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder."""
+    """MODEL.pt.onnx beside the checkpoint, and labels.txt and the configuration in the current folder.
+
+    Attributes:
+        folder: of the program, to which the files go.
+        config: name of the configuration.
+        parser: its settings that belong to the program's parser.
+        returns: the outputs, in words.
+    """
 
     name = 'deepstream'
+    folder = 'DeepStream-Yolo'
+    config = 'config_infer_primary_yoloV9.txt'
+    parser = DETECTIONS
+    returns = 'output [B, N, 6]'
+
+    def layout(self, export: Export) -> Callable[[ModelProto], ModelProto]:
+        """Return the function that changes the outputs of a plain graph to those that the parser reads."""
+        return deepstream_layout
 
     @override
     def require_model(self, export: Export) -> None:
         weights, task = f'--weights {export.config.weights}', export.predict.task
-        if task.name != 'detect':
+        if not task.boxes:
             raise QatError(
-                f'{weights}: {task.title}, {export.predict.kind}; DeepStream-Yolo reads detections only, no masks; use: python export_qat.py'
+                f'{weights}: {task.title}, {export.predict.kind}; {self.folder} reads detections only; use: python export_qat.py'
             )
         export.target.require_tensorrt(weights, export.zero_points)
 
@@ -124,18 +151,20 @@ class DeepStream(Format):
         names = [str(name) for name in model.names.values()]
         texts = {
             LABELS: ''.join(f'{name}\n' for name in names),
-            CONFIG: deepstream_config(path.name, len(names), config.batch_size, export.int8),
+            self.config: deepstream_config(
+                path.name, len(names), config.batch_size, export.int8, self.parser, self.folder
+            ),
         }
         for file, text in texts.items():
             require_own(Path(file), text)
-        done = write_onnx(export, path, half, deepstream_layout)
+        done = write_onnx(export, path, half, self.layout(export))
         for file, text in texts.items():
             write_text(file, text)
         height, width = config.imgsz
         return Written(
-            {'onnx': path, 'labels': Path(LABELS), 'config': Path(CONFIG)},
+            {'onnx': path, 'labels': Path(LABELS), 'config': Path(self.config)},
             [
-                f'input [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}] -> output [B, N, 6], opset {done.opset}, '
+                f'input [{"batch" if config.dynamic else config.batch_size}, 3, {height}, {width}] -> {self.returns}, opset {done.opset}, '
                 f'{size_of(path)}, Q/DQ nodes {done.qdq[0]}/{done.qdq[1]}{", FP16 outside them" * half}',
                 f'ONNX Runtime against PyTorch: {done}',
             ],
@@ -143,7 +172,7 @@ class DeepStream(Format):
 
     @override
     def next_commands(self, export: Export, written: Written, data: str) -> list[str]:
-        return [shlex.join(['cp', *map(str, written.files.values()), 'DeepStream-Yolo/'])]
+        return [shlex.join(['cp', *map(str, written.files.values()), f'{self.folder}/'])]
 
 
 FORMAT = DeepStream()

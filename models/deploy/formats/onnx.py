@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -65,6 +66,11 @@ def _trace(model: nn.Module, images: torch.Tensor, path: Path, opset: int, dynam
             dynamic_axes={name: {0: 'batch'} for name in ('images', *outputs)} if dynamic else None,
             **options,
         )
+
+
+def input_metadata(batch: int, imgsz: Sequence[int], dynamic: bool) -> dict[str, Any]:
+    """Return the metadata of an input, as Ultralytics' package reads them; see `export_onnx`."""
+    return {'batch': batch, 'channels': 3, 'imgsz': list(imgsz), 'dynamic': dynamic}
 
 
 @torch.no_grad()
@@ -134,7 +140,8 @@ def export_onnx(
         onnx_passes.set_output_shapes(graph, *(('batch' if dynamic else batch, *out.shape[1:]) for out in returned))
         simulated = {'simulated_in': ','.join(target.simulated_in)} if quantizers and target.simulated_in else {}
         made_for = target.name if quantizers else DEFAULT_TARGET
-        onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated)
+        read = input_metadata(batch, imgsz, dynamic)
+        onnx_passes.set_metadata(graph, **metadata_of(model, kept_float, made_for), **simulated, **read)
         onnx.checker.check_model(graph, full_check=True)
         onnx.save(graph, tmp)
 

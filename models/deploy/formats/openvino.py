@@ -11,20 +11,25 @@ one .bin can serve two .xml files. The pair goes through these states, one renam
     new, points behind      new weights, and behind them once more
     new                     new weights, and behind them once more
     new                     new weights
+
+MODEL_openvino_model/ has a copy of them, and metadata.yaml: the form that Ultralytics' package loads.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import onnx
 import torch
 import torch.nn as nn
+import yaml
 from typing_extensions import override
 
 from models.deploy.agreement import made_images, require_agreement, traceable_copy
@@ -35,13 +40,14 @@ from utils.qat.backends.file_model import FileModel
 from utils.qat.backends.openvino import OVERFLOW, OpenVINO
 from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
-from utils.qat.core.files import atomic
+from utils.qat.core.files import atomic, require_own, write_text
 from utils.qat.core.log import LOGGER
 from utils.qat.graph.onnx_graph import shape_of
 from utils.qat.graph.openvino_model import load_openvino, write_ir
 
 ALIGNED = 4096  # bytes; weights begin at a multiple of it
 CPU = torch.device('cpu')
+METADATA = 'metadata.yaml'
 
 
 @contextlib.contextmanager
@@ -116,6 +122,40 @@ def _compare(session: OpenVINO, source: Path, model: nn.Module, typing: str) -> 
     require_agreement(traced, images, found, traced(images), 'OpenVINO', typing, is_quantized(model))
 
 
+def write_folder(path: Path, metadata: str) -> Path:
+    """Copy an .xml and its .bin into MODEL_openvino_model/ beside them, with metadata.yaml; return the folder.
+
+    metadata: text of metadata.yaml.
+    """
+    folder = folder_of(path)
+    folder.mkdir(exist_ok=True)
+    with atomic_pair(folder / path.name) as tmp:
+        for suffix in ('.xml', '.bin'):
+            shutil.copy(path.with_suffix(suffix), tmp.with_suffix(suffix))
+    write_text(folder / METADATA, metadata)
+    return folder
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder beside an .xml."""
+    return path.with_name(f'{path.stem}_openvino_model')
+
+
+def metadata_yaml(source: Path) -> str:
+    """Write the metadata of an .onnx file as YAML; the first line tells whose file it is."""
+
+    def value(text: str) -> object:
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+
+    found = onnx.load(source, load_external_data=False).metadata_props
+    return f'# {source.stem}, by yolov9-qat\n' + yaml.safe_dump(
+        {p.key: value(p.value) for p in found}, allow_unicode=True
+    )
+
+
 class OpenVINOFormat(Format):
     """MODEL.xml and MODEL.bin, which return predictions."""
 
@@ -128,12 +168,12 @@ class OpenVINOFormat(Format):
 
     @override
     def write(self, export: Export, path: Path) -> Written:
-        graph = export.made('onnx')
-        return self.report(
-            export,
-            path,
-            export_openvino(graph.path, path, export.predict.model, 'FP16' if typed_half(export) else 'FP32'),
-        )
+        source, folder = export.made('onnx').path, folder_of(path)
+        metadata = metadata_yaml(source)
+        require_own(folder / METADATA, metadata)
+        notes = export_openvino(source, path, export.predict.model, 'FP16' if typed_half(export) else 'FP32')
+        written = self.report(export, path, notes)
+        return replace(written, lines=[*written.lines, f'-> {write_folder(path, metadata)}, the same for Ultralytics'])
 
     def report(self, export: Export, path: Path, made: list[str]) -> Written:
         """Report the files. made: notes on how OpenVINO runs them."""

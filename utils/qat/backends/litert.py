@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import zipfile
 import zlib
@@ -30,6 +31,7 @@ INSTALL = 'pip install --no-deps -r requirements-litert.txt'
 AGAIN = 'write it again with export_qat.py --include litert'
 IMAGES, OUTPUTS = 'images', ('output0', 'output1')  # as an ONNX file names them
 WEIGHTED = {'CONV_2D', 'DEPTHWISE_CONV_2D', 'TRANSPOSE_CONV', 'FULLY_CONNECTED'}
+TRIAL_SECONDS = 300
 TRIAL = """
 import numpy, sys
 from ai_edge_litert.interpreter import Interpreter
@@ -75,7 +77,10 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 def _require_running(file: Path) -> None:
     """Raise QatError if LiteRT refuses a file, or crashes with it."""
-    ended = run_apart(TRIAL, file)
+    try:
+        ended = run_apart(TRIAL, file, timeout=TRIAL_SECONDS)
+    except subprocess.TimeoutExpired as e:
+        raise QatError(f'{file}: LiteRT does not end a run of it in {TRIAL_SECONDS} s; {AGAIN}') from e
     if ended.returncode:
         said = (
             ended.stderr.strip().splitlines() if ended.returncode > 0 else [f'it crashes (signal {-ended.returncode})']

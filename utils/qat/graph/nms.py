@@ -74,17 +74,17 @@ def add_nms(model: ModelProto, nms: Nms, pooling: Pooling = Pooling()) -> ModelP
 
 
 class GraphWriter:
-    """A writer that appends named nodes and constants to a model."""
+    """A writer that appends named nodes and constants to a model; `scope` is in their names."""
 
-    def __init__(self, model: ModelProto) -> None:
-        self.model, self.count = model, 0
+    def __init__(self, model: ModelProto, scope: str = SCOPE) -> None:
+        self.model, self.scope, self.count = model, scope, 0
 
     def node(
         self, op: str, inputs: list[str], outputs: int | tuple[str, ...] | list[str] = 1, **attributes: Any
     ) -> Any:
         """Add a node and return the name of its output, or a list of them. outputs: their number, or names."""
         self.count += 1
-        name = f'/{SCOPE}/{op}_{self.count}'
+        name = f'/{self.scope}/{op}_{self.count}'
         made = [f'{name}_output_{i}' for i in range(outputs)] if isinstance(outputs, int) else list(outputs)
         self.model.graph.node.append(helper.make_node(op, inputs, made, name, **attributes))
         return made if len(made) > 1 else made[0]
@@ -92,7 +92,7 @@ class GraphWriter:
     def constant(self, value: Any, dtype: type = np.int64) -> str:
         """Add an initializer, and return its name."""
         self.count += 1
-        name = f'{SCOPE}.constant_{self.count}'
+        name = f'{self.scope}.constant_{self.count}'
         self.model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
 

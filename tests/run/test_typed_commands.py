@@ -135,6 +135,8 @@ def test_data_in_a_checkpoint_are_named_only_if_a_run_would_start_on_them(small,
         ('none.pt data.yaml 640', 'WEIGHTS none.pt: no such file'),
         ('w.pt none.yaml 640', 'DATA none.yaml: no such file'),
         ('w.pt data.yaml big', 'IMGSZ big: must be one number'),
+        ('w.pt data.yaml 640 --float none.pt', '--float none.pt: no such file'),
+        ('w.pt data.yaml 640 --graph', '--graph: no such option'),
     ],
 )
 def test_val_trt_sh_names_a_missing_file_before_it_looks_for_tensorrt(tmp_path, words, says):

@@ -140,6 +140,7 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     import time
 
     start = time.perf_counter()
+    from models.quantize.activations import exchangeable, exchanged, require_exchange
     from models.quantize.analysis.sensitivity import analyse
     from models.quantize.calibration.ptq import calibrated
     from models.quantize.head_outputs import require_known_head
@@ -148,16 +149,32 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
     from utils.qat.core.machine import versions
     from utils.qat.evaluation.chance import in_words
     from utils.qat.evaluation.score_tables import merit_title
-    from utils.qat.run.sensitivity_summary import FILE, KIND, VERSION, plot_sensitivity, summary_table, write_markdown
+    from utils.qat.run.sensitivity_summary import (
+        FILE,
+        KIND,
+        VERSION,
+        change_in,
+        plot_sensitivity,
+        summary_table,
+        write_markdown,
+    )
+    from utils.qat.targets.target import load_target
 
     inputs = open_inputs(config)
     config = inputs.config
     require_known_head(inputs.model, 'sensitive', 'choose what stays in float with: python qat.py quantize --exclude')
+    if config.exchanges:
+        require_exchange(inputs.model, config.activation, load_target(config.target))
     images = inputs.calibration_images()
     loader = inputs.scored_images(square=True, limit=config.num_image or None, scored=config.metric != 'distortion')
 
     folder = open_folder(inputs, folder)
-    model, calibration = calibrated(inputs.model, images, config, bar)
+    if config.exchanges:
+        paths = exchangeable(inputs.model, config.activation)
+        model = exchanged(inputs.model, config.activation, paths, bar(images, 'fitting activation functions'))
+        calibration: dict[str, Any] = {'method': config.activation, 'biases': 'none', 'divergence': {}}
+    else:
+        model, calibration = calibrated(inputs.model, images, config, bar)
     times = {'calibrate': time.perf_counter() - start}
     found = analyse(model, inputs.model, loader, inputs.data.names, config, calibration['biases'] != 'none', bar, times)
     times['all'] = time.perf_counter() - start
@@ -180,13 +197,14 @@ def sensitive(config: SensitiveConfig, folder: Path | None) -> None:
         *('qat.py', 'quantize', '--weights', config.weights, '--data', config.data),
         *('--imgsz', *typed_sides(config.imgsz), '--sensitive', folder / FILE, '--max-drop', 0.2),
         *(('--target', config.target) if config.target != DEFAULT_TARGET else ()),
+        *(('--activation', config.activation) if config.exchanges else ()),
     )
     on_first(plot_sensitivity)(folder / 'sensitivity.png', summary)
     on_first(write_markdown)(folder / 'sensitivity.md', summary, following)
     LOGGER.info('  '.join(f'{k} {v:.1f} s' for k, v in times.items()))
     if 'against_float' in found['int8']:
         LOGGER.info(
-            f'all in INT8 against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
+            f'all {change_in(summary)} against float: {in_words(found["int8"]["against_float"], merit_title(found["int8"]))} on these {summary["images"]} images'
         )
     LOGGER.log(
         RESULT,

@@ -7,7 +7,7 @@ one (finetuning/adapt.py), and is quantized like any float model.
 The class path of FittedHardswish is a file format, because checkpoints pickle it. Do not rename or move it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 
 import torch
@@ -150,6 +150,19 @@ def exchanged(model: nn.Module, activation: str, paths: Sequence[str], batches: 
 def exchanges(model: nn.Module) -> dict[str, Exchange]:
     """Find the exchanges of a model, by path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, Exchange)}
+
+
+def restored(model: nn.Module, paths: Collection[str]) -> nn.Module:
+    """Put the old activation functions back in the place of the exchanges at `paths`, in place, and return the model.
+
+    Raises QatError if no exchange is left.
+    """
+    found = exchanges(model)
+    if paths and not found.keys() - set(paths):
+        raise QatError('--activation-only, --keep-float: no activation function is left to exchange; keep less')
+    for path in found.keys() & set(paths):
+        _replace(model, path, found[path].old)
+    return model
 
 
 def finished(model: nn.Module) -> nn.Module:

@@ -124,6 +124,14 @@ def test_two_processes_are_resumed_as_two(small, tmp_path):
 
 
 @pytest.mark.faults
+def test_two_processes_learn_one_model_with_other_functions(small, tmp_path):
+    recipe = '--activation hardswish --activation-epochs 2 --iters 1 --epochs 0 --no-eval-origin'
+    two_forks(*quantize(small, tmp_path, *recipe.split(), '--name', 'pair'))
+    report = json.loads((tmp_path / 'pair' / 'report.json').read_text())
+    assert report['adapted']['loss'] > 0 and (tmp_path / 'pair' / report['adapted']['file']).is_file()
+
+
+@pytest.mark.faults
 def test_sensitive_finds_what_one_process_finds(demo, tmp_path):
     words = 'sensitive', *quantize(demo, tmp_path, '--granularity', 'layer')[2:]
     command('qat.py', *words, '--name', 'alone')

@@ -4,11 +4,13 @@ import json
 from copy import deepcopy
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import torch.nn as nn
 from zoo import command, image, load_any, load_float, output, same, settings, tensors
 
+from models.deploy.formats.onnx import export_onnx
 from models.quantize import checkpoint
 from models.quantize.activations import (
     REPLACED,
@@ -20,12 +22,20 @@ from models.quantize.activations import (
     finished,
 )
 from models.quantize.calibration.calibrate import calibrate
+from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.convert import quantize_model
 from models.quantize.finetuning.adapt import adapt
+from models.quantize.head_outputs import HeadOutputs
 from models.quantize.scales import never_negative, tie_scales
+from test_resume import interrupted
+from utils.qat.backends.detections import prepared
 from utils.qat.config.tables import TARGETS
 from utils.qat.core.errors import QatError
-from utils.qat.data.loaders import EpochBatches, TrainingImages
+from utils.qat.data.dataset import load_data
+from utils.qat.data.loaders import EpochBatches, TrainingImages, val_loader
+from utils.qat.graph.audit import audit
+from utils.qat.graph.audit_rules import rules_of
+from utils.qat.run.sensitivity_summary import FILE, worst
 from utils.qat.targets.target import load_target
 
 ACTIVATIONS = tuple(REPLACED)
@@ -117,6 +127,9 @@ def test_every_target_quantizes_them(small, tmp_path, activation, name):
     checkpoint.save_quantized(tmp_path / 'q.pt', model, {'target': name, 'imgsz': [64, 64]}, '0' * 64)
     again, quant = load_any(tmp_path / 'q.pt')
     assert quant and same(output(again, IMAGES[0]), output(model, IMAGES[0]))
+    # It refuses a file that ONNX Runtime computes otherwise
+    export_onnx(again, tmp_path / 'q.onnx', (64, 64), simplify=True, target=target)
+    assert not audit(onnx.load(tmp_path / 'q.onnx'), rules_of(name)).findings
 
 
 def test_behind_relu_everything_is_unsigned_for_openvino(small):
@@ -240,3 +253,74 @@ def test_the_file_computes_what_pytorch_does(small, run, tmp_path):
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.02
     said = command('scripts/audit_onnx.py', file.with_suffix('.onnx'), '--strict')
     assert 'no findings' in said or '0 findings' in said or 'none' in said.lower()
+
+
+# ---- which functions, by their cost -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def summary(small, tmp_path_factory):
+    """The file of a sensitivity analysis with ReLU."""
+    folder = tmp_path_factory.mktemp('sensitive')
+    words = '--weights', small.single, '--data', small.data, '--project', folder, '--activation', 'relu'
+    options = '--imgsz', 64, '--batch-size', 4, '--workers', 0, '--device', 'cpu', '--calib-images', 8
+    said = command('qat.py', 'sensitive', *words, *options, '--granularity', 'layer')
+    assert 'only it with relu' in said and '--activation relu' in said
+    return folder / 'exp' / FILE
+
+
+def test_the_cost_of_each_exchange_is_ranked(small, summary):
+    content = json.loads(summary.read_text())
+    units = content['units']
+    assert sorted(p for u in units for p in u['twins']) == sorted(exchangeable(small.float_model(), 'relu'))
+    assert sum(u['flops'] for u in units) == content['flops'] and all(u['flops'] for u in units)
+    assert content['int8']['divergence'] > max(u['distortion'] for u in units) > 0
+    batches = list(val_loader(load_data(small.data), settings(imgsz=64), 32, square=True))
+    unit = units[1]
+    alone = finished(exchanged(small.float_model(), 'relu', unit['twins'], []))
+    sums = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        images = prepared(batch, torch.device('cpu'))[0]
+        ours, theirs = (HeadOutputs.of(model(images)) for model in (alone.eval(), small.float_model()))
+        sums += torch.stack([x.sum() for x in divergence_sums(ours, theirs, 16)]).detach()
+    assert unit['measured']['only']['divergence'] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize('choice', [('--keep-float', 2), ('--max-drop', 100)])
+def test_the_costliest_functions_stay(small, summary, tmp_path, choice):
+    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--activation', 'relu'
+    recipe = '--activation-epochs', 1, '--epochs', 0, '--sensitive', summary
+    command('qat.py', 'quantize', *words, *OPTIONS, *recipe, *choice)
+    report = json.loads((tmp_path / 'exp' / 'report.json').read_text())
+    order = worst(json.loads(summary.read_text()))
+    stay = [path for unit in order[: choice[1] if choice[0] == '--keep-float' else 0] for path in unit['twins']]
+    assert sorted(report['kept_activations']) == sorted(stay) and not report['kept_float']
+    model = load_any(tmp_path / 'exp' / report['adapted']['file'])[0]
+    assert sorted(exchangeable(model, 'relu')) == sorted(stay)
+
+
+def test_a_summary_of_another_activation_is_refused(small, summary, tmp_path):
+    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--sensitive', summary
+    for activation in ('keep', 'hardswish'):
+        said = command('qat.py', 'quantize', *words, '--keep-float', 1, '--activation', activation, code=2)
+        assert f'made with --activation relu, and this run has {activation}' in said
+
+
+# ---- interrupted runs, several processes --------------------------------------------------------------------------------
+
+
+def test_interrupted_in_the_adaptation_and_gone_on_with_is_the_same_run(small, tmp_path, run):
+    words = '--weights', small.single, '--data', small.data, '--project', tmp_path, '--name', 'b'
+    recipe = '--activation', 'relu', '--activation-epochs', 2, '--epochs', 1
+    said = interrupted('relu, epoch 2/2', 1, 'qat.py', 'quantize', *words, *OPTIONS, *recipe)
+    assert '--resume' in said
+    command('qat.py', 'quantize', '--resume', tmp_path / 'b')
+    reports = [json.loads((folder / 'report.json').read_text()) for folder in (run, tmp_path / 'b')]
+    for report in reports:
+        del report['times'], report['settings']['name'], report['settings']['project']
+    assert reports[0] == reports[1]
+    files = [sorted(f.name for f in (folder / 'weights').iterdir()) for folder in (run, tmp_path / 'b')]
+    assert files[0] == files[1]
+    for name in files[0]:
+        states = [load_any(folder / 'weights' / name)[0].state_dict() for folder in (run, tmp_path / 'b')]
+        assert same(*states), name

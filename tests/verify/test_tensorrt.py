@@ -22,6 +22,7 @@ from models.quantize import checkpoint
 from utils.qat.config.common import LoaderConfig
 from utils.qat.config.deploy import VerifyConfig
 from utils.qat.config.export import INT8_LIMITS
+from utils.qat.config.qat import ACTIVATIONS
 from utils.qat.core.command import typed_sides
 from utils.qat.core.files import write_json, write_text
 from utils.qat.core.run_folder import own_folder
@@ -302,6 +303,31 @@ def test_speed(runner):
         found.append(f'batch {batch}: {times}, INT8 {ms["fp16"] / ms["int8"]:.2f} times as fast as FP16')
     busy = [percent for _, _, percent, *_ in runner.json(f'measured/speed-{batch}/benchmark.json')['usage']]
     runner.found = '; '.join([*found, f'GPU busy up to {max(busy):.0f} % by NVML' if busy else 'no samples of NVML'])
+
+
+@row('activations', 'INT8 with SiLU, Hardswish and ReLU is measured; nothing is learnt')
+def test_speed_of_activations(runner):
+    runner.need_gpu()
+    if runner.config.float_weights is None:
+        pytest.skip('no float checkpoint (--float)')
+    size = '--imgsz', *typed_sides(runner.config.imgsz)
+    once = (
+        '--activation-epochs 1 --iters 1 --epochs 0 --no-eval-origin --no-eval-ptq --calib-images 8 --calib-method mse'
+    )
+    ms = {}
+    for activation in ACTIVATIONS:
+        link(runner.folder / 'silu.pt', runner.config.float_weights)
+        words = '--data', data_of('plain'), *size, '--activation', activation, '--project', 'activations', '--exist-ok'
+        runner.run('qat.py', 'quantize', '--weights', 'silu.pt', *words, '--name', activation, *once.split())
+        link(runner.folder / f'{activation}.pt', runner.folder / 'activations' / activation / 'weights' / 'best.pt')
+        trt = '--trt', runner.machine['major']
+        runner.run('export_qat.py', '--weights', f'{activation}.pt', '--include', 'onnx', *size, '--simplify', *trt)
+        words = '--precision', 'int8', '--backend', runner.config.backend
+        ms[activation] = median_ms(runner, f'activation-{activation}', f'{activation}.onnx', *words)
+    relative = ', '.join(
+        f'{name} {ms["keep"] / value:.2f} times as fast' for name, value in ms.items() if name != 'keep'
+    )
+    runner.found = f'SiLU {ms["keep"]:.3f} ms; {relative}'
 
 
 @row('ONNX Runtime', 'ONNX Runtime with CUDA measures the plain file')

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from models.quantize.activations import exchanges
 from models.quantize.blocks import Twin
 from models.quantize.calibration.divergence import divergence_sums
 from models.quantize.head_outputs import HeadOutputs, bins_of, decibels, energies
@@ -64,6 +65,24 @@ class TwinForms:
                 getattr(self.twins[path], name)._disabled = form == FLOAT
             if path in self.biases:
                 self.model.get_submodule(path).bias.data.copy_(self.biases[path][form])
+
+
+class ActivationForms:
+    """The exchanges of a copy of an exchanged float model, by path: FLOAT is the old function, INT8 and ALONE are the new one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = deepcopy(model).eval().requires_grad_(False)
+        self.twins = exchanges(self.model)
+        for exchange in self.twins.values():
+            exchange.share = torch.zeros_like(exchange.share)  # of its own
+
+    def learn_alone(self, shifts: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: no bias is corrected."""
+
+    def set_form(self, form: str, paths: Iterable[str] | None = None) -> None:
+        """Switch the exchanges at `paths` to `form`; without paths all of them."""
+        for path in paths or self.twins:
+            self.twins[path].share.fill_(form != FLOAT)
 
 
 def layer_states(model: nn.Module, first: int, x: Any, saved: Sequence) -> Iterator[tuple[Any, Sequence]]:
@@ -138,7 +157,7 @@ def layer_numbers(model: nn.Module, units: Iterable[str]) -> dict[str, int]:
 
 @torch.no_grad()
 def measure_units(
-    forms: TwinForms,
+    forms: TwinForms | ActivationForms,
     units: Mapping[str, Sequence[str]],
     loader: Any,
     names: Mapping[int, str],

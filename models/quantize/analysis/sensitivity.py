@@ -1,7 +1,8 @@
 """The cost of INT8 in each unit of a network: estimated for all units at once, and measured for some.
 
-Rounding moves the output of a place by δ, and the outputs of the model by J δ. With a probe v of the outputs (see
-divergence.py) one backward pass gives v · J δ for every place. To second order, half its mean square is the divergence that
+With --activation it is the cost of the exchanged activation functions of a unit, by the same means. Rounding, or the exchange,
+moves the output of a place by δ, and the outputs of the model by J δ. With a probe v of the outputs (see divergence.py) one
+backward pass gives v · J δ for every place. To second order, half its mean square is the divergence that
 this place alone causes. Each image has its own probe: n images estimate a figure to sqrt(2 / n) of itself. The places
 of a unit are added before they are squared. For a large δ, or if one rounding changes another, only a measurement
 tells: see partly_float.py.
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from models.quantize.analysis.partly_float import TwinForms, measure_units
-from models.quantize.blocks import QuantConv2d, Twin
+from models.quantize.activations import Exchange, exchanges
+from models.quantize.analysis.partly_float import ActivationForms, TwinForms, measure_units
+from models.quantize.blocks import QuantConv2d
 from models.quantize.calibration.divergence import AT_ONCE, backward_from_probe
 from models.quantize.network import find_units, removed_after, within
 from models.quantize.quantizers import Quantizer, quantizers_off
@@ -35,7 +37,9 @@ class DivergenceEstimate:
     outputs. `seed`: of the probes.
     """
 
-    def __init__(self, forms: TwinForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int) -> None:
+    def __init__(
+        self, forms: TwinForms | ActivationForms, units: Mapping[str, Sequence[str]], correcting: bool, seed: int
+    ) -> None:
         self.forms, self.units, self.correcting, self.seed = forms, units, correcting, seed
         self.model = forms.model
         device = next(self.model.parameters()).device
@@ -103,11 +107,20 @@ class DivergenceEstimate:
 
             return hook
 
+        def of_exchange(path: str) -> Callable[..., None]:
+            @torch.no_grad()
+            def hook(exchange: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+                note(path, output, exchange.new(inputs[0]) - output)
+
+            return hook
+
         hooks = []
         twin: Any
         for path, twin in self.twins.items():
             if isinstance(twin, nn.Conv2d | nn.Linear):
                 hooks.append(twin.register_forward_hook(of_conv(path)))
+            elif isinstance(twin, Exchange):
+                hooks.append(twin.register_forward_hook(of_exchange(path)))
             else:
                 hooks += [getattr(twin, name).register_forward_hook(of_input(path)) for name in twin.quantizer_names]
         with removed_after(hooks):
@@ -129,14 +142,20 @@ def unit_costs(
 ) -> dict[str, tuple[int, int]]:
     """Count the FLOPs (2 per multiply-add) and parameters of the convolutions and linear layers of each unit.
 
-    The key '' has the whole model's. `imgsz` is height and width in pixels.
+    In an exchanged model they are the values that the exchanged functions compute, which take the time. The key '' has the whole model's. `imgsz` is height and width in pixels.
     """
     flops: dict[str, int] = {}
 
     def note(path: str) -> Callable[..., None]:
-        return lambda conv, inputs, output: flops.__setitem__(path, 2 * output[0].numel() * conv.weight[0].numel())
+        def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            each = 1 if isinstance(module, Exchange) else 2 * module.weight[0].numel()
+            flops[path] = each * output[0].numel()
 
-    convs = {path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))}
+        return hook
+
+    convs: dict[str, nn.Module] = {**exchanges(model)} or {
+        path: m for path, m in model.named_modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.Linear))
+    }
     hooks = [conv.register_forward_hook(note(path)) for path, conv in convs.items()]
     parameter = next(model.parameters())
     with removed_after(hooks), torch.no_grad(), quantizers_off(model):
@@ -153,7 +172,7 @@ def _ranges(model: nn.Module, twins: Iterable[str]) -> dict[str, float | list[fl
     found: dict[str, float | list[float]] = {}
     for path in twins:
         twin = model.get_submodule(path)
-        for name in twin.quantizer_names:
+        for name in getattr(twin, 'quantizer_names', ()):
             amax = getattr(twin, name)._amax
             found[f'{path}.{name}'] = amax.item() if amax.dim() == 0 else [amax.min().item(), amax.max().item()]
     return found
@@ -176,10 +195,9 @@ def analyse(
     summary-sensitive-analysis.json: 'float', 'int8', 'flops' and 'units'.
     """
     start = time.perf_counter()
-    twins = [path for path, m in model.named_modules() if isinstance(m, Twin)]
-    units = find_units(reference, twins, config.granularity)
+    forms = ActivationForms(model) if config.exchanges else TwinForms(model, reference)
+    units = find_units(reference, list(forms.twins), config.granularity)
     costs = unit_costs(model, units, config.imgsz)
-    forms = TwinForms(model, reference)
     estimate = DivergenceEstimate(forms, units, corrected, config.seed)
     device = next(model.parameters()).device
     for number, batch in enumerate(progress(loader, 'estimating')):

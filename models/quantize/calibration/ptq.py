@@ -8,12 +8,13 @@ fitted to the images of this measurement. docs/measured/calibration_ways.csv has
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 
+from models.quantize.activations import exchangeable
 from models.quantize.calibration.bias_correction import correct_biases, own_shifts, quantized_convs
 from models.quantize.calibration.calibrate import (
     Histogram,
@@ -234,10 +235,19 @@ def calibrated(
 
 @dataclass
 class FloatBlocks:
-    """The blocks that stay in float: named by path, by a number of units, or as many as a budget needs."""
+    """The blocks that stay in float: named by path, by a number of units, or as many as a budget needs.
+
+    If the summary ranks exchanged activation functions, its units are those that keep their function instead.
+    """
 
     paths: list[str]  # of blocks, see convert.find_twins
     summary: Any = None  # content of the file of --sensitive, see sensitivity_summary.read_summary; None without it
+    activations: list[str] = field(default_factory=list)  # of activation functions that are not exchanged
+
+    @property
+    def ranks_activations(self) -> bool:
+        """Whether the summary ranks exchanged activation functions, and not INT8."""
+        return bool(self.summary) and self.summary['settings']['activation'] != 'keep'
 
     @classmethod
     def of(cls, reference: nn.Module, config: QuantizeConfig, source: str) -> 'FloatBlocks':
@@ -248,7 +258,9 @@ class FloatBlocks:
         """
         target = load_target(config.target)
         twins = list(find_twins(reference, target))
-        summary = read_summary(config.sensitive, source, twins, target) if config.sensitive else None
+        functions = exchangeable(reference, config.activation) if config.exchanges else []
+        of_model = source, twins, target, config.activation, functions
+        summary = read_summary(config.sensitive, *of_model) if config.sensitive else None
         if summary and config.keep_float >= len(summary['units']):
             raise QatError(
                 f'--keep-float {config.keep_float}: {config.sensitive} has {len(summary["units"])} units, and one at least '
@@ -259,12 +271,18 @@ class FloatBlocks:
 
     def adding(self, units: Sequence[dict[str, Any]]) -> 'FloatBlocks':
         """Add `units` of the summary, and log them."""
-        paths = {*self.paths, *(path for unit in units for path in unit['twins'])}
+        added = {path for unit in units for path in unit['twins']}
+        if self.ranks_activations:
+            LOGGER.info(
+                f'activation functions that stay: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the '
+                'values are those of others'
+            )
+            return replace(self, activations=sorted({*self.activations, *added}))
         LOGGER.info(
             f'kept in float: {", ".join(u["unit"] for u in units)}; {share_int8(self.summary, units):.1%} of the FLOPs stay INT8 '
             f'(all: {share_int8(self.summary, []):.1%})'
         )
-        return FloatBlocks(sorted(paths), self.summary)
+        return replace(self, paths=sorted({*self.paths, *added}))
 
 
 def within_budget(

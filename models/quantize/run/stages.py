@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from torch.utils.data import DataLoader
 
-from models.quantize.activations import chosen_activations, exchanged, finished
+from models.quantize.activations import chosen_activations, exchanged, exchanges, finished, restored
 from models.quantize.calibration.ptq import FloatBlocks, calibrated, within_budget
 from models.quantize.finetuning.adapt import adapt
 from models.quantize.finetuning.loop import Epoch, UnfitState, finetune
@@ -115,7 +115,9 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
         model = inputs.model
         if of_run.adaptation:
             with resumable(again):
-                model = adapt_activations(inputs, of_run.calibration, of_run.adaptation, state, scorer, keeper)
+                model = adapt_activations(
+                    inputs, of_run.calibration, of_run.adaptation, of_run.float_blocks, state, scorer, keeper
+                )
         run_ptq(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
     of_run.calibration = of_run.adaptation = None  # ends the processes that load their images
     with resumable(again) if of_run.training else nullcontext():
@@ -141,20 +143,38 @@ def new_state(inputs: Inputs, images: dict[str, int]) -> State:
 
 
 def adapt_activations(
-    inputs: Inputs, calibration: Images, images: TrainingImages, state: State, scorer: StageScorer, keeper: Keeper
+    inputs: Inputs,
+    calibration: Images,
+    images: TrainingImages,
+    float_blocks: FloatBlocks,
+    state: State,
+    scorer: StageScorer,
+    keeper: Keeper,
 ) -> nn.Module:
     """Exchange activation functions, teach the float model to work with them, save and score it, and return it.
 
-    Goes on from the last finished epoch.
+    With a summary that ranks them as many stay as config.max_drop needs before the model learns. Goes on from the last finished
+    epoch.
     """
-    config = inputs.config
+    config, budget = inputs.config, inputs.config.max_drop
     if state.adapted:
         return keeper.load(state.adapted)
-    if config.eval_origin and not state.origin:
+    if (config.eval_origin or budget is not None) and not state.origin:
         state.origin = scorer.of_float()
     paths = chosen_activations(inputs.model, config)
-    LOGGER.info(f'{len(paths)} activation functions become {config.activation}')
-    student = exchanged(inputs.model, config.activation, paths, bar(calibration, 'fitting activation functions'))
+    batches = bar(calibration, 'fitting activation functions')
+    student = exchanged(inputs.model, config.activation, paths, batches)
+
+    def attempt(blocks: FloatBlocks) -> tuple[float, Any]:
+        trial = finished(restored(deepcopy(student), blocks.activations))
+        return lost_by(trial, scorer, state, budget or 0, blocks is float_blocks), None
+
+    if not state.training:
+        if float_blocks.ranks_activations and budget is not None:
+            float_blocks, _ = within_budget(float_blocks, budget, attempt)
+        state.kept_activations = float_blocks.activations
+    student = restored(student, state.kept_activations)
+    LOGGER.info(f'{len(exchanges(student))} activation functions become {config.activation}')
     after = Epoch(**state.training) if state.training else None
     images.epoch = after.number if after else 0
 
@@ -178,6 +198,20 @@ def adapt_activations(
     return keeper.load(state.adapted)
 
 
+def lost_by(trial: nn.Module, scorer: StageScorer, state: State, budget: float, first: bool) -> float:
+    """Score a trial model: the points that it loses beyond chance. Warn at the `first` one if the budget is below chance."""
+    against = scorer.of_trial(trial)['against_float']
+    chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
+    if chance > budget and first:
+        LOGGER.warning(
+            f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
+            f'{state.images[state.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
+            'so small a budget use more images (val in --data)'
+        )
+    LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
+    return points_lost(against)
+
+
 def run_ptq(
     inputs: Inputs,
     reference: nn.Module,
@@ -189,25 +223,17 @@ def run_ptq(
 ) -> None:
     """Run PTQ: score the float model, calibrate a quantized copy of `reference`, save the copy and score it.
 
-    reference: the float model, or what it became with other activation functions. float_blocks: stay in float; more blocks do if config.max_drop sets a budget.
+    reference: the float model, or what it became with other activation functions. float_blocks: stay in float; more blocks do if
+    config.max_drop sets a budget for them.
     """
-    config, budget = inputs.config, inputs.config.max_drop
+    config, budget = inputs.config, None if float_blocks.ranks_activations else inputs.config.max_drop
     if (config.eval_origin or budget is not None) and not state.origin:
         state.origin = scorer.of_float()
     start = time.perf_counter()
 
     def attempt(blocks: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
         model, found = calibrated(reference, images, config, bar, blocks.paths)
-        against = scorer.of_trial(model)['against_float']
-        chance = 100 * max(part['chance'] for part in boxes_and_masks(against))
-        if chance > budget and blocks is float_blocks:
-            LOGGER.warning(
-                f'--max-drop {budget}: less than chance, which is {chance:.2f} points on these '
-                f'{state.images[state.chosen_on]} images: no layer is left in float for a loss within chance; to keep '
-                'so small a budget use more images (val in --data)'
-            )
-        LOGGER.info(f'{points_lost(against):.2f} points lost beyond chance, at most {budget} allowed')
-        return points_lost(against), (model, found)
+        return lost_by(model, scorer, state, budget or 0, blocks is float_blocks), (model, found)
 
     if budget is None:
         model, state.calibration = calibrated(reference, images, config, bar, float_blocks.paths)

@@ -167,6 +167,17 @@ class CalibrationConfig(ModelConfig):
         allowed=SCALE_POLICIES,
     )
 
+    activation: str = activations(
+        'keep',
+        'exchange SiLU for a function that costs INT8 engines nothing',
+        allowed=ACTIVATIONS,
+    )
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether activation functions are exchanged."""
+        return self.activation != 'keep'
+
     def require_files(self) -> None:
         """Check also --hyp, and that files can be named after the weights; see ModelConfig.require_files."""
         require_source(self.weights, '--weights', self.SUFFIXES)
@@ -229,17 +240,11 @@ class QuantizeConfig(CalibrationConfig):
         negatable=True,
     )
     supervision_stride: int = option(1, 'compare every n-th layer with the float model', allowed=Range(1))
-    activation: str = activations(
-        'keep',
-        'hardswish, relu: exchange each SiLU for one that an INT8 engine computes for nothing; the model learns it from the images, without '
-        'labels, before it is calibrated. hardswish has the slope nearest to SiLU',
-        allowed=ACTIVATIONS,
-    )
     activation_only: tuple[str, ...] = activations(
-        (), 'the layers whose activation functions are exchanged, by path; default: all', metavar='REGEX'
+        (), 'layers whose functions are exchanged, by path; default: all', metavar='REGEX'
     )
     activation_epochs: int = activations(
-        10, 'epochs of --iters steps in which the exchanged model learns, however few the images are', allowed=Range(1)
+        10, 'epochs, of --iters steps, in which the model learns them', allowed=Range(1)
     )
     exclude: tuple[str, ...] = layers(
         (),
@@ -267,11 +272,6 @@ class QuantizeConfig(CalibrationConfig):
         'continue the interrupted run in FOLDER, with its settings; takes only --device and --workers',
         metavar='FOLDER',
     )
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether activation functions are exchanged."""
-        return self.activation != 'keep'
 
     def precision(self, device: str) -> str:
         """Choose the precision of the fine-tuning on a type of device, such as 'cuda': --amp or its default."""

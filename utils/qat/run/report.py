@@ -272,6 +272,8 @@ def write_report(folder: Path, report: dict[str, Any], pictures: bool = True) ->
             *(_pictures(folder, report) if pictures else []),
             *(['## Calibration', calibration_text(report['calibration'])] if report['calibration'] else []),
             *[escaped(f'Left in float: {", ".join(report["kept_float"])}.')] * bool(report['kept_float']),
+            *[escaped(f'Activation functions that stayed: {", ".join(report["kept_activations"])}.')]
+            * bool(report.get('kept_activations')),
             *(['## Files', '\n'.join(f'- {link(file)}' for file in files)] if files else []),
             '## Times',
             escaped(', '.join(f'{what} {seconds:.1f} s' for what, seconds in report['times'].items()) or '-'),

@@ -33,7 +33,7 @@ from utils.qat.untrusted.json_schema import (
     read_json,
 )
 
-FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 1
+FILE, KIND, VERSION = 'summary-sensitive-analysis.json', 'yolov9-qat sensitivity', 2  # since 2 with --activation
 MEASURED = {
     'divergence': NUMBER,
     'sqnr': SQNR,
@@ -82,14 +82,14 @@ def plot_sensitivity(path: Path, summary: dict[str, Any]) -> None:
     for kind in kinds:
         places = [i for i, u in enumerate(units) if u['kind'] == kind]
         axes.bar(places, [max(units[i]['distortion'], 1e-9) for i in places], color=colours[kind], label=kind)
-    axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label='all in INT8')
+    axes.axhline(summary['int8']['divergence'], linestyle='--', color='0.4', label=f'all {change_in(summary)}')
     axes.set_xticks(range(len(units)), [u['unit'].removeprefix('model.') for u in units], rotation=90, fontsize=7)
     axes.set(
         yscale='log',
         xlim=(-1, len(units)),
         xlabel='unit',
         ylabel=f'divergence of the {task_in(summary["int8"]).found}',
-        title=f'{literal(summary["weights"])}: each unit alone in INT8, {summary["images"]} images',
+        title=f'{literal(summary["weights"])}: each unit alone {change_in(summary)}, {summary["images"]} images',
     )
     axes.grid(axis='y', alpha=0.3)
     figure.legend(loc='outside right center', fontsize=8)
@@ -115,11 +115,19 @@ def _contradiction(summary: dict[str, Any]) -> str | None:
     )
 
 
-def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) -> dict[str, Any]:
+def read_summary(
+    path: Path,
+    source: str,
+    twins: Iterable[str],
+    target: Target,
+    activation: str = 'keep',
+    functions: Iterable[str] = (),
+) -> dict[str, Any]:
     """Read and check the summary of --sensitive, for the content see SUMMARY.
 
-    `source` is the SHA-256 of the float checkpoint, `twins` are paths of the blocks in it that can be quantized. Raises QatError if the
-    file is no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
+    `source` is the SHA-256 of the float checkpoint, `twins` are paths of the blocks in it that can be quantized. The summary may be
+    made for the `activation` of this run; `functions` are paths of the functions that it exchanges. Raises QatError if the file is
+    no summary, belongs to another checkpoint or placement, or has a unit that the model lacks.
     """
     again = f'write it with: python qat.py sensitive{f" --target {target.name}" * (target.name != DEFAULT_TARGET)}'
     require_file(path, '--sensitive', ('.json',))
@@ -140,7 +148,13 @@ def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) 
         raise QatError(
             f'--sensitive {path}: made for {made_for.title}, and --target is {target.name}, whose placement differs; {again}'
         )
-    unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - set(twins) or visible(u['unit']) != u['unit']]
+    ranked = summary['settings']['activation']
+    if ranked not in ('keep', activation):
+        raise QatError(
+            f'--sensitive {path}: made with --activation {visible(ranked)[:20]}, and this run has {activation}; {again}'
+        )
+    places = set(twins if ranked == 'keep' else functions)
+    unknown = [u['unit'] for u in summary['units'] if set(u['twins']) - places or visible(u['unit']) != u['unit']]
     if unknown:
         raise QatError(
             f'--sensitive {path}: the model has no unit {unknown[0]} to quantize; it is of another model; {again}'
@@ -150,6 +164,12 @@ def read_summary(path: Path, source: str, twins: Iterable[str], target: Target) 
             f'--sensitive {path}: of another checkpoint ({summary["weights"]}; its SHA-256 differs); {again}'
         )
     return summary
+
+
+def change_in(summary: dict[str, Any]) -> str:
+    """Name what a unit's cost is the cost of: 'in INT8', or such as 'with relu'."""
+    activation = summary['settings']['activation']
+    return 'in INT8' if activation == 'keep' else f'with {activation}'
 
 
 def worst(summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,11 +213,11 @@ def summary_table(summary: dict[str, Any], limit: int | None = None) -> str:
         (
             'unit',
             'kind',
-            'FLOPs',
-            'only it in INT8, estimated',
+            'FLOPs' if change_in(summary) == 'in INT8' else 'values',
+            f'only it {change_in(summary)}, estimated',
             'measured',
             'all but it',
-            f'{merit_title(summary["int8"])} points if float',
+            f'{merit_title(summary["int8"])} points if {"float" if change_in(summary) == "in INT8" else "as it was"}',
         ),
         rows,
     )
@@ -209,7 +229,7 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
     lines = [
         f'{len(summary["units"])} units ({settings["granularity"]}), {summary["images"]} images '
         f'{task.seen_as(settings["imgsz"], True)}. Divergence of the {task.found} from '
-        f"the float model's with all in INT8: {summary['int8']['divergence']:.5f}."
+        f"the float model's with all {change_in(summary)}: {summary['int8']['divergence']:.5f}."
     ]
     if is_scored(summary['int8']):
         masks = 'mask' in summary['int8']
@@ -218,14 +238,18 @@ def write_markdown(path: Path, summary: dict[str, Any], following: str) -> None:
             for model in ('float', 'int8')
         }
         lines.append(
-            f'{title}: float {ap["float"]}, all in INT8 {ap["int8"]}: {in_words(summary["int8"]["against_float"], title)}. The last column is what '
+            f'{title}: float {ap["float"]}, all {change_in(summary)} {ap["int8"]}: {in_words(summary["int8"]["against_float"], title)}. The last column is what '
             f'leaving the unit in float would add, in points (0.01){", the mean of boxes and masks" * masks}. ± holds 95 % of what other '
             f'images of this kind would give, by {RESAMPLES} resamples of these: what is no larger than that may be chance.'
         )
     first, whole = worst(summary)[0], summary['int8']
-    cost = f', and all units in INT8 {in_words(whole["against_float"], title)}' if 'against_float' in whole else ''
+    cost = (
+        f', and all units {change_in(summary)} {in_words(whole["against_float"], title)}'
+        if 'against_float' in whole
+        else ''
+    )
     headline = (
-        f'{first["unit"]} costs most: alone in INT8 it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
+        f'{first["unit"]} costs most: alone {change_in(summary)} it changes the {task.found} by {first["distortion"]:.5f}, all units together by '
         f'{whole["divergence"]:.5f}{cost}.'
     )
     write_document(

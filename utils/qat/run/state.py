@@ -65,6 +65,7 @@ class State:
     origin: dict[str, Any] | None = None  # plain metrics of the float model
     # Plain metrics of the float model with other activation functions, 'file' and 'loss'; None without --activation
     adapted: dict[str, Any] | None = None
+    kept_activations: list[str] = field(default_factory=list)  # paths of functions that a summary left as they were
     calibration: dict[str, Any] | None = None  # see ptq.calibrated
     kept_float: list[str] = field(default_factory=list)  # paths of blocks
     ptq: Any = None  # plain metrics of the calibrated model, and 'file'
@@ -151,6 +152,7 @@ KINDS = {  # the file: see State, and json_schema.misfit for the form. Settings 
     'images': {'val': COUNT, 'held out?': COUNT, 'train': COUNT},
     'origin': (NONE, *STAGES),
     'adapted': (NONE, {'loss': POSITIVE, 'file': _file}, *({'loss': POSITIVE, **scored} for scored in SCORED)),
+    'kept_activations': [str],
     'calibration': (NONE, CALIBRATION),
     'kept_float': [str],
     'ptq': (NONE, {'file': _file}, *SCORED),

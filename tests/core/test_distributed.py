@@ -75,11 +75,11 @@ each_way = pytest.mark.parametrize('started', sampled([two_forks, torchrun], 2),
 
 
 @each_way
-def test_quantize_calibrates_and_scores_as_one_process_does(demo, tmp_path, started):
-    command(*quantize(demo, tmp_path, '--no-eval-origin', '--name', 'alone', '--epochs', 0))
-    said = started(*quantize(demo, tmp_path, '--no-eval-origin', '--name', 'pair', '--epochs', 1))
+def test_quantize_calibrates_and_scores_as_one_process_does(small, tmp_path, started):
+    command(*quantize(small, tmp_path, '--no-eval-origin', '--name', 'alone', '--epochs', 0))
+    said = started(*quantize(small, tmp_path, '--no-eval-origin', '--name', 'pair', '--epochs', 1))
     first, second = reports(tmp_path)
-    assert first['ptq'] == nearly(second['ptq']) and first['ptq']['ap'] > 0.2
+    assert first['ptq'] == nearly(second['ptq']) and first['ptq']['ap'] > 0.01
     assert second['device'].endswith('first of 2 processes') and len(second['epochs']) == 1 and second['best']
     models = (load_quantized(tmp_path / r['settings']['name'] / r['ptq']['file'])[0] for r in (first, second))
     assert same(*map(state, models)), 'weights and ranges, bit for bit'
@@ -147,8 +147,8 @@ def test_sensitive_finds_what_one_process_finds(demo, tmp_path):
             assert a['measured']['without']['ap'] == b['measured']['without']['ap']
 
 
-def test_a_mistake_of_all_is_one_line(demo, tmp_path):
-    said = torchrun(*quantize(demo, tmp_path, '--weights', 'none.pt'), code=1)
+def test_a_mistake_of_all_is_one_line(small, tmp_path):
+    said = torchrun(*quantize(small, tmp_path, '--weights', 'none.pt'), code=1)
     [line] = [line for line in said.splitlines() if ': error: ' in line]
     assert line == 'qat.py: error: --weights none.pt: no such file'
     assert 'exitcode  : 2 ' in said and not list(tmp_path.iterdir())

@@ -196,6 +196,6 @@ def test_every_session_has_them():
     folders = 'utils', 'models', 'scripts', 'demo', 'benchmarks'
     texts = {file: file.read_text() for folder in folders for file in (REPO / folder).rglob('*.py')}
     made = [file for file in texts if 'InferenceSession(' in texts[file]]
-    assert len(made) == 2
+    assert made
     for file in made:
         assert 'onnx_options(' in texts[file], file

@@ -257,7 +257,7 @@ def test_a_file_for_deepstream_names_its_target(small, tmp_path, monkeypatch):
         *('--target', 'openvino', '--epochs', 0, '--calib-images', 2, '--calib-method', 'max', '--no-bias-correction'),
         *('--no-eval-origin', '--no-eval-ptq', '--workers', 0, '--project', tmp_path, '--name', 'run'),
     )
-    [weights] = (tmp_path / 'run/weights').glob('*.pt')
+    [weights] = (tmp_path / 'run/weights').glob('ptq_*.pt')
     command('export_yoloV9.py', '--weights', weights, '--size', 64)
     file = weights.with_name(f'{weights.name}.onnx')
     assert target_of(onnx.load(file)).name == 'openvino'

@@ -7,6 +7,7 @@ import json
 import sys
 import zipfile
 
+import classifiers
 import numpy as np
 import pytest
 import torch
@@ -241,3 +242,13 @@ def test_a_damaged_file_runs_or_is_refused(written, tmp_path):
         except QatError as e:
             refused += str(e).startswith(f'{file}: LiteRT cannot run it: ')
     assert refused
+
+
+@needs_litert
+@pytest.mark.parametrize('name', sampled(['resnet18', 'mobilenet_v3_small', 'yolo'], 3))
+def test_a_classifier_returns_what_pytorch_computes(name, tmp_path):
+    """The export compares; its images are normalized, so they are not in 0..1."""
+    model = classifiers.quantized(classifiers.loaded(name, tmp_path), target='litert')
+    export_litert(model, tmp_path / 'model.tflite', (SIDE, SIDE), target='litert')
+    read = Read(tmp_path / 'model.tflite')
+    assert read.session.int8 and list(read.session.signature().outputs.values()) == [[1, classifiers.CLASSES]]

@@ -25,6 +25,7 @@ from models.deploy.formats.format import Export, Format, Written, size_of
 from models.quantize.quantizers import named_quantizers
 from utils.qat.backends.file_model import open_file
 from utils.qat.backends.litert import INSTALL, METADATA, load_litert, without_native_messages
+from utils.qat.backends.pytorch import task_of
 from utils.qat.config.export import ExportConfig
 from utils.qat.config.tables import DEFAULT_TARGET
 from utils.qat.core.errors import QatError
@@ -56,13 +57,15 @@ class OnChannelsLast(nn.Module):
         super().__init__()
         height, width = imgsz
         self.model, self.quantized = model, quantized
+        black, white = (task_of(model).normalized(torch.full((1, 3, 1, 1), value)) for value in (0.0, 1.0))
+        self.limits = black.min().item(), white.max().item()
         self.register_buffer('relative', 1 / torch.tensor([width, height, width, height]).float().view(1, 4, 1))
 
     def forward(self, images: torch.Tensor) -> Any:
-        """Predict for images FP32 [B, H, W, 3] in 0..1: a classifier's logits, predictions, or predictions and prototypes."""
+        """Predict for images FP32 [B, H, W, 3], in 0..1 or normalized as the task wants them: a classifier's logits, predictions, or predictions and prototypes."""
         # The clamp changes no image: without it the converter leaves out the Q of the images, and the file takes INT8
         with _PoolsAsConvolutions() if self.quantized else nullcontext():
-            found = self.model(images.clamp(0, 1).permute(0, 3, 1, 2))
+            found = self.model(images.clamp(*self.limits).permute(0, 3, 1, 2))
         predictions, *prototypes = found if isinstance(found, (tuple, list)) else (found,)
         if predictions.dim() == 2:
             return predictions
@@ -119,7 +122,8 @@ def export_litert(
     """
     load_litert('--include litert')
     model = model.cpu()
-    traced, images, quantized = traceable_copy(model), made_images(batch, imgsz), bool(named_quantizers(model))
+    traced, quantized = traceable_copy(model), bool(named_quantizers(model))
+    images = task_of(model).normalized(made_images(batch, imgsz))
     theirs = traced(images)
     with atomic(path) as tmp:
         convert(traceable_copy(model), imgsz, batch, tmp)

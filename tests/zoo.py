@@ -256,7 +256,7 @@ def once(factory, make):
     demo = Demo.in_folder(root / make.__name__)
     with open(root / f'.{make.__name__}', 'a+') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not lock.tell():
+        if not lock.seek(0, os.SEEK_END):
             demo.data.parent.parent.mkdir()
             make(demo)
             lock.write('made')

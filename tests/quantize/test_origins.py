@@ -133,7 +133,7 @@ def test_the_repository_itself(size, tmp_path):
         )[:3]
     found = output(ours, image())[0].transpose(1, 2)
     centre, sides = found[..., :2], found[..., 2:4]
-    assert torch.equal(found[..., 4:], scores.sigmoid())
+    assert (found[..., 4:] - scores.sigmoid()).abs().max() < 1e-6  # the last bits: sums of other layouts
     assert (torch.cat((centre - sides / 2, centre + sides / 2), 2) - corners).abs().max() < CORNERS
 
 

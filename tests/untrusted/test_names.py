@@ -414,6 +414,7 @@ def test_whatever_a_report_is_made_of(tmp_path, name):
         'times': {name: 3.0},
         'calibration': {'method': name, 'biases': 'none', 'divergence': None},
         'kept_float': [name],
+        'kept_activations': [name],
         'epochs': [],
         'ptq': {'file': f'weights/{name}.pt'},
         'chosen_on': 'val',

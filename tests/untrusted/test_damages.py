@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -266,6 +267,14 @@ def without(*names):
     return of_model(apply)
 
 
+def flipped(whole):
+    """A bit of the largest member is another, and its checksum is the old one."""
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        largest = max((archive.read(name) for name in archive.namelist()), key=len)
+    at = whole.index(largest) + len(largest) // 2
+    return whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+
+
 def upstream(name):
     import models.common
     import models.yolo
@@ -297,6 +306,7 @@ HOSTILE = {
     'no end': pickled(b'}' * 40),
 }
 FOREIGN = {
+    'a bit of the weights': flipped,
     'no archive': 'hello',
     **{
         f'{content!r:.20}': lambda _, content=content: saved(content)

@@ -142,10 +142,10 @@ def read_outputs(outputs: dict[str, np.ndarray], conf_thres: float = 0.25, iou_t
 
 def main() -> None:
     """Print the detections in an image: class, score, x1 y1 x2 y2 in pixels of the image."""
-    parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
-    parser.add_argument('engine', type=Path, metavar='MODEL.engine')
-    parser.add_argument('image', type=Path, metavar='IMAGE')
-    args = parser.parse_args()
+    words = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
+    words.add_argument('engine', type=Path, metavar='MODEL.engine')
+    words.add_argument('image', type=Path, metavar='IMAGE')
+    args = words.parse_args()
     image = cv2.imread(str(args.image))
     if image is None or not args.engine.is_file():
         fail(f'{args.image if image is None else args.engine}: no such file, or OpenCV cannot read it')

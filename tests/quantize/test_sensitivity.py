@@ -301,7 +301,7 @@ def test_a_short_table_has_the_measured_units_first():
         {**common, 'unit': 'a', 'distortion': 0.1, 'measured': found},
         {**common, 'unit': 'b', 'distortion': 0.2, 'measured': None},
     ]
-    summary = {'units': units, 'flops': 2, 'int8': {'ap': 0.5}}
+    summary = {'units': units, 'flops': 2, 'int8': {'ap': 0.5}, 'settings': {'activation': 'keep'}}
     assert '| a ' in summary_table(summary, 1) and '| b ' not in summary_table(summary, 1)
     assert summary_table(summary).index('| b ') < summary_table(summary).index('| a ')
 

@@ -167,7 +167,7 @@ def adapt_activations(
 
     def attempt(blocks: FloatBlocks) -> tuple[float, Any]:
         trial = finished(restored(deepcopy(student), blocks.activations))
-        return lost_by(trial, scorer, state, budget or 0, blocks is float_blocks), None
+        return lost_by(trial, scorer, state, budget or 0.0, blocks is float_blocks), None
 
     if not state.training:
         if float_blocks.ranks_activations and budget is not None:
@@ -233,7 +233,7 @@ def run_ptq(
 
     def attempt(blocks: FloatBlocks) -> tuple[float, tuple[nn.Module, dict[str, Any]]]:
         model, found = calibrated(reference, images, config, bar, blocks.paths)
-        return lost_by(model, scorer, state, budget or 0, blocks is float_blocks), (model, found)
+        return lost_by(model, scorer, state, budget or 0.0, blocks is float_blocks), (model, found)
 
     if budget is None:
         model, state.calibration = calibrated(reference, images, config, bar, float_blocks.paths)

@@ -31,9 +31,8 @@ COMMANDS: dict[str, type[Settings]] = {
 }
 INTRODUCTION = """# Options
 
-The options of each command, as its `-h` prints them, with the default in brackets; the commands that are not here have few. `segment/qat_seg.py` and
-`classify/qat_cls.py` are `qat.py` for segmentation models and for classifiers only. Files, exit codes and what figures mean:
-[results.md](results.md). Options of other tools: [migration.md](migration.md).
+The options of each command, as its `-h` prints them, with the default in brackets. `segment/qat_seg.py` and `classify/qat_cls.py` are `qat.py` for one
+task. Files, exit codes and figures: [results.md](results.md). Options of other tools: [migration.md](migration.md).
 
 All commands have `--quiet` (errors, warnings and the result, no more), `--verbose` (details and upstream's messages as well) and `-h`.
 

@@ -154,16 +154,16 @@ class CalibrationConfig(ModelConfig):
     )
     percentile: float = calibration(
         99.99,
-        'for --calib-method percentile: percentage of the magnitudes that lie in the range',
+        'for --calib-method percentile: percentage of magnitudes in the range',
         allowed=Range(0.0, 100.0, without=0),
     )
     bias_correction: bool = calibration(
         True,
-        'keep the biases; by default they take back the shift that rounding causes, if that helps the detections',
+        'keep the biases; by default they correct the shift of rounding, if that helps',
     )
     scale_policy: str = calibration(
         'tied',
-        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale, so no engine requantizes; free: none do',
+        'tied: tensors joined by Concat, MaxPool, split, nearest resize or Add share one scale; free: none do',
         allowed=SCALE_POLICIES,
     )
 

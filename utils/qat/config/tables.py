@@ -19,18 +19,9 @@ class Engine(NamedTuple):
 
 TARGETS = {  # --target → Engine. utils/qat/targets/ has a file for each
     'tensorrt': Engine('TensorRT'),
-    'openvino': Engine(
-        'OpenVINO',
-        'the outputs of the head are INT8 too, values behind a ReLU are unsigned, and each addend of a residual Add of '
-        'torchvision has a scale',
-    ),
-    'onnxruntime': Engine(
-        'ONNX Runtime', 'also around activation functions, which it does not fuse, and with zero points'
-    ),
-    'litert': Engine(
-        'LiteRT',
-        'as for ONNX Runtime, and each addend of a residual Add has a scale',
-    ),
+    'openvino': Engine('OpenVINO', 'outputs of the head in INT8, unsigned behind a ReLU'),
+    'onnxruntime': Engine('ONNX Runtime', 'also around activation functions, with zero points'),
+    'litert': Engine('LiteRT', 'as onnxruntime, a scale for each addend of an Add'),
 }
 DEFAULT_TARGET = 'tensorrt'  # also of checkpoints and files that name no target
 NMS = (

@@ -308,15 +308,6 @@ def refused_by(told, says, line):
 SOME = 'a call of open', 'a call of DetectionModel', 'terabytes of weights', "activation 'exit()'", 'nothing'
 
 
-@pytest.mark.parametrize('name', sampled([*SOME, 'merges', 'lists within each other'], 7))
-def test_a_model_of_the_tree(told, tmp_path, name):
-    """--model t is a file in the current folder first. What --cfg names is in test_damages.py."""
-    file = tmp_path / 'models/detect/gelan-t.yaml'
-    file.parent.mkdir(parents=True)
-    file.write_text(DEAR[name] if name in DEAR else yaml.safe_dump(NETWORKS[name]))
-    refused_by(told, file.name, 'reparameterization.py --weights @dual.pt --save out/x.pt --model t')
-
-
 @pytest.mark.parametrize(
     'name', sampled([*SOME, 'a call', 'nc 0', 'hours of pooling', 'many repeats', 'a branch of its own'], 5)
 )

@@ -251,7 +251,8 @@ def test_quiet_or_verbose(line):
 def test_bars_and_colours_on_a_terminal(small, tmp_path):
     words = [*evaluation(small, tmp_path), '--batch-size', 3]
     seen = in_terminal(*words)
-    assert re.search(r'evaluating +\d+% \|.* \d/4 \[\d+:\d+, \d+:\d+ left, +[\d.]+ batches/s\]', seen)
+    # the time left and the rate are '?' on a machine that is done before the bar is drawn again
+    assert re.search(r'evaluating +\d+% \|.* \d/4 \[\d+:\d+, [\d:?]+ left, +[\d.?]+ batches/s\]', seen)
     assert seen.count('Scanning') >= 1 and '100%|' not in seen, 'one bar of upstream, which does not stay'
     assert '\033[1mnext: python export_qat.py' in seen and 'evaluating: 4' not in seen
     assert '\033[' not in (tmp_path / 'runs/exp/log.txt').read_text()

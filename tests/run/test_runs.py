@@ -653,8 +653,9 @@ def test_names_are_names(small, tmp_path, monkeypatch, capfd):
     given = '--weights', f'./{name}', '--data', small.data, '--project', project, '--name', run
     following = next_of('qat.py', 'quantize', *given, *QUICK, *'--workers 0 --epochs 1 --iters 1'.split())
     folder = Path(project, run)
-    best = folder / 'weights' / f'qat_best_{name}'
+    best = folder / 'weights/best.pt'
     assert following[:5] == ['next:', 'python', 'export_qat.py', '--weights', str(best)] and best.is_file()
+    assert (folder / 'weights' / f'qat_best_{name}').is_file()
     report = json.loads((folder / 'report.json').read_text())
     assert report['ptq']['file'] == f'weights/ptq_ap_{report["ptq"]["ap"]:.4f}_{name}'
     assert f'--weights={name}' in (folder / 'report.md').read_text().replace("'\"'\"'", "'")

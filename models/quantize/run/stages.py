@@ -121,6 +121,8 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
         run_ptq(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
     of_run.calibration = of_run.adaptation = None  # ends the processes that load their images
     with resumable(again) if of_run.training else nullcontext():
+        if not config.resume:
+            keeper.copy(state.ptq['file'], DELIVERED)
         if of_run.training:
             run_qat(inputs, of_run.training, state, scorer, keeper)
         if state.chosen_on != 'val':
@@ -244,7 +246,6 @@ def run_ptq(
     LOGGER.info(f'calibration took {state.times["calibrate"]:.1f} s')
     score = (lambda saved: scorer.of_quantized(saved, PTQ)) if config.eval_ptq else None
     state.ptq = keeper.save(model, 'ptq', state, score)
-    keeper.copy(state.ptq['file'], DELIVERED)
     if config.epochs:
         keeper.keep(state)
         keeper.report(state)

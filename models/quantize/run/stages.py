@@ -111,7 +111,8 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
     scorer = scorers[state.chosen_on]
 
     again = repeated('qat.py', 'quantize', '--resume', folder)
-    if of_run.calibration and of_run.float_blocks and not state.ptq:
+    calibrates = bool(of_run.calibration and of_run.float_blocks) and not state.ptq
+    if calibrates and of_run.calibration and of_run.float_blocks:
         model = inputs.model
         if of_run.adaptation:
             with resumable(again):
@@ -121,7 +122,7 @@ def run(inputs: Inputs, of_run: RunInputs, folder: Path) -> dict[str, Any]:
         run_ptq(inputs, model, of_run.calibration, of_run.float_blocks, state, scorer, keeper)
     of_run.calibration = of_run.adaptation = None  # ends the processes that load their images
     with resumable(again) if of_run.training else nullcontext():
-        if not config.resume:
+        if calibrates:
             keeper.copy(state.ptq['file'], DELIVERED)
         if of_run.training:
             run_qat(inputs, of_run.training, state, scorer, keeper)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_args(argv)
     require_source(config.weights, '--weights', CHECKPOINTS)
 
-    from models.deploy.formats import deepstream, deepstream_masks
+    from models.deploy.formats.deepstream import FORMAT
     from models.deploy.formats.format import Export
     from models.quantize.checkpoint import CheckpointFile
     from utils.qat.backends.pytorch import TorchModel
@@ -46,11 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = replace(config, size=config.size or predict.quantized_for or predict.task.imgsz)
         require_multiples(config.size, predict.stride, '--size')
         export = Export(config.export(), predict)
-        layout = (deepstream_masks if predict.task.masks else deepstream).FORMAT
-        layout.require_model(export)
-        written = layout.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
+        FORMAT.require_model(export)
+        written = FORMAT.write(export, config.weights.with_name(f'{config.weights.name}.onnx'))
     LOGGER.info('\n'.join(written.lines))
-    finish(*layout.next_commands(export, written, ''), **written.files)
+    finish(*FORMAT.next_commands(export, written, ''), **written.files)
 
 
 if __name__ == '__main__':

@@ -293,19 +293,6 @@ def numpy_trapz() -> bool:
     return True
 
 
-def numpy_float() -> bool:
-    """Give NumPy the name `float` again.
-
-    models/common.py:908 (CoreML outputs) uses np.float, gone since NumPy 1.24. Delete when upstream uses float.
-    """
-    import numpy as np
-
-    if 'float' in vars(np):  # not hasattr, at which NumPy 1.20 to 1.23 warn
-        return False
-    np.float = float
-    return True
-
-
 def pillow_getsize() -> bool:
     """Give Pillow's fonts the method `getsize` again.
 
@@ -375,8 +362,6 @@ def torch_load_of_modules() -> bool:
     import torch
 
     real = torch.load
-    if 'weights_only' not in inspect.signature(real).parameters:  # before torch 1.13
-        return False
 
     @functools.wraps(real)
     def load(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -418,30 +403,16 @@ def torchscript_onnx_export() -> bool:
     return True
 
 
-def cuda_amp() -> bool:
-    """Keep torch.cuda.amp, without its warnings.
+def cuda_amp_quiet() -> bool:
+    """Silence the warnings about torch.cuda.amp, a FutureWarning per batch.
 
-    train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use it. It is deprecated since torch 2.4
-    (a FutureWarning per batch), and still there in 2.15. Delete when upstream uses torch.amp.
+    train*.py, utils/loss_tal*.py, utils/autobatch.py and models/common.py:23 use it, deprecated since torch 2.4. Delete when
+    upstream uses torch.amp.
     """
-    import torch
-
     warnings.filterwarnings(
         'ignore',
         category=FutureWarning,
         message=r'`torch\.cuda\.amp\.(autocast|GradScaler)\(args\.\.\.\)` is deprecated',
-    )
-    if importlib.util.find_spec('torch.cuda.amp'):
-        return False
-
-    def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool = True) -> Any:
-        return torch.amp.autocast('cuda', dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
-
-    torch.cuda.amp = stand_in(
-        'torch.cuda.amp',
-        'Stand-in of yolov9-qat over torch.amp.',
-        autocast=autocast,
-        GradScaler=functools.partial(torch.amp.GradScaler, 'cuda'),
     )
     return True
 
@@ -510,13 +481,12 @@ SHIMS = (
     ipython_module,
     git_module,
     numpy_trapz,
-    numpy_float,
     pillow_getsize,
     font_from_matplotlib,
     settings_of_ones_own,
     torch_load_of_modules,
     torchscript_onnx_export,
-    cuda_amp,
+    cuda_amp_quiet,
     seaborn_when_used,
     torchvision_without_dynamo,
     openmp_sleeps,

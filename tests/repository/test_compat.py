@@ -129,6 +129,30 @@ def test_slow_libraries_are_imported_when_they_are_used(fresh):
     )
 
 
+@pytest.mark.parametrize(
+    'first',
+    [
+        'models.quantize.run.inputs',
+        'models.deploy.load',
+        'utils.qat.data.image_folders',
+        'models.quantize.activations',
+        'torchvision',
+    ],
+)
+def test_no_module_of_ours_loads_dynamo_with_torchvision(fresh, first):
+    """Whichever module imports torchvision first: torch._dynamo and sympy take a second or two of a start."""
+    fresh(
+        f"""
+        import sys, utils, torch
+        before = set(sys.modules)
+        import {first}
+        assert "torchvision" in sys.modules
+        assert not {{"torch._dynamo", "sympy"}} & (sys.modules.keys() - before)
+    """,
+        bare=True,
+    )
+
+
 def test_applied_twice_or_once_it_changes_no_more_than_it_says(fresh):
     """Nothing in torch.nn; a filter of warnings names its message."""
     fresh("""

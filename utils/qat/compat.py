@@ -61,10 +61,36 @@ class BeforeUpstream:
             apply()
 
 
+class TorchvisionWithoutDynamo:
+    """A finder of torchvision, whoever imports it first: it is imported without torch._dynamo, which only roi_align calls.
+
+    utils/general.py:31 and our own modules import torchvision. Since 0.16 torchvision/ops/roi_align.py imports torch._dynamo.utils:
+    a second or two of each start. Delete when torchvision imports it inside the function.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Find torchvision, and no other module."""
+        if name != 'torchvision':
+            return None
+        sys.meta_path.remove(TorchvisionWithoutDynamo)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader:
+            run: Any = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                importlib.import_module('torch')  # which may need the real one
+                with imported_when_called('torch._dynamo.utils', 'is_compile_supported'):
+                    run(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
 def apply_before_upstream() -> None:
     """Arrange a call of `apply` at the import of the first module inside upstream's `utils` or `models`."""
     if _fired is None and BeforeUpstream not in sys.meta_path:
-        sys.meta_path.insert(0, BeforeUpstream)
+        sys.meta_path[:0] = [BeforeUpstream, TorchvisionWithoutDynamo]
 
 
 def apply() -> list[str]:
@@ -431,19 +457,6 @@ def seaborn_when_used() -> bool:
     return True
 
 
-def torchvision_without_dynamo() -> bool:
-    """Import torchvision without torch._dynamo, of which it needs one function, only for roi_align.
-
-    utils/general.py:31 imports torchvision. Since 0.16 torchvision/ops/roi_align.py imports torch._dynamo.utils: 2 s of each start.
-    Delete when torchvision imports it inside the function.
-    """
-    if 'torchvision' in sys.modules or not importlib.util.find_spec('torchvision'):
-        return False
-    with imported_when_called('torch._dynamo.utils', 'is_compile_supported'):
-        importlib.import_module('torchvision')
-    return True
-
-
 def openmp_sleeps() -> bool:
     """Let OpenMP's threads sleep although torch was loaded before `utils.qat`.
 
@@ -488,6 +501,5 @@ SHIMS = (
     torchscript_onnx_export,
     cuda_amp_quiet,
     seaborn_when_used,
-    torchvision_without_dynamo,
     openmp_sleeps,
 )
